@@ -50,8 +50,8 @@ from .sampling.sampler import Sampler, Sampling
 from .speculation.calibrate import cached_costs, cached_kinds, keep_drafts, known_drafts, plain_cost
 from .speculation.confidence import Confidence
 from .speculation.methods import Methods, methods
-from .speculation.ngram_policy import LookupControl
-from .speculation.policy import NEVER_PAYS, Kind, Record, WidthControl, chain_kinds, useful_widths, worth_keeping
+from .speculation.ngram_policy import NgramPolicy
+from .speculation.policy import NEVER_PAYS, AcceptancePrior, SpeculationPolicy, StepPlan, chain_plans, useful_widths, worth_keeping
 from .speculation.synthetic import SyntheticAcceptance
 from .text.stream import BlockText, stop_texts
 from .text.tokenizer import Tokenizer, first_difference, vocabulary_note
@@ -154,12 +154,14 @@ class Session:
         self.load_seconds = 0.0
         self._context_from = ""  # where the context's length comes from; "" if it was asked for
         self.drafter: AnyDrafter | None = None
-        self.lookup: LookupControl | None = None  # what drafts without a model
+        self.lookup: NgramPolicy | None = None  # what drafts without a model
         self.costs: dict[int, float] | None = None  # milliseconds per step by width, of the first drafter; None where the width is pinned
         self._verify_costs: dict[int, float] = {}  # of steps that verify given ids, by rows; where a drafter says what its drafts are worth
-        self.other_costs: dict[Kind, float] = {}  # of other kinds of steps: further drafters, and graphs of more rows than there are drafts
+        self.other_costs: dict[
+            StepPlan, float
+        ] = {}  # of other kinds of steps: further drafters, and graphs of more rows than there are drafts
         self.costs_cached = False
-        self._known_drafts: Mapping[str, Record] = {}  # what texts taught of each drafter, of earlier sessions at first
+        self._known_drafts: Mapping[str, AcceptancePrior] = {}  # what texts taught of each drafter, of earlier sessions at first
         self._drafts_count = False  # whether what this session's texts teach is to be kept
         self._costs_under: tuple[tuple[int, bool], ...] | None = None  # of which condition of the engine they are
         self._costs_again = False  # whether they were measured again because others had gone; once, as others may come and go
@@ -233,7 +235,7 @@ class Session:
         self.engine = self._own(self._make_engine(options))
         self._settle_streams(offload)
         if implied is not None:
-            self.lookup = LookupControl.unmeasured(implied, [w for w in candidate_widths(options.width) if w > 1])
+            self.lookup = NgramPolicy.unmeasured(implied, [w for w in candidate_widths(options.width) if w > 1])
             if not self.batch_invariant:
                 self.notes.append(OTHERWISE)
         elif spec.lookup is not None:
@@ -242,7 +244,7 @@ class Session:
         if self.drafter is not None and width is None:
             self._measure_costs()
             self._known_drafts, self._drafts_count = known_drafts(self.engine), True
-        self.scheduler.widths = self.width_control()
+        self.scheduler.policy = self.new_policy()
         self.prefix = self._own(self._prefix_cache(*prefix, progress))
         members = self.drafter.methods if self.drafter is not None else ()
         exact = self.batch_invariant and not any(member.weights.other_matrix_bytes for member in members)
@@ -491,10 +493,10 @@ class Session:
                 f"{draft.path.name} cannot draft for {target.path.name}: {difference}; a drafter only fits the target it was made for: {drafters_for(target)}"
             )
 
-    def _lookup_control(self, method: str) -> LookupControl:
+    def _lookup_control(self, method: str) -> NgramPolicy:
         """Of this session's sequences; what verifying costs is measured, or known from an earlier session."""
         costs, cached = self._given_costs()
-        control = LookupControl(method, costs)
+        control = NgramPolicy(method, costs)
         control.under(self.engine.threads.quiet if cached else self.engine.threads.condition)
         return control
 
@@ -511,17 +513,17 @@ class Session:
         kinds = [kind for member in self.drafter.methods for kind in _kinds_of(member, widths)]
         if not self.costs_cached and (why := why_nothing_is_kept()) and why not in self.notes:
             self.notes.append(why)
-        known = {Kind(first.method, width): ms for width, ms in self.costs.items() if width > 1}
+        known = {StepPlan.of(first.method, width): ms for width, ms in self.costs.items() if width > 1}
         costs = known | cached_kinds(self.engine, tuple(kind for kind in kinds if kind not in known), fresh) if known else {}
         self.other_costs = {kind: ms for kind, ms in worth_keeping(costs).items() if kind not in known}
 
-    def width_control(self) -> WidthControl | None:
+    def new_policy(self) -> SpeculationPolicy | None:
         """A new one, with the costs that were measured of this session; None where the width is pinned."""
         if self.drafter is None or not self.costs:
             return None
-        control = WidthControl.measured_for(self.drafter.method, self.costs, self.other_costs)
+        control = SpeculationPolicy.measured_for(self.drafter.method, self.costs, self.other_costs)
         control.under(self.engine.threads.condition if self._costs_under is None else self._costs_under)
-        for method, record in control.seen.items():
+        for method, record in control.priors.items():
             if (known := self._known_drafts.get(method)) is not None:
                 record.goes_on(known)
         confident = [member.method for member in self.drafter.methods if member.confident]
@@ -774,14 +776,14 @@ class Session:
 
     def _begin(self, ids: list[int], mode: str, append: bool, stats: Stats) -> tuple[Reuse, int]:
         """What the caches have of ``ids``, and how much of that the last generation left."""
-        widths = self.scheduler.widths
+        widths = self.scheduler.policy
         threads = self.engine.threads
         others_gone = not self._costs_again and self._costs_under not in (None, threads.condition) and threads.calm
-        if widths is not None and (others_gone or (widths.outdated and not self._costs_checked)):
+        if widths is not None and (others_gone or (widths.costs_outdated and not self._costs_checked)):
             self._costs_again |= others_gone
             self._measure_costs(fresh=True)
-            self._costs_checked, self._known_drafts = self._costs_checked or not others_gone, widths.seen
-            widths = self.scheduler.widths = self.width_control()
+            self._costs_checked, self._known_drafts = self._costs_checked or not others_gone, widths.priors
+            widths = self.scheduler.policy = self.new_policy()
         drafting = mode == SPECULATIVE and self._needs_drafters_rows(ids, append)
         held = self._held(ids, drafting) if append else 0
         alike = 0 if held else self._alike(ids, drafting)
@@ -795,8 +797,8 @@ class Session:
     def _needs_drafters_rows(self, ids: list[int], append: bool) -> bool:
         """Whether a text gets the rows that drafters read. Without drafts they are for nothing; but what its prompt goes on behind has them or has not, and to
         compute that anew takes longer than they do."""
-        widths = self.scheduler.widths
-        if append and widths is not None and widths.resting():
+        widths = self.scheduler.policy
+        if append and widths is not None and widths.should_disable():
             return self.engine.slots[0].drafting
         return not rests(widths, lambda drafting: self.prefix.known(ids, drafting))
 
@@ -951,12 +953,12 @@ class Session:
         lookup = self.lookup.for_slots(candidate_widths(options.width)) if self.lookup is not None else None
         scheduler = Scheduler(engine, None if self.costs else options.width, memory, lookup, files, self.other_costs, wanted)
         if slots == 1:  # the same graphs
-            scheduler.widths = self.width_control()
-        elif self.costs and (control := self.width_control()) is not None:
+            scheduler.policy = self.new_policy()
+        elif self.costs and (control := self.new_policy()) is not None:
             if control.never_pays:
                 scheduler.pin_width(1, NEVER_PAYS)  # where W rows cost W plain steps, those of several sequences are no cheaper
-            elif scheduler.widths is not None and not engine.groups:  # whose steps are launched before anybody could look at drafts
-                scheduler.widths.confidence = control.confidence
+            elif scheduler.policy is not None and not engine.groups:  # whose steps are launched before anybody could look at drafts
+                scheduler.policy.confidence = control.confidence
         return scheduler
 
     def concurrent(
@@ -1068,7 +1070,7 @@ class Session:
         """Those that control chooses from, 1 being plain decoding; empty where the width is pinned."""
         if not self.costs:
             return ()
-        others = {kind.width for kind, ms in self.other_costs.items() if kind.width * self.costs[1] > ms}
+        others = {kind.tokens for kind, ms in self.other_costs.items() if kind.tokens * self.costs[1] > ms}
         return tuple(sorted({*useful_widths(self.costs), *others}))
 
     def close(self) -> None:
@@ -1088,8 +1090,8 @@ class Session:
 
     def _free(self) -> None:
         self._turns.shut(CLOSED)
-        if self._drafts_count and (widths := self.scheduler.widths) is not None:
-            keep_drafts(self.engine, widths.seen)
+        if self._drafts_count and (widths := self.scheduler.policy) is not None:
+            keep_drafts(self.engine, widths.priors)
             self._drafts_count = False
         with ExitStack() as freed:  # whatever one of them raises, the last one made first
             for part in self._parts:
@@ -1108,10 +1110,10 @@ def _left(free: int) -> int:
     return free - min(free // 4, SPARED)
 
 
-def _kinds_of(member: Drafter, rows: Sequence[int]) -> list[Kind]:
+def _kinds_of(member: Drafter, rows: Sequence[int]) -> list[StepPlan]:
     """Kinds of steps in which this drafter drafts, for graphs of these rows."""
     fitting = [r for r in rows if r <= member.block_size]
-    return chain_kinds(member.method, fitting) if member.chained else [Kind(member.method, r) for r in fitting]
+    return chain_plans(member.method, fitting) if member.chained else [StepPlan.of(member.method, r) for r in fitting]
 
 
 def check_offload(rows: int | str | None, chunk: int) -> int | str | None:

@@ -36,11 +36,11 @@ from pyggml_spec.engine.request import LoopOptions
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.speculation import calibrate
-from pyggml_spec.speculation.ngram_policy import LookupControl
+from pyggml_spec.speculation.ngram_policy import NgramPolicy
 from pyggml_spec.text.tokenizer import Tokenizer
 
 clock = SimpleNamespace(perf_counter=time.perf_counter, perf_counter_ns=time.perf_counter_ns)
-TEXTS = Path(__file__).parent.parent / "tests" / "decode" / "workloads"
+TEXTS = Path(__file__).parent.parent / "tests" / "speculation" / "workloads"
 NAMES = "copy", "json", "prose"
 WAYS = "plain", "suffix", "drafter", "both"
 PIECE = 100  # tokens
@@ -253,8 +253,8 @@ def main() -> None:
                 running = {}
                 for way, (session, watched) in ways.items():
                     if session.lookup is not None:  # every round is the first one: nothing that has ended is there to be copied
-                        session.scheduler.lookup = LookupControl(session.lookup.method, session.lookup._alone)
-                    session.scheduler.widths = session.width_control()
+                        session.scheduler.lookup = NgramPolicy(session.lookup.method, session.lookup._alone)
+                    session.scheduler.policy = session.new_policy()
                     running[way] = Running(session, watched, prompt, answer, "plain" if way == "plain" else "speculative")
                 while any(list(map(Running.go_on, running.values()))):
                     pass

@@ -18,17 +18,17 @@ import pyggml_spec as ps
 from pyggml_spec.api import DEMO_DRAFTER, DEMO_MTP, DEMO_TARGET
 from pyggml_spec.drafters import base as drafters
 from pyggml_spec.ggml.library import lib
-from pyggml_spec.speculation.policy import PLAIN_STEP, Kind, WidthControl
+from pyggml_spec.speculation.policy import PLAIN_STEP, SpeculationPolicy, StepPlan
 
 BLOCKS, CHAIN = "draft-dflash", "draft-mtp"
 PROMPT = "import os\n\n\ndef read_lines(path):\n"
 SLOTS = 4
 
 
-class InTurn(WidthControl):
+class InTurn(SpeculationPolicy):
     """Takes the kinds one after the other, whatever they give."""
 
-    def __init__(self, kinds: list[Kind], widths: dict):
+    def __init__(self, kinds: list[StepPlan], widths: dict):
         super().__init__(widths, dict.fromkeys((PLAIN_STEP, *kinds), 1.0))
         self.kinds, self._turn = list(kinds), itertools.cycle(kinds)
 
@@ -43,7 +43,7 @@ def in_turn(session) -> InTurn:
     """Blocks and chains of several lengths, with one to three plain steps between."""
     kinds = []
     for at, method in enumerate(session.methods * 3):
-        kinds += [Kind(method, 1 << (1 + at % 3)), *[PLAIN_STEP] * (at % 4)]
+        kinds += [StepPlan.of(method, 1 << (1 + at % 3)), *[PLAIN_STEP] * (at % 4)]
     return InTurn(kinds, {m.method: (2, 4, 8) for m in session.drafter.methods})
 
 
@@ -72,15 +72,15 @@ def texts(args) -> int:
         both = run("speculative")
         told(" and ".join(session.methods), both[1], both[0], plain[0])
         wrong += both[1].graphs_built_after_warmup > 0
-        control, session.scheduler.widths = session.scheduler.widths, in_turn(session)
+        control, session.scheduler.policy = session.scheduler.policy, in_turn(session)
         turns = run("speculative")
         told("in turn", turns[1], turns[0], plain[0])
         wrong += turns[1].graphs_built_after_warmup > 0
-        session.scheduler.widths = control
+        session.scheduler.policy = control
         with session.concurrent(slots=SLOTS) as server:
             for name, widths in (("slots", None), ("slots, in turn", in_turn(session))):
                 if widths is not None:
-                    server._scheduler.widths = widths
+                    server._scheduler.policy = widths
                 for tokens in (32, min(args.tokens, 400)):
                     handles = [server.submit(PROMPT, tokens, ignore_end=True) for _ in range(SLOTS)]
                     done = [handle.result() for handle in handles]
@@ -92,7 +92,7 @@ def texts(args) -> int:
         reference = session.generate(PROMPT, args.tokens, mode="reference", ignore_end=True)
         told(f"reference, {args.width} rows", reference[1], reference[0], plain[0])
         for method in session.methods:
-            session.scheduler.widths = InTurn([Kind(method, args.width)] * 2, {method: (args.width,)})
+            session.scheduler.policy = InTurn([StepPlan.of(method, args.width)] * 2, {method: (args.width,)})
             one = session.generate(PROMPT, args.tokens, mode="speculative", ignore_end=True)
             told(f"{method}, {args.width} rows, against the reference", one[1], one[0], reference[0])
             wrong += (one[0] != reference[0]) + (one[1].graphs_built_after_warmup > 0)
@@ -108,7 +108,9 @@ def of_nan(args) -> int:
             member = next(m for m in session.drafter.methods if m.method == method)
             names = [n for n in (f"{getattr(member, 'prefix', '')}nextn.hnorm.weight", "output_norm.weight") if n in member.file.tensors]
             lib.ggml_backend_tensor_memset(member.weights[names[0]], 0xFF, 0, 4)
-            session.scheduler.widths = InTurn([Kind(method, 4), Kind(method, 3, 4)], {m.method: (2, 4) for m in session.drafter.methods})
+            session.scheduler.policy = InTurn(
+                [StepPlan.of(method, 4), StepPlan.of(method, 3, 4)], {m.method: (2, 4) for m in session.drafter.methods}
+            )
             text, stats = session.generate(PROMPT, 64, ignore_end=True)
             good = stats.nan_drafts == 1 and text == want
             wrong += not good

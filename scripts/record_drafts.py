@@ -18,7 +18,7 @@ from pyggml_spec.api import DEMO
 from pyggml_spec.tools.prompts import read_prompts
 
 WIDTHS = (2, 4, 8, 16)
-OUT = Path(__file__).parents[1] / "tests" / "decode" / "recorded_drafts.json"
+OUT = Path(__file__).parents[1] / "tests" / "speculation" / "recorded_drafts.json"
 CHAINS = OUT.with_name("recorded_chains.json")
 
 

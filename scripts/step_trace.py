@@ -40,7 +40,7 @@ def main() -> None:
     ) as session:
         engine, stats = session.engine, Stats()
         synthetic = SyntheticAcceptance(args.synthetic_acceptance, engine.options.width - 1, seed=1) if args.synthetic_acceptance else None
-        widths = session.width_control() if args.mode == SPECULATIVE else None
+        widths = session.new_policy() if args.mode == SPECULATIVE else None
         engine.reset(drafting=args.mode == SPECULATIVE)
         options = LoopOptions(args.tokens, args.mode, engine.options.width, ignore_end=True, synthetic=synthetic)
         rows, last, counted = [], None, defaultdict(int)

@@ -13,7 +13,7 @@ from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.engine.request import LoopOptions
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.kernels import levels
-from pyggml_spec.speculation.policy import WidthControl
+from pyggml_spec.speculation.policy import SpeculationPolicy
 
 FIRST, SECOND = "def quicksort(items):\n", "import os\n"
 
@@ -267,9 +267,9 @@ def test_a_text_that_rests_loses_nothing_that_was_computed(monkeypatch):
     """Without a drafter's inputs a text has other rows: what its prompt goes on behind decides, where drafts would not pay anyway."""
     prompt = list(range(40, 240)) * 6
     with ps.load(device="CPU", threads=1, n_ctx=2048, prefix_memory=1 << 28) as session:
-        monkeypatch.setattr(WidthControl, "never_pays", property(lambda self: False))
+        monkeypatch.setattr(SpeculationPolicy, "never_pays", property(lambda self: False))
         session.generate(prompt, 4)
-        monkeypatch.setattr(WidthControl, "resting", lambda self: True)
+        monkeypatch.setattr(SpeculationPolicy, "should_disable", lambda self: True)
         _, stats = session.generate([*prompt, 41, 42], 4)
         assert stats.reused_tokens > 300 and session.engine.slots[0].drafting
         _, stats = session.generate([7, *prompt], 4, ignore_end=True)
@@ -285,10 +285,10 @@ def test_a_text_in_one_slot_rests_as_in_a_session(monkeypatch, slots, rested):
     says nothing of several."""
     prompt, said = list(range(40, 240)) * 3, []
     with ps.load(device="CPU", threads=1, n_ctx=1024, prefix_memory=0) as session, session.batch(slots, prefix_memory=1 << 28) as scheduler:
-        monkeypatch.setattr(WidthControl, "never_pays", property(lambda self: False))
+        monkeypatch.setattr(SpeculationPolicy, "never_pays", property(lambda self: False))
         options = LoopOptions(4, width=16, ignore_end=True)
         for ids, rests in ((prompt, False), ([*prompt, 41, 42], True), ([7, *prompt], True)):
-            monkeypatch.setattr(WidthControl, "resting", lambda self, rests=rests: rests)
+            monkeypatch.setattr(SpeculationPolicy, "should_disable", lambda self, rests=rests: rests)
             stream = scheduler.submit(ids, options)
             tokens = [token for block in stream for token in block]
             said.append(not scheduler.engine.slots[stream.slot].drafting)
@@ -301,8 +301,8 @@ def test_whoever_waits_is_not_looked_up_while_the_slot_is_taken(monkeypatch):
     """Its prompt was hashed again, and files looked for, whenever anything changed."""
     prompt, asked = list(range(40, 240)), []
     with ps.load(device="CPU", threads=1, n_ctx=512, prefix_memory=0) as session, session.batch(1, prefix_memory=1 << 26) as scheduler:
-        monkeypatch.setattr(WidthControl, "never_pays", property(lambda self: False))
-        monkeypatch.setattr(WidthControl, "resting", lambda self: True)
+        monkeypatch.setattr(SpeculationPolicy, "never_pays", property(lambda self: False))
+        monkeypatch.setattr(SpeculationPolicy, "should_disable", lambda self: True)
         known = scheduler.prefixes.known
         monkeypatch.setattr(scheduler.prefixes, "known", lambda *of: asked.append(len(scheduler._active)) or known(*of))
         streams = [scheduler.submit([i, *prompt], LoopOptions(6, width=16, ignore_end=True)) for i in (7, 8, 9)]

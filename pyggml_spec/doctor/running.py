@@ -15,7 +15,7 @@ from ..engine.stats import Stats
 from ..ggml.cores import ThreadCounts
 from ..ggml.device import Backend
 from ..speculation.calibrate import WARMUP, step_costs
-from ..speculation.policy import WidthControl
+from ..speculation.policy import SpeculationPolicy
 from . import trees
 from .probe import Measured
 from .report import FAIL, NOT_APPLICABLE, OK, RUNNING, WARN, Check
@@ -28,7 +28,7 @@ REPEATS = 4  # calls of a graph until the last ones are replays
 
 
 def speculate(engine: ModelRunner, prompt: Sequence[int], tokens: int, *, mode: str = SPECULATIVE, width: int | None = None, piece: int = 0,
-              keep: bool = False, widths: WidthControl | None = None) -> Stats:  # fmt: skip
+              keep: bool = False, widths: SpeculationPolicy | None = None) -> Stats:  # fmt: skip
     """One generation's statistics. ``piece``: prefill in pieces of so many tokens. ``keep``: go on with the sequence that is there."""
     if not keep:
         engine.reset(drafting=mode == SPECULATIVE)
@@ -301,5 +301,5 @@ def examine(
     plain, chosen = [], []
     for prompt in prompts:  # interleaved: a machine that slows down does so to both
         plain.append(speculate(engine, prompt, tokens, mode=PLAIN))
-        chosen.append(speculate(engine, prompt, tokens, widths=WidthControl.measured_for(engine.drafter.method, costs)))
+        chosen.append(speculate(engine, prompt, tokens, widths=SpeculationPolicy.measured_for(engine.drafter.method, costs)))
     return [*checks, time_split(engine, full, engine.options.width), *pays(costs, base, plain, chosen), trees.check(ranked or base, costs)]

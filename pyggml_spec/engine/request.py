@@ -10,7 +10,7 @@ from ..checks import token_ids, whole
 from ..constraints.jump_forward import ForcedDrafts
 from ..errors import ContextError, EngineError
 from ..sampling.sampler import Sampler
-from ..speculation.policy import PLAIN_STEP, Kind
+from ..speculation.policy import PLAIN_STEP, StepPlan
 from ..speculation.synthetic import SyntheticAcceptance
 from ..speculation.verify import Choices, choose_block, first_token
 from .batch import BatchItem, Draft, StepOutput, Verify
@@ -26,9 +26,9 @@ ALONE = Verify()  # work that says nothing of its sequence is made once: half a 
 
 
 @cache
-def drafted(kind: Kind) -> Draft:
+def drafted(kind: StepPlan) -> Draft:
     """A step of this kind."""
-    return Draft(kind.width, verified=kind.rows, drafter=kind.drafter)
+    return Draft(kind.tokens, verified=kind.verify_len if kind.verify_len > kind.tokens else 0, drafter=kind.method)
 
 
 Drafts = Callable[[Sequence[int], int], Sequence[int]]
@@ -165,19 +165,19 @@ class Request:
         self._begin(self.forced)
         return Verify([*self.forced, *[self.forced[-1]] * (self._forced.width(self.forced) - 1 - len(self.forced))])
 
-    def work(self, kind: Kind, weigh: Callable[[Mapping[int, np.ndarray]], int] | None = None) -> BatchItem:
+    def work(self, kind: StepPlan, weigh: Callable[[Mapping[int, np.ndarray]], int] | None = None) -> BatchItem:
         """What it does in a step of this kind. ``weigh``: as in ``Draft``."""
         self._begin()
         self.found, self._fills = [], False
         if self.speculating:
-            if kind.width == 1 or (self.guide is not None and self.guide.slow):
+            if kind.tokens == 1 or (self.guide is not None and self.guide.slow):
                 return self._plain()
             if self.options.drafts is None:
                 if self.guide is None and weigh is None:
                     return drafted(kind)
-                return Draft(kind.width, check=self.guide.check if self.guide is not None else None, drafter=kind.drafter, weigh=weigh)
+                return Draft(kind.tokens, check=self.guide.check if self.guide is not None else None, drafter=kind.method, weigh=weigh)
             try:
-                drafts = self._scripted(self.options.drafts, kind.width - 1)
+                drafts = self._scripted(self.options.drafts, kind.tokens - 1)
             except Exception as error:
                 self.failed = error
                 return ALONE

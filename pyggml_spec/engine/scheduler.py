@@ -37,9 +37,9 @@ from ..ggml.cores import CORE_MONITOR
 from ..multi_device.pipeline import Rounds
 from ..multi_device.pipeline_policy import control_of
 from ..speculation.confidence import Confidence
-from ..speculation.ngram import SuffixDrafts
-from ..speculation.ngram_policy import NOTHING, PLAINLY, Choice, LookupControl
-from ..speculation.policy import PLAIN_STEP, Drafted, Kind, WidthControl
+from ..speculation.ngram import NgramDrafts
+from ..speculation.ngram_policy import NOTHING, PLAINLY, Choice, NgramPolicy
+from ..speculation.policy import PLAIN_STEP, SpeculationPolicy, SpeculationState, StepPlan
 from .batch import BatchItem, Draft, Prefill, StepOutput, Verify
 from .constrained import Guide, run_step
 from .counters import WARMUP_STEPS, Counters
@@ -64,7 +64,7 @@ def generate(
     stats: Stats | None = None,
     prefill_progress: Callable[[int, int], None] | None = None,
     interrupted: Callable[[], bool] | None = None,
-    widths: WidthControl | None = None,
+    widths: SpeculationPolicy | None = None,
     known: int = 0,
 ) -> Generator[list[int], None, None]:
     """One generation in the sequence that the only slot of ``engine`` holds: a block per step, first the token that the prompt leads to.
@@ -73,7 +73,7 @@ def generate(
     to stop earlier.
     """
     scheduler = Scheduler(engine, options.width)
-    scheduler.widths = widths
+    scheduler.policy = widths
     stream = scheduler.submit(prompt, options, stats, slot=0, known=known, progress=prefill_progress, interrupted=interrupted)
     try:
         yield from stream
@@ -90,14 +90,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, engine: ModelRunner, width: int | None = None, prefix_memory: int = 0, lookup: LookupControl | None = None,
-        files: PrefixFiles | None = None, kinds: Iterable[Kind] = (), groups: int | None = None,
+        self, engine: ModelRunner, width: int | None = None, prefix_memory: int = 0, lookup: NgramPolicy | None = None,
+        files: PrefixFiles | None = None, kinds: Iterable[StepPlan] = (), groups: int | None = None,
     ) -> None:  # fmt: skip
         self.engine, self._stats, self.lookup = engine, BatchStats(), lookup
         self.prefixes = PrefixCache(engine, prefix_memory, files, shared=True) if prefix_memory else None
-        self.widths: WidthControl | None = None
+        self.policy: SpeculationPolicy | None = None
         if width is None and engine.drafter is not None:
-            self.widths = WidthControl(
+            self.policy = SpeculationPolicy(
                 {m.method: [w for w in candidate_widths(engine.options.width) if w <= m.block_size] for m in engine.drafter.methods},
                 more=kinds,
             )
@@ -109,9 +109,9 @@ class Scheduler:
         )
         self._catch_up_us = 0  # of the engine, before the last step
         self._waited_us = 0  # the same
-        self._sequences: list[Drafted | None] = []  # those that decode, as width control sees them
+        self._sequences: list[SpeculationState | None] = []  # those that decode, as width control sees them
         self._drafting = False  # whether any of them drafts
-        self._lookups: list[SuffixDrafts | None] = []  # what they look drafts up in; empty where nobody does
+        self._lookups: list[NgramDrafts | None] = []  # what they look drafts up in; empty where nobody does
         self._tokens_each: list[float] = []  # of plain steps
         self.width, self._width_reason = width or engine.options.width, ""
         self._waiting: deque[Stream] = deque()
@@ -218,12 +218,12 @@ class Scheduler:
 
     def pin_width(self, width: int, reason: str = "") -> None:
         """Every block has ``width`` rows from now on, 1 for plain decoding; ``reason`` goes into the statistics of what is submitted then."""
-        self.width, self.widths, self._width_reason, self._unheard = width, None, reason, 0
+        self.width, self.policy, self._width_reason, self._unheard = width, None, reason, 0
 
     def learn_widths(self) -> None:
         """Steps until the cost of every width is known for the sequences that are decoding now, or one of them has ended."""
         before = len(self._active)
-        while self.widths is not None and not self.widths.settled(self._covered) and len(self._active) == before and self.step():
+        while self.policy is not None and not self.policy.calibrated(self._covered) and len(self._active) == before and self.step():
             pass
 
     def close(self) -> None:
@@ -389,7 +389,7 @@ class Scheduler:
 
     def _begin_decoding(self, stream: Stream) -> None:
         """Builds every graph that the coming tokens of a sequence alone can need, so that no step waits for one."""
-        if self.widths is None and not self.engine.rows_alike:
+        if self.policy is None and not self.engine.rows_alike:
             stream._request.keep_width(self.width)
         if len(self.engine.slots) == 1:
             request = stream._request
@@ -407,21 +407,21 @@ class Scheduler:
             return [self.engine.given_role(request.width)]
         if not request.speculating or (request.options.drafts is None and not self.engine.slots[0].drafting):
             return [("plain", 1)]
-        kinds = [Kind("", self.width)] if self.widths is None else self.widths.kinds
+        kinds = [StepPlan.of("", self.width)] if self.policy is None else self.policy.kinds
         if request.options.drafts is not None:
-            return [self.engine.given_role(width) for width in sorted({kind.width for kind in kinds})]
-        engine, drafting = self.engine, [kind for kind in kinds if kind.width > 1]
+            return [self.engine.given_role(width) for width in sorted({kind.tokens for kind in kinds})]
+        engine, drafting = self.engine, [kind for kind in kinds if kind.tokens > 1]
         plain: list[tuple] = [("plain", 1)] if len(drafting) < len(kinds) else []
         looked = [kind for kind in drafting if request.guide is not None or self._confidence(kind) is not None]
-        fused = [engine.drafting_role("fused", kind.drafter, kind.width, kind.verified) for kind in drafting if kind not in looked]
+        fused = [engine.drafting_role("fused", kind.method, kind.tokens, kind.verify_len) for kind in drafting if kind not in looked]
         if not looked:
             return [*plain, *fused]
         # drafts are looked at before they are verified
-        if request.guide is not None and self.widths is not None:
-            request.guide.widths = self.widths.useful
-        rows = [(kind.drafter, engine.graphs.width_for(kind.width)) for kind in looked]
+        if request.guide is not None and self.policy is not None:
+            request.guide.widths = self.policy.useful
+        rows = [(kind.method, engine.graphs.width_for(kind.tokens)) for kind in looked]
         alone = dict.fromkeys(engine.drafting_role("draft", drafter, width, width) for drafter, width in rows)
-        verified = {min(width, kind.width) for kind in looked for width in candidate_widths(request.options.width)}
+        verified = {min(width, kind.tokens) for kind in looked for width in candidate_widths(request.options.width)}
         return [
             ("plain", 1),
             *fused,
@@ -477,8 +477,8 @@ class Scheduler:
                 try:
                     if len(engine.slots) == 1:
                         stream._counters = Counters(engine)
-                    if request.speculating and self.widths is not None:
-                        stream._drafted = self.widths.begin(not engine.slots[stream.slot].drafting, request.options.max_tokens)
+                    if request.speculating and self.policy is not None:
+                        stream._drafted = self.policy.begin(not engine.slots[stream.slot].drafting, request.options.max_tokens)
                     self._enter(stream)
                 except Exception as error:
                     self._fail(stream, error)
@@ -491,8 +491,8 @@ class Scheduler:
             return False
         prefixes, options = self.prefixes, stream._request.options
         if prefixes is None or not options.reuse:
-            return rests(self.widths, lambda drafting: 0)
-        return rests(self.widths, lambda drafting: prefixes.known(stream._prompt, drafting, options.owner))
+            return rests(self.policy, lambda drafting: 0)
+        return rests(self.policy, lambda drafting: prefixes.known(stream._prompt, drafting, options.owner))
 
     def _enter(self, stream: Stream) -> None:
         """Finds out what the prompt shares with others, and whom it waits for."""
@@ -571,11 +571,11 @@ class Scheduler:
                 self._kind, self._otherwise = rounds.next or self._choose(), None
             kind = self._kind
         else:  # all are forced: nobody drafts, and no kind is chosen
-            kind = Kind("", self.width)
+            kind = StepPlan.of("", self.width)
         rounds.next = None
-        if self._lookups and len(work) < len(decoding) and self._look_up(decoding, kind.width, work) == 1:
+        if self._lookups and len(work) < len(decoding) and self._look_up(decoding, kind.tokens, work) == 1:
             kind = PLAIN_STEP
-        width, weigh = kind.verified, self._weigher(kind)
+        width, weigh = kind.verify_len, self._weigher(kind)
         for s in decoding:
             if s.slot not in work:
                 work[s.slot] = s._request.work(kind, weigh)
@@ -585,24 +585,24 @@ class Scheduler:
                     work[s.slot] = Prefill(s._prompt[s._filled :])
         return work
 
-    def _choose(self) -> Kind:
+    def _choose(self) -> StepPlan:
         """The kind of the next step of those that decode."""
-        return Kind("", self.width) if self.widths is None else self.widths.choose(self._covered, self._sequences)
+        return StepPlan.of("", self.width) if self.policy is None else self.policy.choose(self._covered, self._sequences)
 
-    def _weigher(self, kind: Kind) -> Callable[[Mapping[int, np.ndarray]], int] | None:
+    def _weigher(self, kind: StepPlan) -> Callable[[Mapping[int, np.ndarray]], int] | None:
         """Says how many drafts of blocks of this kind are to be verified, where its drafter says what they are worth."""
         self._weighed = {}
-        if self.widths is None or not self.widths.confidence:
+        if self.policy is None or not self.policy.confidence:
             return None
         confidence = self._confidence(kind)
-        if confidence is None or not self.widths.settled(self._covered):  # whole blocks teach what they cost
+        if confidence is None or not self.policy.calibrated(self._covered):  # whole blocks teach what they cost
             return None
-        pace, covered = self.widths.pace(self._covered, kind, self._sequences), self._covered
+        pace, covered = self.policy.tokens_per_ms(self._covered, kind, self._sequences), self._covered
         return lambda said: confidence.worth({slot: of.tolist() for slot, of in said.items()}, pace, covered)
 
-    def _confidence(self, kind: Kind) -> Confidence | None:
+    def _confidence(self, kind: StepPlan) -> Confidence | None:
         """Of a step of this kind, what its drafter's words are worth; None where it says nothing."""
-        return self.widths.confidence.get(kind.drafter) if self.widths is not None and kind.width > 1 else None
+        return self.policy.confidence.get(kind.method) if self.policy is not None and kind.tokens > 1 else None
 
     def _look_up(self, decoding: list[Stream], width: int, work: dict[int, BatchItem]) -> int:
         """Adds those that verify what came before, if that wins more than a step of this ``width``; returns the width of the others."""
@@ -616,20 +616,20 @@ class Scheduler:
             rows, milliseconds = 1, lookup.cost(self._covered, 1)
         elif self._otherwise is not None:
             tokens, milliseconds = self._otherwise
-        elif self.widths is None:
+        elif self.policy is None:
             tokens = [s.stats.tokens_per_draft if s._request.speculating else 1.0 for s in decoding]
         else:
-            if (self._covered, self._kind) not in self.widths.costs:  # the costs of drafting are being learnt
+            if (self._covered, self._kind) not in self.policy.costs:  # the costs of drafting are being learnt
                 return width
-            milliseconds = self.widths.cost(self._covered, self._kind)
-            tokens = self.widths.promised(self._covered, self._kind, self._sequences)
+            milliseconds = self.policy.cost(self._covered, self._kind)
+            tokens = self.policy.expected_tokens_each(self._covered, self._kind, self._sequences)
             self._otherwise = tokens, milliseconds
         self._looked = choice = lookup.choose(self._covered, self._lookups, tokens, milliseconds, rows)
         if choice is not NOTHING[len(decoding)] and choice is not PLAINLY[len(decoding)]:
             for s, drafts in zip(decoding, choice.drafts):
                 if drafts and s.slot not in work:
                     work[s.slot] = s._request.found_work(drafts, (1, *lookup.widths))
-        if choice is PLAINLY[len(decoding)] and self.widths is not None and self.widths.gives_up(self._covered, self._sequences):
+        if choice is PLAINLY[len(decoding)] and self.policy is not None and self.policy.fall_back(self._covered, self._sequences):
             self._kind, self._looked = PLAIN_STEP, NOTHING[len(decoding)]  # as width control had it now
         return width if choice.otherwise else 1
 
@@ -714,8 +714,8 @@ class Scheduler:
         if stream in self._active:
             self._active.remove(stream)
             if not self.engine.graphs.closed:
-                if stream._drafted is not None and self.widths is not None and len(self.engine.slots) == 1 and self.widths.settled(1):
-                    stream.stats.width_reason = self.widths.reason(stream._drafted)
+                if stream._drafted is not None and self.policy is not None and len(self.engine.slots) == 1 and self.policy.calibrated(1):
+                    stream.stats.width_reason = self.policy.reason(stream._drafted)
                 stream._finish()
                 self.engine.read_candidates(0, stream.slot) if stream._stays else self.engine.release(stream.slot)
         else:
@@ -771,7 +771,7 @@ class Scheduler:
         if self._rounds.control is not None:
             self._rounds.whole()
         late = 1e-3 * (self.engine.catch_up_us - self._catch_up_us)
-        if self.widths is not None and (self._looked is None or self._looked.otherwise):
+        if self.policy is not None and (self._looked is None or self._looked.otherwise):
             self._observe(decoding, width, milliseconds, len(work) == len(decoding) and not others, late)
             self._plains = self._plains + 1 if self._kind == PLAIN_STEP else 0
             self._unheard = 1 if self._plains > PLAINS and self._plains % ASKED else 0
@@ -782,13 +782,13 @@ class Scheduler:
         """Whether other work came or went, so that the step says nothing of what steps cost."""
         condition, looks = self.engine.threads.condition, CORE_MONITOR.polls
         changed = self.lookup is not None and self.lookup.under(condition, looks)
-        if self.widths is not None and self.widths.others_came(condition, looks, self._sequences):
+        if self.policy is not None and self.policy.condition_changed(condition, looks, self._sequences):
             self._unheard, changed = 0, True
         return changed
 
     def _observe(self, decoding: Sequence[Stream], width: int, milliseconds: float, alone: bool, late: float) -> None:
         """Tells width control what the step of ``width`` rows brought. ``alone``: no prompt rode along; ``late``: milliseconds of catching up."""
-        assert self.widths is not None
+        assert self.policy is not None
         sequences = self._sequences
         # what was looked up came instead of drafts only where something was found
         found = self._looked is not None and self._looked is not NOTHING[len(decoding)]
@@ -797,17 +797,17 @@ class Scheduler:
             if not any(sequences):
                 return
         matched = [s._matched for s in decoding]
-        self.widths.observe(
-            self._covered, self._kind, milliseconds, sequences, matched, alone and width == self._padded[self._kind.verified], late
+        self.policy.observe(
+            self._covered, self._kind, milliseconds, sequences, matched, alone and width == self._padded[self._kind.verify_len], late
         )
 
 
-def rests(widths: WidthControl | None, known: Callable[[bool], int]) -> bool:
+def rests(widths: SpeculationPolicy | None, known: Callable[[bool], int]) -> bool:
     """Whether a text alone gets no rows that drafters read: nobody will draft. ``known``: how much of its prompt is there with these rows, and without:
     to compute that anew would take longer than they do."""
     if widths is None:
         return False
-    return widths.never_pays or (widths.resting() and known(True) <= known(False))
+    return widths.never_pays or (widths.should_disable() and known(True) <= known(False))
 
 
 def _alike(a: list[bytes], b: list[bytes]) -> int:

@@ -7,8 +7,8 @@ from threading import get_ident
 from typing import Protocol
 
 from ..ggml.device import cpu_wait_s
-from ..speculation.ngram import SuffixDrafts
-from ..speculation.policy import Drafted
+from ..speculation.ngram import NgramDrafts
+from ..speculation.policy import SpeculationState
 from .counters import Counters
 from .request import Request
 from .stats import Stats
@@ -52,8 +52,8 @@ class Stream:
         self._keys: list[bytes] = []  # of the prompt's chunks, for the prefix cache
         self._partings: set[int] = set()  # lengths at which another prompt goes on otherwise
         self._leaders: list[tuple[Stream, int]] = []  # older ones that compute what this prompt begins with, and how much of it
-        self._drafted: Drafted | None = None  # what width control knows of it
-        self._suffix: SuffixDrafts | None = None  # what it looks drafts up in, once it decodes
+        self._drafted: SpeculationState | None = None  # what width control knows of it
+        self._suffix: NgramDrafts | None = None  # what it looks drafts up in, once it decodes
         self._counters: Counters | None = None  # of an engine that it has to itself
         self._since = time.perf_counter_ns()  # the phase began
         self._decoding = False

@@ -20,7 +20,7 @@ from ..engine.runner import ModelRunner
 from ..engine.stats import BatchStats
 from ..engine.stream import Stream
 from ..ggml.device import release_threads
-from ..speculation.policy import Drafted, Kind, WidthControl
+from ..speculation.policy import SpeculationPolicy, SpeculationState, StepPlan
 from .lanes import halves
 from .pipeline_policy import GroupControl
 
@@ -33,15 +33,15 @@ class Steps(Protocol):
     """
 
     engine: ModelRunner
-    widths: WidthControl | None
-    _kind: Kind
+    policy: SpeculationPolicy | None
+    _kind: StepPlan
     _covered: int
     _changed: bool
     _decoding: list[Stream]
-    _sequences: list[Drafted | None]
+    _sequences: list[SpeculationState | None]
     _stats: BatchStats
 
-    def _choose(self) -> Kind: ...
+    def _choose(self) -> StepPlan: ...
 
     def _bring(self, work: Mapping[int, BatchItem], results: Mapping[int, StepOutput]) -> None: ...
 
@@ -70,7 +70,7 @@ class Rounds:
 
     def __init__(self, steps: Steps, control: GroupControl | None) -> None:
         self.control, self._steps = control, steps
-        self.next: Kind | None = None
+        self.next: StepPlan | None = None
         self.flying: deque[Flying] = deque()
         self._groups: tuple[list[Stream], ...] = ()  # that can decode beside each other now
         self._landed = self._ended = 0  # by the clock of nanoseconds; the latter 0 where the next round is not to be measured
@@ -146,16 +146,16 @@ class Rounds:
         steps = self._steps
         if self.next is None:
             self.next = steps._choose()
-        costs_known = steps.widths is None or steps.widths.settled(steps._covered)
+        costs_known = steps.policy is None or steps.policy.calibrated(steps._covered)
         if not costs_known or not self.control.choose(steps._covered, self.next) or (self.flying and self.next != steps._kind):
             return False
         steps._kind, self.next = self.next, None
         if not self.flying:
             self._ended = 0
             release_threads()  # this thread's: the groups' have their own
-            if steps._kind.width > 1:
+            if steps._kind.tokens > 1:
                 # one group may decode plainly, and the other one's blocks may be of another width than the last
-                steps.engine.lay_out(steps._kind.verified)
+                steps.engine.lay_out(steps._kind.verify_len)
         return True
 
     def _launch(self, group: int) -> None:
@@ -183,10 +183,10 @@ class Rounds:
         if not whole:
             self._ended, steady = 0, False
         steps = self._steps
-        if steps.widths is not None:
+        if steps.policy is not None:
             at = [i for i, s in enumerate(steps._decoding) if whole or s in flying.streams]
             streams, sequences = [steps._decoding[i] for i in at], [steps._sequences[i] for i in at]
-            steps.widths.observe(steps._covered, steps._kind, milliseconds, sequences, [s._matched for s in streams], steady)
+            steps.policy.observe(steps._covered, steps._kind, milliseconds, sequences, [s._matched for s in streams], steady)
 
 
 def _shares(stream: Stream) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..ggml.cores import default_threads
-from ..speculation.policy import Kind
+from ..speculation.policy import StepPlan
 
 WARMUP = 3  # rounds of new graphs: they are built, captured by ggml-cuda, and the first one of groups begins with nobody beside it
 TRIES = WARMUP + 5
@@ -34,9 +34,9 @@ class GroupControl:
 
     def __init__(self, pinned: bool | None = None) -> None:
         self.pinned = pinned
-        self._uses: dict[tuple[int, Kind], _Use] = {}
+        self._uses: dict[tuple[int, StepPlan], _Use] = {}
 
-    def choose(self, covered: int, kind: Kind) -> bool:
+    def choose(self, covered: int, kind: StepPlan) -> bool:
         """Whether the next round of this kind, in graphs that cover so many slots together, is one of groups."""
         if self.pinned is not None:
             return self.pinned
@@ -51,7 +51,7 @@ class GroupControl:
             return not use.grouped
         return use.grouped
 
-    def observe(self, covered: int, kind: Kind, grouped: bool, milliseconds: float) -> None:
+    def observe(self, covered: int, kind: StepPlan, grouped: bool, milliseconds: float) -> None:
         """A round, and how long it took: of groups, from the end of the one before it."""
         use = self._uses.setdefault((covered, kind), _Use())
         use.tries[grouped] += 1
@@ -68,7 +68,7 @@ class GroupControl:
         if mine is not None and other is not None and other * MARGIN < mine and use.tries[not use.grouped] >= TRIES:
             use.grouped = not use.grouped
 
-    def gain(self, covered: int, kind: Kind) -> float | None:
+    def gain(self, covered: int, kind: StepPlan) -> float | None:
         """Milliseconds of a whole step over those of a round of groups; None until both were measured."""
         use = self._uses.get((covered, kind))
         return use.cost[False] / use.cost[True] if use is not None and len(use.cost) == 2 else None

@@ -22,7 +22,7 @@ from ..files import make_private, replacing
 from ..folders import cache_folder
 from ..ggml.device import cpu_wait_s, graph_replay_enabled, kernels_in_use
 from ..ggml.library import versions
-from .policy import Kind, Record
+from .policy import AcceptancePrior, StepPlan
 
 # Runs that do not count, at least: ggml-cuda captures on the second identical call and replays from the third on; and the time of runs that do not. The first
 # 16 blocks of four rows of the embedded pair took 0.97 ms in the median where all behind them take 0.70, and control believed that for a whole session.
@@ -39,16 +39,16 @@ KEEP_DRAFTS = "PYSPEC_KEEP_DRAFTS"
 LEAST_BLOCKS, MOST_BLOCKS = 8, 1e6  # whose drafts are worth keeping; of an entry, whose weights of old ones fade
 
 
-K = TypeVar("K", int, Kind, tuple[int, str])
+K = TypeVar("K", int, StepPlan, tuple[int, str])
 
 
-def kind_costs(engine: ModelRunner, kinds: tuple[Kind, ...]) -> dict[Kind, float]:
+def kind_costs(engine: ModelRunner, kinds: tuple[StepPlan, ...]) -> dict[StepPlan, float]:
     """``step_cost`` of drafting steps by kind. Forgets the sequence. Those that the context is too short for are left out."""
     random = np.random.default_rng(SEED)
     return {
-        kind: step_cost(engine, kind.width, random, who=kind.drafter, rows=kind.verified)
+        kind: step_cost(engine, kind.tokens, random, who=kind.method, rows=kind.verify_len)
         for kind in kinds
-        if engine.options.n_ctx > len(START) + kind.verified
+        if engine.options.n_ctx > len(START) + kind.verify_len
     }
 
 
@@ -147,7 +147,7 @@ def plain_cost(scheduler: Scheduler, most: int, behind: int = 0, take: Callable[
     return 1000 * statistics.fmean(runs[WARMUP:] or runs)
 
 
-def cost_key(engine: ModelRunner, widths: tuple[int, ...] | tuple[Kind, ...], given: bool = False) -> str:
+def cost_key(engine: ModelRunner, widths: tuple[int, ...] | tuple[StepPlan, ...], given: bool = False) -> str:
     """Names what the costs depend on: both files (size and first MiB), device, threads, kernels, widths, context, versions, experts."""
     device, placement = engine.backend.device, engine.target.weights.placement
     parts = [
@@ -182,7 +182,7 @@ def _hash(parts: list[Any]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def known_drafts(engine: ModelRunner) -> dict[str, Record]:
+def known_drafts(engine: ModelRunner) -> dict[str, AcceptancePrior]:
     """By drafter, how often its drafts were right in texts of earlier sessions with this pair, whatever device computed them: a first text begins as a later
     one does. Empty if there were none, the entry is damaged, or KEEP_DRAFTS is "0"."""
     if os.environ.get(KEEP_DRAFTS) == "0":
@@ -190,7 +190,7 @@ def known_drafts(engine: ModelRunner) -> dict[str, Record]:
     try:
         stored, out = json.loads(_drafts_path(engine).read_text()), {}
         for method, of in stored.items():
-            record = Record(len(of["tries"]))
+            record = AcceptancePrior(len(of["tries"]))
             record.tries, record.hits = [float(n) for n in of["tries"]], [float(n) for n in of["hits"]]
             fits = len(record.hits) == len(record.tries) > 0
             if not fits or not all(0 <= hits <= tries < MOST_BLOCKS for tries, hits in zip(record.tries, record.hits)):
@@ -201,7 +201,7 @@ def known_drafts(engine: ModelRunner) -> dict[str, Record]:
         return {}
 
 
-def keep_drafts(engine: ModelRunner, seen: Mapping[str, Record]) -> None:
+def keep_drafts(engine: ModelRunner, seen: Mapping[str, AcceptancePrior]) -> None:
     """For ``known_drafts`` of later sessions, if blocks enough were seen in this one to say more than is kept."""
     if os.environ.get(KEEP_DRAFTS) == "0" or sum(record.blocks for record in seen.values()) < LEAST_BLOCKS:
         return
@@ -231,7 +231,7 @@ def cached_costs(engine: ModelRunner, widths: tuple[int, ...], fresh: bool = Fal
     return costs, False
 
 
-def cached_kinds(engine: ModelRunner, kinds: tuple[Kind, ...], fresh: bool = False) -> dict[Kind, float]:
+def cached_kinds(engine: ModelRunner, kinds: tuple[StepPlan, ...], fresh: bool = False) -> dict[StepPlan, float]:
     """``kind_costs`` as ``cached_costs`` has those of widths."""
     if not kinds:
         return {}

@@ -172,7 +172,7 @@ class Worth:
         return self._tokens
 
 
-class SuffixPool:
+class NgramPool:
     """What the sequences of a session share: ended ones, and what matches were worth. ``most_drafts``: of one block."""
 
     def __init__(self, lookup: Lookup = Lookup(), most_drafts: int = 15, most_tokens: int = MOST_TOKENS) -> None:
@@ -203,15 +203,15 @@ class SuffixPool:
         self.corpus = Corpus(self.lookup.least, self.corpus.most)
         self._owned.clear()
 
-    def sequence(self, prompt: Sequence[int], owner: str = "") -> "SuffixDrafts":
+    def sequence(self, prompt: Sequence[int], owner: str = "") -> "NgramDrafts":
         """One that looks in what the same owner's sequences left."""
-        return SuffixDrafts(self, prompt, owner)
+        return NgramDrafts(self, prompt, owner)
 
 
-class SuffixDrafts:
+class NgramDrafts:
     """The drafts of one sequence. Per step: ``find``, perhaps ``tokens``, and ``extend`` with what came out; ``end`` when it has ended."""
 
-    def __init__(self, pool: SuffixPool, prompt: Sequence[int], owner: str = "") -> None:
+    def __init__(self, pool: NgramPool, prompt: Sequence[int], owner: str = "") -> None:
         self.corpus = pool.corpus_of(owner)
         self.pool, self.own, self._shared = pool, Index(pool.lookup.least), pool.lookup.shared
         self.own.extend(prompt)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..engine.options import MOST_SLOTS
 from .conditions import Conditioned
 from .confidence import as_of_one
-from .ngram import LOOKUPS, SuffixDrafts, SuffixPool
+from .ngram import LOOKUPS, NgramDrafts, NgramPool
 
 PACE_DECAY = 0.98  # of the tokens and milliseconds of steps, per step
 FIRST_WEIGHT = 20  # steps that the first pace counts for
@@ -56,7 +56,7 @@ class Choice(NamedTuple):
 NOTHING, PLAINLY = ([Choice([[] for _ in range(n)], otherwise) for n in range(MOST_SLOTS + 1)] for otherwise in (True, False))
 
 
-class LookupControl(Conditioned):
+class NgramPolicy(Conditioned):
     """For the sequences of one engine.
 
     Args:
@@ -66,27 +66,27 @@ class LookupControl(Conditioned):
 
     _apart = ("_costs", "_alone", "_seen", "_plain")
 
-    def __init__(self, method: str, costs: Mapping[int, float], pool: SuffixPool | None = None, estimated: bool = False) -> None:
+    def __init__(self, method: str, costs: Mapping[int, float], pool: NgramPool | None = None, estimated: bool = False) -> None:
         """``estimated``: costs are in plain steps, and nothing is chosen before some of those were timed."""
         self.method, self._alone, self._estimated = method, dict(costs), estimated
         self._plain: list[float] | None = [] if estimated else None  # milliseconds of plain steps, until there are enough
         self.widths = tuple(sorted(rows for rows in costs if rows > 1))
-        self.pool = pool or SuffixPool(LOOKUPS[method], max(self.widths, default=1) - 1)
+        self.pool = pool or NgramPool(LOOKUPS[method], max(self.widths, default=1) - 1)
         self._costs: dict[tuple[int, int], float] = {(1, rows): ms for rows, ms in costs.items()}
         self._seen: dict[tuple[int, int], int] = {}
         self._steps = 0
         self._paces: dict[int, Pace] = {}
 
     @classmethod
-    def unmeasured(cls, method: str, widths: Sequence[int]) -> "LookupControl":
+    def unmeasured(cls, method: str, widths: Sequence[int]) -> "NgramPolicy":
         """One whose blocks of ``widths`` rows cost nothing before the first text: it begins with dear estimates, and learns from steps."""
         return cls(method, {rows: 1 + ROW_COST * (rows - 1) for rows in (1, *widths)}, estimated=True)
 
-    def for_slots(self, widths: Sequence[int] = ()) -> "LookupControl":
+    def for_slots(self, widths: Sequence[int] = ()) -> "NgramPolicy":
         """For another engine over the same models, with blocks of these ``widths``: what has ended, and what matches were worth, they share."""
         if not self._estimated:
-            return LookupControl(self.method, self._alone, self.pool)
-        other = LookupControl.unmeasured(self.method, [rows for rows in widths or self.widths if rows > 1])
+            return NgramPolicy(self.method, self._alone, self.pool)
+        other = NgramPolicy.unmeasured(self.method, [rows for rows in widths or self.widths if rows > 1])
         other.pool = self.pool
         return other
 
@@ -99,7 +99,7 @@ class LookupControl(Conditioned):
             self._alone = {rows: step * (1 + ROW_COST * (rows - 1)) for rows in self._alone}
             self._costs = {(1, rows): ms for rows, ms in self._alone.items()}
 
-    def begin(self, prompt: Sequence[int], owner: str = "") -> SuffixDrafts:
+    def begin(self, prompt: Sequence[int], owner: str = "") -> NgramDrafts:
         """A sequence that looks for matches, in ended ones of the same owner."""
         return self.pool.sequence(prompt, owner)
 
@@ -110,12 +110,12 @@ class LookupControl(Conditioned):
             return known
         return as_of_one(self._alone, covered * rows)
 
-    def finds_nothing(self, covered: int, sequence: SuffixDrafts) -> bool:
+    def finds_nothing(self, covered: int, sequence: NgramDrafts) -> bool:
         """Whether ``choose`` would answer NOTHING for this one sequence beside a plain step, as mostly."""
         return self._plain is not None or (covered in self._paces and not sequence.may_match)
 
     def choose(
-        self, covered: int, sequences: Sequence[SuffixDrafts | None], otherwise: Sequence[float], milliseconds: float | None, rows: int
+        self, covered: int, sequences: Sequence[NgramDrafts | None], otherwise: Sequence[float], milliseconds: float | None, rows: int
     ) -> Choice:
         """What the sequences do now.
 
@@ -164,7 +164,7 @@ class LookupControl(Conditioned):
         return [_up_to(tokens, rows) > other for tokens, other in zip(found, otherwise)]
 
     @staticmethod
-    def _cut(sequences: Sequence[SuffixDrafts | None], chosen: Sequence[bool], rows: int) -> list[list[int]]:
+    def _cut(sequences: Sequence[NgramDrafts | None], chosen: Sequence[bool], rows: int) -> list[list[int]]:
         return [s.match.drafts[: rows - 1] if s is not None and s.match is not None and of else [] for s, of in zip(sequences, chosen)]
 
     @property

@@ -7,7 +7,7 @@ most tokens per millisecond, E(W) / cost, is used: each draft of a chain costs a
 rows, of which more can cost less. Costs are measured, because they are not even monotonic (27B shape on one H200: 1 row 11.1 ms, 2 13.6,
 4 19.8, 8 28.9, 16 24.4), and because they depend on how many slots a step covers (there, 16 rows 24 ms, 64 rows 39): beforehand
 (``calibrate.py``), or from the steps themselves, each kind TRIES times when a number of slots is first seen, unless fewer and more slots are
-known, between which the costs then are taken to lie. Acceptance is tracked per sequence and drafter.
+known, between which the costs then are taken to lie. AcceptanceTracker is tracked per sequence and drafter.
 
 Blocks may lose against plain decoding what they have won, CREDIT at the start, and PROBE_LOSS of the time, both more where many tokens are asked
 for; of that each text TEXT_LOSS and what it has won itself, as soon as it is known how good drafts are. Each begins with TEXT_LOSS at least: what one
@@ -35,27 +35,38 @@ from .conditions import Conditioned
 from .confidence import Confidence
 
 
-class Kind(NamedTuple):
-    """A kind of step: who drafts ("" where nobody does), rows per sequence that count, and those of the graph, 0 for as many."""
+class StepPlan(NamedTuple):
+    """What a decoding step does.
 
-    drafter: str
-    width: int
-    rows: int = 0
+    Attributes:
+        method: which drafter drafts; "" for none, or for the only one.
+        draft_tokens: draft tokens per sequence; 0 is plain decoding.
+        verify_len: rows of the verification graph per sequence, at least ``draft_tokens`` + 1.
+    """
+
+    method: str
+    draft_tokens: int
+    verify_len: int
+
+    @classmethod
+    def of(cls, method: str, tokens: int, verify_len: int = 0) -> "StepPlan":
+        """A plan by the tokens that a sequence gets at most, one more than its draft tokens."""
+        return cls(method, tokens - 1, verify_len or tokens)
 
     @property
-    def verified(self) -> int:
-        """Rows of the graph."""
-        return self.rows or self.width
+    def tokens(self) -> int:
+        """Tokens that a sequence gets at most."""
+        return self.draft_tokens + 1
 
     @property
     def label(self) -> str:
-        """In words."""
-        if self.width == 1:
+        """For messages."""
+        if not self.draft_tokens:
             return "plain decoding"
-        return f"width {self.width}" + (f" in {self.rows} rows" if self.verified > self.width else "")
+        return f"width {self.tokens}" + (f" in {self.verify_len} rows" if self.verify_len > self.tokens else "")
 
 
-PLAIN_STEP = Kind("", 1)
+PLAIN_STEP = StepPlan("", 0, 1)
 
 # Chosen on the drafts of the embedded pair's 20 held-out prompts, replayed one after the other, 128 tokens each, with the step costs of several
 # machines: mean speed-up 2.13 (two fast cores, own kernels), 1.39 (two cores, ggml's), 1.65 (27B shape on one H200); the best fixed width for
@@ -110,7 +121,7 @@ TRIES = WARMUP + 2
 NEVER_PAYS = "plain decoding: no block width would be faster here even if every draft were accepted"
 
 
-class Record:
+class AcceptancePrior:
     """How often each draft of one drafter was right when all before it were, of all sequences, with a long memory: what a sequence begins with.
 
     ``assumed``: of the first draft before anything was seen. What was never offered is as good as what comes before it. Kept from session to session
@@ -128,7 +139,7 @@ class Record:
         self.blocks += 1
         self._odds = {}
 
-    def goes_on(self, other: "Record") -> None:
+    def goes_on(self, other: "AcceptancePrior") -> None:
         """As if what another one has seen had been seen here, before anything else."""
         n = min(len(self.tries), len(other.tries))
         self.tries[:n], self.hits[:n] = other.tries[:n], other.hits[:n]
@@ -151,12 +162,12 @@ class Record:
         return out
 
 
-class Acceptance:
+class AcceptanceTracker:
     """Of one sequence and drafter, per position i (1-based, index i - 1): how often draft i was accepted when all before it were, with
     exponential decay. While the sequence decodes plainly, what was seen fades into the ``record`` of all; a sequence whose first drafts are better than
     theirs has better odds of the later ones by the same factor."""
 
-    def __init__(self, record: Record, decay: float = DECAY) -> None:
+    def __init__(self, record: AcceptancePrior, decay: float = DECAY) -> None:
         self.record, self.decay = record, decay
         self.tries, self.hits = [0.0] * len(record.tries), [0.0] * len(record.tries)
         self._plain = 0  # plain steps since the last block
@@ -208,7 +219,7 @@ class Acceptance:
         return list(accumulate(self._survival(0.0, DOUBT), initial=1.0))
 
 
-def _count(of: Record | Acceptance, decay: float, width: int, matched: int) -> None:
+def _count(of: AcceptancePrior | AcceptanceTracker, decay: float, width: int, matched: int) -> None:
     of.tries, of.hits = [decay * n for n in of.tries], [decay * n for n in of.hits]
     for i in range(min(width - 1, matched + 1, len(of.tries))):
         of.tries[i] += 1
@@ -230,34 +241,34 @@ def useful_widths(costs: dict[int, float]) -> list[int]:
     return out
 
 
-def chain_kinds(drafter: str, rows: Sequence[int]) -> list[Kind]:
+def chain_plans(drafter: str, rows: Sequence[int]) -> list[StepPlan]:
     """Kinds of steps of a drafter that drafts one by one, for graphs of these ``rows``: each number of drafts in the narrowest of them, and in the
     next one too where that is no more than twice as wide, because it may cost less."""
     out = []
     for width in (w for w in CHAINS if w <= max(rows)):
         fitting = [r for r in sorted(rows) if r >= width][:2]
-        out += [Kind(drafter, width, 0 if r == width else r) for r in fitting if r <= 2 * width or r == fitting[0]]
+        out += [StepPlan.of(drafter, width, 0 if r == width else r) for r in fitting if r <= 2 * width or r == fitting[0]]
     return out
 
 
-def worth_keeping(costs: Mapping[Kind, float]) -> dict[Kind, float]:
+def worth_keeping(costs: Mapping[StepPlan, float]) -> dict[StepPlan, float]:
     """Without the kinds of steps that can never be best, because one of the same drafter with as many drafts or more costs no more."""
     return {
         kind: ms
         for kind, ms in costs.items()
         if not any(
-            other.drafter == kind.drafter and other != kind and other.width >= kind.width and (cost, -other.width) < (ms, -kind.width)
+            other.method == kind.method and other != kind and other.tokens >= kind.tokens and (cost, -other.tokens) < (ms, -kind.tokens)
             for other, cost in costs.items()
         )
     }
 
 
-class Drafted:
+class SpeculationState:
     """What width control knows of one sequence: the acceptance of each drafter, the plain steps that its blocks may still lose, and whether it is decoded
     plainly to its end."""
 
-    def __init__(self, acceptance: dict[str, Acceptance], resting: bool = False, tokens: int | None = None) -> None:
-        self.acceptance, self.resting = acceptance, resting
+    def __init__(self, acceptance: dict[str, AcceptanceTracker], disabled: bool = False, tokens: int | None = None) -> None:
+        self.acceptance, self.disabled = acceptance, disabled
         self.losses = losses(tokens)
         self.credit = self.allowed = max(CREDIT, min(CREDIT_SHARE * (tokens or 0), CREDITS))
         self.most = SURE_SHARE * max(
@@ -275,7 +286,7 @@ def losses(tokens: int | None) -> float:
 class _Use:
     """What is in use for a number of slots."""
 
-    kind: Kind | None = None
+    kind: StepPlan | None = None
     plain: int = 0  # steps since the last block
     row: int = 0  # blocks since the last plain step, or since the text began
     steps: int = 0  # since the text began
@@ -287,7 +298,7 @@ class _Use:
     late: float = 0.0  # milliseconds that a block behind plain steps takes longer: it computes the drafter's rows of those, too
 
 
-class WidthControl(Conditioned):
+class SpeculationPolicy(Conditioned):
     """Chooses the kind of each step. ``widths``: of every drafter; ``costs``: milliseconds by kind for one slot, None to learn them; ``more``:
     further kinds of these drafters.
 
@@ -297,30 +308,32 @@ class WidthControl(Conditioned):
 
     _apart = ("costs", "measured", "_tries", "_guesses", "_between", "_settled", "_seen", "_fast", "_allowed", "_slower", "_before")
 
-    def __init__(self, widths: Mapping[str, Sequence[int]], costs: Mapping[Kind, float] | None = None, more: Iterable[Kind] = ()) -> None:
+    def __init__(
+        self, widths: Mapping[str, Sequence[int]], costs: Mapping[StepPlan, float] | None = None, more: Iterable[StepPlan] = ()
+    ) -> None:
         self.widths = {name: tuple(sorted(w for w in of if w > 1)) for name, of in widths.items() if any(w > 1 for w in of)}
-        self.measured: dict[Kind, float] = dict(costs or {})
-        self.costs: dict[tuple[int, Kind], float] = {}  # milliseconds by (slots that the graph covers, kind)
-        others = {kind for kind in (*(costs or ()), *more) if kind.drafter in self.widths and kind.width <= max(self.widths[kind.drafter])}
-        named = {name: {kind for kind in others if kind.drafter == name} for name in self.widths}
+        self.measured: dict[StepPlan, float] = dict(costs or {})
+        self.costs: dict[tuple[int, StepPlan], float] = {}  # milliseconds by (slots that the graph covers, kind)
+        others = {kind for kind in (*(costs or ()), *more) if kind.method in self.widths and kind.tokens <= max(self.widths[kind.method])}
+        named = {name: {kind for kind in others if kind.method == name} for name in self.widths}
         self.kinds = [
             PLAIN_STEP,
-            *(kind for name, of in self.widths.items() for kind in sorted({*named[name], *(Kind(name, width) for width in of)})),
+            *(kind for name, of in self.widths.items() for kind in sorted({*named[name], *(StepPlan.of(name, width) for width in of)})),
         ]
         if costs:
             # not only useful_widths: where a wide block seemed cheaper than a narrow one in a busy moment, the steps themselves tell
             plain = costs[PLAIN_STEP]
-            self.kinds = [kind for kind in self.kinds if kind == PLAIN_STEP or kind.width * plain > costs.get(kind, float("inf"))]
+            self.kinds = [kind for kind in self.kinds if kind == PLAIN_STEP or kind.tokens * plain > costs.get(kind, float("inf"))]
             self.costs = {(1, kind): costs[kind] for kind in self.kinds}
         self.confidence: dict[str, Confidence] = {}
         self.changes = 0
         self._decay, self._margin = (TEAM_DECAY, 1.0) if len(self.widths) > 1 else (DECAY, MARGIN)
-        self.seen = {name: Record(max(of) - 1) for name, of in self.widths.items()}
+        self.priors = {name: AcceptancePrior(max(of) - 1) for name, of in self.widths.items()}
         self._allowed: float | None = None  # plain steps that blocks may still lose
         self._rested = 0  # texts in a row
         self._turns = list(self.widths)  # whose turn it is to be tried again
         self._tries: Counter = Counter(dict.fromkeys(self.costs, TRIES))
-        self._guesses: set[tuple[int, Kind]] = set()  # costs that nothing was measured of yet
+        self._guesses: set[tuple[int, StepPlan]] = set()  # costs that nothing was measured of yet
         self._between: set[int] = set()  # numbers of slots that began with guesses
         self._settled: set[int] = {1} if costs else set()
         self._uses: dict[int, _Use] = {}
@@ -331,22 +344,22 @@ class WidthControl(Conditioned):
         self._fast: Counter = Counter()
 
     @classmethod
-    def measured_for(cls, drafter: str, costs: Mapping[int, float], others: Mapping[Kind, float] | None = None) -> "WidthControl":
+    def measured_for(cls, drafter: str, costs: Mapping[int, float], others: Mapping[StepPlan, float] | None = None) -> "SpeculationPolicy":
         """Of one drafter, from milliseconds by width, 1 being plain decoding; ``others``: of other kinds of steps, other drafters' too."""
-        kinds = {Kind(drafter, width) if width > 1 else PLAIN_STEP: ms for width, ms in costs.items()} | dict(others or {})
+        kinds = {StepPlan.of(drafter, width) if width > 1 else PLAIN_STEP: ms for width, ms in costs.items()} | dict(others or {})
         widths = {drafter: [width for width in costs if width > 1]}
         for kind in others or ():
-            widths.setdefault(kind.drafter, []).append(kind.width)
+            widths.setdefault(kind.method, []).append(kind.tokens)
         return cls(widths, kinds)
 
     # -- a sequence
 
-    def resting(self) -> bool:
+    def should_disable(self) -> bool:
         """Whether the next sequence alone is better off without what drafters need of it: what was seen is so far from paying here that only every
         LOOK_AGAIN-th text tries a block, of as many more as fewer blocks were seen. Each that does loses that block, and 3 % of its plain steps."""
         if self._allowed is None or 1 not in self._settled or len(self.kinds) == 1:
             return False
-        if self._rested + 1 >= min(LOOK_AGAIN, 1 + min(record.tries[0] for record in self.seen.values()) / FOR_A_REST):
+        if self._rested + 1 >= min(LOOK_AGAIN, 1 + min(record.tries[0] for record in self.priors.values()) / FOR_A_REST):
             return False
         speed, late = self._speeds(1, [self._begun()]), self._late
         pays = [
@@ -368,10 +381,10 @@ class WidthControl(Conditioned):
         """Milliseconds that a block of one slot takes longer behind plain steps."""
         return self._uses[1].late if 1 in self._uses else 0.0
 
-    def _begun(self, rests: bool = False, tokens: int | None = None) -> Drafted:
-        return Drafted({name: Acceptance(record, self._decay) for name, record in self.seen.items()}, rests, tokens)
+    def _begun(self, rests: bool = False, tokens: int | None = None) -> SpeculationState:
+        return SpeculationState({name: AcceptanceTracker(record, self._decay) for name, record in self.priors.items()}, rests, tokens)
 
-    def begin(self, rests: bool = False, tokens: int | None = None) -> Drafted:
+    def begin(self, rests: bool = False, tokens: int | None = None) -> SpeculationState:
         """A sequence that will be drafted for, of so many ``tokens`` at most; ``rests``: that will not, because control was ``resting`` when it began."""
         self._rested = self._rested + 1 if rests else 0
         self._infer()
@@ -382,13 +395,13 @@ class WidthControl(Conditioned):
             loss = self._text_loss
             if self._allowed is not None and not rests:
                 self._allowed = max(self._allowed, loss)
-            if any(record.weight == PRIOR_WEIGHT for record in self.seen.values()):
+            if any(record.weight == PRIOR_WEIGHT for record in self.priors.values()):
                 drafted.allowed = loss
         return drafted
 
     # -- a step
 
-    def expected(self, sequences: Sequence[Drafted | None]) -> dict[Kind, float]:
+    def expected(self, sequences: Sequence[SpeculationState | None]) -> dict[StepPlan, float]:
         """Tokens that a step of each kind is expected to give; None is a sequence that is decoded plainly."""
         drafted = [s for s in sequences if s is not None]
         plain = len(sequences) - len(drafted)
@@ -396,27 +409,27 @@ class WidthControl(Conditioned):
         for name in self.widths:
             curves = [s.acceptance[name].tokens() for s in drafted]
             sums = curves[0] if len(curves) == 1 else [sum(column) for column in zip(*curves)]
-            out |= {kind: plain + sums[min(kind.width, len(sums)) - 1] for kind in self.kinds if kind.drafter == name}
+            out |= {kind: plain + sums[min(kind.tokens, len(sums)) - 1] for kind in self.kinds if kind.method == name}
         return out
 
-    def choose(self, covered: int, sequences: Sequence[Drafted | None]) -> Kind:
+    def choose(self, covered: int, sequences: Sequence[SpeculationState | None]) -> StepPlan:
         """The kind of the next step of these sequences, in a graph that covers so many slots."""
         drafted = [s for s in sequences if s is not None]
         if not drafted:
             return PLAIN_STEP
-        if covered not in self._settled and not self.settled(covered):
+        if covered not in self._settled and not self.calibrated(covered):
             return next(kind for kind in reversed(self.kinds) if self._tries[covered, kind] < TRIES)
         use = self._uses.get(covered)
         if use is None:
             use = self._uses[covered] = _Use()
         use.probing = False
         plain = self.costs[covered, PLAIN_STEP]
-        if (use.kind == PLAIN_STEP and use.plain < use.wait) or any(s.resting for s in drafted):
+        if (use.kind == PLAIN_STEP and use.plain < use.wait) or any(s.disabled for s in drafted):
             use.kind = use.kind or PLAIN_STEP
             return PLAIN_STEP
         late = use.late if use.plain else 0.0
         allowed = self._may_lose(drafted)
-        sure: Collection[Kind] = ()
+        sure: Collection[StepPlan] = ()
         if allowed is not None and self._cheapest(covered) + late > plain * (1 + allowed):
             if use.plain >= use.unsure:
                 sure, use.unsure = self._sure(covered, sequences, late), use.plain + UNSURE
@@ -434,7 +447,7 @@ class WidthControl(Conditioned):
                 return PLAIN_STEP
         may, least = plain * (allowed or 0.0), self._cheapest(covered) + late - plain
         most = plain + min(may, max(may / STAKES, NEAR * least))
-        affordable = [kind for kind in self.kinds if kind.width > 1 and (self.cost(covered, kind) + late <= most or kind in sure)]
+        affordable = [kind for kind in self.kinds if kind.tokens > 1 and (self.cost(covered, kind) + late <= most or kind in sure)]
         if use.kind != PLAIN_STEP and use.kind not in affordable:
             affordable += self._sure(covered, sequences, late)
         if not affordable:
@@ -444,10 +457,10 @@ class WidthControl(Conditioned):
             return self._probe(covered, affordable)
         if use.since_wider >= WIDER_PROBE:
             use.since_wider = 0
-            wider = [kind for kind in affordable if kind.drafter == use.kind.drafter and kind.width > use.kind.width]
+            wider = [kind for kind in affordable if kind.method == use.kind.method and kind.tokens > use.kind.tokens]
             if wider:
                 use.probing = True
-                return min(wider, key=lambda kind: (kind.width, self.cost(covered, kind)))
+                return min(wider, key=lambda kind: (kind.tokens, self.cost(covered, kind)))
         if len(self.widths) > 1 and (other := self._other(covered, len(sequences), use, affordable, speed)) is not None:
             use.probing = True
             return other
@@ -456,16 +469,16 @@ class WidthControl(Conditioned):
         best = max((PLAIN_STEP, *affordable), key=speed.__getitem__)  # until more has been won
         return use.kind if best == PLAIN_STEP and self.cost(covered, use.kind) + late <= plain + may else best
 
-    def promised(self, covered: int, kind: Kind, sequences: Sequence[Drafted | None]) -> list[float]:
+    def expected_tokens_each(self, covered: int, kind: StepPlan, sequences: Sequence[SpeculationState | None]) -> list[float]:
         """Tokens that each gets of a block of the kind chosen last, as expected; if it is only tried, as they would be were most drafts right."""
         use = self._uses.get(covered)
         if use is not None and use.probing:
-            hoped = Acceptance(Record(kind.width - 1, HOPED_ACCEPTANCE)).tokens()[-1]
+            hoped = AcceptanceTracker(AcceptancePrior(kind.tokens - 1, HOPED_ACCEPTANCE)).tokens()[-1]
             return [hoped if s is not None else 1.0 for s in sequences]
-        curves = [s.acceptance[kind.drafter].tokens() if s is not None else [1.0] for s in sequences]
-        return [curve[min(kind.width, len(curve)) - 1] for curve in curves]
+        curves = [s.acceptance[kind.method].tokens() if s is not None else [1.0] for s in sequences]
+        return [curve[min(kind.tokens, len(curve)) - 1] for curve in curves]
 
-    def gives_up(self, covered: int, sequences: Sequence[Drafted | None]) -> bool:
+    def fall_back(self, covered: int, sequences: Sequence[SpeculationState | None]) -> bool:
         """Whether the block chosen last, which somebody else keeps from running, is not worth much here either; then plain steps are in use from now on,
         and blocks are tried again after some of them. Else nothing would teach otherwise."""
         use = self._uses.get(covered)
@@ -477,26 +490,28 @@ class WidthControl(Conditioned):
         use.kind = PLAIN_STEP
         return True
 
-    def _may_lose(self, drafted: Sequence[Drafted]) -> float | None:
+    def _may_lose(self, drafted: Sequence[SpeculationState]) -> float | None:
         """Plain steps that the next block may lose if none of its drafts is right; None before the first one."""
         return None if self._allowed is None else min(self._allowed, sum([s.allowed for s in drafted]) / len(drafted))
 
-    def _sure(self, covered: int, sequences: Sequence[Drafted | None], late: float) -> list[Kind]:
+    def _sure(self, covered: int, sequences: Sequence[SpeculationState | None], late: float) -> list[StepPlan]:
         """Blocks that would be faster than plain decoding by what was seen alone, even if DOUBT more of them brought nothing."""
-        out: list[Kind] = []
+        out: list[StepPlan] = []
         plain, count = self.costs[covered, PLAIN_STEP], len(sequences)
         if any(s is not None and s.won < -s.most for s in sequences):
             return out
         for name in self.widths:
             curves = [s.acceptance[name].sure_tokens() if s is not None else None for s in sequences]
             for kind in self.kinds:
-                if kind.drafter == name:
-                    tokens = sum([curve[min(kind.width, len(curve)) - 1] if curve is not None else 1.0 for curve in curves])
+                if kind.method == name:
+                    tokens = sum([curve[min(kind.tokens, len(curve)) - 1] if curve is not None else 1.0 for curve in curves])
                     if tokens * plain > count * (self.cost(covered, kind) + late / RUN):
                         out.append(kind)
         return out
 
-    def _other(self, covered: int, sequences: int, use: _Use, affordable: Sequence[Kind], speed: Mapping[Kind, float]) -> Kind | None:
+    def _other(
+        self, covered: int, sequences: int, use: _Use, affordable: Sequence[StepPlan], speed: Mapping[StepPlan, float]
+    ) -> StepPlan | None:
         """Another drafter's best block, OTHER_LOOK steps in a row, if it is its turn to be looked at: nobody else tells what it is worth now.
         None where it would be slower even if most of its drafts were right."""
         use.since_other += 1
@@ -505,43 +520,43 @@ class WidthControl(Conditioned):
         if use.since_other > OTHER_PROBE + OTHER_LOOK:
             use.since_other = 0
             return None
-        others = [kind for kind in affordable if kind.drafter != use.kind.drafter]
+        others = [kind for kind in affordable if kind.method != use.kind.method]
         if not others:
             return None
-        hoped = Acceptance(Record(max(kind.width for kind in others) - 1, HOPED_ACCEPTANCE)).tokens()
-        most = max(hoped[kind.width - 1] / self.cost(covered, kind) for kind in others)
+        hoped = AcceptanceTracker(AcceptancePrior(max(kind.tokens for kind in others) - 1, HOPED_ACCEPTANCE)).tokens()
+        most = max(hoped[kind.tokens - 1] / self.cost(covered, kind) for kind in others)
         return max(others, key=speed.__getitem__) if most > speed[use.kind] / sequences else None
 
-    def cost(self, covered: int, kind: Kind) -> float:
+    def cost(self, covered: int, kind: StepPlan) -> float:
         """Milliseconds that such a step is expected to take, which are fewer than all of its rows take where its drafter's doubts cut blocks."""
-        ms, doubts = self.costs[covered, kind], self.confidence.get(kind.drafter)
-        return ms if doubts is None else max(ms - self._slower * doubts.saves(kind.width, covered), self.costs[covered, PLAIN_STEP])
+        ms, doubts = self.costs[covered, kind], self.confidence.get(kind.method)
+        return ms if doubts is None else max(ms - self._slower * doubts.saves(kind.tokens, covered), self.costs[covered, PLAIN_STEP])
 
     def _cheapest(self, covered: int) -> float:
         """Milliseconds of the cheapest block."""
-        return min((self.cost(covered, kind) for kind in self.kinds if kind.width > 1), default=float("inf"))
+        return min((self.cost(covered, kind) for kind in self.kinds if kind.tokens > 1), default=float("inf"))
 
     def _credit(self, extra: float, credit: float) -> float:
         """As many whole blocks, that cost ``extra`` plain steps more than one, as ``credit`` pays for."""
         return extra * int(credit / extra) if extra > 0 else credit
 
-    def _probe(self, covered: int, affordable: Sequence[Kind]) -> Kind:
+    def _probe(self, covered: int, affordable: Sequence[StepPlan]) -> StepPlan:
         """The block that is tried again: of the drafter whose turn it is, the best one if it has become good. A wide one that is right says
         more than many narrow ones."""
-        name = next(name for name in self._turns if any(kind.drafter == name for kind in affordable))
+        name = next(name for name in self._turns if any(kind.method == name for kind in affordable))
         self._turns.remove(name)
         self._turns.append(name)
-        hoped = Acceptance(Record(max(self.widths[name]) - 1)).tokens()
-        return max((kind for kind in affordable if kind.drafter == name), key=lambda kind: hoped[kind.width - 1] / self.cost(covered, kind))
+        hoped = AcceptanceTracker(AcceptancePrior(max(self.widths[name]) - 1)).tokens()
+        return max((kind for kind in affordable if kind.method == name), key=lambda kind: hoped[kind.tokens - 1] / self.cost(covered, kind))
 
-    def _speeds(self, covered: int, sequences: Sequence[Drafted | None]) -> dict[Kind, float]:
+    def _speeds(self, covered: int, sequences: Sequence[SpeculationState | None]) -> dict[StepPlan, float]:
         """Expected tokens per millisecond."""
         costs = self.costs
         if self.confidence:
             return {kind: tokens / self.cost(covered, kind) for kind, tokens in self.expected(sequences).items()}
         return {kind: tokens / costs[covered, kind] for kind, tokens in self.expected(sequences).items()}
 
-    def pace(self, covered: int, kind: Kind, sequences: Sequence[Drafted | None]) -> float:
+    def tokens_per_ms(self, covered: int, kind: StepPlan, sequences: Sequence[SpeculationState | None]) -> float:
         """Tokens per millisecond that steps of this kind are expected to give, or plain ones where those give more: milliseconds as they were measured."""
         speed = self._speeds(covered, sequences) if covered in self._settled else {}
         return self._slower * max(speed.get(kind, 0.0), speed.get(PLAIN_STEP, 0.0))
@@ -549,9 +564,9 @@ class WidthControl(Conditioned):
     def observe(
         self,
         covered: int,
-        kind: Kind,
+        kind: StepPlan,
         milliseconds: float,
-        sequences: Sequence[Drafted | None],
+        sequences: Sequence[SpeculationState | None],
         matched: Sequence[int],
         known: bool = True,
         late: float = 0.0,
@@ -566,12 +581,12 @@ class WidthControl(Conditioned):
             self._learn(covered, kind, own)
         elif known and own < SURELY * self.costs[covered, kind]:
             self._learn(covered, kind, own, LOOK_RATE)
-        drafted = [(s, n) for s, n in zip(sequences, matched) if s is not None and not s.resting]
+        drafted = [(s, n) for s, n in zip(sequences, matched) if s is not None and not s.disabled]
         for s, n in drafted:
             for name, acceptance in s.acceptance.items():
-                acceptance.observe(kind.width, n) if name == kind.drafter else acceptance.pause()
-            if kind.drafter:
-                self.seen[kind.drafter].observe(kind.width, n)
+                acceptance.observe(kind.tokens, n) if name == kind.method else acceptance.pause()
+            if kind.method:
+                self.priors[kind.method].observe(kind.tokens, n)
         use = self._uses.get(covered)
         if use is None or use.kind is None or not drafted:
             return
@@ -613,14 +628,14 @@ class WidthControl(Conditioned):
     # -- costs
 
     @property
-    def _costs_of_now(self) -> dict[tuple[int, Kind], float]:
+    def _costs_of_now(self) -> dict[tuple[int, StepPlan], float]:
         return self.costs
 
     def _unmeasured(self) -> None:
         self.measured, self._seen, self._fast, self._before = {}, Counter(), Counter(), self._slower
         self._tries.update({key: TRIES - self._tries[key] for key in self.costs if self._tries[key] > TRIES})
 
-    def others_came(self, condition: Hashable, looks: int, sequences: Iterable[Drafted | None]) -> bool:
+    def condition_changed(self, condition: Hashable, looks: int, sequences: Iterable[SpeculationState | None]) -> bool:
         """``under`` for these sequences, which try anew what pays where it is another condition."""
         if not self.under(condition, looks):
             return False
@@ -629,7 +644,7 @@ class WidthControl(Conditioned):
             s.allowed, s.won = max(s.allowed, self._text_loss), max(s.won, 0.0)
         return True
 
-    def _learn(self, covered: int, kind: Kind, milliseconds: float, least_rate: float = 0.0) -> None:
+    def _learn(self, covered: int, kind: StepPlan, milliseconds: float, least_rate: float = 0.0) -> None:
         key = covered, kind
         known, tries = self.costs.get(key), self._tries[key] + 1
         self._tries[key] = tries
@@ -655,7 +670,7 @@ class WidthControl(Conditioned):
         if measured is not None and kind != PLAIN_STEP:
             self._infer()
 
-    def _compare(self, key: tuple[int, Kind]) -> None:
+    def _compare(self, key: tuple[int, StepPlan]) -> None:
         self._like(key)
         if self._condition is not None and (plain := (1, PLAIN_STEP)) in self._base:
             self._slower = self._before * self.costs[plain] / self._base[plain]
@@ -671,7 +686,7 @@ class WidthControl(Conditioned):
             if kind in self.measured and kind not in faster:
                 self.costs[1, kind] = self.measured[kind] * (least if least < SURELY else 1.0)
 
-    def settled(self, covered: int) -> bool:
+    def calibrated(self, covered: int) -> bool:
         """Whether the cost of every kind is known with this number of slots, or guessed to lie between those of fewer and of more."""
         if covered in self._settled:
             return True
@@ -694,7 +709,7 @@ class WidthControl(Conditioned):
         return True
 
     @property
-    def outdated(self) -> bool:
+    def costs_outdated(self) -> bool:
         """Whether steps ran much faster than their measured cost: the costs were then taken while the machine was busy."""
         return any(n >= 8 and self._fast[kind] > n // 4 for kind, n in self._seen.items())
 
@@ -712,11 +727,11 @@ class WidthControl(Conditioned):
             return []
         least: dict[int, float] = {}
         for kind in self.kinds:
-            if kind.verified == kind.width:
-                least[kind.width] = min(self.costs[1, kind], least.get(kind.width, float("inf")))
+            if kind.verify_len == kind.tokens:
+                least[kind.tokens] = min(self.costs[1, kind], least.get(kind.tokens, float("inf")))
         return useful_widths(least)
 
-    def reason(self, sequence: Drafted) -> str:
+    def reason(self, sequence: SpeculationState) -> str:
         """Why the last step of one sequence alone was what it was, in one sentence."""
         if self.never_pays:
             return NEVER_PAYS
@@ -725,7 +740,7 @@ class WidthControl(Conditioned):
         mine = use.kind if use is not None and use.kind is not None else max(speed, key=speed.__getitem__)
         best = max((kind for kind in speed if kind != mine), key=speed.__getitem__)
         if mine == PLAIN_STEP:
-            acceptance = sequence.acceptance[best.drafter]
+            acceptance = sequence.acceptance[best.method]
             share = f"{100 * acceptance.survival()[0]:.0f} %"
             known = (
                 f"first draft accepted {share}" if acceptance.record.tries[0] else f"no draft yet, {share} of the first ones assumed right"
@@ -733,5 +748,5 @@ class WidthControl(Conditioned):
             return f"plain decoding: {speed[mine]:.0f} tok/s expected, {self._named(best)} would give {speed[best]:.0f} ({known})"
         return f"{self._named(mine)}: {speed[mine]:.0f} tok/s expected, {self._named(best)} would give {speed[best]:.0f}"
 
-    def _named(self, kind: Kind) -> str:
-        return f"{kind.label} of {kind.drafter}" if len(self.widths) > 1 and kind.drafter else kind.label
+    def _named(self, kind: StepPlan) -> str:
+        return f"{kind.label} of {kind.method}" if len(self.widths) > 1 and kind.method else kind.label

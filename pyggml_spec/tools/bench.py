@@ -137,7 +137,7 @@ class _Decode:
         if self.mode == SPECULATIVE:
             synthetic = opt.acceptance(engine.options.width - 1, repetition)
             if opt.width is None:
-                widths = session.width_control()
+                widths = session.new_policy()
         engine.reset(drafting=self.mode == SPECULATIVE)
         loop = LoopOptions(opt.tokens + 1, self.mode, width, ignore_end=True, synthetic=synthetic)
         for _ in generate(engine, _fill(session, max(self.depth, 8), 2), loop, stats, widths=widths):

@@ -1,4 +1,4 @@
-"""Acceptance and speed on real prompts, by category and thinking mode, over several runs.
+"""AcceptanceTracker and speed on real prompts, by category and thinking mode, over several runs.
 
 Each prompt of each run is decoded plainly and speculatively in turn, so that a machine that slows down does it to both. A generation ends
 with the end token: behind it no acceptance means anything. Prompts are encoded as `pyspec chat` encodes them.

@@ -15,11 +15,18 @@ from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import EngineError, PairError
-from pyggml_spec.speculation.policy import PLAIN_STEP, Kind, WidthControl
+from pyggml_spec.speculation.policy import PLAIN_STEP, SpeculationPolicy, StepPlan
 
 BLOCKS, CHAIN, BOTH = "draft-dflash", "draft-mtp", ["draft-dflash", "draft-mtp"]
 PROMPTS = ["def quicksort(items):\n", "import os\n", "class Queue:\n    ", "x = [", "for i in range("]
-KINDS = [Kind(BLOCKS, 4), Kind(CHAIN, 3, 4), Kind(CHAIN, 2), PLAIN_STEP, Kind(BLOCKS, 8), Kind(CHAIN, 5, 8)]
+KINDS = [
+    StepPlan.of(BLOCKS, 4),
+    StepPlan.of(CHAIN, 3, 4),
+    StepPlan.of(CHAIN, 2),
+    PLAIN_STEP,
+    StepPlan.of(BLOCKS, 8),
+    StepPlan.of(CHAIN, 5, 8),
+]
 VALUES = {
     "greedy": {},
     "sampled": {"sampling": ps.Sampling(seed=7, temperature=0.8)},
@@ -27,7 +34,7 @@ VALUES = {
 }
 
 
-class InTurn(WidthControl):
+class InTurn(SpeculationPolicy):
     """Takes the kinds one after the other, whatever they give."""
 
     def __init__(self, kinds=KINDS):
@@ -92,7 +99,7 @@ def test_each_drafts_what_it_drafts_alone(files, team, slots):
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 @pytest.mark.parametrize("values", VALUES)
 def test_the_text_is_the_plain_one_whoever_drafts(team, values):
-    team.scheduler.widths = InTurn()
+    team.scheduler.policy = InTurn()
     for prompt in (PROMPTS[0], PROMPTS[0] + PROMPTS[1], PROMPTS[0]):  # behind what was kept of the first
         plain, _ = team.generate(prompt, 48, mode="plain", **VALUES[values])
         whole, _ = team.generate(prompt, 48, mode="reference", **VALUES[values])
@@ -102,7 +109,7 @@ def test_the_text_is_the_plain_one_whoever_drafts(team, values):
 
 
 def test_nothing_is_built_while_drafters_take_turns(team):
-    team.scheduler.widths = InTurn()
+    team.scheduler.policy = InTurn()
     team.generate(PROMPTS[0], 16, ignore_end=True)
     stats = team.generate(PROMPTS[0], 300, ignore_end=True)[1]
     assert len(stats.drafters) == 2 and (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
@@ -113,7 +120,7 @@ def test_nothing_is_built_while_drafters_take_turns(team):
 def test_the_text_does_not_depend_on_slots(team, values):
     want = [team.generate(prompt, 24, mode="plain", **VALUES[values])[0] for prompt in PROMPTS]
     with team.concurrent(slots=4) as server:
-        server._scheduler.widths = InTurn()
+        server._scheduler.policy = InTurn()
         got = [server.submit(prompt, 24, **VALUES[values]) for prompt in PROMPTS]
         results = [handle.result() for handle in got]
     assert [text for text, _ in results] == want
@@ -151,10 +158,10 @@ def test_a_layer_of_nan_switches_speculation_off_and_keeps_the_text(files):
             chain = session.drafter.methods[-1]
             weight = chain.weights[f"{chain.prefix}nextn.hnorm.weight"]
             lib.ggml_backend_tensor_memset(weight, 0xFF, 0, 4)
-            session.scheduler.widths = InTurn([Kind(CHAIN, 4), Kind(CHAIN, 3, 4)])
+            session.scheduler.policy = InTurn([StepPlan.of(CHAIN, 4), StepPlan.of(CHAIN, 3, 4)])
             text, stats = session.generate(PROMPTS[0], 20)
             assert stats.nan_drafts == 1 and stats.widths[1] == stats.steps - 1 and text == want
-            assert session.scheduler.widths.last == [None], "no width is chosen for whom nobody drafts for"
+            assert session.scheduler.policy.last == [None], "no width is chosen for whom nobody drafts for"
 
 
 def test_a_width_that_the_first_drafter_does_not_draft_is_refused_at_load(tmp_path):
@@ -204,7 +211,7 @@ def test_what_a_conversation_leaves_on_disk_has_the_rows_that_waited(files, tmp_
     turn, waited = [*range(40, 100)], []
 
     def said(server, prompt, tokens, kinds=KINDS):
-        server._scheduler.widths = InTurn(kinds)
+        server._scheduler.policy = InTurn(kinds)
         handle = server.submit(prompt, tokens, ignore_end=True)
         events = list(handle)
         return [token for event in events for token in event.tokens], [event.drafts for event in events], handle.stats
@@ -222,7 +229,7 @@ def test_what_a_conversation_leaves_on_disk_has_the_rows_that_waited(files, tmp_
                 keep(slot, *args, **more)
 
             server._scheduler.prefixes.store_end = kept
-            history = [*turn, *said(server, turn, 29, [Kind(BLOCKS, 4), Kind(CHAIN, 3, 4), *[PLAIN_STEP] * 29])[0]]
+            history = [*turn, *said(server, turn, 29, [StepPlan.of(BLOCKS, 4), StepPlan.of(CHAIN, 3, 4), *[PLAIN_STEP] * 29])[0]]
         assert min(waited[-1]) > 0, waited  # at its end, behind what was kept of the prompt
         with session.concurrent(1, prefix_memory=0) as server:
             want = next_turn(server, history)
@@ -236,7 +243,7 @@ def test_several_answers_to_one_prompt_in_eight_slots(team):
     seeds = [ps.Sampling(seed=seed, temperature=0.8) for seed in range(8)]
     want = [team.generate(PROMPTS[0] * 6, 16, mode="plain", sampling=sampling)[0] for sampling in seeds]
     with team.concurrent(slots=8) as server:
-        server._scheduler.widths = InTurn()
+        server._scheduler.policy = InTurn()
         handles = [server.submit(PROMPTS[0] * 6, 16, sampling=sampling) for sampling in seeds]
         assert [handle.result()[0] for handle in handles] == want
 

@@ -19,7 +19,7 @@ from pyggml_spec.engine.scheduler import BESIDE, Scheduler, generate
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.sampling.sampler import Sampler, Sampling
-from pyggml_spec.speculation.policy import WidthControl
+from pyggml_spec.speculation.policy import SpeculationPolicy
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
 DRAFT = LoopOptions(20, SPECULATIVE)
@@ -55,11 +55,11 @@ def test_more_sequences_than_slots_all_get_their_own_tokens(pair, scheduler):
 
 def test_what_was_caught_up_with_beside_a_step_is_no_part_of_it(pair, monkeypatch):
     """A prompt, and a copy of what a request has computed, catch up as well: the next step seemed to take less than nothing."""
-    seen, observe = [], WidthControl.observe
-    monkeypatch.setattr(WidthControl, "observe", lambda self, *args: seen.append((args[2], args[6])) or observe(self, *args))
+    seen, observe = [], SpeculationPolicy.observe
+    monkeypatch.setattr(SpeculationPolicy, "observe", lambda self, *args: seen.append((args[2], args[6])) or observe(self, *args))
     with _scheduler(pair, 2) as scheduler:
         for again in range(2):  # the first time graphs are built, which is no cost of a step, though catching up waits for them
-            scheduler.widths = WidthControl({"draft-dflash": (4,)})
+            scheduler.policy = SpeculationPolicy({"draft-dflash": (4,)})
             seen.clear()
             scheduler.submit(prompts(1)[0], LoopOptions(12, SPECULATIVE))
             while scheduler.step():
@@ -222,8 +222,8 @@ def test_widths_are_learnt_and_then_chosen(pair, scheduler):
     """Each width is tried for the slots in use; with hopeless drafts plain decoding is what is left."""
     streams = [scheduler.submit(text, LoopOptions(120, SPECULATIVE)) for text in prompts(2)]
     scheduler.run()
-    assert scheduler.widths.settled(2)
-    assert {kind.width for covered, kind in scheduler.widths.costs if covered == 2} == {1, 2, 4, 8, 16}
+    assert scheduler.policy.calibrated(2)
+    assert {kind.tokens for covered, kind in scheduler.policy.costs if covered == 2} == {1, 2, 4, 8, 16}
     assert all(s.stats.widths[16] >= 1 for s in streams)
 
 

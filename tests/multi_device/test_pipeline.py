@@ -21,7 +21,7 @@ from pyggml_spec.ggml.library import lib
 from pyggml_spec.multi_device.lanes import halves
 from pyggml_spec.multi_device.pipeline_policy import LOOK, TRIES, GroupControl, control_of
 from pyggml_spec.sampling.sampler import Sampler, Sampling
-from pyggml_spec.speculation.policy import PLAIN_STEP, Kind
+from pyggml_spec.speculation.policy import PLAIN_STEP, StepPlan
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +287,7 @@ def test_groups_are_used_where_they_were_faster_and_looked_at_again():
     assert later.count(False) == 3
     assert sum(rounds(control, {False: 2.0, True: 5.0}, 2 * LOOK)[-LOOK // 2 :]) <= 3
     assert not any(rounds(GroupControl(), {False: 5.0, True: 4.95}, 2 * TRIES + 100)[2 * TRIES :])  # not worth a change
-    assert rounds(control, {False: 8.0, True: 5.0}, 1, Kind("d", 4)) == [False]  # another kind of step has costs of its own
+    assert rounds(control, {False: 8.0, True: 5.0}, 1, StepPlan.of("d", 4)) == [False]  # another kind of step has costs of its own
     assert all(rounds(GroupControl(True), {True: 9.0}, 5))
 
 

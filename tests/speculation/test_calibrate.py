@@ -17,7 +17,7 @@ from pyggml_spec.ggml import cores
 from pyggml_spec.ggml.cores import CpuUsage
 from pyggml_spec.speculation import calibrate
 from pyggml_spec.speculation.calibrate import FILL, START, cached_costs, keep_drafts, known_drafts, step_cost, step_costs
-from pyggml_spec.speculation.policy import WidthControl
+from pyggml_spec.speculation.policy import SpeculationPolicy
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
 
@@ -191,12 +191,12 @@ def test_a_full_disk_is_left_as_it_was(pair, tmp_path, monkeypatch):
 
 def test_costs_that_real_steps_undercut_are_outdated():
     for share, outdated in ((0.3, True), (1.5, False)):
-        control = WidthControl.measured_for("drafter", {1: 10.0, 2: 12.0, 4: 14.0})
+        control = SpeculationPolicy.measured_for("drafter", {1: 10.0, 2: 12.0, 4: 14.0})
         sequence = control.begin()
         for _ in range(40):
             kind = control.choose(1, [sequence])
-            control.observe(1, kind, share * control.measured[kind], [sequence], [min(1, kind.width - 1)])
-        assert control.outdated == outdated
+            control.observe(1, kind, share * control.measured[kind], [sequence], [min(1, kind.tokens - 1)])
+        assert control.costs_outdated == outdated
 
 
 @pytest.mark.parametrize("n_ctx", [1, 5, 9, 10, 12, 20, 26])
@@ -226,7 +226,7 @@ def test_a_wrong_cost_is_measured_again_once(pair, tmp_path, monkeypatch):
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
         measured = []
         monkeypatch.setattr(session, "_measure_costs", lambda fresh=False: measured.append(fresh))
-        monkeypatch.setattr(WidthControl, "outdated", True)
+        monkeypatch.setattr(SpeculationPolicy, "costs_outdated", True)
         for _ in range(4):
             session.generate("ab", 2)
         assert measured == [True]
@@ -270,17 +270,17 @@ def test_a_first_text_begins_with_what_earlier_sessions_texts_taught(tmp_path, m
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")
     with ps.load(device="CPU", n_ctx=256) as session:
-        control = session.width_control()
-        assert known_drafts(session.engine) == {} and control.seen["draft-dflash"].tries[0] == 0
+        control = session.new_policy()
+        assert known_drafts(session.engine) == {} and control.priors["draft-dflash"].tries[0] == 0
         for _ in range(9):
-            session.scheduler.widths.seen["draft-dflash"].observe(8, 3)
+            session.scheduler.policy.priors["draft-dflash"].observe(8, 3)
     entry = next(tmp_path.glob("drafts-*.json"))
     assert entry.stat().st_mode & 0o077 == 0
     with ps.load(device="CPU", n_ctx=512, threads=1) as session:  # costs are other ones, the drafter is the same
-        record = session.scheduler.widths.seen["draft-dflash"]
+        record = session.scheduler.policy.priors["draft-dflash"]
         assert record.tries[0] == pytest.approx(8.8, rel=0.02) and record.hits[3] == 0 < record.hits[2] == record.hits[0]
-        session._known_drafts = session.scheduler.widths.seen
-        assert session.width_control().seen["draft-dflash"].tries == record.tries  # what measuring costs again must not lose
+        session._known_drafts = session.scheduler.policy.priors
+        assert session.new_policy().priors["draft-dflash"].tries == record.tries  # what measuring costs again must not lose
         for damage in ("", "{", "[]", '{"draft-dflash": 1}', '{"draft-dflash": {"tries": [1.0], "hits": [2.0]}}', '{"x": {"tries": [], "hits": []}}',
                        '{"draft-dflash": {"tries": [NaN], "hits": [0]}}', "[" * 100000):  # fmt: skip
             entry.write_text(damage)
@@ -289,8 +289,8 @@ def test_a_first_text_begins_with_what_earlier_sessions_texts_taught(tmp_path, m
     monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "0")
     entry.unlink()
     with ps.load(device="CPU", n_ctx=256) as session:
-        keep_drafts(session.engine, session.scheduler.widths.seen)
-        session.scheduler.widths.seen["draft-dflash"].blocks = 100
+        keep_drafts(session.engine, session.scheduler.policy.priors)
+        session.scheduler.policy.priors["draft-dflash"].blocks = 100
     assert not list(tmp_path.glob("drafts-*.json"))
 
 
@@ -299,7 +299,7 @@ def test_what_is_accepted_at_random_teaches_nothing(tmp_path, monkeypatch, idle)
     monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")
     with ps.load(device="CPU", n_ctx=256) as session:
         session.generate("def f(", 8, synthetic=SyntheticAcceptance(6.0, 15))
-        session.scheduler.widths.seen["draft-dflash"].blocks = 100
+        session.scheduler.policy.priors["draft-dflash"].blocks = 100
     assert not list(tmp_path.glob("drafts-*.json"))
 
 
@@ -307,7 +307,7 @@ def test_a_cache_that_cannot_be_written_keeps_no_session_from_closing(tmp_path, 
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")
     with ps.load(device="CPU", n_ctx=256) as session:
-        session.scheduler.widths.seen["draft-dflash"].blocks = 100
+        session.scheduler.policy.priors["draft-dflash"].blocks = 100
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "file" / "below"))
     assert session.engine.graphs.closed

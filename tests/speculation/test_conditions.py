@@ -2,8 +2,8 @@
 
 import pytest
 
-from pyggml_spec.speculation.ngram_policy import LookupControl
-from pyggml_spec.speculation.policy import PLAIN_STEP, Kind, WidthControl
+from pyggml_spec.speculation.ngram_policy import NgramPolicy
+from pyggml_spec.speculation.policy import PLAIN_STEP, SpeculationPolicy, StepPlan
 
 DRAFTER = "draft-dflash"
 COSTS = {1: 1.0, 2: 1.4, 4: 1.9, 8: 3.0}
@@ -14,19 +14,19 @@ class Told:
     """A control that is told of steps, with a look at others behind every ``each`` of them."""
 
     def __init__(self) -> None:
-        self.control, self.looks = WidthControl.measured_for(DRAFTER, COSTS), 0
+        self.control, self.looks = SpeculationPolicy.measured_for(DRAFTER, COSTS), 0
         self.control.under(CALM)
         self.drafted = self.control.begin(tokens=400)
 
     def steps(self, condition, count: int, times: float, width: int = 1, each: int = 10) -> None:
-        kind = PLAIN_STEP if width == 1 else Kind(DRAFTER, width)
+        kind = PLAIN_STEP if width == 1 else StepPlan.of(DRAFTER, width)
         for n in range(count):
             self.looks += n % each == 0
-            changed = self.control.others_came(condition, self.looks, [self.drafted])
+            changed = self.control.condition_changed(condition, self.looks, [self.drafted])
             self.control.observe(1, kind, times * COSTS[width], [self.drafted], [width - 1], not changed)
 
     def costs(self) -> dict[int, float]:
-        return {width: self.control.costs[1, PLAIN_STEP if width == 1 else Kind(DRAFTER, width)] for width in COSTS}
+        return {width: self.control.costs[1, PLAIN_STEP if width == 1 else StepPlan.of(DRAFTER, width)] for width in COSTS}
 
 
 def test_costs_of_a_busy_machine_end_with_it():
@@ -63,7 +63,7 @@ def test_a_text_may_try_blocks_again_when_others_have_gone():
 
 
 def test_costs_of_what_came_before_end_with_other_work_too():
-    control = LookupControl("ngram-simple", COSTS)
+    control = NgramPolicy("ngram-simple", COSTS)
     control.under(CALM)
 
     def steps(condition, rows: int, times: float, count: int = 20) -> None:

@@ -12,7 +12,7 @@ from pyggml_spec.engine.batch import Draft, Prefill
 from pyggml_spec.engine.request import LoopOptions
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.speculation.confidence import Confidence
-from pyggml_spec.speculation.policy import PLAIN_STEP, Kind, WidthControl
+from pyggml_spec.speculation.policy import PLAIN_STEP, SpeculationPolicy, StepPlan
 
 COSTS = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.2, 16: 3.6}
 
@@ -73,19 +73,21 @@ def decoded(seed, counted, tokens=2000):
     """Tokens per plain step of a text whose next seven drafts are right four times in ten and wrong otherwise, which their drafter knows, under
     width control. ``counted``: whether that is told what cuts save. Drafts cost 0.3 of a plain step."""
     name, rng, confidence = "draft-dspark", random.Random(seed), Confidence(GIVEN)
-    control = WidthControl.measured_for(name, {rows: ms + 0.3 * (rows > 1) for rows, ms in GIVEN.items()})
+    control = SpeculationPolicy.measured_for(name, {rows: ms + 0.3 * (rows > 1) for rows, ms in GIVEN.items()})
     control.confidence = {name: confidence} if counted else {}
     sequence, spent, done = control.begin(), 0.0, 0
     while done < tokens:
         kind, right = control.choose(1, [sequence]), 7 if rng.random() < 0.4 else 0
         ms, matched, rows = 1.0, 0, 1
         if kind != PLAIN_STEP:
-            worth = confidence.worth({0: [0.95 if i < right else 0.05 for i in range(kind.width - 1)]}, control.pace(1, kind, [sequence]))
+            worth = confidence.worth(
+                {0: [0.95 if i < right else 0.05 for i in range(kind.tokens - 1)]}, control.tokens_per_ms(1, kind, [sequence])
+            )
             rows = next(w for w in GIVEN if worth < w)
             matched = min(right, rows - 1)
             confidence.observe({0: (rows - 1, matched)})
             ms = 0.3 + GIVEN[rows]
-        control.observe(1, kind, ms, [sequence], [matched], rows == kind.width)
+        control.observe(1, kind, ms, [sequence], [matched], rows == kind.tokens)
         spent, done = spent + ms, done + matched + 1
         late = control._uses[1].late
         assert late == pytest.approx(0, abs=1e-9), "blocks behind plain steps take no longer here"
@@ -106,14 +108,14 @@ def session(tmp_path_factory):
         yield session
 
 
-class Always(WidthControl):
+class Always(SpeculationPolicy):
     """Blocks of eight rows, whatever they give."""
 
     def __init__(self):
-        super().__init__({"draft-dspark": (2, 4, 8)}, {PLAIN_STEP: 1.0, **{Kind("draft-dspark", w): COSTS[w] for w in (2, 4, 8)}})
+        super().__init__({"draft-dspark": (2, 4, 8)}, {PLAIN_STEP: 1.0, **{StepPlan.of("draft-dspark", w): COSTS[w] for w in (2, 4, 8)}})
 
     def choose(self, covered, sequences):
-        return Kind("draft-dspark", 8) if any(sequences) else PLAIN_STEP
+        return StepPlan.of("draft-dspark", 8) if any(sequences) else PLAIN_STEP
 
 
 @pytest.mark.parametrize("bias, widths", [(-30.0, {1}), (30.0, {8})])
@@ -122,9 +124,9 @@ def test_a_session_verifies_what_the_head_believes_in(session, bias, widths):
     want = session.generate("def f(", 40, mode="plain", ignore_end=True)[0]
     weight = session.drafter.weights["conf_proj.bias"]
     lib.ggml_backend_tensor_set(weight, ffi.new("float[]", [bias]), 0, 4)
-    session.scheduler.widths = Always()
-    session.scheduler.widths.confidence = {"draft-dspark": Confidence(COSTS)}
-    session.scheduler.widths.confidence["draft-dspark"].observe = lambda *_: None  # the head of a random file is believed here
+    session.scheduler.policy = Always()
+    session.scheduler.policy.confidence = {"draft-dspark": Confidence(COSTS)}
+    session.scheduler.policy.confidence["draft-dspark"].observe = lambda *_: None  # the head of a random file is believed here
     text, stats = session.generate("def f(", 40, ignore_end=True)
     assert text == want and {*stats.widths} == widths
     assert (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
@@ -159,14 +161,14 @@ def test_slots_verify_what_the_head_believes_in(session, bias, widths):
     lib.ggml_backend_tensor_set(weight, ffi.new("float[]", [bias]), 0, 4)
     with session.concurrent(slots=3) as server:
         scheduler = server._scheduler
-        assert {*scheduler.widths.confidence} == {"draft-dspark"}
-        scheduler.widths = Always()
-        scheduler.widths.confidence = {"draft-dspark": Confidence(COSTS)}
+        assert {*scheduler.policy.confidence} == {"draft-dspark"}
+        scheduler.policy = Always()
+        scheduler.policy.confidence = {"draft-dspark": Confidence(COSTS)}
         seen = []
-        scheduler.widths.confidence["draft-dspark"].observe = lambda taken, *_: seen.append(taken)  # it is believed here
+        scheduler.policy.confidence["draft-dspark"].observe = lambda taken, *_: seen.append(taken)  # it is believed here
         for covered in (1, 2, 3):
-            scheduler.widths.costs |= {(covered, kind): 40.0 for kind in scheduler.widths.kinds}
-            scheduler.widths._settled.add(covered)
+            scheduler.policy.costs |= {(covered, kind): 40.0 for kind in scheduler.policy.kinds}
+            scheduler.policy._settled.add(covered)
         results = [handle.result() for handle in [server.submit(prompt, 24, ignore_end=True) for prompt in prompts]]
     assert [text for text, _ in results] == want
     assert seen and {verified for taken in seen for verified, _ in taken.values()} == {width - 1 for width in widths}
@@ -190,10 +192,10 @@ def test_slots_of_several_devices_have_their_graphs_at_load(tmp_path):
 def test_width_control_of_slots_learns_whole_blocks_first(session):
     """A block that doubts had cut says nothing of what whole ones take: with nothing but such ones the costs had never been known."""
     with session.batch(2) as scheduler:
-        scheduler.widths = WidthControl({"draft-dspark": (2, 4)})
-        scheduler.widths.confidence = {"draft-dspark": Confidence(COSTS)}
+        scheduler.policy = SpeculationPolicy({"draft-dspark": (2, 4)})
+        scheduler.policy.confidence = {"draft-dspark": Confidence(COSTS)}
         for start in (5, 9):
             scheduler.submit([start, 7, 8], LoopOptions(120, ignore_end=True))
-        while not scheduler.idle and not scheduler.widths.settled(2):
+        while not scheduler.idle and not scheduler.policy.calibrated(2):
             scheduler.step()
-        assert scheduler.widths.settled(2) and not scheduler._weighed
+        assert scheduler.policy.calibrated(2) and not scheduler._weighed

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pyggml_spec.speculation.ngram import LOOKUPS, Corpus, Index, Lookup, Match, SuffixPool
-from pyggml_spec.speculation.ngram_policy import LookupControl, Pace
+from pyggml_spec.speculation.ngram import LOOKUPS, Corpus, Index, Lookup, Match, NgramPool
+from pyggml_spec.speculation.ngram_policy import NgramPolicy, Pace
 
 WORKLOADS = Path(__file__).parent / "workloads"
 COSTS = {  # milliseconds of a verifying step by rows
@@ -33,7 +33,7 @@ def milliseconds(
     """Of the answer, by scripted targets: what wins most of plain steps, suffix drafts (or these always), and a drafter's blocks of 16 rows, each of
     whose drafts is right with ``chance``."""
     prompt, answer = workload(name)
-    control, rng = LookupControl("suffix", costs), random.Random(1)
+    control, rng = NgramPolicy("suffix", costs), random.Random(1)
     sequence, done, spent = control.begin(prompt), 0, 0.0
     others = [(1.0, costs[1], 1)] + ([(sum(chance**i for i in range(16)), drafter, 16)] if drafter else [])
     tokens, other_ms, other_rows = max(others, key=lambda kind: kind[0] / kind[1])
@@ -78,7 +78,7 @@ def test_a_copy_is_faster_and_prose_is_not_slower():
 
 
 def test_the_longest_match_wins_and_of_equal_ones_the_last():
-    pool = SuffixPool(Lookup(least=2))
+    pool = NgramPool(Lookup(least=2))
     assert pool.sequence([9, 1, 2, 3, 50, 1, 2, 3, 60, 7, 2, 3, 70, 9, 1, 2, 3]).find() == Match(
         4, True, _over(50, 1, 2, 3, 60, 7, 2, 3, 70, 9, 1, 2, 3)
     )
@@ -91,12 +91,12 @@ def _over(*tokens):
 
 
 def test_a_match_that_reaches_the_end_is_one_period():
-    match = SuffixPool(Lookup(least=2)).sequence([5, 6, 7, 5, 6, 7, 5, 6]).find()
+    match = NgramPool(Lookup(least=2)).sequence([5, 6, 7, 5, 6, 7, 5, 6]).find()
     assert match.drafts[:7] == [7, 5, 6, 7, 5, 6, 7]
 
 
 def test_ended_sequences_are_repeated_by_others_and_borders_are_not_crossed():
-    pool = SuffixPool(Lookup(least=3))
+    pool = NgramPool(Lookup(least=3))
     pool.sequence([1, 2, 3, 4, 5]).end()
     pool.sequence([30, 31, 32, 33]).end()
     assert pool.sequence([9, 1, 2, 3]).find() == Match(3, False, [4, 5])
@@ -104,7 +104,7 @@ def test_ended_sequences_are_repeated_by_others_and_borders_are_not_crossed():
     assert pool.sequence([4, 5, 30]).find() is None
     pool.sequence([0, 0, 7, 8, 9]).end()
     assert pool.sequence([7]).find() is None and pool.sequence([0, 0, 7]).find() == Match(3, False, [8, 9])
-    own = SuffixPool(Lookup(least=3, shared=False))
+    own = NgramPool(Lookup(least=3, shared=False))
     own.sequence([1, 2, 3, 4, 5]).end()
     assert own.sequence([9, 1, 2, 3]).find() is None
 
@@ -115,7 +115,7 @@ def test_the_corpus_is_bounded_and_forgets_the_oldest():
         corpus.add([10 * i, 10 * i + 1, 10 * i + 2, 10 * i + 3] * 5)
     tokens = corpus.index.tokens
     assert len(tokens) <= 1000 and tokens[-2] == 993
-    pool = SuffixPool(Lookup(least=3))
+    pool = NgramPool(Lookup(least=3))
     pool.corpus = corpus
     assert pool.sequence([990, 991, 992]).find().length == 3 and pool.sequence([0, 1, 2]).find() is None
     corpus.add(list(range(5000)))
@@ -153,13 +153,13 @@ def test_ngram_simple_drafts_what_llama_cpp_does():
         if len(tokens) <= 62 or len(behind) < 12:
             continue
         drafted += 1
-        match = SuffixPool(LOOKUPS["ngram-simple"], most_drafts=48).sequence(tokens).find()
+        match = NgramPool(LOOKUPS["ngram-simple"], most_drafts=48).sequence(tokens).find()
         assert match.drafts[: len(behind)] == behind
     assert drafted > 100
 
 
 def test_what_is_found_is_judged_whether_it_was_drafted_or_not():
-    pool = SuffixPool(Lookup(least=2), most_drafts=3)
+    pool = NgramPool(Lookup(least=2), most_drafts=3)
     sequence = pool.sequence([1, 2, 3, 4, 5, 1, 2])
     match = sequence.find()
     before, tokens = pool.worth(match).survival(), pool.worth(match).tokens()
@@ -181,15 +181,15 @@ def test_the_step_that_wins_most_is_taken():
     for _ in range(400):
         pace.observe(8, 10.0)
     assert pace.wins(1.0, 10.0) == pytest.approx(-7.0, abs=0.1) and pace.wins(3.0, 40.0) < pace.wins(1.0, 10.0)
-    control = LookupControl("suffix", {1: 10.0, 4: 12.0, 16: 20.0})
+    control = NgramPolicy("suffix", {1: 10.0, 4: 12.0, 16: 20.0})
     sequence = control.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
     choice = control.choose(1, [sequence], [1.0], 10.0, 1)
     assert choice.drafts[0][:3] == [4, 5, 6] and not choice.otherwise
     assert control.choose(1, [control.begin([1, 2, 3, 4])], [1.0], 10.0, 1) == ([[]], True)
-    dear = LookupControl("suffix", {1: 10.0, 4: 60.0, 16: 200.0})
+    dear = NgramPolicy("suffix", {1: 10.0, 4: 60.0, 16: 200.0})
     assert dear.choose(1, [dear.begin([1, 2, 3, 4, 5, 6, 1, 2, 3])], [1.0], 10.0, 1) == ([[]], True)
     # beside a drafter: a match is verified at its own rows' price, not that of the drafter's block, and a plain token may lead to a better one
-    beside, match = LookupControl("suffix", {1: 1.0, 16: 30.0}), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
+    beside, match = NgramPolicy("suffix", {1: 1.0, 16: 30.0}), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     assert beside.choose(1, [beside.begin(match)], [1.5], 1.4, 16) == ([[]], True)
     assert beside.choose(1, [beside.begin(match)], [1.1], 2.0, 16) == ([[]], False)
 
@@ -198,7 +198,7 @@ def test_rows_that_stalled_are_tried_again_and_a_plain_step_that_was_measured_to
     """Beside other work, sixteen rows stalled some times and were never verified again: 222 of 231 steps of a copy had four rows. Where a plain step
     was taken for 1.6 times as dear as it is, poor matches were verified in place of it."""
     measured = {1: 1.6, 4: 1.4, 8: 2.3, 16: 4.2}
-    control = LookupControl("suffix", measured)
+    control = NgramPolicy("suffix", measured)
     for _ in range(12):
         control.observe(1, 16, 500.0, 1)
     assert 1.5 * measured[16] < control.cost(1, 16) <= 2 * measured[16]
@@ -212,7 +212,7 @@ def test_rows_that_stalled_are_tried_again_and_a_plain_step_that_was_measured_to
 
 def test_costs_behind_long_texts_are_learnt():
     """They were measured behind a short one. At most twice of that was learnt, and unused rows went back to it: matches seemed to cost a quarter."""
-    control = LookupControl("suffix", {1: 1.0, 4: 1.3, 8: 1.8, 16: 3.0})
+    control = NgramPolicy("suffix", {1: 1.0, 4: 1.3, 8: 1.8, 16: 3.0})
     for _ in range(300):
         control.observe(1, 1, 3.0, 1)
     assert control.cost(1, 1) == pytest.approx(3.0, rel=0.02)
@@ -227,7 +227,7 @@ def test_costs_behind_long_texts_are_learnt():
 
 def test_drafts_are_not_taken_from_what_another_owner_wrote():
     """A client that is told the drafts of its steps would read others' texts in them."""
-    pool = SuffixPool(Lookup(least=3))
+    pool = NgramPool(Lookup(least=3))
     pool.sequence([1, 2, 3, 4, 5], "first").end()
     assert pool.sequence([9, 1, 2, 3], "second").find() is None and pool.sequence([9, 1, 2, 3]).find() is None
     assert pool.sequence([9, 1, 2, 3], "first").find() == Match(3, False, [4, 5])

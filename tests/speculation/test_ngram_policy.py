@@ -10,8 +10,8 @@ from random_gguf.model import Shape
 import pyggml_spec as ps
 from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.errors import EngineError
-from pyggml_spec.speculation.ngram_policy import Choice, LookupControl
-from pyggml_spec.speculation.policy import Kind, WidthControl
+from pyggml_spec.speculation.ngram_policy import Choice, NgramPolicy
+from pyggml_spec.speculation.policy import SpeculationPolicy, StepPlan
 
 LIST = "".join(f'item {i}: value = {i * 7 % 13}; name = "object number {i}"\n' for i in range(12))
 PROMPT = f"Repeat this list:\n{LIST}\nThe list again:\n{LIST[:400]}"
@@ -23,7 +23,7 @@ def steady():
     """Rows cost little, whatever else runs on this machine: what is looked up does not depend on its load."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            LookupControl, "cost", lambda self, covered, rows: self.fixed.get(rows, 60.0) if hasattr(self, "fixed") else 1.0 + 0.05 * rows
+            NgramPolicy, "cost", lambda self, covered, rows: self.fixed.get(rows, 60.0) if hasattr(self, "fixed") else 1.0 + 0.05 * rows
         )
         yield
 
@@ -107,7 +107,7 @@ def test_what_is_looked_up_teaches_a_drafter_nothing(session, monkeypatch):
     """One of two sequences verifies what came before, in a step in which the other one's drafter drafts."""
     if session.drafter is None:
         pytest.skip("nobody drafts")
-    looked, taught, observe = [], [], WidthControl.observe
+    looked, taught, observe = [], [], SpeculationPolicy.observe
 
     def choose(self, covered, sequences, otherwise, milliseconds, rows):
         drafts = self._cut(sequences, [i == 0 and s is not None and s.find() is not None for i, s in enumerate(sequences)], rows)
@@ -119,9 +119,9 @@ def test_what_is_looked_up_teaches_a_drafter_nothing(session, monkeypatch):
         looked.clear()
         observe(self, covered, kind, milliseconds, sequences, *more)
 
-    monkeypatch.setattr(LookupControl, "choose", choose)
-    monkeypatch.setattr(WidthControl, "choose", lambda *_: Kind("draft-dflash", 4))
-    monkeypatch.setattr(WidthControl, "observe", observed)
+    monkeypatch.setattr(NgramPolicy, "choose", choose)
+    monkeypatch.setattr(SpeculationPolicy, "choose", lambda *_: StepPlan.of("draft-dflash", 4))
+    monkeypatch.setattr(SpeculationPolicy, "observe", observed)
     session.generate_all(PROMPTS[:2], 60, slots=2, ignore_end=True)
     assert any(was[0] for was, _ in taught) and all(was == untaught for was, untaught in taught)
 

@@ -12,12 +12,12 @@ from pyggml_spec.speculation.policy import (
     PROBE_LOSS,
     TEXT_LOSS,
     TRIES,
-    Acceptance,
-    Drafted,
-    Kind,
-    Record,
-    WidthControl,
-    chain_kinds,
+    AcceptancePrior,
+    AcceptanceTracker,
+    SpeculationPolicy,
+    SpeculationState,
+    StepPlan,
+    chain_plans,
     losses,
     useful_widths,
     worth_keeping,
@@ -36,21 +36,21 @@ class One:
     """Width control of one sequence of one drafter."""
 
     def __init__(self, costs):
-        self.control = WidthControl.measured_for(DRAFTER, costs)
+        self.control = SpeculationPolicy.measured_for(DRAFTER, costs)
         self.sequence = self.control.begin()
 
     def next(self):
         self.kind = self.control.choose(1, [self.sequence])
-        return self.kind.width
+        return self.kind.tokens
 
     def observe(self, width, matched, milliseconds=None):
-        assert width == self.kind.width
+        assert width == self.kind.tokens
         known = milliseconds is not None
         self.control.observe(1, self.kind, milliseconds if known else 0.0, [self.sequence], [matched], known)
 
     @property
     def current(self):
-        return self.control._uses[1].kind.width
+        return self.control._uses[1].kind.tokens
 
     def reason(self):
         return self.control.reason(self.sequence)
@@ -244,7 +244,7 @@ def _spent(control, sequence, costs, row, tokens, clock=lambda: 1.0):
     at, spent, plain = 0, 0.0, 0
     while at < tokens:
         chosen = control.choose(1, [sequence])
-        width = chosen.width
+        width = chosen.tokens
         matched = min(int(row[str(width)][at], 16), width - 1, tokens - 1 - at) if width > 1 else 0
         late = costs[1] * LATE[plain > 8] if width > 1 and plain else 0.0
         plain, seen = plain + 1 if width == 1 else 0, clock()
@@ -255,7 +255,7 @@ def _spent(control, sequence, costs, row, tokens, clock=lambda: 1.0):
 
 def _first(costs, row, tokens, told=True):
     """Speed-up of a text that is the first of its session, and how many tokens are asked for is told or not."""
-    control = WidthControl.measured_for(DRAFTER, costs)
+    control = SpeculationPolicy.measured_for(DRAFTER, costs)
     return tokens * costs[1] / _spent(control, control.begin(tokens=tokens if told else None), costs, row, tokens)
 
 
@@ -284,13 +284,13 @@ def test_a_drafter_that_knows_nothing_costs_long_texts_two_percent(costs):
     """And its first one 4 %, once, and one of those behind it 2.9: each may take what all may lose until it is known how good drafts are."""
     useless = [{width: "0" * len(digits) for width, digits in row.items()} for row in RECORDED[:3]]
     assert _first(costs, useless[0], 156) > 0.96
-    control, spent = WidthControl.measured_for(DRAFTER, costs), []
+    control, spent = SpeculationPolicy.measured_for(DRAFTER, costs), []
     for _ in range(12):
-        sequence, ms = control.begin(control.resting(), 256), 0.0
+        sequence, ms = control.begin(control.should_disable(), 256), 0.0
         for _ in range(256):
             chosen = control.choose(1, [sequence])
-            control.observe(1, chosen, costs[chosen.width], [sequence], [0])
-            ms += costs[chosen.width]
+            control.observe(1, chosen, costs[chosen.tokens], [sequence], [0])
+            ms += costs[chosen.tokens]
         spent.append(ms)
     gains = [256 * costs[1] / ms for ms in spent[1:]]
     assert statistics.mean(gains) > 0.985 and min(gains) > 0.97
@@ -300,19 +300,19 @@ def test_a_drafter_that_knows_nothing_costs_long_texts_two_percent(costs):
 @pytest.mark.parametrize("costs", [*EPYC.values(), *DEAR.values(), OWN_KERNELS])
 def test_a_text_that_is_unlike_those_before_it_loses_little(costs, share):
     """Behind texts whose drafts were good one whose drafts are all wrong took 1.3 times as long: what the others showed counted for more than its own."""
-    control = WidthControl.measured_for(DRAFTER, costs)
+    control = SpeculationPolicy.measured_for(DRAFTER, costs)
     for row in RECORDED:
-        _spent(control, control.begin(control.resting(), 96), costs, row, 96)
+        _spent(control, control.begin(control.should_disable(), 96), costs, row, 96)
     for row in _thinned(share)[:6]:
-        assert 96 * costs[1] / _spent(control, control.begin(control.resting(), 96), costs, row, 96) > 0.9
+        assert 96 * costs[1] / _spent(control, control.begin(control.should_disable(), 96), costs, row, 96) > 0.9
 
 
 @pytest.mark.parametrize("costs, rests", [({1: 0.34, 2: 0.83, 4: 1.04, 8: 1.77, 16: 2.22}, True), (EPYC["two threads"], False)])
 def test_where_no_block_pays_by_what_texts_showed_most_texts_rest(costs, rests):
     """Two threads whose cores do not share a cache: each text tried one block, three of its 96 plain steps, and kept the drafter's inputs, three more."""
-    control, rested = WidthControl.measured_for(DRAFTER, costs), []
+    control, rested = SpeculationPolicy.measured_for(DRAFTER, costs), []
     for text in range(40):
-        rested.append(control.resting())
+        rested.append(control.should_disable())
         _spent(control, control.begin(rested[-1], 96), costs, RECORDED[text % 20], 96)
     late = rested[20:]
     assert (sum(late) > 14 and not all(late)) if rests else not any(late)
@@ -326,13 +326,13 @@ def test_what_a_text_may_lose_grows_with_the_tokens_that_are_asked_for():
 
 def _rounds(costs, rows, seed, rounds=8, tokens=96):
     """Speed-up of each text: the median of the rounds behind the first one, all of one session, with clocks that stall."""
-    rng, gains, control = random.Random(seed), [[] for _ in rows], WidthControl.measured_for(DRAFTER, costs)
+    rng, gains, control = random.Random(seed), [[] for _ in rows], SpeculationPolicy.measured_for(DRAFTER, costs)
 
     def clock():
         return rng.lognormvariate(0, 0.08) * (2.5 if rng.random() < 0.01 else 1)
 
     for text in list(range(len(rows))) * rounds:
-        sequence = control.begin(rests=control.resting())
+        sequence = control.begin(rests=control.should_disable())
         gains[text].append(tokens * costs[1] / _spent(control, sequence, costs, rows[text], tokens, clock))
     return [statistics.median(of[1:]) for of in gains]
 
@@ -355,17 +355,17 @@ def test_dear_blocks_of_a_drafter_that_knows_nothing_cost_no_text_more_than_two_
 
 def test_a_text_that_lost_what_it_may_goes_on_with_blocks_that_pay():
     """Where a block of two took 1.6 plain steps, the first texts' unlucky blocks were their last ones, however good others' drafts were."""
-    control = WidthControl.measured_for(DRAFTER, {1: 1.0, 2: 1.5, 4: 1.9})
+    control = SpeculationPolicy.measured_for(DRAFTER, {1: 1.0, 2: 1.5, 4: 1.9})
     for _ in range(8):
         sequence = control.begin()
         for _ in range(40):
             chosen = control.choose(1, [sequence])
-            control.observe(1, chosen, {1: 1.0, 2: 1.5, 4: 1.9}[chosen.width], [sequence], [chosen.width - 1])
+            control.observe(1, chosen, {1: 1.0, 2: 1.5, 4: 1.9}[chosen.tokens], [sequence], [chosen.tokens - 1])
     sequence, used = control.begin(), []
     for step in range(40):
         chosen = control.choose(1, [sequence])
-        used.append(chosen.width)
-        control.observe(1, chosen, {1: 1.0, 2: 1.5, 4: 1.9}[chosen.width], [sequence], [chosen.width - 1 if step > 3 else 0])
+        used.append(chosen.tokens)
+        control.observe(1, chosen, {1: 1.0, 2: 1.5, 4: 1.9}[chosen.tokens], [sequence], [chosen.tokens - 1 if step > 3 else 0])
     assert sequence.allowed > 0 and used[-20:].count(4) > 15
 
 
@@ -373,13 +373,13 @@ def test_what_may_be_lost_pays_for_several_blocks():
     """The first block of a new process was the widest that its credit paid for: where that was wrong, 11 of 20 first texts were plain to their end, now 5."""
     costs, plain = {1: 1.0, 4: 1.9, 16: 3.0}, []
     for row in RECORDED:
-        control, widths, at = WidthControl.measured_for(DRAFTER, costs), [], 0
+        control, widths, at = SpeculationPolicy.measured_for(DRAFTER, costs), [], 0
         sequence = control.begin()
         while at < 128:
             chosen = control.choose(1, [sequence])
-            matched = min(int(row[str(chosen.width)][at], 16), 127 - at) if chosen.width > 1 else 0
-            control.observe(1, chosen, costs[chosen.width], [sequence], [matched])
-            widths.append(chosen.width)
+            matched = min(int(row[str(chosen.tokens)][at], 16), 127 - at) if chosen.tokens > 1 else 0
+            control.observe(1, chosen, costs[chosen.tokens], [sequence], [matched])
+            widths.append(chosen.tokens)
             at += matched + 1
         plain.append(widths.count(1))
     assert sum(n > 100 for n in plain) < 7
@@ -387,7 +387,7 @@ def test_what_may_be_lost_pays_for_several_blocks():
 
 def test_what_texts_teach_is_known_by_position():
     """One chance for all positions made wide blocks seem good in every new text whose first drafts are mostly right."""
-    control = WidthControl.measured_for(DRAFTER, {1: 1.0, 2: 1.2, 8: 2.4})
+    control = SpeculationPolicy.measured_for(DRAFTER, {1: 1.0, 2: 1.2, 8: 2.4})
     for _ in range(6):
         sequence = control.begin()
         for _ in range(30):
@@ -400,16 +400,16 @@ def test_what_texts_teach_is_known_by_position():
 def _late_session(costs, seed):
     """Speed-ups of the recorded texts, in some order, where a block behind plain steps computes the drafter's rows of those, too, and clocks stall."""
     rng, gains = random.Random(seed), {}
-    control = WidthControl.measured_for(DRAFTER, costs)
+    control = SpeculationPolicy.measured_for(DRAFTER, costs)
     for text in [*rng.sample(range(len(RECORDED)), len(RECORDED)), *range(len(RECORDED))]:
-        sequence, at, spent, plain = control.begin(rests=control.resting()), 0, 0.0, 0
+        sequence, at, spent, plain = control.begin(rests=control.should_disable()), 0, 0.0, 0
         while at < 96:
             chosen = control.choose(1, [sequence])
-            matched = min(int(RECORDED[text][str(chosen.width)][at], 16), chosen.width - 1, 95 - at) if chosen.width > 1 else 0
-            took = costs[chosen.width] + (0.4 + 0.025 * plain if chosen.width > 1 and plain else 0.0)
-            plain = plain + 1 if chosen.width == 1 else 0
+            matched = min(int(RECORDED[text][str(chosen.tokens)][at], 16), chosen.tokens - 1, 95 - at) if chosen.tokens > 1 else 0
+            took = costs[chosen.tokens] + (0.4 + 0.025 * plain if chosen.tokens > 1 and plain else 0.0)
+            plain = plain + 1 if chosen.tokens == 1 else 0
             control.observe(1, chosen, took * rng.lognormvariate(0, 0.1) * (3 if rng.random() < 0.02 else 1), [sequence], [matched])
-            kept = 1.03 if chosen.width == 1 and not sequence.resting else 1.0  # of plain steps: the drafter's inputs
+            kept = 1.03 if chosen.tokens == 1 and not sequence.disabled else 1.0  # of plain steps: the drafter's inputs
             spent, at = spent + kept * took, at + matched + 1
         gains[text] = 96 / spent
     return gains, control
@@ -417,15 +417,15 @@ def _late_session(costs, seed):
 
 def test_texts_are_plain_to_their_end_while_no_block_can_be_afforded():
     costs, rested = {1: 1.0, 2: 2.0, 4: 3.5}, []
-    control = WidthControl.measured_for(DRAFTER, costs)
+    control = SpeculationPolicy.measured_for(DRAFTER, costs)
     for _ in range(12):
-        sequence, widths = control.begin(rests=control.resting()), set()
+        sequence, widths = control.begin(rests=control.should_disable()), set()
         for _ in range(96):
             chosen = control.choose(1, [sequence])
-            widths.add(chosen.width)
-            control.observe(1, chosen, costs[chosen.width], [sequence], [0])
-        assert not sequence.resting or widths == {1}
-        rested.append(sequence.resting)
+            widths.add(chosen.tokens)
+            control.observe(1, chosen, costs[chosen.tokens], [sequence], [0])
+        assert not sequence.disabled or widths == {1}
+        rested.append(sequence.disabled)
     assert not rested[0] and 6 <= sum(rested) < 12  # what plain steps pay for is tried again
 
 
@@ -440,7 +440,7 @@ def test_few_texts_lose_where_blocks_cost_what_they_win(costs):
     assert statistics.mean(texts) > 0.98 and min(texts) > 0.92
     assert sum(gain < 0.98 for gain in texts) < 0.4 * len(texts)
     for _, control in sessions:  # what blocks behind plain steps took longer is not what blocks cost
-        assert all(control.costs[1, kind] < 1.3 * costs[kind.width] * control.costs[1, PLAIN_STEP] for kind in control.kinds)
+        assert all(control.costs[1, kind] < 1.3 * costs[kind.tokens] * control.costs[1, PLAIN_STEP] for kind in control.kinds)
 
 
 def test_costs_that_were_measured_wrong_are_learnt_from_the_steps():
@@ -461,16 +461,16 @@ def test_costs_of_a_slow_moment_keep_blocks_away_from_no_session():
     1.03 of plain decoding. What one kind of block is found to cost says something of those that were measured in the same moment."""
     for seed in range(4):
         rows = random.Random(seed).sample(RECORDED, len(RECORDED))
-        control, gains = WidthControl.measured_for(DRAFTER, SLOWED), []
+        control, gains = SpeculationPolicy.measured_for(DRAFTER, SLOWED), []
         for row in rows * 2:
-            gains.append(96 * NEAR[1] / _spent(control, control.begin(control.resting(), 96), NEAR, row, 96))
+            gains.append(96 * NEAR[1] / _spent(control, control.begin(control.should_disable(), 96), NEAR, row, 96))
         assert statistics.mean(gains[len(rows) :]) > 1.35, seed
-        assert all(control.costs[1, kind] < 1.25 * NEAR[kind.width] for kind in control.kinds if kind.width < 8)
+        assert all(control.costs[1, kind] < 1.25 * NEAR[kind.tokens] for kind in control.kinds if kind.tokens < 8)
 
 
 def test_the_first_of_some_blocks_says_nothing_of_what_they_cost():
     """It finds caches cold. At the beginning of texts it counted: a block of four rows seemed to take 0.88 ms, which behind one another take 0.70."""
-    control, block = WidthControl.measured_for(DRAFTER, NEAR), kind(4)
+    control, block = SpeculationPolicy.measured_for(DRAFTER, NEAR), kind(4)
     for _ in range(20):
         sequence = control.begin(tokens=96)
         for took in (1.2, 0.63, 0.63):
@@ -484,53 +484,53 @@ def test_the_first_of_some_blocks_says_nothing_of_what_they_cost():
 
 def test_texts_begin_where_no_block_could_ever_pay_and_earlier_sessions_taught_much():
     """What a text may lose was that of the best block, and there is none: each text failed."""
-    control = WidthControl.measured_for(DRAFTER, {1: 1.0, 2: 2.5, 4: 4.6})
+    control = SpeculationPolicy.measured_for(DRAFTER, {1: 1.0, 2: 2.5, 4: 4.6})
     for _ in range(150):
-        control.seen[DRAFTER].observe(4, 2)
-    assert control.never_pays and not control.resting()
+        control.priors[DRAFTER].observe(4, 2)
+    assert control.never_pays and not control.should_disable()
     assert control.choose(1, [control.begin(rests=True)]) == control.choose(1, [control.begin()]) == PLAIN_STEP
 
 
 def test_a_text_may_try_a_block_whatever_those_before_it_lost():
-    control = WidthControl.measured_for(DRAFTER, {1: 1.0, 2: 1.5, 4: 2.3})
+    control = SpeculationPolicy.measured_for(DRAFTER, {1: 1.0, 2: 1.5, 4: 2.3})
     for _ in range(3):
         sequence, used = control.begin(tokens=96), []
         for _ in range(40):
             chosen = control.choose(1, [sequence])
-            used.append(chosen.width)
-            control.observe(1, chosen, {1: 1.0, 2: 1.5, 4: 2.3}[chosen.width], [sequence], [0])
+            used.append(chosen.tokens)
+            control.observe(1, chosen, {1: 1.0, 2: 1.5, 4: 2.3}[chosen.tokens], [sequence], [0])
         assert any(width > 1 for width in used)
 
 
 def test_the_best_block_is_tried_where_a_cheaper_one_would_not_pay():
     """What may be lost paid for one of four rows and not for three, and one of two was not worth it: there was none for five texts."""
-    control = WidthControl.measured_for(DRAFTER, {1: 2.0, 2: 3.4, 4: 4.7})
+    control = SpeculationPolicy.measured_for(DRAFTER, {1: 2.0, 2: 3.4, 4: 4.7})
     for _ in range(12):
-        control.seen[DRAFTER].observe(4, 3)  # 2.6 tokens of four rows in 2.35 plain steps, 1.6 of two in 1.7
-        control.seen[DRAFTER].observe(4, 0)
+        control.priors[DRAFTER].observe(4, 3)  # 2.6 tokens of four rows in 2.35 plain steps, 1.6 of two in 1.7
+        control.priors[DRAFTER].observe(4, 0)
     control._allowed = 1.4
     sequence, used = control.begin(tokens=96), []
     for _ in range(6):
         chosen = control.choose(1, [sequence])
-        used.append(chosen.width)
-        control.observe(1, chosen, {1: 2.0, 2: 3.4, 4: 4.7}[chosen.width], [sequence], [chosen.width - 1])
+        used.append(chosen.tokens)
+        control.observe(1, chosen, {1: 2.0, 2: 3.4, 4: 4.7}[chosen.tokens], [sequence], [chosen.tokens - 1])
     assert 4 in used
 
 
-def learnt(covered=4, costs=FOUR) -> WidthControl:
-    control = WidthControl({DRAFTER: (2, 4, 8, 16)})
+def learnt(covered=4, costs=FOUR) -> SpeculationPolicy:
+    control = SpeculationPolicy({DRAFTER: (2, 4, 8, 16)})
     for width, ms in costs.items():
         for _ in range(TRIES):
             control.observe(covered, kind(width), ms, [], [])
     return control
 
 
-def kind(width) -> Kind:
-    return Kind(DRAFTER, width) if width > 1 else PLAIN_STEP
+def kind(width) -> StepPlan:
+    return StepPlan.of(DRAFTER, width) if width > 1 else PLAIN_STEP
 
 
-def seen(matched: int, steps: int = 60) -> Drafted:
-    sequence = Drafted({DRAFTER: Acceptance(Record(15))})
+def seen(matched: int, steps: int = 60) -> SpeculationState:
+    sequence = SpeculationState({DRAFTER: AcceptanceTracker(AcceptancePrior(15))})
     for _ in range(steps):
         sequence.acceptance[DRAFTER].observe(16, matched)
     return sequence
@@ -545,24 +545,24 @@ def test_expected_tokens_are_those_of_all_sequences():
 
 
 def test_every_kind_is_tried_once_per_number_of_slots():
-    control, used = WidthControl({DRAFTER: (2, 4)}), []
+    control, used = SpeculationPolicy({DRAFTER: (2, 4)}), []
     for covered in (1, 2, 1, 2):
-        while not control.settled(covered):
+        while not control.calibrated(covered):
             chosen, sequence = control.choose(covered, [seen(1)]), seen(1)
-            control.observe(covered, chosen, {1: 10, 2: 11, 4: 12}[chosen.width], [sequence], [0])
-            used.append((covered, chosen.width))
+            control.observe(covered, chosen, {1: 10, 2: 11, 4: 12}[chosen.tokens], [sequence], [0])
+            used.append((covered, chosen.tokens))
     assert {pair: used.count(pair) for pair in used} == {(c, w): TRIES for c in (1, 2) for w in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("matched, want", [(15, 16), (0, 1)])
 def test_what_is_accepted_decides(matched, want):
-    assert learnt().choose(4, [seen(matched)] * 4).width == want
+    assert learnt().choose(4, [seen(matched)] * 4).tokens == want
 
 
 def test_the_number_of_slots_decides():
     """Two drafts accepted of each block: alone the block of 4 is best, among four sequences the block of 2."""
-    assert learnt(1, H200_27B).choose(1, [seen(2)]).width == 4
-    assert learnt(4, {**FOUR, 2: 15.0}).choose(4, [seen(2)] * 4).width == 2
+    assert learnt(1, H200_27B).choose(1, [seen(2)]).tokens == 4
+    assert learnt(4, {**FOUR, 2: 15.0}).choose(4, [seen(2)] * 4).tokens == 2
     assert learnt().choose(4, [None] * 4) == PLAIN_STEP
 
 
@@ -570,9 +570,9 @@ def test_plain_decoding_of_many_is_left_again_when_drafts_become_right():
     control, sequences, used = learnt(), [seen(0) for _ in range(4)], []
     for step in range(6000):
         chosen = control.choose(4, sequences)
-        matched = chosen.width - 1 if step > 1000 else 0
-        control.observe(4, chosen, FOUR[chosen.width], sequences, [matched] * 4)
-        used.append(chosen.width)
+        matched = chosen.tokens - 1 if step > 1000 else 0
+        control.observe(4, chosen, FOUR[chosen.tokens], sequences, [matched] * 4)
+        used.append(chosen.tokens)
     early, late = used[:1000], used[-1000:]
     assert late.count(16) > 900
     extra = sum(FOUR[w] - FOUR[1] for w in early if w > 1) / (1000 * FOUR[1])
@@ -582,7 +582,7 @@ def test_plain_decoding_of_many_is_left_again_when_drafts_become_right():
 def test_one_stalled_step_changes_nothing():
     control, sequences = learnt(), [seen(15)] * 4
     control.observe(4, kind(16), 5000.0, [], [])
-    assert control.choose(4, sequences).width == 16
+    assert control.choose(4, sequences).tokens == 16
 
 
 def test_between_known_numbers_of_slots_nothing_is_tried_again():
@@ -591,31 +591,37 @@ def test_between_known_numbers_of_slots_nothing_is_tried_again():
     for width, ms in FOUR.items():
         for _ in range(TRIES):
             control.observe(2, kind(width), ms - 4.0, [], [])
-    assert control.settled(2) and control.settled(4)
-    assert control.choose(3, [seen(15)] * 3).width == 16 and control.settled(3) and not control.settled(8)
+    assert control.calibrated(2) and control.calibrated(4)
+    assert control.choose(3, [seen(15)] * 3).tokens == 16 and control.calibrated(3) and not control.calibrated(8)
     assert control.costs[3, kind(16)] == pytest.approx(FOUR[16] - 2.0)
     for ms in (500.0, 500.0, 60.0, 60.0):  # two that build and capture the graph, then what it costs
         control.observe(3, kind(16), ms, [], [])
     assert control.costs[3, kind(16)] == 60.0
     control._uses.clear()
-    assert control.choose(3, [seen(15)] * 3).width == 8
-    assert control.choose(8, [seen(15)] * 8).width == 16 and (8, kind(16)) not in control.costs  # outside of what is known it is tried
+    assert control.choose(3, [seen(15)] * 3).tokens == 8
+    assert control.choose(8, [seen(15)] * 8).tokens == 16 and (8, kind(16)) not in control.costs  # outside of what is known it is tried
 
 
 def test_of_two_drafters_the_better_one_drafts():
     """A drafter that costs nothing and is seldom right, and one that is dear and mostly right: each where it pays, and plain steps else."""
-    costs = {PLAIN_STEP: 10.0, Kind("suffix", 4): 11.0, Kind("suffix", 8): 12.0, Kind("draft-mtp", 2): 14.0, Kind("draft-mtp", 4): 18.0}
+    costs = {
+        PLAIN_STEP: 10.0,
+        StepPlan.of("suffix", 4): 11.0,
+        StepPlan.of("suffix", 8): 12.0,
+        StepPlan.of("draft-mtp", 2): 14.0,
+        StepPlan.of("draft-mtp", 4): 18.0,
+    }
     for right, want in (
         ({"suffix": 3, "draft-mtp": 3}, "suffix"),
         ({"suffix": 0, "draft-mtp": 3}, "draft-mtp"),
         ({"suffix": 0, "draft-mtp": 0}, ""),
     ):
-        control, used = WidthControl({"suffix": (4, 8), "draft-mtp": (2, 4)}, costs), []
+        control, used = SpeculationPolicy({"suffix": (4, 8), "draft-mtp": (2, 4)}, costs), []
         sequence = control.begin()
         for _ in range(300):
             chosen = control.choose(1, [sequence])
-            control.observe(1, chosen, costs[chosen], [sequence], [min(right.get(chosen.drafter, 0), chosen.width - 1)])
-            used.append(chosen.drafter)
+            control.observe(1, chosen, costs[chosen], [sequence], [min(right.get(chosen.method, 0), chosen.tokens - 1)])
+            used.append(chosen.method)
         assert used[-100:].count(want) > 80
 
 
@@ -636,8 +642,8 @@ def _replayed(costs, choose, observe, order, tokens=128):
         sequence = observe(None, None, 0)
         while at < tokens:
             kind = choose(sequence)
-            right = CHAINS[text]["16"] if kind.drafter == CHAIN else RECORDED[text].get(str(kind.width))
-            matched = min(int(right[at], 16), kind.width - 1, tokens - 1 - at) if kind.width > 1 else 0
+            right = CHAINS[text]["16"] if kind.method == CHAIN else RECORDED[text].get(str(kind.tokens))
+            matched = min(int(right[at], 16), kind.tokens - 1, tokens - 1 - at) if kind.tokens > 1 else 0
             observe(sequence, kind, matched)
             spent += costs[kind]
             at += matched + 1
@@ -657,14 +663,14 @@ def test_regret_against_the_best_fixed_kind_is_bounded(machine, names):
     verify, block, draft = MACHINES[machine]
     costs = {PLAIN_STEP: verify[1]}
     if DRAFTER in names:
-        costs |= {Kind(DRAFTER, rows): verify[rows] + ms for rows, ms in block.items()}
+        costs |= {StepPlan.of(DRAFTER, rows): verify[rows] + ms for rows, ms in block.items()}
     if CHAIN in names:
-        costs |= {kind: verify[kind.verified] + draft * (kind.width - 1) for kind in chain_kinds(CHAIN, (2, 4, 8, 16))}
+        costs |= {kind: verify[kind.verify_len] + draft * (kind.tokens - 1) for kind in chain_plans(CHAIN, (2, 4, 8, 16))}
     every = range(len(RECORDED))
     best = max(_replayed(costs, lambda _, kind=kind: kind, lambda *_: None, every) for kind in costs)
     kept, gains = worth_keeping(costs), []
     for seed in range(6):
-        control = WidthControl({name: [kind.width for kind in kept if kind.drafter == name] for name in names}, kept)
+        control = SpeculationPolicy({name: [kind.tokens for kind in kept if kind.method == name] for name in names}, kept)
 
         def observe(sequence, kind, matched, control=control):
             if sequence is None:
@@ -680,38 +686,43 @@ def test_regret_against_the_best_fixed_kind_is_bounded(machine, names):
 def test_a_chain_is_verified_in_the_rows_that_cost_least():
     """27B on one H200: 16 rows cost less than 8, so that six drafts go through the graph of 16 rows; two through that of 4."""
     verify, _, draft = MACHINES["27B, one H200"]
-    kinds = chain_kinds(CHAIN, (2, 4, 8, 16))
-    assert Kind(CHAIN, 6, 8) in kinds and Kind(CHAIN, 8, 16) in kinds and Kind(CHAIN, 3, 4) in kinds and Kind(CHAIN, 16) in kinds
-    kept = worth_keeping({kind: verify[kind.verified] + draft * (kind.width - 1) for kind in kinds})
-    assert Kind(CHAIN, 8, 16) in kept and Kind(CHAIN, 8) not in kept and Kind(CHAIN, 3, 4) in kept
-    control = WidthControl({CHAIN: (2, 4, 8, 16)}, {PLAIN_STEP: verify[1], **kept})
+    kinds = chain_plans(CHAIN, (2, 4, 8, 16))
+    assert (
+        StepPlan.of(CHAIN, 6, 8) in kinds
+        and StepPlan.of(CHAIN, 8, 16) in kinds
+        and StepPlan.of(CHAIN, 3, 4) in kinds
+        and StepPlan.of(CHAIN, 16) in kinds
+    )
+    kept = worth_keeping({kind: verify[kind.verify_len] + draft * (kind.tokens - 1) for kind in kinds})
+    assert StepPlan.of(CHAIN, 8, 16) in kept and StepPlan.of(CHAIN, 8) not in kept and StepPlan.of(CHAIN, 3, 4) in kept
+    control = SpeculationPolicy({CHAIN: (2, 4, 8, 16)}, {PLAIN_STEP: verify[1], **kept})
     sequence = control.begin()
     for _ in range(60):
         chosen = control.choose(1, [sequence])
-        control.observe(1, chosen, control.measured[chosen], [sequence], [min(7, chosen.width - 1)])
-    assert chosen == Kind(CHAIN, 8, 16) and "width 8 in 16 rows" in control.reason(sequence)
+        control.observe(1, chosen, control.measured[chosen], [sequence], [min(7, chosen.tokens - 1)])
+    assert chosen == StepPlan.of(CHAIN, 8, 16) and "width 8 in 16 rows" in control.reason(sequence)
 
 
 def test_what_a_drafter_has_to_catch_up_with_is_paid_for():
     """A block behind plain steps took two of them more, which nobody counted: drafts of prose, one of three right, cost 2.6 %, now 0.8."""
     costs, spent, tokens, blocks, waiting = {1: 1.0, 2: 1.6, 4: 1.9}, 0.0, 0, 0, False
-    control = WidthControl.measured_for(DRAFTER, costs)
+    control = SpeculationPolicy.measured_for(DRAFTER, costs)
     sequence = control.begin()
     while tokens < 2000:
         kind = control.choose(1, [sequence])
         blocks += kind != PLAIN_STEP
         matched, late = int(kind != PLAIN_STEP and not blocks % 3), 2.0 * (kind != PLAIN_STEP and waiting)
         waiting = kind == PLAIN_STEP
-        control.observe(1, kind, costs[kind.width] + late, [sequence], [matched], late=late)
-        spent, tokens = spent + costs[kind.width] + late, tokens + 1 + matched
+        control.observe(1, kind, costs[kind.tokens] + late, [sequence], [matched], late=late)
+        spent, tokens = spent + costs[kind.tokens] + late, tokens + 1 + matched
     assert spent < 1.012 * tokens
     for width in (2, 4):  # what is caught up with is no part of what a block costs
-        assert control.cost(1, Kind(DRAFTER, width)) == pytest.approx(costs[width])
+        assert control.cost(1, StepPlan.of(DRAFTER, width)) == pytest.approx(costs[width])
 
 
 def test_one_stalled_catch_up_keeps_no_blocks_away():
     """90 ms of it, once, where a block takes 3: the average was 18 for twenty blocks, and none of them seemed affordable."""
-    control, kind = WidthControl.measured_for(DRAFTER, {1: 1.0, 4: 3.0}), Kind(DRAFTER, 4)
+    control, kind = SpeculationPolicy.measured_for(DRAFTER, {1: 1.0, 4: 3.0}), StepPlan.of(DRAFTER, 4)
     sequence = control.begin()
     for _ in range(2):
         control.choose(1, [sequence])
@@ -723,9 +734,9 @@ def test_one_stalled_catch_up_keeps_no_blocks_away():
 
 def test_of_a_block_that_catches_up_the_rest_is_learnt_and_all_is_spent():
     """A cost that was measured too dear stayed: a block behind plain steps never seemed faster than that."""
-    kind, left = Kind(DRAFTER, 4), []
+    kind, left = StepPlan.of(DRAFTER, 4), []
     for late in (0.0, 2.0):
-        control = WidthControl.measured_for(DRAFTER, {1: 1.0, 4: 3.0})
+        control = SpeculationPolicy.measured_for(DRAFTER, {1: 1.0, 4: 3.0})
         sequence = control.begin()
         for _ in range(40):
             control.choose(1, [sequence])

@@ -1,4 +1,4 @@
-"""Acceptance at will: the shares that were asked for come out, and impossible ones are refused."""
+"""AcceptanceTracker at will: the shares that were asked for come out, and impossible ones are refused."""
 
 import pytest
 

@@ -23,8 +23,8 @@ from pyggml_spec.engine.batch import Draft, Prefill, StepOutput
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.ggml.cores import ThreadCounts
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.speculation.ngram_policy import LookupControl
-from pyggml_spec.speculation.policy import WidthControl
+from pyggml_spec.speculation.ngram_policy import NgramPolicy
+from pyggml_spec.speculation.policy import SpeculationPolicy
 from pyggml_spec.text.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
@@ -148,8 +148,8 @@ def milliseconds(
         for module in (scheduler, stream):
             patched.setattr(module, "time", engine)
         patched.setattr(scheduler, "Counters", lambda engine: SimpleNamespace(warm=lambda: None, fill=lambda stats: None))
-        steps = scheduler.Scheduler(engine, 16, lookup=LookupControl("suffix", given) if suffix else None)
-        steps.widths = WidthControl.measured_for(DFLASH, {1: given[1], **drafted}) if drafter else None
+        steps = scheduler.Scheduler(engine, 16, lookup=NgramPolicy("suffix", given) if suffix else None)
+        steps.policy = SpeculationPolicy.measured_for(DFLASH, {1: given[1], **drafted}) if drafter else None
         options = LoopOptions(len(RIGHT[name]), SPECULATIVE if drafter or suffix else PLAIN, ignore_end=True)
         blocks = steps.submit(prompt, options, slot=0)
         came = next(blocks)
@@ -199,7 +199,7 @@ def test_a_step_that_waits_for_its_graph_costs_what_others_of_its_kind_do(monkey
         return step(engine, work, meanwhile)
 
     monkeypatch.setattr(Recorded, "step", waits)
-    monkeypatch.setattr(LookupControl, "observe", lambda self, covered, rows, milliseconds, tokens: taught.append((rows, milliseconds)))
+    monkeypatch.setattr(NgramPolicy, "observe", lambda self, covered, rows, milliseconds, tokens: taught.append((rows, milliseconds)))
     milliseconds("copy", one, monkeypatch, suffix=True)
     assert len(taught) > 100 and all(took == pytest.approx(MACHINES[one][0][rows]) for rows, took in taught)
 
