@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from drafters.test_draft_parity import assert_blocks_equal
+from drafters.parity import assert_blocks_equal
 from gguf_io.build import F32, STR, U32, Model
 from random_gguf.archs import write_gemma4, write_qwen3
 from random_gguf.model import Shape, write_dflash

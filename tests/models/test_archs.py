@@ -4,7 +4,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 import pytest
-from drafters.test_draft_parity import assert_blocks_equal
+from drafters.parity import assert_blocks_equal
 from engine.helpers import oracle, reference, run
 from gguf_io.build import ARR, F32, U32, Model
 from llama_oracle import LlamaDFlash

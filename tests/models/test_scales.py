@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from drafters.test_draft_parity import assert_blocks_equal
+from drafters.parity import assert_blocks_equal
 from engine.batch_helpers import prompts
 from engine.helpers import reference, run
 from gguf_io.build import Model as Parts

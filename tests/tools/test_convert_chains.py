@@ -58,7 +58,7 @@ EAGLES = [
 
 @pytest.mark.parametrize("layer, options", EAGLES)
 def test_an_eagle3_comes_back_bit_by_bit(tmp_path, target, layer, options):
-    """Tensors, keys, and so the text and what was accepted; the ids of such files equal llama.cpp's (tests/drafters/test_eagle3_parity.py)."""
+    """Tensors, keys, and so the text and what was accepted; the ids of such files equal llama.cpp's (tests/drafters/test_parity.py)."""
     before = write_eagle3(tmp_path / "d.gguf", SMALL, **options)
     source = export_eagle3(before, tmp_path / "checkpoint", layer=layer)
     done = convert_drafter(source, target, tmp_path / "o.gguf", "f32")
@@ -142,7 +142,7 @@ def test_stretched_positions(tmp_path, target):
     ],
 )
 def test_a_dspark_comes_back_bit_by_bit(tmp_path, nested, options):
-    """The ids of such files equal llama.cpp's (tests/drafters/test_dspark_parity.py)."""
+    """The ids of such files equal llama.cpp's (tests/drafters/test_parity.py)."""
     target = write_qwen35(tmp_path / "t.gguf", SMALL)
     before = write_dspark(tmp_path / "d.gguf", SMALL, **options)
     source = export(before, tmp_path / "checkpoint", as_dspark(before, nested))
