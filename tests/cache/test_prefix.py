@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from architectures import others
 from ggml.kernel_graphs import LEVELS
 from pairs import write_pair
 from random_gguf.archs import write_qwen3
@@ -25,17 +26,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 KINDS = ["qwen35", "mtp", "eagle3", "assistant", "gemma4", "qwen3"]  # states, what chains of drafts leave, rings, rows alone
-OTHERS = [
-    "dflash2",
-    "dspark",
-    "laguna",
-    "gpt-oss",
-    "minimax-m2",
-    "muse-glimmer",
-    "qwen3next",
-    "deepseek2",
-    "glm-dsa",
-]  # the same in other layers
+OTHERS = ["dflash2", "dspark", *others(KINDS)]
 
 
 @pytest.fixture(scope="module", params=KINDS)

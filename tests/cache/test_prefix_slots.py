@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from architectures import others
 from engine.batch_helpers import Pair
 from random_gguf.model import Shape
 
@@ -21,7 +22,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 KINDS = ["qwen35", "qwen3", "gemma4"]  # states, rows alone, rings
-OTHERS = ["minimax-m2", "muse-glimmer", "gpt-oss", "qwen3next", "deepseek2", "glm-dsa"]  # the same in other layers
+OTHERS = others(KINDS)
 
 
 @pytest.fixture(scope="module", params=KINDS)

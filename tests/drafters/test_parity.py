@@ -12,6 +12,7 @@ from random_gguf.dflash2 import write_dflash2
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
+from pyggml_spec.api import DEMO, DEMO_DRAFTER, DEMO_MTP, DEMO_TARGET
 from pyggml_spec.cache.kv import NOWHERE
 from pyggml_spec.cache.kv_types import KVTypes
 from pyggml_spec.drafters.base import DraftOutput
@@ -29,7 +30,6 @@ from pyggml_spec.errors import ModelError, PairError
 from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.step_io import StepFields, StepIO
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.api import DEMO, DEMO_DRAFTER, DEMO_MTP, DEMO_TARGET
 from pyggml_spec.text.tokenizer import Tokenizer
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan
@@ -291,7 +291,11 @@ def test_a_convolution_of_dflash2_is_that_of_numpy(tmp_path):
         drafter, rng = session.drafter, np.random.default_rng(1)
         width, slots, n = 4, 2, 256
         x, moving = (rng.standard_normal((width * slots, m)).astype(np.float32) for m in (n, 2 * 3 * 16))
-        with closing(GraphAllocator(session.backend, "test")) as allocator, closing(StepIO(session.backend, 1 << 20)) as io, closing(Graph(allocator)) as graph:
+        with (
+            closing(GraphAllocator(session.backend, "test")) as allocator,
+            closing(StepIO(session.backend, 1 << 20)) as io,
+            closing(Graph(allocator)) as graph,
+        ):
             fields = StepFields(io, graph)
             values, told = fields.input("x", "f32", n, width * slots), fields.input("moving", "f32", 96, width * slots)
             rows = BlockInputs(values, values, values, (), 0, (), slots)

@@ -1,7 +1,7 @@
 """Prompts on a CPU cost what their tokens cost: no pass is padded to much more than it needs, and memory stays what was planned."""
 
 import pytest
-from models.test_archs import TARGETS
+from architectures import TARGETS
 from random_gguf.model import Shape
 
 import pyggml_spec as ps

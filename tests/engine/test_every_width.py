@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from architectures import TARGETS
 from engine.helpers import oracle, run
 from ggml.kernel_graphs import LEVELS
-from models.test_archs import TARGETS
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from architectures import TINY, having
 from fuzz import template_source
 from fuzz.measured import Measured
 from fuzz.mutate import header_places, lied, mutated, spliced, with_words
@@ -23,7 +24,7 @@ from gguf_io.build import ARR, I32, STR, Model
 from gguf_io.small import SMALL
 from gguf_io.test_hostile import BROKEN
 from gguf_io.test_mutations import EVERY_VALUE
-from models.test_arch_lies import TINY, WRITERS
+from models.test_arch_lies import WRITERS
 from random_gguf.archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
 from random_gguf.dflash2 import write_dflash2, write_dspark
 from random_gguf.eagle3 import write_eagle3
@@ -152,11 +153,7 @@ class Pair(Target):
     def seeds(self) -> list[bytes]:
         targets = [write_qwen35(self.folder / "t.gguf", SMALL), *(write(self.folder / f"{name}.gguf") for name, write in WRITERS.items())]
         drafters = [write_dflash(self.folder / f"d-{name}.gguf", SMALL, **options) for name, options in DRAFTERS.items()]
-        self.routed = [
-            i
-            for i, name in enumerate(WRITERS, 1)
-            if name in ("qwen35moe", "qwen3moe", "laguna", "gpt-oss", "gemma4", "qwen3next", "minimax-m2", "deepseek2", "glm-dsa")
-        ]
+        self.routed = [i for i, name in enumerate(WRITERS, 1) if name in having("routed")]
         self.partners = [(None, drafters[0])] * len(targets) + [(targets[0], None)] * len(drafters)
         others = {}
         for name, (write, arch) in OTHER_DRAFTERS.items():

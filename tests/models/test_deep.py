@@ -4,8 +4,8 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
-from models.test_arch_lies import SHAPES, TINY
-from models.test_archs import TARGETS, assert_equal
+from architectures import SHAPES, TARGETS, TINY, params
+from models.test_archs import assert_equal
 from random_gguf.archs import write_qwen3
 from random_gguf.model import write_dflash
 
@@ -21,7 +21,7 @@ from pyggml_spec.ggml.graph import SPARE, Graph, GraphAllocator
 from pyggml_spec.ggml.library import lib
 
 
-@pytest.mark.parametrize("arch", sorted(TARGETS))
+@pytest.mark.parametrize("arch", params(sorted(TARGETS), ("gemma4",)))
 def test_every_layer_has_room(tmp_path, arch):
     """Twelve layers more take no more nodes of any graph than is planned for them: prompts, blocks and single tokens, alone and in two slots."""
 
@@ -45,6 +45,7 @@ def test_every_layer_has_room(tmp_path, arch):
     assert max(few.values()) - growth <= WITHOUT_LAYERS - SPARE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch, n_layer", [("gemma4", 420), ("qwen3", 1024)])
 def test_hundreds_of_layers(tmp_path, arch, n_layer):
     """Speculation over them, a prefill of several rows, and two sequences at once: the graph of 16,384 nodes had overflowed."""
@@ -58,6 +59,7 @@ def test_hundreds_of_layers(tmp_path, arch, n_layer):
             assert [handle.result(300)[1].emitted for handle in [server.submit([1, 2, 3], 3, ignore_end=True) for _ in range(2)]] == [3, 3]
 
 
+@pytest.mark.slow
 def test_as_many_layers_as_llama_cpp_takes_are_equal(tmp_path):
     assert_equal(write_qwen3(tmp_path / "t.gguf", replace(TINY, n_layer=512, n_ctx=256)), 37)
 

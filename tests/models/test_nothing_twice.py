@@ -21,6 +21,7 @@ def products(graph):
             yield weights, *((rounded,) if rounded != ffi.NULL else own)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not levels(), reason="native kernels do not run on this processor")
 def test_every_architecture_and_drafter(tmp_path):
     looked = 0

@@ -1,6 +1,7 @@
 """Target logits equal llama.cpp's bit for bit on the same file at the same batch shape."""
 
 import pytest
+from architectures import params
 from random_gguf.model import Shape, write_qwen35
 
 from pyggml_spec.api import DEMO_TARGET
@@ -15,7 +16,7 @@ def _assert_equal(path, tokens):
     assert (result.argmax_agree, result.greedy_agree) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("quant", params(QUANTS, ("F32", "Q4_K")))
 def test_random_qwen35_of_every_type(tmp_path, quant):
     """H_v != H_k, random norms, gates and decays; 1, 37 and 300 tokens (past a span boundary)."""
     path = write_qwen35(tmp_path / "t.gguf", Shape(), quant)
@@ -28,6 +29,7 @@ def test_mixed_types_are_not_fused_and_still_equal(tmp_path):
     _assert_equal(write_qwen35(tmp_path / "t.gguf", Shape(), "Q4_K", mixed=True), 65)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
@@ -41,6 +43,7 @@ def test_odd_shapes(tmp_path, shape):
     _assert_equal(write_qwen35(tmp_path / "t.gguf", shape, "F32"), 40)
 
 
+@pytest.mark.slow
 def test_prompt_longer_than_a_chunk(tmp_path):
     _assert_equal(write_qwen35(tmp_path / "t.gguf", Shape(), "F32"), 1100)
 

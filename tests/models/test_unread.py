@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from architectures import TARGETS
 from click.testing import CliRunner
 from gguf_io.build import Model as Parts
 from models.dress import opened, with_tensor
-from models.test_archs import TARGETS
 from random_gguf.model import Shape, write_dflash
 
 from pyggml_spec.cli.inspect import command

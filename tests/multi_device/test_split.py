@@ -5,7 +5,8 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from models.test_archs import LEAN, TARGETS
+from architectures import TARGETS
+from models.test_archs import LEAN
 from pairs import write_pair
 from random_gguf.archs import write_gemma4, write_glm_dsa, write_qwen35moe
 from random_gguf.gemma4_assistant import write_gemma4_assistant
