@@ -17,6 +17,8 @@ from pyggml_spec.cli.build import command
 from pyggml_spec.errors import BuildError
 from pyggml_spec.pin import LLAMA_CPP_PYTHON, RECIPE
 
+pytestmark = pytest.mark.slow
+
 PROJECT = f"""
 [build-system]
 requires = ["scikit-build-core"]

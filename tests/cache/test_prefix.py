@@ -17,6 +17,8 @@ from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.scheduler import generate
 from pyggml_spec.engine.stats import Stats
 
+pytestmark = pytest.mark.slow
+
 CHUNK, N_CTX, WIDTH = 32, 1024, 8
 MANY = 1 << 30
 

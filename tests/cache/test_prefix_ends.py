@@ -17,6 +17,8 @@ from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.scheduler import TAIL, Scheduler
 from pyggml_spec.ggml.library import versions
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["qwen35", "qwen3", "gemma4"])
 def pair(request, tmp_path_factory):

@@ -85,6 +85,7 @@ def damage(path, how):
         path.write_bytes(contents[:at] + bytes([contents[at] ^ 0x10]) + contents[at + 1 :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rows", "state"])
 @pytest.mark.parametrize(
     "how",
@@ -228,6 +229,7 @@ for i in range(1000):
 """
 
 
+@pytest.mark.slow
 def test_kill_9_while_writing_leaves_no_broken_entry(tmp_path):
     """Killed at five moments: every entry that is there is whole, and what was half written is swept away an hour later."""
     rng = np.random.default_rng(1)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from architectures import others
+from architectures import others, params
 from engine.batch_helpers import Pair
 from random_gguf.model import Shape
 
@@ -25,7 +25,7 @@ KINDS = ["qwen35", "qwen3", "gemma4"]  # states, rows alone, rings
 OTHERS = others(KINDS)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=params(KINDS, ("qwen35", "gemma4")))
 def pair(request, tmp_path_factory):
     """gemma4's rings of 128 rows are shorter than the prompts."""
     made = Pair(tmp_path_factory.mktemp(request.param), request.param, N_CTX, Shape(window=12))
@@ -51,6 +51,7 @@ def check(pair, streams) -> None:
     assert pair.ties <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [*KINDS, *OTHERS], indirect=True)
 def test_one_after_the_other(pair, scheduler):
     """The third goes on exactly where the first two parted; drafting is not blind behind a hit."""
@@ -67,6 +68,7 @@ def test_one_after_the_other(pair, scheduler):
     assert streams[3].stats.reused_from["memory"] == 7 and all(s.stats.drafted > 0 for s in streams)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 5])
 def test_all_at_once(pair, count):
     """The shared beginning is computed once, by whoever came first; the others wait for it, also for a free slot."""
@@ -79,6 +81,7 @@ def test_all_at_once(pair, count):
         assert (scheduler.stats.prompt_tokens, scheduler.stats.reused_tokens) == (350 + 30 * (count - 1), 320 * (count - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [36, 64, 100, 128])
 def test_a_short_prompt_again(pair, scheduler, length):
     """All but its last token is there, or few where a state has to be, whole chunks or not; and a prompt that parts from it within a chunk."""
@@ -101,6 +104,7 @@ def test_another_owner_finds_nothing(pair, scheduler):
         assert stream.stats.reused_tokens == reused, owner
 
 
+@pytest.mark.slow
 def test_identical_prompts(pair, scheduler):
     streams = [scheduler.submit(tokens(6, 330), OPTIONS) for _ in range(4)]
     scheduler.run()
@@ -109,6 +113,7 @@ def test_identical_prompts(pair, scheduler):
     assert scheduler.stats.prompt_tokens == 333
 
 
+@pytest.mark.slow
 def test_who_computes_the_beginning_may_be_cancelled(pair, scheduler):
     prompt = tokens(7, 400)
     first, second, third = (scheduler.submit(prompt, OPTIONS) for _ in range(3))
@@ -120,6 +125,7 @@ def test_who_computes_the_beginning_may_be_cancelled(pair, scheduler):
     assert first._leaders == second._leaders == third._leaders == []  # no chain of old requests stays in memory
 
 
+@pytest.mark.slow
 def test_beside_a_decoding_sequence_and_the_block_that_ends_a_prompt(pair, scheduler):
     shared = tokens(8, 260)
     a = scheduler.submit(tokens(9, 20), LoopOptions(60, SPECULATIVE))
@@ -130,6 +136,7 @@ def test_beside_a_decoding_sequence_and_the_block_that_ends_a_prompt(pair, sched
     assert a.tokens == pair.solo(a._prompt, 60) and c.stats.reused_tokens == 256
 
 
+@pytest.mark.slow
 def test_plain_and_speculative_prompts_are_kept_apart(pair, scheduler):
     """A plain sequence leaves no drafter rows: drafting behind them would be blind."""
     prompt = tokens(11, 200)
@@ -139,6 +146,7 @@ def test_plain_and_speculative_prompts_are_kept_apart(pair, scheduler):
     assert [s.stats.reused_tokens for s in streams] == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [1, 400_000])
 def test_the_budget_holds(pair, memory):
     with make(pair, memory=memory) as scheduler:
@@ -152,6 +160,7 @@ def test_the_budget_holds(pair, memory):
         assert scheduler.prefixes.used_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_slot_that_was_poisoned(pair, scheduler):
     """What the sequence before left, NaN included, is gone before copies are put into the slot."""
     prompt = tokens(15, 200)

@@ -121,6 +121,7 @@ def test_prefill_behind_a_pending_block_commits_it_first(session):
     assert got == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", [0xFF, 0x3E], ids=["NaN bytes", "0x3e bytes"])
 def test_dirty_memory_changes_nothing(session, poison):
     """Everything that a clean start must not depend on is filled with garbage: K/V rows of both models and step buffers."""

@@ -41,6 +41,7 @@ def go_on(engine, steps=6):
         return out, pieces.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [0, 1, 3])
 def test_going_on_behind_a_snapshot(engine, before):
     """Taken after the prompt, with an uncommitted block, and with plain tokens that the drafter has not seen; in between another sequence runs."""

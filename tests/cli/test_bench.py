@@ -14,6 +14,8 @@ from cli.process import default_interrupt, environment, one_sentence, pyspec, st
 
 from pyggml_spec.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-n", 4]
 
 

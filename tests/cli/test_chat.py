@@ -231,6 +231,7 @@ def test_a_template_that_fails_fails_the_turn_and_not_the_chat(talker, template)
     assert done.returncode == 1 and not done.stdout and len(said) == 1 and "chat template" in said[0] and "no answer yet" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_chat(talker):
     process = start("chat", *talker, "-n", 400, "-q", stdin=subprocess.PIPE)
     process.stdout.close()

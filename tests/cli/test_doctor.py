@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
 from cli.process import one_sentence, pyspec
+
+pytestmark = pytest.mark.slow
 
 ON_CPU = ("--device", "CPU", "-t", 1, "-c", 256)
 

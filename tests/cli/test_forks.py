@@ -11,6 +11,8 @@ import pytest
 from cli.forks import Forks
 from cli.process import environment, pyspec
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def forks():

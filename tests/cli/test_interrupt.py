@@ -13,6 +13,8 @@ from cli.process import default_interrupt, environment, start
 
 from pyggml_spec.__main__ import main as program
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 KILL = "import os, signal\nctrl_c = lambda: os.kill(os.getpid(), signal.SIGINT)\n"

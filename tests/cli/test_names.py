@@ -63,6 +63,7 @@ def test_words_that_belong_to_no_option_get_a_hint():
         assert done.returncode == 2 and "'Write a poem' belongs to no option" in done.stderr and hint in done.stderr
 
 
+@pytest.mark.slow
 def test_no_limit_and_the_trained_context_are_said_as_in_llama_cpp():
     """-n -1 and -2: until the end token or the end of the context. -c 0: the context that the model was trained with."""
     counts = []

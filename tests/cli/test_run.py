@@ -45,6 +45,7 @@ def test_quiet_says_nothing(pinned, text):
     assert (process.returncode, out.decode(), err) == (0, text, b"")
 
 
+@pytest.mark.slow
 def test_the_locale_does_not_change_the_text(pinned, text):
     done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, env={"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert done.stdout.decode() == text
@@ -154,6 +155,7 @@ def test_a_full_disk_is_one_sentence(pinned):
     assert done.returncode == 1 and done.stderr == "pyspec: the output cannot be written: No space left on device\n"
 
 
+@pytest.mark.slow
 def test_closed_standard_streams_are_no_crash(pinned, tmp_path):
     """Daemons start with them closed; Python then has None instead of a file."""
     line = [str(a) for a in ("run", *pinned, "-p", PROMPT, "-n", 5, "--stats", tmp_path / "s.json")]
@@ -210,6 +212,7 @@ def test_a_statistics_file_is_written_through_no_link(tmp_path):
     assert victim.read_text() == "mine" and path.read_text() == "{}" and not path.is_symlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["/dev/stderr", "/dev/fd/2", "/proc/self/fd/2"])
 def test_statistics_for_a_descriptor_go_to_it(tmp_path, name):
     """Root's `--stats /dev/stderr 2> FILE` put a file into the place of /dev/stderr, which every other program of the machine needs."""

@@ -26,6 +26,7 @@ def on_a_terminal(*args, **env) -> tuple[bytes, str]:
     return out, seen.decode()
 
 
+@pytest.mark.slow
 def test_a_bar_while_loading_and_none_while_text_streams(pinned, text):
     out, seen = on_a_terminal("run", *pinned, "-p", PROMPT, "-n", 40)
     assert out.decode() == text

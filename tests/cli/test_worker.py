@@ -20,6 +20,8 @@ from pyggml_spec.errors import DeviceError
 from pyggml_spec.ggml.workers import PROTOCOL
 from pyggml_spec.tools import worker as tools
 
+pytestmark = pytest.mark.slow
+
 ARGUMENTS = ("-p", "x", "-n", 4, "--draft-width", 4)
 
 

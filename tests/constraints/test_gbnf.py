@@ -61,6 +61,7 @@ class Libllama:
         llama_cpp.llama_sampler_accept(self.sampler, token)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRAMMARS)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_same_tokens_are_allowed_as_by_libllama(tokenizer, name, seed):

@@ -123,6 +123,7 @@ def test_what_looks_absurd_inside_a_literal_is_none(demo):
     Grammar("grammar", "".join(f"r{i} ::= r{i + 1}\n" for i in range(8000)) + "r8000 ::= [a]\nroot ::= r0", demo.tokenizer)
 
 
+@pytest.mark.slow
 def test_a_grammar_that_is_compiled_takes_nothing_that_other_threads_say():
     """libllama says on descriptor 2 what is wrong with a grammar; to read it there, the whole process's was redirected."""
     done = subprocess.run([sys.executable, "-c", TALKER], capture_output=True, text=True, timeout=240)

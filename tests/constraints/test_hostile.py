@@ -115,6 +115,7 @@ def ended():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process's memory is read from /proc")
 @pytest.mark.parametrize("name", SET)
 def test_hostile_constraints_end_soon_and_stay_small(ended, name):

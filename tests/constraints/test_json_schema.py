@@ -50,6 +50,7 @@ def texts(schema, tokenizer, seeds, most=160):
                 break
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:50])
 def test_every_text_of_a_schema_is_valid(tokenizer, schema):
     """By the ``jsonschema`` library; of the converter that was here before, one in four was not."""

@@ -40,6 +40,7 @@ def session(request):
         yield session
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONSTRAINTS)
 @pytest.mark.parametrize("values", VALUES, ids=["greedy", "sampled"])
 def test_the_text_is_the_same_with_drafts_and_without_in_slots_and_alone(session, kind, values):

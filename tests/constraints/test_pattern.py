@@ -104,6 +104,7 @@ def test_counts_may_begin_with_zeros():
         assert found(Program(Pattern(text)), b"xaaaa") is None and found(Program(Pattern(text)), b"xaaaaa") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["(a+)+$x", "(a|aa)+$x", r"(\w+\s?)*$x", "((a?){100}a{100})x", "(.*)(.*)(.*)(.*)(.*)x", "(a.{60}|b.{80})+x", "[^x]{250}y"]
 )

@@ -11,6 +11,8 @@ from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.doctor import FAIL, WARN, Subject, examine_drafter
 from pyggml_spec.doctor.examine import Effort
 
+pytestmark = pytest.mark.slow
+
 VALUES = {  # not only which key is wrong: what it has to be
     "layer ids + 1": "[1, 4, 6, 7]",
     "layer ids - 1": "[1, 4, 6, 7]",

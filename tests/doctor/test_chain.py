@@ -8,6 +8,8 @@ from pyggml_spec.doctor.examine import examine
 from pyggml_spec.doctor.report import FAIL
 from pyggml_spec.errors import PyspecError
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_target_with_a_layer_needs_no_drafter(tmp_path):
     target = write_mtp_target(tmp_path / "t.gguf", Shape())

@@ -89,6 +89,7 @@ def test_error_of_types_orders_as_their_bits():
     assert errors == sorted(errors) and errors[0] == 0 and 0.004 < errors[2] < 0.008 and errors[-1] > 0.2
 
 
+@pytest.mark.slow
 def test_a_whole_examination():
     """Every check of the list, generations included; on the embedded pair none fails, and the report is plain JSON."""
     subject = Subject(DEMO_TARGET, device="CPU", threads=1, effort=Effort(prompts=2, prompt_tokens=48, tokens=64, blocks=8, generated=24))

@@ -15,6 +15,8 @@ from pyggml_spec.doctor.report import NOT_APPLICABLE, OK, WARN
 from pyggml_spec.doctor.split import Layers, Move, faster_step, level_chunks
 from pyggml_spec.tools.split_steps import CopySpeed, DeviceShare, SplitStep, split_chunk
 
+pytestmark = pytest.mark.slow
+
 GLANCE = Effort(prompts=1, prompt_tokens=48, tokens=48, blocks=4, running=False)
 CHECKS = ["cut cost", "waiting devices", "prompts on devices", "device copies"]
 

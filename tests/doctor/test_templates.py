@@ -1,9 +1,12 @@
 """The same request as raw text, through the template, with thinking and without: each is measured."""
 
+import pytest
 from gguf_io.build import STR, Model
 
 from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.doctor.examine import Effort, Subject, examine_drafter
+
+pytestmark = pytest.mark.slow
 
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}\n{{ m.content }}{% endfor %}{% if enable_thinking %}\n# thinking:\n{% else %}\n{% endif %}"

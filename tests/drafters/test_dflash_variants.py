@@ -16,6 +16,8 @@ from pyggml_spec.models.registry import open_drafter, open_target
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan
 
+pytestmark = pytest.mark.slow
+
 SHAPE = Shape(n_layer=4)
 PROMPT = np.random.default_rng(3).integers(0, 256, 128).tolist()  # a whole chunk: both engines compute the same shapes
 VARIANTS = {

@@ -9,6 +9,8 @@ from random_gguf.mtp import write_mtp_target
 import pyggml_spec as ps
 from pyggml_spec.errors import PairError, PyspecError
 
+pytestmark = pytest.mark.slow
+
 KINDS = {
     "mtp": (write_mtp_target, None, {}),
     "mtp with a head of its own": (write_mtp_target, None, {"own": ("head",)}),

@@ -20,7 +20,10 @@ from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.ggml.graph import Graph
 from pyggml_spec.ggml.library import ffi, lib, read_tensor
 
-pytestmark = pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing"),
+]
 QUANT = "Q8_0"  # own kernels: a row has the same bits in every step
 KINDS = {
     "eagle3": (write_llama, write_eagle3, {}),

@@ -10,6 +10,8 @@ from random_gguf.model import Shape, write_dflash
 import pyggml_spec as ps
 from pyggml_spec.gguf_io import GGUFFile
 
+pytestmark = pytest.mark.slow
+
 PROMPT = np.random.default_rng(8).integers(0, 256, 128).tolist()
 LIKE_PUBLISHED = {"feature_norms": True, "gate": "head", "causal": True}
 

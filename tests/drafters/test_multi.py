@@ -69,6 +69,7 @@ def team(files):
         yield session
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 3])
 def test_each_drafts_what_it_drafts_alone(files, team, slots):
     """Behind every token both draft; what the other one did before leaves no trace in caches, boundary and states."""
@@ -306,6 +307,7 @@ def test_rows_wait_in_each_slot_for_itself(team):
         assert drafted > 5
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 @pytest.mark.parametrize("most, slots, at_once", [(100, 1, 512), (100, 2, 512), (64, 2, 512), (100, 2, 20), (20, 2, 16)])
 def test_where_few_rows_can_wait_the_oldest_are_computed(team, monkeypatch, most, slots, at_once):

@@ -14,7 +14,10 @@ from pyggml_spec.engine.request import PLAIN
 from pyggml_spec.ggml.kernels import FEATURES
 from pyggml_spec.tools.compare import compare_logits
 
-pytestmark = pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing"),
+]
 
 DENSE = ["qwen35", "qwen3", "llama", "gemma4"]
 ROUTED = [("qwen3moe", "MXFP4"), ("qwen35moe", "Q4_K")]

@@ -104,6 +104,7 @@ def check_said(done, path):
     )
 
 
+@pytest.mark.slow
 def test_a_page_that_is_gone_ends_the_process_with_a_sentence(path, tmp_path):
     """It was "Bus error": also of weights in host memory, which are the file's own pages, read by ggml's threads."""
     copy, experts = tmp_path / "t.gguf", write_qwen35moe(tmp_path / "experts.gguf", Shape(n_ff_expert=2048), "F16")
@@ -112,6 +113,7 @@ def test_a_page_that_is_gone_ends_the_process_with_a_sentence(path, tmp_path):
         check_said(run(code, cut, "its own"), cut)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["closed", "forgotten", "ignored"])
 def test_a_map_is_watched_for_as_long_as_somebody_reads_it(path, tmp_path, whose):
     """Views outlive `close`; files that nobody closed took the places of later ones; and a signal that was ignored once ended all watching."""
@@ -120,6 +122,7 @@ def test_a_map_is_watched_for_as_long_as_somebody_reads_it(path, tmp_path, whose
     check_said(run(READS, copy, whose), copy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["another's behind it", "another's in its place", "sent", "sent by a number like an address"])
 def test_the_signal_means_elsewhere_what_it_meant(path, tmp_path, whose):
     if whose.startswith("sent by") and platform.machine() not in ("x86_64", "aarch64"):

@@ -147,6 +147,7 @@ MEMORY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEMORY)
 def test_reading_allocates_no_more_than_the_file_and_64_mib(name, tmp_path):
     path = tmp_path / "x.gguf"

@@ -46,6 +46,7 @@ def hashes_again(monkeypatch, path) -> bool:
     return bool(seen)
 
 
+@pytest.mark.slow
 def test_rows_of_a_model_that_is_alike_in_three_windows_of_each_tensor_are_not_reused(tmp_path, cache):
     """Of a copy of the embedded target with everything between those zeroed: 96 tokens were reused, with the other model's text."""
     data = bytearray(DEMO_TARGET.read_bytes())

@@ -217,6 +217,7 @@ def test_the_unchanged_pair_loads_and_generates(outcomes):
     assert outcomes["valid"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, name", [("target", n) for n in LYING_TARGETS] + [("drafter", n) for n in LYING_DRAFTERS])
 def test_a_file_that_lies_is_refused_by_name(outcomes, kind, name):
     words = (LYING_TARGETS if kind == "target" else LYING_DRAFTERS)[name][1]

@@ -22,6 +22,7 @@ EVERY_VALUE = gguf(
 )
 
 
+@pytest.mark.slow
 def test_mutations_are_read_or_refused(small, tmp_path):
     rng, path = random.Random(1), tmp_path / "x.gguf"
     originals = [(EVERY_VALUE, [range(len(EVERY_VALUE))])] + [(p.read_bytes(), header_places(p.read_bytes())) for p in small]
@@ -38,6 +39,7 @@ def test_mutations_are_read_or_refused(small, tmp_path):
     assert 1000 < refusals < 3900  # neither everything nor nothing was hit
 
 
+@pytest.mark.slow
 def test_mutated_pairs_run_or_are_refused(small, tmp_path):
     """All the way through llama.cpp's tokenizer, the weights and a few steps; an abort is a failure."""
     rng, pairs, originals = random.Random(2), [], [p.read_bytes() for p in small]
@@ -51,6 +53,7 @@ def test_mutated_pairs_run_or_are_refused(small, tmp_path):
     assert not bad
 
 
+@pytest.mark.slow
 def test_every_tensor_type_is_computed_or_refused(tmp_path):
     """ggml says that it can multiply integers and activations' types, then calls a null pointer."""
     shape = replace(SMALL, n_embd=256, n_ff=256)

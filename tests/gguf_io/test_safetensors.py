@@ -86,6 +86,7 @@ def test_a_folder_and_a_missing_file(tmp_path):
             SafetensorsFile(path)
 
 
+@pytest.mark.slow
 def test_random_damage_is_read_or_refused(tmp_path):
     """2,000 flipped bytes and cuts of a small file."""
     good = safetensors({"a": np.ones((4, 4), np.float32), "b": np.ones(3, np.float16)})

@@ -23,6 +23,8 @@ from pyggml_spec.multi_device.pipeline_policy import LOOK, TRIES, GroupControl, 
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 from pyggml_spec.speculation.policy import PLAIN_STEP, StepPlan
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):

@@ -20,6 +20,8 @@ from pyggml_spec.errors import PatchError
 from pyggml_spec.ggml.device import SWITCHES
 from pyggml_spec.tools.compare import Comparison
 
+pytestmark = pytest.mark.slow
+
 SERIES = patches.series()
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

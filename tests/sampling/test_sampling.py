@@ -190,6 +190,7 @@ def p_value(table, sampling, make=Sampler, count=9000) -> tuple[float, Stats]:
     return beyond(distance, freedom), stats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 def test_speculation_keeps_the_chains_distribution(table, chain):
     """Guards against soft acceptance of greedy drafts, and against penalties that see tokens which were rejected or not yet emitted."""
@@ -219,6 +220,7 @@ class Letters:
         return [c - ord("a") for c in (text if isinstance(text, bytes) else text.encode()) if ord("a") <= c <= ord("f")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_speculation_keeps_the_distribution_under_a_grammar(table, temperature):
     """Guards against a grammar that moves by rejected drafts, and against masks of another row."""
@@ -304,6 +306,7 @@ def test_same_tokens_as_llama_cpps_chain(chain):
 FILLING = ("top_k", "top_p", "infill")  # as llama.vim and llama.vscode ask for it
 
 
+@pytest.mark.slow
 def test_filling_in_chooses_as_llama_cpp_does(demo):
     """An end that is likely enough, else beginnings of one another together; from what the device sends, too."""
     tokenizer, rng, n = demo.tokenizer, np.random.default_rng(4), demo.tokenizer.n_vocab
@@ -391,6 +394,7 @@ def test_the_same_text_as_llama_cpp_for_the_same_seed(demo):
 # -- on a real engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", ["default", "hot", "typical", "presence and frequency", "everything"])
 def test_speculative_text_equals_reference_text_for_the_same_seed(demo, chain):
     sampling = Sampling(**CHAINS[chain], seed=3)
@@ -403,6 +407,7 @@ def test_speculative_text_equals_reference_text_for_the_same_seed(demo, chain):
     assert other != text
 
 
+@pytest.mark.slow
 def test_temperature_0_is_greedy(demo):
     greedy, _ = demo.generate("def f(", 60)
     for sampling in (Sampling(temperature=0), Sampling(temperature=0, logprobs=0), Sampling(temperature=0, logit_bias={1: 0.0}, top_k=0)):
@@ -415,6 +420,7 @@ def test_a_drawn_seed_is_told_and_repeats_the_text(demo):
     assert demo.generate("def f(", 40, sampling=Sampling(temperature=1.5, seed=stats.seed))[0] == text
 
 
+@pytest.mark.slow
 def test_candidates_chosen_on_the_device_give_the_same_tokens(demo, monkeypatch):
     """The graph that a GPU runs, on the CPU: so many largest logits per row in the step's one read."""
     engine, sampling = demo.engine, Sampling(seed=9, repeat_penalty=1.2, repeat_last_n=20)
@@ -504,6 +510,7 @@ def test_the_greedy_path_never_sees_a_sampler(demo):
     assert demo.engine.graphs.candidates == 0 and demo._sampler(None, False) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["speculative", "plain", "reference"])
 def test_limits_and_ends_with_a_sampler(demo, mode):
     sampling = Sampling(seed=2, temperature=1.2)

@@ -28,6 +28,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.slow
 def test_all_templates_are_compared(templates):  # noqa: F811
     assert {path.stem for path in templates.glob("*.jinja")} == set(KEPT["texts"]) and len(KEPT["texts"]) == 70
     equal = 70 * len(CONVERSATIONS) - len(DIFFERENT)

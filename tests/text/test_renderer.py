@@ -31,6 +31,7 @@ SINGLE_CALLS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source, limit", SINGLE_CALLS)
 def test_a_single_call_is_stopped_at_the_limit_that_it_reaches(source, limit):
     with RENDERER._lock:
@@ -130,6 +131,7 @@ def test_short_conversations_do_not_wait_for_long_ones():
         assert len(template.render([{"role": "user", "content": "x" * 2 * renderer.LARGE}])) == 2 * renderer.LARGE
 
 
+@pytest.mark.slow
 def test_who_hurries_waits_for_nothing_and_owes_the_next_one_nothing():
     slow = ChatTemplate("{% for i in range(99999) %}{% for j in range(9) %}{% endfor %}{% endfor %}slow")
     other = ChatTemplate("{{ messages[0].content }}")

@@ -238,6 +238,7 @@ RUNAWAYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", RUNAWAYS)
 def test_no_running_away(source):
     started = time.monotonic()

@@ -25,6 +25,7 @@ def talker(pair, tmp_path_factory):
         yield session
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_generations(talker):
     options = PromptsOptions(8, 2, ps.Sampling(seed=5))
     template, _ = chat_template(talker)

@@ -34,6 +34,7 @@ def test_a_file_equals_itself():
     assert len(result.tensors) == len(floats(DEMO_DRAFTER))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, low, high", [("f16", 0, 1e-3), ("bf16", 1e-4, 3e-3), ("q8_0", 0, 0.01), ("q4_K", 0.02, 0.1), ("q2_K", 0.1, 0.5)]
 )
@@ -43,6 +44,7 @@ def test_even_quantisation_is_not_flagged(tmp_path, kind, low, high):
     assert result.flagged == () and len(values) > 10 and low <= min(values) and max(values) < high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, why",
     [
@@ -101,6 +103,7 @@ def _run(*args):
     return pyspec("compare", *args)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     good = _run("--weights", DEMO_DRAFTER, _with(tmp_path, "q8_0"), "--json")
     seen = json.loads(good.stdout.splitlines()[-1])

@@ -17,6 +17,8 @@ from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.tools import convert as module
 from pyggml_spec.tools.convert import convert_drafter
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 
 

@@ -21,6 +21,8 @@ from pyggml_spec.ggml.device import devices
 from pyggml_spec.models.placement import ExpertOptions, Routing
 from pyggml_spec.tools.plan import NoPlan, check, plan, plan_everywhere
 
+pytestmark = pytest.mark.slow
+
 
 def _assert_exact(target, draft, device="CPU", **options):
     """Every purpose to the byte: the plan is the engine's own code without memory, so any difference is a drift between the two."""

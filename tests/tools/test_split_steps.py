@@ -15,6 +15,8 @@ from pyggml_spec.ggml import peer
 from pyggml_spec.tools import split_steps as split_steps_module
 from pyggml_spec.tools.split_steps import CopySpeed, DeviceShare, SplitStep, copy_speeds, split_steps, told_apart, way_of_copies
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
