@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import pytest
 from fuzz.mutate import header_places, mutated
 from gguf_io.batch import load_all
 from gguf_io.build import ARR, BOOL, F32, F64, I32, STR, U8, U16, U32, U64, Model, aligned, gguf, info, key
