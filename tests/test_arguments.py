@@ -140,7 +140,7 @@ def test_rows_of_a_block_that_a_prompt_came_after_cannot_be_accepted(engine):
     assert engine.cursor.committed == len(PROMPT) + 1
 
 
-def test_snapshots_of_somebody_else(pair, engine):
+def test_snapshots_of_another_engine(pair, engine):
     snapshot = engine.snapshot()
     with ps.load(*pair, device="CPU", threads=1, n_ctx=64) as other:
         refused(other.engine.restore, snapshot)

@@ -145,7 +145,7 @@ def test_the_users_own_cmake_options_stay(monkeypatch):
     assert building.cmake_args("-DX=a b") == f"-DGGML_BLAS=ON -DCMAKE_PROJECT_INCLUDE={RECIPE} '-DX=a b'"
 
 
-def test_an_interrupted_build_leaves_no_compilers_behind(tmp_path):
+def test_an_interrupted_build_leaves_no_compilers(tmp_path):
     """Ctrl-C is for this process; what it started has a session of its own."""
     pid_file = tmp_path / "pid"
     script = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); print('[1/2] one', flush=True); time.sleep(60)"
@@ -213,7 +213,7 @@ def test_what_does_not_start_is_not_installed(site, tmp_path, code):
 
 
 @pytest.mark.parametrize("where", ["check_wheel", "_exchange"])
-def test_who_is_interrupted_finds_the_old_libraries(site, tmp_path, monkeypatch, where):
+def test_an_interrupted_exchange_keeps_the_old_libraries(site, tmp_path, monkeypatch, where):
     wheel, before = wheel_of(tmp_path, GOOD), contents(site)
 
     def interrupted(*_):
@@ -379,7 +379,7 @@ def test_no_compiler_is_a_sentence(monkeypatch):
 
 
 @pytest.mark.parametrize("note", [{"cuda": True}, {"cuda": False, "patches": ["0011-amx-tile-config"]}])
-def test_set_up_leaves_a_build_that_somebody_asked_for(monkeypatch, note):
+def test_set_up_keeps_an_explicit_build(monkeypatch, note):
     """A patched build for the CPU was taken away by the first `make` after a change of csrc."""
     set_up = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "set_up.py"))
     monkeypatch.setattr(building, "build_note", lambda libraries: {"key": "another", **note})

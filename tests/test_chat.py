@@ -50,7 +50,7 @@ def test_three_turns_go_on_in_the_caches_and_say_what_a_fresh_computation_says(d
 
 
 @pytest.mark.parametrize("write, scale", [(write_laguna, 0.0), (write_gemma4, 16.0), (write_qwen35moe, 0.0)])
-def test_going_on_behind_generated_tokens_is_right_for_every_kind_of_cache(tmp_path, write, scale):
+def test_continuing_generated_tokens_is_right_for_every_cache(tmp_path, write, scale):
     """Rings that wrap between the turns, shared K/V, recurrent state with an uncommitted block: the same tokens as computed afresh."""
     shape = Shape(embedding_scale=scale)
     files = write(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)

@@ -86,7 +86,7 @@ def test_stop_text_and_limits(server, want):
 
 
 @pytest.mark.parametrize("mode", ["speculative", "plain"])
-def test_nothing_is_computed_behind_a_stop_text(session, mode):
+def test_nothing_is_computed_after_a_stop_text(session, mode):
     """It was seen a step late: the statistics counted a block that nobody wanted."""
     text = session.generate(PROMPTS[0], 20, mode=mode)[0]
     stops = [text[i : i + 3] for i in (0, 4, 9)]
@@ -135,7 +135,7 @@ def test_cancelling_frees_the_slot_for_the_next(server, want):
     assert endless.result(WAIT)[1].stop_reason == "cancelled"
 
 
-def test_an_event_loop_that_goes_away_disturbs_nobody(server, want):
+def test_a_closed_event_loop_does_not_disturb_others(server, want):
     async def leave():
         handle = server.submit(PROMPTS[0], ignore_end=True)
         await anext(handle)
@@ -219,7 +219,7 @@ def test_another_one_is_made_while_the_failed_one_still_ends(session, want, monk
         assert failed.closed and another.submit(PROMPTS[0], 20).result(WAIT)[0] == want[PROMPTS[0]]
 
 
-def test_sizes_are_those_of_the_last_step_for_whoever_asks(server, want):
+def test_sizes_are_those_of_the_last_step(server, want):
     """They are taken in the thread of the steps: buffers that are being planned are nobody else's to look at."""
     engine = server._scheduler.engine
     before, asked = server.graph_bytes, []
@@ -276,7 +276,7 @@ def test_a_result_that_takes_too_long_loses_no_text(server):
     assert handle.result(WAIT)[0] == "the beginning, the middle, the end"
 
 
-def test_who_waits_for_the_end_beside_the_reader_hears_of_it(server):
+def test_a_second_waiter_sees_the_end(server):
     """One of them slept for ever."""
     handle, ended = server.submit(PROMPTS[0], ignore_end=True), []
     with server._changed:  # nothing comes until all of them wait
@@ -362,7 +362,7 @@ def threads_of_this_process() -> set[str]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted where Linux lists them")
-def test_no_thread_computes_but_those_of_who_steps(pair, tmp_path, monkeypatch):
+def test_only_threads_of_the_stepping_thread_compute(pair, tmp_path, monkeypatch):
     """Threads of OpenMP that had measured costs, in the thread that loaded, made every barrier of the stepping thread's sleep: on two cores
     concurrent(slots=1) had a quarter of the session's speed."""
     assert device_feature(pick_device("CPU"), "OPENMP") == "1", "ggml makes its own threads here, for each graph"

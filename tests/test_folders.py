@@ -28,7 +28,7 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch, variabl
     assert cache_folder() == folder
 
 
-def test_a_cache_of_somebody_else_is_refused(tmp_path, monkeypatch):
+def test_a_cache_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr("os.geteuid", lambda: os.stat(tmp_path).st_uid + 1)
     with pytest.raises(PyspecError, match="belongs to the user"):

@@ -36,7 +36,7 @@ def test_a_generation_that_another_one_interrupts_says_so(session):
     assert begun + "".join(event.text for event in other) == want
 
 
-def test_a_generation_left_half_read_does_not_step_beside_requests(session):
+def test_a_half_read_generation_does_not_step_during_requests(session):
     left = session.steps(FIRST, 20)
     next(left)
     with session.concurrent(slots=1) as server:
@@ -135,7 +135,7 @@ def test_another_thread_is_refused_at_once_while_a_generation_is_half_read(sessi
 
 
 @pytest.mark.parametrize("how", ["dropped", "closed", "its thread has ended"])
-def test_a_generation_that_nobody_will_read_on_does_not_wedge_the_session(session, how):
+def test_an_abandoned_generation_does_not_block_the_session(session, how):
     if how == "its thread has ended":
         left = _in_thread(lambda: (kept := session.steps(FIRST, 20), next(kept)))[0]
     else:
@@ -169,7 +169,7 @@ def test_tasks_of_one_event_loop_are_one_thread(session):
     asyncio.run(main())
 
 
-def test_beside_requests_every_thread_gets_the_same_sentence(session):
+def test_during_requests_every_thread_gets_the_same_error(session):
     with session.concurrent(slots=1) as server:
         for work in (lambda: session.generate(SECOND, 3), lambda: session.concurrent(slots=1), session.calibrate_plain):
             assert "many requests at once" in str(_in_thread(work))
@@ -179,7 +179,7 @@ def test_beside_requests_every_thread_gets_the_same_sentence(session):
     assert session.generate(SECOND, 3)[1].emitted == 3
 
 
-def test_beside_a_batch_too(session):
+def test_a_generation_during_a_batch_is_refused(session):
     """Two engines over one device stream, and nobody said a word."""
     left = session.steps(FIRST, 20)
     next(left)
@@ -297,7 +297,7 @@ def test_a_text_in_one_slot_rests_as_in_a_session(monkeypatch, slots, rested):
     assert said == rested
 
 
-def test_whoever_waits_is_not_looked_up_while_the_slot_is_taken(monkeypatch):
+def test_a_waiting_prompt_is_not_looked_up_while_the_slot_is_taken(monkeypatch):
     """Its prompt was hashed again, and files looked for, whenever anything changed."""
     prompt, asked = list(range(40, 240)), []
     with ps.load(device="CPU", threads=1, n_ctx=512, prefix_memory=0) as session, session.batch(1, prefix_memory=1 << 26) as scheduler:
@@ -326,7 +326,7 @@ def test_closing_that_is_interrupted_says_so_and_can_be_repeated(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what of a file is in memory is read from /proc")
-def test_a_file_whose_weights_are_packed_is_not_held_beside_them():
+def test_the_file_of_packed_weights_is_released():
     """Of the embedded target, by pages that this process has of it: all of them stayed, so weights counted twice."""
     with ps.load(device="CPU", threads=1, kernels="own" if levels() else "ggml", n_ctx=64) as session:
         path, size = str(DEMO_TARGET), DEMO_TARGET.stat().st_size

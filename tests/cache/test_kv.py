@@ -64,7 +64,7 @@ def test_contexts_are_rounded_up_to_whole_spans(n, rounded):
     assert padded(n) == rounded
 
 
-def test_every_layer_has_its_own_shape_with_trash_rows_behind_the_live_ones(cache):
+def test_every_layer_has_its_own_shape_and_trash_rows(cache):
     assert [(k.ne[0], k.ne[1], v.ne[0], v.ne[1]) for k, v, *_ in cache.layers] == [(128, 528, 128, 528), (32, 528, 32, 528)]
     assert cache.nbytes >= 2 * 2 * 528 * (128 + 32)
 

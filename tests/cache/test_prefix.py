@@ -131,7 +131,7 @@ def test_rows_that_were_overwritten_come_back_from_memory(engine, cache):
         assert run.where == {"in place": 0, "memory": (len(prompt) - 1) // CHUNK, "disk": 0}
 
 
-def test_somebody_else_used_the_engine(engine, cache):
+def test_another_use_of_the_engine_invalidates_rows_in_place(engine, cache):
     """Measuring step costs, for instance, overwrites what was in place."""
     prompt = tokens(9, 100)
     want = answer(engine, prompt)

@@ -36,7 +36,7 @@ def run(scheduler, prompt, count=12, mode=SPECULATIVE, **options):
 
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("mode", [SPECULATIVE, PLAIN])
-def test_the_next_turn_goes_on_behind_the_answer(pair, slots, mode):
+def test_the_next_turn_reuses_the_answer(pair, slots, mode):
     """Twice, with ends in the middle of a chunk; all but the token that was never computed is there. The last turn's prompt is long: behind the
     answer it comes back to whole chunks."""
     with make(pair, slots) as scheduler:
@@ -77,7 +77,7 @@ def test_reuse_false_uses_nothing_and_leaves_nothing(pair):
         assert [s.stats.reused_tokens for s in (first, second, third)] == [0, 0, 0] and second.tokens == third.tokens
 
 
-def test_another_beginning_does_not_go_on_behind_an_end(pair):
+def test_another_prefix_does_not_reuse_an_end(pair):
     """Ends are found by all of the tokens before them, and the last token is never taken from one."""
     with make(pair) as scheduler:
         prompt = tokens(23, 90)
@@ -114,7 +114,7 @@ def test_ends_keep_to_the_budget(pair, memory):
 
 
 @pytest.mark.parametrize("slots", [1, 4])
-def test_drafts_and_acceptance_behind_a_hit_are_those_without(tmp_path, slots):
+def test_drafts_and_acceptance_after_a_hit_are_those_without(tmp_path, slots):
     """Step by step and draft by draft: whole chunks, an answer's end, a prompt that several sequences have. Own kernels round alike at every width,
     so that nothing may differ."""
     pair = Pair(tmp_path, "qwen35", N_CTX)
@@ -198,7 +198,7 @@ def _full(*_, **__):
     raise OSError(28, "No space left on device")
 
 
-def test_an_error_nobody_foresaw_ends_no_writing(tmp_path, monkeypatch):
+def test_an_unexpected_error_does_not_stop_the_writer(tmp_path, monkeypatch):
     """The thread ended without a word: nothing was written any more, and what waited counted for ever."""
     from pyggml_spec.cache.prefix_files import PrefixWriter
 

@@ -251,7 +251,7 @@ def test_kill_9_while_writing_leaves_no_broken_entry(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_a_part_file_that_is_done_while_the_folder_is_listed_stops_nobody(tmp_path, monkeypatch):
+def test_a_part_file_that_is_renamed_during_listing(tmp_path, monkeypatch):
     """Another process renames it: the model could not be loaded."""
     part = tmp_path / f".{'0' * 16}-{'0' * 48}.rows.1.part"
     part.touch()
@@ -317,7 +317,7 @@ def test_an_entry_that_is_a_link_or_that_others_can_write_is_refused(tmp_path):
             files.load(KEY, "rows", 10)
 
 
-def test_part_files_have_names_that_nobody_can_guess_and_follow_no_link(tmp_path, monkeypatch):
+def test_part_files_have_random_names_and_follow_no_link(tmp_path, monkeypatch):
     """They were called by the process id: a link of that name, made beforehand, was written through."""
     names = {new_file(tmp_path)[0] for _ in range(20)}
     assert len(names) == 20 and all(len(name.name) > 32 for name in names)

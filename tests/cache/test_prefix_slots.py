@@ -114,7 +114,7 @@ def test_identical_prompts(pair, scheduler):
 
 
 @pytest.mark.slow
-def test_who_computes_the_beginning_may_be_cancelled(pair, scheduler):
+def test_the_sequence_that_computes_a_prefix_may_be_cancelled(pair, scheduler):
     prompt = tokens(7, 400)
     first, second, third = (scheduler.submit(prompt, OPTIONS) for _ in range(3))
     scheduler.step(), scheduler.step()
@@ -126,7 +126,7 @@ def test_who_computes_the_beginning_may_be_cancelled(pair, scheduler):
 
 
 @pytest.mark.slow
-def test_beside_a_decoding_sequence_and_the_block_that_ends_a_prompt(pair, scheduler):
+def test_reuse_while_another_sequence_decodes(pair, scheduler):
     shared = tokens(8, 260)
     a = scheduler.submit(tokens(9, 20), LoopOptions(60, SPECULATIVE))
     scheduler.step()

@@ -107,7 +107,7 @@ def test_plain_steps_then_a_block_then_plain_steps(session):
     assert tokens == text[: len(tokens)]
 
 
-def test_prefill_behind_a_pending_block_commits_it_first(session):
+def test_prefill_commits_an_uncommitted_block_first(session):
     engine = session.engine
     more = [11, 12, 13, 14]
     engine.reset()

@@ -43,7 +43,7 @@ def go_on(engine, steps=6):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [0, 1, 3])
-def test_going_on_behind_a_snapshot(engine, before):
+def test_restoring_a_snapshot(engine, before):
     """Taken after the prompt, with an uncommitted block, and with plain tokens that the drafter has not seen; in between another sequence runs."""
     engine.reset()
     engine.prefill(PROMPT)

@@ -110,7 +110,7 @@ def test_a_server_that_cannot_be_run_is_a_sentence(monkeypatch):
         worker.serve()
 
 
-def test_nobody_has_to_read_what_a_worker_says(monkeypatch):
+def test_a_worker_survives_a_closed_stderr(monkeypatch):
     """`pyspec worker 2>&1 | head -1`: the thread that said the next line ended, and with it the worker's service."""
     said = []
 

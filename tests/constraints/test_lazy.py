@@ -100,7 +100,7 @@ def test_a_constraint_has_to_begin_with_its_trigger(tokenizer):
 
 
 @pytest.mark.parametrize("temperature", [0, 1.2])
-def test_speculative_text_is_plain_text_and_matches_behind_the_word(temperature):
+def test_speculative_text_is_plain_text_and_matches_after_the_trigger(temperature):
     """The embedded pair writes "return" soon; from there on only digits may come. Greedy and sampled, drafts on both sides of the trigger."""
     grammar = 'root ::= "return" " " [0-9]{3,40} "\\n"'
     sampling = Sampling(temperature=temperature, seed=7, grammar=grammar, triggers=("return",))
@@ -144,7 +144,7 @@ def test_many_long_triggers_are_no_burden(tokenizer):
     assert lazy.fits(tokenizer.encode("b7", bos=False)) == 2 and lazy.fits(tokenizer.encode("bx", bos=False)) < 2
 
 
-def test_a_slow_constraint_behind_a_long_trigger_ends_with_a_sentence(tokenizer):
+def test_a_slow_constraint_after_a_long_trigger_is_an_error(tokenizer):
     """All that a pattern has found is given to the constraint at once: of an ambiguous one that would take seconds."""
     words = " | ".join(" ".join("s" * n) for n in range(2, 7))
     lazy = LazyGrammar("grammar", f"root ::= s\ns ::= {words} | [a-z]", [Pattern("(a[a-z]*)!")], tokenizer)

@@ -19,7 +19,7 @@ from pyggml_spec.ggml.cores import ThreadRule
 from pyggml_spec.tools.quants import type_id
 
 
-def test_times_beside_other_work_are_not_taken_for_those_of_the_pair():
+def test_times_under_load_are_not_those_of_the_pair():
     rule = ThreadRule(2)
     backends = [SimpleNamespace(rule=None), SimpleNamespace(rule=rule)]
     assert not other_work(backends)

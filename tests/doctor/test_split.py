@@ -56,7 +56,7 @@ def test_a_split_is_taken_apart(session):
     assert session.engine.io.lane is None
 
 
-def test_a_chunk_is_taken_apart_and_leaves_nothing_behind(session):
+def test_measuring_a_chunk_leaves_no_state(session):
     chunk = split_chunk(session.engine)
     assert chunk.width == 128 and all(d.compute_ms > 0 for d in chunk.devices) and chunk.devices[0].copies >= 1
     assert session.engine.cursor.committed == 0
@@ -81,7 +81,7 @@ def test_layers_go_to_the_faster_device_as_far_as_it_has_memory():
     assert faster_step(layers(2.0, 1.0, 4.0), 23).counts == (8, 15, 1)  # of two cuts the one that saves most
 
 
-def test_who_could_be_left_out():
+def test_devices_that_could_be_left_out():
     """The last device has the head and the drafter: their bytes were not counted. The first has the embedding, and of the others only a neighbour was asked."""
 
     def spare(*rooms, slow, beside=0):

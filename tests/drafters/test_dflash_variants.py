@@ -54,7 +54,7 @@ def drafts(target, draft) -> tuple[list[int], list[float]]:
         return tokens, session.engine.graphs.get("fused", 16, 256).host["draft_sum"].tolist()
 
 
-def test_a_causal_block_behind_windows(tmp_path, target):
+def test_a_causal_block_with_windows(tmp_path, target):
     """Both bounds at once: what a windowed layer sees of a block is what lies before the row and inside the window."""
     shape = Shape(n_layer=4, window=12)
     draft = write_dflash(tmp_path / "d.gguf", shape, causal=True)
@@ -189,7 +189,7 @@ def test_what_a_file_asks_for_is_applied_or_refused(tmp_path, name, value, words
 
 
 @pytest.mark.parametrize("name", ["blk.0.attn_sinks.weight", "enc.output_norm.scale", "blk.1.attn_q.bias"])
-def test_a_tensor_that_nobody_reads_is_named(tmp_path, name):
+def test_an_unused_tensor_is_named(tmp_path, name):
     model = Model(write_dflash(tmp_path / "d.gguf", SHAPE))
     model.tensors[name] = list(model.tensors["output_norm.weight"])
     with GGUFFile(model.write(tmp_path / "o.gguf")) as file, pytest.raises(ModelError, match=name):

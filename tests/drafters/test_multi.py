@@ -99,7 +99,7 @@ def test_each_drafts_what_it_drafts_alone(files, team, slots):
 
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 @pytest.mark.parametrize("values", VALUES)
-def test_the_text_is_the_plain_one_whoever_drafts(team, values):
+def test_the_text_is_plain_with_every_drafter(team, values):
     team.scheduler.policy = InTurn()
     for prompt in (PROMPTS[0], PROMPTS[0] + PROMPTS[1], PROMPTS[0]):  # behind what was kept of the first
         plain, _ = team.generate(prompt, 48, mode="plain", **VALUES[values])

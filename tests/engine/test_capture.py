@@ -100,7 +100,7 @@ def test_what_a_device_does_not_capture_counts_as_captured_within_its_second_cal
         lib.pgs_capture_by(ffi.NULL, ffi.NULL)
 
 
-def test_nobody_asks_unless_it_is_switched_on(pair, recorder, monkeypatch):
+def test_capture_is_off_by_default(pair, recorder, monkeypatch):
     monkeypatch.setenv("GGML_CUDA_CAPTURE_AHEAD", "0")
     monkeypatch.setattr("pyggml_spec.ggml.replay.REPLAY_US_PER_NODE", 1e9)
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:

@@ -196,7 +196,7 @@ def guided(session):
     sampler.close()
 
 
-def test_bits_ahead_are_those_behind_the_tokens(session):
+def test_masks_computed_ahead_equal_those_after_the_tokens(session):
     tokenizer = session.tokenizer
     for text, constraint in [
         ('{"the_name_of_the_function": "ab c", "number', {"json_schema": SCHEMA}),

@@ -82,7 +82,7 @@ def test_the_embedded_pairs_text_with_width_control():
     assert len(texts) == 1
 
 
-def test_an_answer_that_goes_on_behind_generated_tokens(tmp_path):
+def test_an_answer_that_continues_generated_tokens(tmp_path):
     """``append``: rows that steps wrote are those that a prefill would write, so going on and starting afresh give the same text."""
     target, draft = TARGETS["qwen35"](tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=512, draft_width=8, prefix_memory=0) as session:

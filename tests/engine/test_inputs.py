@@ -88,7 +88,7 @@ def test_nan_and_infinity_are_found_wherever_they_are(bad):
 
 
 @pytest.mark.parametrize("window", [0, 12])
-def test_every_row_of_a_block_sees_something_whoever_drafts(window):
+def test_every_row_of_a_block_sees_a_position_with_every_drafter(window):
     """Slots in a step of others' drafts had rows that saw nothing where layers have a window: attention to nothing is NaN."""
     width, live, committed = 4, 64, [40, 30, 0]
     hp = SimpleNamespace(mask_token=9, window=(window, 0))

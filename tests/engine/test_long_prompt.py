@@ -16,7 +16,7 @@ from pyggml_spec.engine.scheduler import BESIDE, Scheduler
 LONG = int(os.environ.get("PYSPEC_LONG_PROMPT", "4096"))
 
 
-def test_nobody_waits_longer_than_one_pass_of_a_prompt(tmp_path):
+def test_no_sequence_waits_longer_than_one_prefill_step(tmp_path):
     """Between two steps of streams that decode there is one pass at most, of at most 128 tokens; the prompt is read to its end all the same."""
     pair = Pair(tmp_path, "qwen3", 256, Shape())
     s = pair.session

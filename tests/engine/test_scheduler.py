@@ -53,7 +53,7 @@ def test_more_sequences_than_slots_all_get_their_own_tokens(pair, scheduler):
     assert scheduler.idle and not scheduler.step()
 
 
-def test_what_was_caught_up_with_beside_a_step_is_no_part_of_it(pair, monkeypatch):
+def test_catch_up_is_not_counted_as_step_time(pair, monkeypatch):
     """A prompt, and a copy of what a request has computed, catch up as well: the next step seemed to take less than nothing."""
     seen, observe = [], SpeculationPolicy.observe
     monkeypatch.setattr(SpeculationPolicy, "observe", lambda self, *args: seen.append((args[2], args[6])) or observe(self, *args))

@@ -53,7 +53,7 @@ def test_threads_leave_the_cores_that_others_want_and_come_back(count, busy):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_an_idle_machine_does_beside_takes_no_thread(seed):
+def test_background_load_of_an_idle_machine_takes_no_thread(seed):
     rng, machine = random.Random(seed), Machine(ThreadRule(2), 2)
     assert {threads for _ in range(100) for threads in machine.runs(LOOK_S, rng.random() * 0.3)} == {2}
 

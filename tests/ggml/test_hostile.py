@@ -152,7 +152,7 @@ def test_sources_that_are_none_are_refused(kept):
         assert peer.closed()
 
 
-def test_nobody_gets_more_memory_than_there_is(kept):
+def test_allocations_are_bounded_by_the_memory(kept):
     """Linux promises it, and ends the process that then writes to it."""
     peer = Peer(kept)
     with peer.socket:

@@ -116,7 +116,7 @@ def test_each_pair_of_three(log, monkeypatch):
     assert peer.enable_peer_access([A, B, C]) == [] and {"0 to 2", "2 to 1"} <= set(lines(log)) and len(lines(log)) == 12
 
 
-def test_nobody_is_asked_in_vain(log, monkeypatch, tmp_path):
+def test_peer_access_is_not_probed_in_vain(log, monkeypatch, tmp_path):
     cpu, worker = Device("CPU", "", "cpu", 0, 0, 0), Device("RPC:127.0.0.1:1", "", "rpc", 0, 0, -1)
     assert peer.enable_peer_access([cpu, A]) == peer.enable_peer_access([A, A]) == peer.enable_peer_access([worker, A]) == []
     monkeypatch.setenv("GGML_CUDA_P2P", "1")  # ggml did it

@@ -115,7 +115,7 @@ def test_a_page_that_is_gone_ends_the_process_with_a_sentence(path, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whose", ["closed", "forgotten", "ignored"])
-def test_a_map_is_watched_for_as_long_as_somebody_reads_it(path, tmp_path, whose):
+def test_a_map_is_watched_while_it_is_read(path, tmp_path, whose):
     """Views outlive `close`; files that nobody closed took the places of later ones; and a signal that was ignored once ended all watching."""
     copy = tmp_path / "t.gguf"
     copy.write_bytes(path.read_bytes())

@@ -109,7 +109,7 @@ def test_a_file_that_was_written_a_moment_ago_is_not_remembered(model, cache, mo
 
 
 @pytest.mark.parametrize("first", ["probe", "costs"])
-def test_it_is_remembered_whoever_made_the_cache_folder(model, cache, monkeypatch, first):
+def test_the_hash_is_cached_in_any_cache_folder(model, cache, monkeypatch, first):
     """With a umask of 002, usual where users have groups of their own, the folder that others of us made was open to the group, and never believed."""
     old = os.umask(0o002)
     try:

@@ -504,7 +504,7 @@ def test_without_a_ring_every_cache_type_is_equal_far_beyond_the_window(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", WINDOWED)
-def test_logits_behind_a_ring(tmp_path, arch):
+def test_logits_past_a_ring(tmp_path, arch):
     """llama.cpp keeps all positions, so the same rows are summed in another order: equal to rounding, not bit for bit."""
     path = WRITERS[arch](tmp_path / "t.gguf", Shape(**LEAN))
     result = compare_logits(path, 1500, seed=1, device="CPU", threads=1, kernels="ggml", greedy=6)

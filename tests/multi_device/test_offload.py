@@ -186,7 +186,7 @@ class Instead:
         return self._attributes.get(name) or getattr(self._of, name)
 
 
-def test_what_kernels_read_behind_a_tensor_is_zero(tmp_path, monkeypatch):
+def test_padding_after_a_tensor_is_zero(tmp_path, monkeypatch):
     """A row's padding lies where the layer before it in the same place has weights."""
     more, size = 512, lib.ggml_backend_buft_get_alloc_size
     padded = {"ggml_backend_buft_get_alloc_size": lambda buft, tensor: size(buft, tensor) + more}
@@ -221,7 +221,7 @@ def _caller() -> str:
     return sys._getframe(2).f_code.co_filename
 
 
-def test_an_engine_that_has_no_room_beside_copies_goes_without(tmp_path, monkeypatch):
+def test_an_engine_without_room_for_copies_goes_without(tmp_path, monkeypatch):
     path = write_qwen35moe(tmp_path / "t.gguf")
     from pyggml_spec import session as session_module
 
@@ -349,7 +349,7 @@ def test_rings_of_the_cpus_layers(tmp_path):
     assert found[0][1] == found[1][1]
 
 
-def test_drafters_and_prefixes_behind_copies_of_layers(tmp_path):
+def test_drafters_and_prefixes_with_copies_of_layers(tmp_path):
     """The drafter reads what layers gave that are copies; prompts begin where others ended; several slots' prompts go the same way, each's own."""
     shape = Shape()
     target, draft = write_qwen35(tmp_path / "t.gguf", shape, "BF16"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")

@@ -113,7 +113,7 @@ def test_an_interrupt_ends_both_groups_and_leaves_the_engine_usable(pair, monkey
         interrupt_ends_all(pair, scheduler, streams, monkeypatch, scheduler, "_take")
 
 
-def test_what_fails_once_a_step_is_launched_leaves_no_slot_behind(pair, monkeypatch):
+def test_a_failure_after_launch_leaks_no_slot(pair, monkeypatch):
     """A GPU builds graphs while it computes; Ctrl-C there left slots that nobody could release."""
     with scheduler_of(pair, 4, 4) as scheduler:
         streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]

@@ -334,7 +334,7 @@ def test_a_plan_fits_where_every_device_has_room(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen35", "mtp", "laguna"])
-def test_chunks_of_a_prompt_that_nobody_waits_for(tmp_path, name):
+def test_prefill_chunks_without_synchronisation(tmp_path, name):
     """Ten chunks and more are launched one behind the other: more than there are stages for their inputs."""
     target, draft = write_pair(tmp_path, name)
     ids, runs = PROMPT * 3, []
@@ -420,7 +420,7 @@ def lanes_trace(session, grouped, slots=4, width=8):
 
 
 @pytest.mark.parametrize("arch, cuts, slots", [("qwen35", (2,), 4), ("qwen35", (1, 3), 3), ("gemma4", (1,), 2), ("laguna", (2,), 5)])
-def test_groups_of_slots_beside_each_other_give_the_bits_of_steps_of_all(tmp_path, arch, cuts, slots):
+def test_pipelined_groups_give_the_bits_of_whole_steps(tmp_path, arch, cuts, slots):
     if arch == "gemma4":
         target, draft = write_gemma4(tmp_path / "t.gguf", Shape(), "Q8_0", shared=False), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
     else:

@@ -459,7 +459,7 @@ def test_log_probabilities_are_the_models_own(demo):
         assert [t for t, _ in p.top] == np.argsort(-row)[:3].tolist() and p.top[0][1] >= p.logprob
 
 
-def test_probabilities_behind_the_samplers_are_those_of_the_draw(demo):
+def test_probabilities_after_the_samplers_are_those_of_the_draw(demo):
     """Of the tokens that the chain left, after temperature and penalties; the same from a row's largest logits as from all of them."""
     rng = np.random.default_rng(5)
     n = demo.target.n_vocab

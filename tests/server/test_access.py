@@ -20,7 +20,7 @@ PATHS = ("/", "/page.js", "/health", "/props", "/metrics", "/slots", "/v1/models
 
 
 @pytest.mark.parametrize("given", ["", " ", ",", " , ", "\ufeff", "\n"])
-def test_an_empty_key_serves_nobody(given):
+def test_an_empty_key_is_refused(given):
     """`--api-key "$UNSET"` served everybody."""
     with pytest.raises(PyspecError, match="`api_key` is empty"):
         Keys([given])
@@ -29,7 +29,7 @@ def test_an_empty_key_serves_nobody(given):
 
 
 @pytest.mark.parametrize("data", [b"", b"\n \n", b"# none\n", "\ufeff".encode(), "\ufeff# none\r\n".encode()])
-def test_a_file_without_keys_serves_nobody(tmp_path, data):
+def test_a_file_without_keys_is_refused(tmp_path, data):
     (tmp_path / "keys").write_bytes(data)
     with pytest.raises(PyspecError, match="has none"):
         Keys([], str(tmp_path / "keys"))
@@ -44,7 +44,7 @@ KEY = "schlüssel-à"  # its last byte is a space of Latin-1
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
-def test_keys_outside_ascii_and_behind_a_byte_order_mark(tmp_path, encoding):
+def test_keys_outside_ascii_and_after_a_byte_order_mark(tmp_path, encoding):
     text = f"{KEY}\r\nother\r\n"
     data = (b"\xff\xfe" if encoding == "utf-16-le" else b"") + text.encode(encoding)
     (tmp_path / "keys").write_bytes(data)
@@ -234,7 +234,7 @@ def test_bodies_are_json(server, kind, status):
         assert status == 200 or "JSON" in response.json()["error"]["message"]
 
 
-def test_a_body_behind_a_byte_order_mark_and_bodies_in_other_wrappings(server):
+def test_a_body_after_a_byte_order_mark_and_other_encodings(server):
     text = json.dumps(ASK)
     assert server.http.post("/completion", content=b"\xef\xbb\xbf" + text.encode()).status_code == 200
     for coding in ("gzip", "deflate", "br", "zstd", "gzip, identity", "x"):

@@ -227,7 +227,7 @@ def prompt(model: Scripted, *messages: dict, **more: object) -> str:
     return model.server.ok("/apply-template", messages=[USER, *messages], **more)["prompt"].rpartition("<|im_start|>assistant\n")[2]
 
 
-def test_prefilled_content_stands_behind_the_reasoning(thinking):
+def test_prefilled_content_follows_the_reasoning(thinking):
     for message, begun in (
         ({"content": "Hello"}, "<think>\n\n</think>\n\nHello"),
         ({"content": "Hello", "reasoning_content": "So"}, "<think>\nSo\n</think>\n\nHello"),

@@ -35,7 +35,7 @@ def head(server, path, key="one", length=8 << 20, method="POST"):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("length", [1000, 8 << 20])
-def test_who_is_not_let_in_is_told_so_before_the_body_is_read(server, path, key, method, status, length):
+def test_an_unauthorised_request_is_refused_before_its_body(server, path, key, method, status, length):
     """Bodies were read first: 24 connections of strangers took 720 MiB."""
     with head(server, path, key, length, method) as sock:
         sock.settimeout(10)
@@ -46,7 +46,7 @@ def test_who_is_not_let_in_is_told_so_before_the_body_is_read(server, path, key,
         sock.sendall(b"x" * 1000)  # what it sends is thrown away
 
 
-def test_bodies_of_strangers_are_not_kept(server):
+def test_bodies_of_unauthorised_requests_are_not_kept(server):
     before = server.resident_mib
     socks = [head(server, "/completion", "none") for _ in range(8)]
     for sock in socks:

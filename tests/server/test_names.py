@@ -149,7 +149,7 @@ def test_what_anthropics_clients_send_is_obeyed():
     assert names.check("/v1/messages", {"n_probs": 3, "timings_per_token": True}) == ["n_probs", "timings_per_token"]
 
 
-def test_results_of_tools_come_before_the_text_beside_them():
+def test_tool_results_come_before_the_text_of_the_same_turn():
     """They answer the turn before; clients put reminders behind them."""
     blocks = [{"type": "text", "text": "go on"}, {"type": "tool_result", "tool_use_id": "t", "content": "eggs"}]
     for content in (blocks, blocks[::-1]):

@@ -22,7 +22,7 @@ def test_a_stream_is_the_answer(server):
     assert last["timings"]["predicted_n"] == 40 and last["timings"]["predicted_per_second"] > 0
 
 
-def test_probabilities_behind_the_samplers(server):
+def test_probabilities_after_the_samplers(server):
     """By llama.cpp's names; what the samplers left, which is all there is."""
     asked = {"prompt": PROMPT, "n_predict": 6, "temperature": 1.0, "top_k": 4, "n_probs": 10, "seed": 7, "post_sampling_probs": True}
     whole = server.ok("/completion", **asked)
@@ -191,7 +191,7 @@ def test_a_prompt_of_megabytes_is_refused_before_it_is_encoded(server):
         assert int(re.search(r"pyspec serve -c (\d+)", error["message"])[1]) > error["n_prompt_tokens"]
 
 
-def test_what_is_no_http_is_told_so_in_json(server):
+def test_invalid_http_is_answered_in_json(server):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), 20) as sock:
         sock.sendall(b"what is this\r\n\r\n")

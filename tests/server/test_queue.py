@@ -128,7 +128,7 @@ def test_a_prompt_is_left_while_it_is_read(server):
     assert server.slots_are_free()
 
 
-def test_a_slow_reader_holds_up_nobody(server):
+def test_a_slow_reader_does_not_delay_others(server):
     """Its events are kept for it; others decode meanwhile, and it gets the whole text in the end."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(ask(1200, stream=True, timings_per_token=True)).encode()
@@ -158,7 +158,7 @@ def leave(server, body, seconds, path="/completion"):
         time.sleep(seconds)
 
 
-def test_random_disconnects_change_nobodys_text(server):
+def test_random_disconnects_do_not_change_other_texts(server):
     """60 clients that leave at any moment, beside one that stays."""
     want = server.ok("/completion", **ask(300))["content"]
     rng, got = random.Random(5), []

@@ -162,7 +162,7 @@ def test_what_has_ended_keeps_bytes_alone():
     run(test)
 
 
-def test_what_has_ended_is_forgotten_though_nobody_asks(monkeypatch):
+def test_ended_streams_expire_without_a_request(monkeypatch):
     async def test(gate):
         gate.set()
         later, streams, loop = [], Streams(), asyncio.get_running_loop()

@@ -279,7 +279,7 @@ def test_a_reader_that_does_not_read_holds_up_no_end():
     running.http.close()
 
 
-def test_a_server_whose_lines_nobody_reads_any_more_ends():
+def test_a_server_with_a_closed_stderr_ends():
     """The line that said so went into a closed pipe, and the signal was not obeyed."""
     first = subprocess.Popen(
         [sys.executable, "-m", "pyggml_spec", "serve", "--device", "CPU", "-t", "1", "--port", "0", "--slots", "1"], stderr=subprocess.PIPE, env=environment()

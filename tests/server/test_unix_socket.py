@@ -16,7 +16,7 @@ from pyggml_spec.server.start import listen
 ASK = {"prompt": "a", "n_predict": 2}
 
 
-def test_a_server_behind_a_file(tmp_path):
+def test_a_server_at_a_unix_socket(tmp_path):
     path = tmp_path / "x.sock"
     running = Running("--slots", 1, "--host", f"{path},127.0.0.1")
     try:

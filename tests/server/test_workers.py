@@ -152,7 +152,7 @@ def test_429_reaches_the_client_when_all_are_full(workers):
     workers.wait(workers.idle, 60)
 
 
-def test_a_killed_worker_costs_nobody_an_answer(workers):
+def test_a_killed_worker_loses_no_response(workers):
     """The last test: one of the two is gone afterwards. Then all are told to end while one streams: the stream comes whole, through a router that is there."""
     os.kill(workers.workers[0][0], signal.SIGKILL)
     for i in range(6):

@@ -51,7 +51,7 @@ def test_costs_of_a_busy_moment_are_used_but_not_kept(pair, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("threads", [1, None])
-def test_costs_beside_work_on_other_cores_are_not_kept_but_measured_again_when_it_ends(pair, tmp_path, monkeypatch, idle, threads):
+def test_costs_under_load_are_measured_again_without_it(pair, tmp_path, monkeypatch, idle, threads):
     """The thread that decodes need not wait for its own core: what other threads wait for makes steps as slow."""
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     took = [1.0]  # of the two cores, by others
@@ -105,7 +105,7 @@ def test_the_plain_speed_is_what_texts_get(pair, monkeypatch):
         assert session.scheduler.stats.steps - before <= 12 + calibrate.WARMUP + 1  # as it says: it took 36
 
 
-def test_plain_steps_have_as_much_behind_them_as_the_text_they_are_compared_with(pair, monkeypatch):
+def test_plain_steps_are_measured_at_the_length_of_the_text(pair, monkeypatch):
     """They had eight tokens behind them, where attention reads next to nothing: a text of 256 tokens seemed to lose 5 %."""
     monkeypatch.setattr(calibrate, "FILL_S", 60)  # on slow machines there are fewer
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
@@ -137,7 +137,7 @@ def test_costs_of_other_kernels_are_not_taken(pair, tmp_path, monkeypatch, idle)
         assert not cached_costs(engine, widths)[1]
 
 
-def test_costs_are_of_steps_with_a_text_behind_them(pair, monkeypatch):
+def test_costs_are_of_steps_with_context(pair, monkeypatch):
     """Behind eight tokens attention has nothing to read: blocks looked cheaper than they are in texts, and the first texts lost."""
     monkeypatch.setattr(calibrate, "FILL_S", 60)  # on slow machines less is computed than here
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:

@@ -210,7 +210,7 @@ def test_rows_that_stalled_are_tried_again_and_a_plain_step_that_was_measured_to
     assert control.cost(1, 1) < 1.05
 
 
-def test_costs_behind_long_texts_are_learnt():
+def test_costs_of_long_texts_are_learnt():
     """They were measured behind a short one. At most twice of that was learnt, and unused rows went back to it: matches seemed to cost a quarter."""
     control = NgramPolicy("suffix", {1: 1.0, 4: 1.3, 8: 1.8, 16: 3.0})
     for _ in range(300):

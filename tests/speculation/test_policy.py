@@ -97,7 +97,7 @@ def test_widths_that_a_wider_block_undercuts_are_never_used():
     assert useful_widths({1: 5.0, 2: 10.5, 4: 21.0}) == [1]
 
 
-def test_an_acceptance_that_nobody_saw_is_called_an_assumption():
+def test_an_unmeasured_acceptance_is_called_an_assumption():
     """Where blocks are dear none is tried for a while: 80 % were said to be accepted when nothing had been drafted."""
     control = One(FAST_PLAIN)
     assert _drive(control, 50, lambda width: 0) == [1] * 50 and "no draft yet, 80 % of the first ones assumed right" in control.reason()
@@ -114,7 +114,7 @@ def test_a_drafter_that_gets_better_is_noticed():
 
 
 @pytest.mark.parametrize("costs", [H200_27B, SLOW_BLOCKS, {1: 2.84, 2: 3.93, 4: 5.05, 8: 7.3, 16: 6.24}])
-def test_a_passage_that_the_drafter_does_not_know_costs_nothing_behind_it(costs):
+def test_an_unknown_passage_costs_nothing_later(costs):
     """What it lost was a debt, paid back in 5,000 plain steps: code behind a page of prose was decoded plainly."""
     control = One(costs)
     for _ in range(2):

@@ -167,7 +167,7 @@ def test_both_are_no_slower_than_the_better_one(name, machine, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [300, 600])
-def test_a_drafter_that_becomes_right_is_found_out_beside_suffix_drafts(wrong, monkeypatch):
+def test_a_drafter_that_becomes_right_is_found_despite_ngram_drafts(wrong, monkeypatch):
     """Its blocks were passed over for ever where plain tokens won more at first: 1.89 and 1.29 of the time that it takes alone."""
     right, rng, machine = [0] * wrong + [9] * (900 - wrong), np.random.default_rng(1), "27B, H200"
     text = rng.integers(0, 1 << 20, len(right) + 20).tolist()
@@ -205,7 +205,7 @@ def test_a_step_that_waits_for_its_graph_costs_what_others_of_its_kind_do(monkey
 
 
 @pytest.mark.parametrize("name, most", [("copy", 5.0), ("json", 3.1), ("prose", 2.3)])
-def test_what_the_host_does_beside_a_step_is_bounded(name, most, monkeypatch):
+def test_host_time_per_step_is_bounded(name, most, monkeypatch):
     """In calls, of those of a plain step (66), because times say little here. With drafter and suffix drafts a step took the host 79, 52 and 35 us, a
     plain one 9, where steps of the embedded pair take 250 us on a GPU; then 53, 37 and 23. Prose is told to width control again: 150 calls instead of 128."""
     calls = {"plain": Calls(), "both": Calls()}

@@ -141,7 +141,7 @@ def test_what_calls_nothing_is_content(form, text):
     assert whole(text, form) == (text, "", [])
 
 
-def test_what_failed_hides_no_call_behind_it():
+def test_a_failed_call_hides_no_later_call():
     assert whole(f"See <tool_call>{{oh}} {HERMES}") == ("See <tool_call>{oh}", "", [("look_up", WANTED)])
 
 

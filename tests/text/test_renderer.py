@@ -132,7 +132,7 @@ def test_short_conversations_do_not_wait_for_long_ones():
 
 
 @pytest.mark.slow
-def test_who_hurries_waits_for_nothing_and_owes_the_next_one_nothing():
+def test_a_hurried_rendering_waits_for_nothing():
     slow = ChatTemplate("{% for i in range(99999) %}{% for j in range(9) %}{% endfor %}{% endfor %}slow")
     other = ChatTemplate("{{ messages[0].content }}")
     other.render(TALK)
@@ -160,7 +160,7 @@ def test_who_hurries_waits_for_nothing_and_owes_the_next_one_nothing():
     assert other.render(TALK) == "x"
 
 
-def test_who_hurries_is_given_no_text_that_takes_long_to_encode():
+def test_a_hurried_rendering_returns_no_long_text():
     """66,000 characters were rendered in half a millisecond, and encoded in 170 while no stream of a server went on."""
     template = ChatTemplate("{{ messages[0].content * messages[0].times }}")
     short, long = ([{"role": "user", "content": "x", "times": times}] for times in (renderer.MUCH, renderer.MUCH + 1))
@@ -201,7 +201,7 @@ def test_a_process_that_cannot_be_started_is_a_sentence(monkeypatch, python, why
     assert ChatTemplate("ok").render(TALK) == "ok"
 
 
-def test_no_descriptor_is_left_behind():
+def test_no_descriptor_leaks():
     template = ChatTemplate("{{ 'a' * 10 ** 9 }}")
     counts = set()
     for _ in range(4):
