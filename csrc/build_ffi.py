@@ -163,7 +163,7 @@ typedef ggml_backend_buffer_type_t * (*ggml_backend_dev_get_extra_bufts_t)(ggml_
 typedef void (*ggml_backend_set_n_threads_t)(ggml_backend_t, int);
 typedef bool (*ggml_abort_callback)(void * data);
 static ggml_backend_buffer_type_t * call_get_extra_bufts(void * fn, ggml_backend_dev_t dev);
-static void ask_extra_bufts(void);
+static void init_extra_bufts(void);
 static const char * device_feature(ggml_backend_dev_t dev, const char * name);
 static void call_set_n_threads(void * fn, ggml_backend_t backend, int n);
 static void quiet_log(void);
@@ -271,7 +271,7 @@ static void ask_all_devices(void) {
         }
     }
 }
-static void ask_extra_bufts(void) {
+static void init_extra_bufts(void) {
 #ifdef __GLIBC__
     static char * said;
     static size_t size;

@@ -1177,7 +1177,7 @@ def load(
         device: name as in ``devices()``; None takes the first GPU, or the CPU. Several, separated by commas: the target's layers are split over
             them; a CPU among GPUs has the first layers, whatever the order.
         threads: CPU threads, always so many; None takes as many as other work leaves cores for, at most 16, and one step may have more of them than another.
-        kernels: "own" or "ggml" for products on a CPU; None takes our own on x86 with AVX2, and ggml's elsewhere, which are llama.cpp's bit for bit.
+        kernels: "native" or "ggml" for products on a CPU; None takes "native" on x86 with AVX2, and ggml's elsewhere, which are llama.cpp's bit for bit.
         n_ctx: tokens of context; 0 takes what the model was trained with; None that too, or as many as memory has room for, three quarters of what
             is free and all but 4 GiB; ``configuration`` names which.
         draft_width: rows per verified block; None lets width control choose, from costs measured here and acceptance seen while running.

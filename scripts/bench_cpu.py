@@ -45,7 +45,7 @@ def llama_bench(args, model: Path, prompts: tuple[int, ...]) -> dict[str, float]
     return {(f"pp{r['n_prompt']}" if r["n_prompt"] else f"tg{r['n_gen']}"): r["avg_ts"] for r in json.loads(done.stdout)}
 
 
-def load(args, target=None, draft=None, kernels="own", **options) -> ps.Session:
+def load(args, target=None, draft=None, kernels="native", **options) -> ps.Session:
     return ps.load(target, draft, device="CPU", threads=args.threads, kernels=kernels, **options)
 
 
@@ -128,7 +128,7 @@ def against_llama_server(args, say) -> None:
 def step_costs(args, say, name: str, target, draft=None, widths=(1, 2, 4, 8, 16)) -> None:
     """Steps of each width in turn, own kernels and ggml's: verification alone where there is no drafter."""
     best: dict[tuple[str, int], float] = {}
-    for kernels in ("own", "ggml"):
+    for kernels in ("native", "ggml"):
         with load(args, target, draft, kernels, n_ctx=1024) as session:
             engine = session.engine
             for round_ in range(args.rounds + 2):
@@ -146,10 +146,10 @@ def step_costs(args, say, name: str, target, draft=None, widths=(1, 2, 4, 8, 16)
                         if round_:
                             best[kernels, width] = min(best.get((kernels, width), spent), spent)
     for width in widths:
-        say(f"{name}: step of {width} rows, ms", 1000 * best["own", width])
-        say(f"{name}: step of {width} rows, ggml's over own", best["ggml", width] / best["own", width])
+        say(f"{name}: step of {width} rows, ms", 1000 * best["native", width])
+        say(f"{name}: step of {width} rows, ggml's over own", best["ggml", width] / best["native", width])
         if width > 1:
-            say(f"{name}: step of {width} rows over one row", best["own", width] / best["own", 1])
+            say(f"{name}: step of {width} rows over one row", best["native", width] / best["native", 1])
 
 
 def synthetic_pair(args, say) -> None:

@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--twin", help="with -m: the same numbers in F32")
     parser.add_argument("--text", type=Path, help="with -m: a text whose perplexity is computed")
     parser.add_argument("--chunks", type=int, default=80, help=f"of {CHUNK} tokens of it at most")
-    parser.add_argument("--kernels", choices=("own", "ggml"), help="with -m, of pyspec on a CPU")
+    parser.add_argument("--kernels", choices=("native", "ggml"), help="with -m, of pyspec on a CPU")
     args = parser.parse_args()
     lengths = [int(n) for n in args.tokens.split(",")]
     if args.model:

@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model")
     parser.add_argument("-md", "--model-draft")
-    parser.add_argument("--kernels", choices=("own", "ggml"), default="own")
+    parser.add_argument("--kernels", choices=("native", "ggml"), default="native")
     parser.add_argument("--widths", default="1,8,16")
     parser.add_argument("--context", type=int, default=200)
     parser.add_argument("--steps", type=int, default=60)

@@ -328,7 +328,7 @@ def test_closing_that_is_interrupted_says_so_and_can_be_repeated(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="what of a file is in memory is read from /proc")
 def test_the_file_of_packed_weights_is_released():
     """Of the embedded target, by pages that this process has of it: all of them stayed, so weights counted twice."""
-    with ps.load(device="CPU", threads=1, kernels="own" if levels() else "ggml", n_ctx=64) as session:
+    with ps.load(device="CPU", threads=1, kernels="native" if levels() else "ggml", n_ctx=64) as session:
         path, size = str(DEMO_TARGET), DEMO_TARGET.stat().st_size
         lines, held, inside = Path("/proc/self/smaps").read_text().splitlines(), 0, False
         for line in lines:

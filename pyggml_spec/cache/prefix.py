@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from ..ggml.device import kernels_in_use
-from ..ggml.library import why_absent
+from ..ggml.library import lost_reason
 from .chunk_store import ROWS, STATE, Chunk, ChunkStore, chunk_keys, end_keys
 from .prefix_files import PrefixFiles, PrefixWriter, Refused
 from .snapshot import Pieces
@@ -449,7 +449,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Writes what is still to be written, and frees the copies."""
-        if not self.engine.graphs.closed and why_absent(self.engine.io.workers) is None:  # nothing can be read of a worker that is lost
+        if not self.engine.graphs.closed and lost_reason(self.engine.io.workers) is None:  # nothing can be read of a worker that is lost
             try:
                 self.save()
             finally:

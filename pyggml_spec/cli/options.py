@@ -14,8 +14,9 @@ from .llama_cpp import llama_cpp_options
 
 kernels_option = click.option(
     "--kernels",
-    type=click.Choice(["own", "ggml"]),
-    help="Kernels for products on a CPU. Default: our own on x86 with AVX2, ggml's elsewhere, which are llama.cpp's bit for bit.",
+    type=click.Choice(["native", "ggml", "own"]),
+    help="Kernels for matrix products on a CPU. Default: native on x86 with AVX2; ggml elsewhere, which equals llama.cpp bit for bit. "
+    "own: deprecated name of native.",
 )
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from ..engine.runner import ModelRunner
 from ..errors import PyspecError
 from ..ggml.device import free_bytes, present
-from ..ggml.peer import REFUSED
+from ..ggml.peer import DISABLE
 from ..multi_device.split import EMBEDDING, FIRST, cuts_by
 from ..tools.split_steps import HOST_ONLY, CopySpeed, DeviceShare, SplitStep, copy_speeds, split_chunk, split_steps
 from .report import NOT_APPLICABLE, OK, RUNNING, WARN, Check
@@ -127,8 +127,8 @@ def cut_cost(step: SplitStep, copies: Sequence[CopySpeed]) -> Check:
         return Check("cut cost", OK, found, "", RUNNING, data)
     if any("network" in speed.way for speed in copies):
         remedy = "each copy waits for the network: use fewer workers, nearer ones, or blocks that accept more tokens per step"
-    elif any(f"{REFUSED}=0" in speed.way for speed in copies):
-        remedy = f"start without {REFUSED}=0, so that GPUs copy to each other directly"
+    elif any(f"{DISABLE}=0" in speed.way for speed in copies):
+        remedy = f"start without {DISABLE}=0, so that GPUs copy to each other directly"
     else:
         remedy = "put the model on fewer devices if one has room for it; smaller types of weights need less"
     return Check("cut cost", WARN, found, remedy, RUNNING, data)
@@ -175,7 +175,7 @@ def device_copies(copies: Sequence[CopySpeed]) -> Check:
     data = {"copies": [one.as_dict() for one in copies]}
     if any(HOST_ONLY in one.way for one in copies):
         remedy = (
-            f"start without {REFUSED}=0" if any(f"{REFUSED}=0" in one.way for one in copies) else
+            f"start without {DISABLE}=0" if any(f"{DISABLE}=0" in one.way for one in copies) else
             "put neighbouring layers on GPUs that the machine links, or the model on fewer devices: `nvidia-smi topo -m` shows the links"
         )  # fmt: skip
         return Check("device copies", WARN, "; ".join(said), remedy, RUNNING, data)

@@ -1,2 +1,1 @@
-"""Binding to the ggml that llama-cpp-python ships: library, devices, graphs, step inputs. Nothing above this folder sees cffi handles
-other than opaque tensors."""
+"""Binding to the ggml of llama-cpp-python: library, devices, graphs, step inputs. Higher layers see only opaque tensors."""

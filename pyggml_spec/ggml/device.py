@@ -28,15 +28,12 @@ _KINDS = {
 }
 
 
-SMALL_BATCH = "SMALL_BATCH"  # how the products of patches/0020 load, where ggml-cuda was built with them and they are not switched off
+SMALL_BATCH = "SMALL_BATCH"  # feature of ggml-cuda built with patches/0020
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device: ``name`` is what ``--device`` takes; memory in bytes; ``kind`` is cpu, gpu, igpu, accel, or rpc for one of a worker.
-
-    ``index``: in ggml's list, -1 of a worker's.
-    """
+    """One device. ``name`` as `--device` takes it; ``kind``: cpu, gpu, igpu, accel or rpc; memory in bytes; ``index`` in ggml's list, -1 for rpc."""
 
     name: str
     description: str
@@ -47,14 +44,14 @@ class Device:
 
 
 def devices() -> list[Device]:
-    """Every device that llama-cpp-python's ggml was built with and found on this machine."""
+    """Every device of the installed ggml on this machine."""
     found = []
     free, total = ffi.new("size_t *"), ffi.new("size_t *")
     for index in range(lib.ggml_backend_dev_count()):
         dev = lib.ggml_backend_dev_get(index)
         lib.ggml_backend_dev_memory(dev, free, total)
         kind = _KINDS.get(lib.ggml_backend_dev_type(dev), "other")
-        if kind == "cpu":  # ggml calls all of it free
+        if kind == "cpu":  # ggml reports all of it as free
             free[0] = host_memory.free(total[0])
         found.append(
             Device(text(lib.ggml_backend_dev_name(dev)), text(lib.ggml_backend_dev_description(dev)), kind, free[0], total[0], index)
@@ -63,10 +60,10 @@ def devices() -> list[Device]:
 
 
 def pick_device(name: str | None = None) -> Device:
-    """The device called ``name`` (any case), or the first GPU, or the CPU. ``RPC:host:port`` is a worker's, which is connected to.
+    """The device called ``name`` (any case), or the first GPU, or the CPU. ``RPC:host:port`` connects to a worker.
 
     Raises:
-        DeviceError: no device has that name; the message lists those that exist. What is wrong with a worker.
+        DeviceError: an unknown name (the message lists the known ones), or a worker that cannot be used.
     """
     if is_worker(name):
         from .rpc import open_worker
@@ -87,7 +84,7 @@ def pick_device(name: str | None = None) -> Device:
 
 
 def device_handle(device: Device) -> DeviceHandle:
-    """ggml's device."""
+    """The ggml device."""
     if device.kind == "rpc":
         from .rpc import handle_of
 
@@ -96,7 +93,7 @@ def device_handle(device: Device) -> DeviceHandle:
 
 
 def workers_of(device: Device) -> tuple[str, ...]:
-    """The address in numbers of the worker whose device this is; empty of a device of this machine. A worker's devices share one connection."""
+    """The endpoint of an rpc device, as a tuple of one; empty for a local device. Devices of one worker share a connection."""
     if device.kind != "rpc":
         return ()
     from .rpc import endpoint_of
@@ -105,18 +102,18 @@ def workers_of(device: Device) -> tuple[str, ...]:
 
 
 def present(device: Device) -> Device:
-    """The same device with the memory that is free now."""
+    """The same device with its present free memory."""
     return pick_device(device.name) if device.kind == "rpc" else devices()[device.index]
 
 
 def device_feature(device: Device, name: str) -> str | None:
-    """What the device's backend says of itself by this name, None where it says nothing."""
+    """The feature ``name`` of the device's backend; None if unknown."""
     value = lib.device_feature(device_handle(device), name.encode())
     return text(value) if value != ffi.NULL else None
 
 
 def build_notes(device: Device) -> list[str]:
-    """What there is to say about the installed build on this device: buffer types that are not used, whose kernels run on an NVIDIA GPU."""
+    """Notes on the installed build for this device: unused buffer types, the kernels used on NVIDIA GPUs."""
     if device.kind == "cpu":
         return FITNESS.notes
     if device.kind == "rpc":
@@ -146,7 +143,7 @@ SWITCHES = (
 
 
 def kernels_in_use() -> tuple:
-    """What decides which kernels compute, as far as files of the same version can differ: the note of the build, and ggml-cuda's switches."""
+    """The build note and ggml-cuda's switches: all that selects kernels within one version."""
     from ..building import build_note
 
     libraries = installed_libraries()
@@ -155,12 +152,12 @@ def kernels_in_use() -> tuple:
 
 
 def free_bytes(device: Device) -> int:
-    """What the device has free, of the CPU's memory now, and of others when they were listed."""
+    """Free bytes: of the CPU now, of other devices when they were listed."""
     return host_memory.free(device.memory_total) if device.kind == "cpu" else device.memory_free
 
 
-MOST_THREADS = 512  # GGML_MAX_N_THREADS
-_NO_GRAPHS = "GGML_CUDA_DISABLE_GRAPHS"  # ggml-cuda reads it once, at its first graph
+MAX_THREADS = 512  # GGML_MAX_N_THREADS
+_NO_GRAPHS = "GGML_CUDA_DISABLE_GRAPHS"  # ggml-cuda reads it once, with its first graph
 
 
 def graph_replay_enabled() -> bool:
@@ -169,10 +166,10 @@ def graph_replay_enabled() -> bool:
 
 
 def disable_graph_replay() -> None:
-    """Makes ggml-cuda launch every step kernel by kernel, as a control. Only before the first backend of the process is opened.
+    """Makes ggml-cuda launch every step kernel by kernel. Only before the first backend of the process is opened.
 
     Raises:
-        DeviceError: a backend was opened before, so ggml may have read its setting already.
+        DeviceError: a backend was opened before.
     """
     if graph_replay_enabled() and Backend.opened:
         raise DeviceError("graph replay can only be switched off before the first model is loaded; start a new process for it")
@@ -182,14 +179,15 @@ def disable_graph_replay() -> None:
 class Backend:
     """One execution stream on a device. Owns its ggml backend; ``close`` is idempotent.
 
-    ``threads``: of a CPU, always so many; None: as many as other work leaves cores for, ``default_threads`` at most. ``level``: of native kernels, None
-    where ggml's are used; ``kernels`` as in ``pick_level``. ``workers``: see ``workers_of``.
+    Args:
+        threads: of a CPU, fixed; None: adaptive, ``default_threads`` at most.
+        kernels: as of ``pick_level``. ``level`` is that of the native kernels, None where ggml's are used.
     """
 
-    opened = 0  # backends of this process so far
+    opened = 0  # backends opened in this process
 
     def __init__(self, device: Device, threads: int | None = None, kernels: str | None = None) -> None:
-        most = default_threads() if threads is None else whole(threads, "the number of threads", 1, MOST_THREADS, DeviceError)
+        most = default_threads() if threads is None else whole(threads, "the number of threads", 1, MAX_THREADS, DeviceError)
         self.level = pick_level(kernels, device.kind)
         Backend.opened += 1
         self.device = device
@@ -199,7 +197,7 @@ class Backend:
         if self.handle == ffi.NULL:
             check_present(self.workers)
             raise DeviceError(f"the device {device.name} ({device.description}) could not be opened; pick another `device`")
-        self.rule: ThreadRule | None = None  # of a CPU: how many threads compute
+        self.rule: ThreadRule | None = None  # of a CPU
         if device.kind == "cpu":
             self.rule = ThreadRule(most, threads is None)
             self._begin_threads(self.rule)
@@ -213,7 +211,7 @@ class Backend:
 
     @property
     def threads(self) -> int:
-        """Of a CPU, that compute where no other work needs its cores; 0 of another device."""
+        """CPU threads without other load; 0 on other devices."""
         return self.rule.most if self.rule is not None else 0
 
     def _proc(self, name: str) -> CData:
@@ -221,23 +219,23 @@ class Backend:
 
     @property
     def level_handle(self) -> LevelHandle:
-        """The level as csrc takes it; NULL for ggml's kernels."""
+        """The level for csrc; NULL for ggml's kernels."""
         return self.level.handle if self.level is not None else ffi.NULL
 
     @property
     def kernels(self) -> str:
-        """Whose kernels multiply: the level of our own, or "ggml"."""
+        """The native level's name, or "ggml"."""
         return self.level.name if self.level is not None else "ggml"
 
     @property
     def default_buffer_type(self) -> BufferType:
-        """The buffer type that every op of this device can use."""
+        """The buffer type that every op of this device supports."""
         return lib.ggml_backend_dev_buffer_type(self._dev)
 
     def allocate(self, ctx: Context, buffer_type: BufferType | None = None) -> Buffer:
-        """A buffer for the tensors of ``ctx``, of the default type without another one; NULL if there is no memory for them.
+        """Allocates the tensors of ``ctx`` in ``buffer_type`` (default: the device's); NULL without memory for them.
 
-        Linux promises more memory than there is, and ends the process that then writes to it: on the CPU, nobody asks for more than is free.
+        Linux overcommits and kills the process on write, so CPU allocations are limited to the free memory.
         """
         buffer_type = buffer_type or self.default_buffer_type
         need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, buffer_type)
@@ -251,14 +249,14 @@ class Backend:
         return buffer
 
     def allocate_temporary(self, ctx: Context) -> Buffer:
-        """``allocate`` for what comes and goes: on the CPU in pages of its own, which go back to the system with ``free_temporary``."""
+        """``allocate`` for short-lived tensors: on the CPU in separate pages that ``free_temporary`` returns to the system."""
         if self.device.kind != "cpu":
             return self.allocate(ctx)
         need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, self.default_buffer_type)
         return lib.pgs_pages_buffer(ctx) if need <= host_memory.with_swap(self.device.memory_total) else ffi.NULL
 
     def allocate_zeroed(self, ctx: Context) -> Buffer:
-        """Like ``allocate_temporary``, and zeros: on Linux's CPUs nothing is written for that, and pages cost memory when something is. Freed by ``free_temporary``."""
+        """``allocate_temporary`` with zeros; on Linux CPUs untouched pages cost no memory. Freed by ``free_temporary``."""
         buffer = self.allocate_temporary(ctx)
         if buffer == ffi.NULL:
             return buffer
@@ -269,12 +267,12 @@ class Backend:
         return buffer
 
     def free_temporary(self, buffer: Buffer) -> None:
-        """Frees what ``allocate_temporary`` or ``allocate_zeroed`` gave."""
+        """Frees a buffer of ``allocate_temporary`` or ``allocate_zeroed``."""
         free = lib.pgs_pages_buffer_free if self.device.kind == "cpu" and buffer != ffi.NULL else lib.ggml_backend_buffer_free
         free(buffer)
 
     def extra_buffer_types(self) -> list[BufferType]:
-        """Buffer types that store matmul weights in a layout of their own (the CPU's repacked one, AMX), best first; none that the probe refused."""
+        """Buffer types with their own weight layout (repacked, AMX), best first, without those that the probe refused."""
         proc = self._proc("ggml_backend_dev_get_extra_bufts")
         found: list[BufferType] = []
         if proc != ffi.NULL:
@@ -286,10 +284,9 @@ class Backend:
         return found
 
     def supports_matmul(self, buffer_type: BufferType, ggml_type: int, shape: Sequence[int]) -> bool:
-        """Whether products by weights of this shape, in ggml order, are what they should be in this buffer type.
+        """Whether matrix products of weights of this shape (ggml order) are correct in this buffer type.
 
-        ggml's AMX kernel adds a product of 32 rows and one block of 32 inputs to what lay in the memory of the result (patches/0012): NMSE of
-        the logits 0.004 to 0.3, or NaN. Of a stack of matrices it says that it takes them, packs the first, and reads behind it for the others.
+        ggml's AMX kernel reads uninitialised memory for one block of inputs and packs only the first of stacked matrices (patches/0012).
         """
         if text(lib.ggml_backend_buft_name(buffer_type)) != "AMX":
             return True
@@ -297,7 +294,7 @@ class Backend:
 
     @property
     def traffic(self) -> "Traffic | None":
-        """What went over the network so far; None of a device of this machine."""
+        """Network traffic so far; None for a local device."""
         if self.device.kind != "rpc":
             return None
         from .rpc import traffic
@@ -305,7 +302,7 @@ class Backend:
         return traffic(self.device.name)
 
     def supports(self, node: Tensor) -> bool:
-        """Whether the device can run this (possibly not yet allocated) operation."""
+        """Whether the device can run this operation, allocated or not."""
         return bool(lib.ggml_backend_dev_supports_op(self._dev, node))
 
     def synchronize(self) -> None:
@@ -321,7 +318,7 @@ class Backend:
 
 
 def cpu_wait_s() -> float | None:
-    """Seconds that this thread was ready to run, but other work had its core; None where the kernel does not say (it is Linux that does)."""
+    """Seconds that this thread was runnable without a core; None where the kernel does not report it."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -329,9 +326,8 @@ def cpu_wait_s() -> float | None:
 
 
 def release_threads() -> None:
-    """Ends the threads that this thread computes with on the CPU; its next step makes new ones, which takes some 30 us each.
+    """Ends this thread's compute threads; its next step starts new ones (about 30 us each).
 
-    To be called by a thread whose work is over, or waits for others: while a process has more of them than cores, each step of any thread sleeps in
-    the kernel 73 times (csrc/compute_threads.c).
+    For threads that finish or wait: with more compute threads than cores, every barrier of a step sleeps in the kernel (csrc/compute_threads.c).
     """
     lib.pgs_release_threads()

@@ -1,4 +1,4 @@
-"""Roles (one graph allocator each) and graphs (built once, recomputed ever after), with the few verbs that models are written in."""
+"""Graph allocators (one per kind of step) and graphs (built once, then recomputed), with the operations that models use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,16 +10,16 @@ from ..errors import EngineError
 from .device import Backend
 from .kernels import Packed, multiplies_experts, packed_shape
 from .library import Tensor, check, ffi, lib, new_err, text
-from .shapes import F32, I32, I64, inside, multiplies, part, repeats, require, reshapes
+from .shapes import F32, I32, I64, can_mul_mat, can_repeat, can_reshape, in_range, require, view_fits
 
-NODES = 16384  # structs only: about 6 MB of arena per graph
-SPARE = 1024  # more than a model makes between two calls of ``expand``
-_PACKED_OUTPUTS = 32  # what ggml's packing kernels of CPUs take at a time, at most
+NODES = 16384  # node limit of a graph; about 6 MB of metadata each
+SPARE = 1024  # more nodes than a model adds between two calls of ``expand``
+_PACKED_OUTPUTS = 32  # largest group of outputs in ggml's packing CPU kernels
 
 
 @dataclass(frozen=True)
 class AllocatorCounters:
-    """What one role has done: graphs planned, plans made inside an existing buffer, buffers allocated, graphs computed."""
+    """Counters of an allocator: graphs planned, plans within the existing buffer, buffers allocated, graphs computed."""
 
     graphs_built: int
     replans: int
@@ -28,10 +28,7 @@ class AllocatorCounters:
 
 
 class GraphAllocator:
-    """One kind of step. Owns the allocator that all graphs of this kind share; graphs of a role never run at the same time.
-
-    ``nodes``: what a graph of it may have.
-    """
+    """The compute buffer shared by all graphs of one kind of step, which never run concurrently. ``nodes``: limit per graph."""
 
     def __init__(self, backend: Backend, name: str, nodes: int = NODES) -> None:
         self.name, self.backend, self.nodes = name, backend, nodes
@@ -59,9 +56,9 @@ class Graph:
     Tensors are opaque handles; shapes are in ggml order, innermost first. Methods named like a ggml function are that function.
     """
 
-    named: dict[str, Tensor] | None = None  # nodes by name, kept to be read, of graphs that are built while ``debug``
-    debug = False  # of all graphs: for comparing nodes with llama.cpp's
-    segment = -1  # of the devices that a step goes through, the one that computes it: the last, and mostly the only one
+    named: dict[str, Tensor] | None = None  # nodes by name, of graphs built while ``debug``
+    debug = False  # class attribute: name nodes and keep their values, to compare with llama.cpp
+    segment = -1  # index of the device in a split model that computes this graph
 
     def __init__(self, allocator: GraphAllocator) -> None:
         self.allocator, self.backend = allocator, allocator.backend
@@ -76,20 +73,19 @@ class Graph:
         self._activations: dict[tuple[int, ...], Tensor] = {}
         self._orders: dict[tuple[int, int], Tensor] = {}
 
-    # -- verbs of the models
+    # -- operations of models
 
     def matmul(self, weight: Tensor, x: Tensor) -> Tensor:
-        """weight [n_in, n_out], x F32 [n_in, T] -> F32 [n_out, T]; a matrix per head, [n_in, n_out, H], takes [n_in, T, H] to [n_out, T, H]."""
+        """weight [n_in, n_out], x F32 [n_in, T] -> F32 [n_out, T]; per head: [n_in, n_out, H], [n_in, T, H] -> [n_out, T, H]."""
         if isinstance(weight, Packed):
             return self._packed_matmul(weight, x)
-        require(multiplies(weight, x), "matmul", weight=weight, x=x)
+        require(can_mul_mat(weight, x), "matmul", weight=weight, x=x)
         return lib.ggml_mul_mat(self.ctx, weight, x)
 
     def aligned_outputs(self, weight: Tensor, count: int) -> int:
-        """The least number of outputs, from ``count`` on, with which ``first_outputs`` gives a matrix that can be multiplied.
+        """The smallest number of outputs >= ``count`` for which ``first_outputs`` gives a valid matrix.
 
-        ggml's CPU kernels that pack weights for themselves do so by 4 to 32 outputs. A part that ends elsewhere they take for weights as they are, or
-        they leave the end out, and write to stderr that they do (AMX): drafts of ``draft_vocab`` were random, and nothing but acceptance said so.
+        ggml's packing CPU kernels work on groups of 4 to 32 outputs; a partial group is read as unpacked weights, or skipped (AMX).
         """
         if isinstance(weight, Packed) or self.backend.device.kind != "cpu":
             return count
@@ -102,14 +98,13 @@ class Graph:
         require(fits, "first_outputs", weight=tuple(weight.ne[0:4]), count=count)
         if isinstance(weight, Packed):
             _, blocks, groups = packed_shape(weight.type, (weight.ne[0], count)) or (0, 0, 0)
-            t = weight.tensor  # groups of outputs lie one behind the other, by pairs
+            t = weight.tensor  # groups of outputs are stored in pairs
             part_of = lib.ggml_view_3d(self.ctx, t, t.ne[0], blocks, min(groups + groups % 2, t.ne[2]), t.nb[1], t.nb[2], 0)
             return replace(weight, ne=(weight.ne[0], count, 1, 1), tensor=part_of)
         return lib.ggml_view_2d(self.ctx, weight, weight.ne[0], count, weight.nb[1], 0)
 
     def _packed_matmul(self, weight: Packed, x: Tensor) -> Tensor:
-        """By native kernels. What products read of ``x`` is made once, however many matrices it is multiplied with, unless the first of them had better
-        make it for itself."""
+        """By native kernels. The quantised activations of ``x`` are shared by all products with it, unless the first one had better make its own."""
         require(weight.ne[0] == x.ne[0] and x.type == F32, "matmul", weight=weight.ne[:2], x=x)
         x = x if x.nb[0] == 4 else self.cont(x)
         level = self.backend.level_handle
@@ -125,11 +120,11 @@ class Graph:
         fits = experts.ne[0] == x.ne[0] and chosen.type == I32 and chosen.ne[1] == x.ne[2] and chosen.ne[0] % x.ne[1] == 0
         require(fits and experts.ne[3] == x.ne[3] == chosen.ne[2] == 1, "matmul_experts", experts=experts, x=x, chosen=chosen)
         if multiplies_experts(self.backend.level, experts.type, experts.ne[0]) and x.ne[1] in (1, chosen.ne[0]) and x.nb[0] == 4:
-            return self._own_experts(experts, x, chosen)
+            return self._native_experts(experts, x, chosen)
         return lib.ggml_mul_mat_id(self.ctx, experts, x, chosen)
 
-    def _own_experts(self, experts: Tensor | Packed, x: Tensor, chosen: Tensor) -> Tensor:
-        """By native kernels. The order of the choices is made once for all products, what these read of ``x`` once for those that read the same."""
+    def _native_experts(self, experts: Tensor | Packed, x: Tensor, chosen: Tensor) -> Tensor:
+        """By native kernels. All products share the order of the choices; those of the same ``x`` share its quantised activations."""
         level, (n_in, n_out, n_expert) = self.backend.level_handle, experts.ne[0:3]
         choice = int(ffi.cast("uintptr_t", chosen)), n_expert
         if choice not in self._orders:
@@ -141,24 +136,24 @@ class Graph:
         return lib.pgs_expert_product(self.ctx, level, experts.type, tensor, n_in, n_out, n_expert, self._activations[key], order, chosen)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """a + b, b repeated where it has fewer rows. Where ``a`` is a product of native kernels this is one node with it; who else reads ``a`` has it computed once more."""
-        require(repeats(b, a.ne), "add", a=a, b=b)
+        """a + b, b repeated where it has fewer rows. Fused if ``a`` is a product of native kernels; another reader of ``a`` recomputes it."""
+        require(can_repeat(b, a.ne), "add", a=a, b=b)
         level = self.backend.level_handle
         both = lib.pgs_product_plus(self.ctx, level, a, b) if level != ffi.NULL else ffi.NULL
         return both or lib.ggml_add(self.ctx, a, b)
 
     def add_rows(self, x: Tensor, table: Tensor, index: Tensor) -> Tensor:
-        """x F32 [n, m, T] plus the row of the table F32 [n, rows] that index I32 [m, T] names for each of its m parts."""
+        """x F32 [n, m, T] plus rows of the table F32 [n, rows], selected by index I32 [m, T]."""
         fits = x.type == table.type == F32 and index.type == I32 and list(index.ne)[:3] == [x.ne[1], x.ne[2], 1]
         require(fits and x.ne[0] == table.ne[0] and x.ne[3] == table.ne[2] == 1, "add_rows", x=x, table=table, index=index)
         return lib.ggml_add_id(self.ctx, x, table, index)
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
-        require(repeats(b, a.ne), "mul", a=a, b=b)
+        require(can_repeat(b, a.ne), "mul", a=a, b=b)
         return lib.ggml_mul(self.ctx, a, b)
 
     def div(self, a: Tensor, b: Tensor) -> Tensor:
-        require(repeats(b, a.ne), "div", a=a, b=b)
+        require(can_repeat(b, a.ne), "div", a=a, b=b)
         return lib.ggml_div(self.ctx, a, b)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
@@ -201,20 +196,20 @@ class Graph:
         """Over the innermost dimension."""
         return lib.ggml_soft_max(self.ctx, x)
 
-    def swiglu(self, gate: Tensor, up: Tensor, own: bool = True) -> Tensor:
-        """silu(gate) * up, elementwise; ``own`` False: by ggml's kernel wherever it runs."""
+    def swiglu(self, gate: Tensor, up: Tensor, native: bool = True) -> Tensor:
+        """silu(gate) * up, elementwise; ``native`` False: always by ggml's kernel."""
         require(list(gate.ne) == list(up.ne) and gate.type == up.type, "swiglu", gate=gate, up=up)
-        if own and self._gates(gate, up):
+        if native and self._gates(gate, up):
             return lib.pgs_gate(self.ctx, self.backend.level_handle, up, gate, True)
         return lib.ggml_swiglu_split(self.ctx, gate, up)
 
     def swiglu_oai(self, gate: Tensor, up: Tensor) -> Tensor:
-        """g sigmoid(1.702 g) * (u + 1), elementwise, with g = min(gate, 7) and u = up within -7 to 7: the gate of gpt-oss."""
+        """gpt-oss: g sigmoid(1.702 g) * (u + 1), elementwise, with g = min(gate, 7) and u = clamp(up, -7, 7)."""
         require(list(gate.ne) == list(up.ne) and gate.type == up.type, "swiglu_oai", gate=gate, up=up)
         return lib.ggml_swiglu_oai(self.ctx, gate, up, 1.702, 7.0)
 
     def _gates(self, gate: Tensor, up: Tensor) -> bool:
-        """Whether native kernels multiply these rows."""
+        """Whether the native gate kernel supports these operands."""
         return self.backend.level is not None and all(x.type == F32 and x.nb[0] == 4 and x.ne[2] == x.ne[3] == 1 for x in (gate, up))
 
     def swiglu_halves(self, x: Tensor) -> Tensor:
@@ -226,7 +221,7 @@ class Graph:
         return lib.ggml_swiglu(self.ctx, x)
 
     def sigmoid_gated(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x F32 [D * H, T] times sigmoid(gate), which is F32 [D, H, T] and may have gaps between its heads."""
+        """x F32 [D * H, T] times sigmoid(gate), gate F32 [D, H, T], possibly strided."""
         fits = x.type == gate.type == F32 and gate.ne[0] * gate.ne[1] == x.ne[0] and gate.ne[2] == x.ne[1] and x.ne[2] == gate.ne[3] == 1
         require(fits, "sigmoid_gated", x=x, gate=gate)
         level = self.backend.level_handle
@@ -271,13 +266,13 @@ class Graph:
         return lib.ggml_get_rows(self.ctx, table, index)
 
     def fill_other_rows(self, x: Tensor, index: Tensor, other: float) -> Tensor:
-        """x F32 [n, rows, T] with the rows that index I32 [m, T] does not name filled with ``other``."""
+        """x F32 [n, rows, T]; the rows not in index I32 [m, T] are filled with ``other``."""
         fits = x.type == F32 and index.type == I32 and x.ne[3] == 1 and list(index.ne)[1:] == [x.ne[2], 1, 1] and index.ne[0] <= x.ne[1]
         require(fits, "fill_other_rows", x=x, index=index)
         return lib.ggml_set_rows(self.ctx, lib.ggml_fill(self.ctx, x, other), lib.ggml_get_rows(self.ctx, x, index), index)
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
-        """Joins tensors of equal width T along the innermost dimension."""
+        """Concatenates tensors of T columns along the innermost dimension."""
         out, level = parts[0], self.backend.level_handle
         if level != ffi.NULL and 1 < len(parts) < 10 and all(x.type == F32 and x.nb[0] == 4 and x.ne[2] == x.ne[3] == 1 for x in parts):
             require(all(x.ne[1] == out.ne[1] for x in parts), "concat", **{f"part_{i}": x for i, x in enumerate(parts)})
@@ -288,7 +283,7 @@ class Graph:
         return out
 
     def prepend_row(self, first: Tensor, x: Tensor) -> Tensor:
-        """One row of each of S, F32 [n, S], in front of each one's of F32 [n, T] -> F32 [n, T / S + 1, S]."""
+        """first F32 [n, S], x F32 [n, T] in S sequences -> F32 [n, T / S + 1, S], with ``first`` before each sequence's rows."""
         slots = first.ne[1]
         fits = first.type == x.type == F32 and first.ne[0] == x.ne[0] and x.ne[1] % slots == 0 and x.ne[2] == first.ne[2] == 1
         require(fits and lib.ggml_is_contiguous(x) and lib.ggml_is_contiguous(first), "prepend_row", first=first, x=x)
@@ -296,14 +291,14 @@ class Graph:
         return lib.ggml_concat(self.ctx, front, lib.ggml_reshape_3d(self.ctx, x, x.ne[0], x.ne[1] // slots, slots), 1)
 
     def leading_rows(self, x: Tensor, rows: int) -> Tensor:
-        """The first ``rows`` rows of each of F32 [n, R, S], as a view."""
-        require(part(x, 1, 0, rows), "leading_rows", x=x, rows=rows)
+        """The first ``rows`` rows of each sequence of F32 [n, R, S], as a view."""
+        require(in_range(x, 1, 0, rows), "leading_rows", x=x, rows=rows)
         return lib.ggml_view_3d(self.ctx, x, x.ne[0], rows, x.ne[2], x.nb[1], x.nb[2], 0)
 
     def slice_1d(self, x: Tensor, first: int, count: int) -> Tensor:
-        """[first, first + count) of the values of a contiguous [n] or [1, n], as a view."""
+        """Values [first, first + count) of a contiguous [n] or [1, n], as a view."""
         dim = 0 if x.ne[1] == 1 and x.ne[0] > 1 else 1
-        require(part(x, dim, first, count) and lib.ggml_is_contiguous(x), "slice_1d", x=x, first=first, count=count)
+        require(in_range(x, dim, first, count) and lib.ggml_is_contiguous(x), "slice_1d", x=x, first=first, count=count)
         if dim == 0:
             return lib.ggml_view_1d(self.ctx, x, count, first * x.nb[0])
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], count, x.nb[1], first * x.nb[1])
@@ -314,18 +309,20 @@ class Graph:
         return lib.ggml_sum_rows(self.ctx, x)
 
     def top_k(self, x: Tensor, k: int) -> Tensor:
-        """F32 [n, T] -> I32 [k, T], the places of the k largest values, largest first."""
+        """F32 [n, T] -> I32 [k, T], indices of the k largest values, largest first."""
         require(0 < k <= x.ne[0], "top_k", x=x, k=k)
         return lib.ggml_argsort_top_k(self.ctx, x, k)
 
     def index_scores(self, q: Tensor, cache: Tensor, weights: Tensor, mask: Tensor, kv_bucket: int) -> Tensor:
-        """What an indexer gives each of the first ``kv_bucket`` rows of its cache: sum over heads of weight * max(q . row, 0), plus the mask.
+        """An indexer's score of the first ``kv_bucket`` cache rows: sum over heads of weight * max(q . row, 0), plus the mask.
 
         q F32 [n, H, T], cache [n, rows (, slots)], weights F32 [H, T], mask as of ``kv_mask`` -> F32 of the mask's shape.
         """
         slots, count = mask.ne[3], q.ne[2]
         fits = q.type == weights.type == F32 and q.ne[0] == cache.ne[0] and list(weights.ne)[:3] == [q.ne[1], count, 1] and q.nb[0] == 4
-        fits = fits and part(cache, 1, 0, kv_bucket) and mask.ne[0] == kv_bucket and mask.ne[1] * slots == count and slots <= cache.ne[2]
+        fits = (
+            fits and in_range(cache, 1, 0, kv_bucket) and mask.ne[0] == kv_bucket and mask.ne[1] * slots == count and slots <= cache.ne[2]
+        )
         require(fits, "index_scores", q=q, cache=cache, weights=weights, mask=mask, kv_bucket=kv_bucket)
         each = count // slots
         k = lib.ggml_view_4d(self.ctx, cache, cache.ne[0], 1, kv_bucket, slots, cache.nb[1], cache.nb[1], cache.nb[2], 0)
@@ -335,7 +332,7 @@ class Graph:
         return lib.ggml_lightning_indexer(self.ctx, q, k, weights, mask)
 
     def top_k_mask(self, mask: Tensor, scores: Tensor, k: int) -> Tensor:
-        """mask F16 [kv_bucket, T, 1, S] with -inf at all places of each row but those of the ``k`` largest scores, which are F32 of its shape."""
+        """mask F16 [kv_bucket, T, 1, S] with -inf outside the ``k`` largest scores (F32, same shape) of each row."""
         kv_bucket, count, _, slots = mask.ne
         fits = scores.type == F32 and list(scores.ne) == list(mask.ne) and mask.ne[2] == 1 and 0 < k <= kv_bucket
         require(fits and lib.ggml_is_contiguous(mask) and lib.ggml_is_contiguous(scores), "top_k_mask", mask=mask, scores=scores, k=k)
@@ -343,9 +340,7 @@ class Graph:
         hidden = self.reshape(lib.ggml_fill(self.ctx, mask, float("-inf")), 1, kv_bucket, count, slots)
         zeros = self.reshape(lib.ggml_fill(self.ctx, lib.ggml_view_1d(self.ctx, scores, k * count * slots, 0), 0.0), 1, k, count, slots)
         seen = lib.ggml_set_rows(self.ctx, hidden, zeros, chosen)
-        return self.add(
-            self.reshape(seen, kv_bucket, count, 1, slots), mask
-        )  # rows that nobody may see are among the k where fewer are visible
+        return self.add(self.reshape(seen, kv_bucket, count, 1, slots), mask)  # masked rows are among the k where fewer than k are visible
 
     def argmax(self, x: Tensor) -> Tensor:
         """F32 [n, T] -> I32 [T]."""
@@ -355,7 +350,7 @@ class Graph:
         return lib.ggml_argmax(self.ctx, x)
 
     def top_k_unordered(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """F32 [n, T] -> I32 [k, T], the places of the k largest values in any order, and F32 [1, k, T], the values."""
+        """F32 [n, T] -> indices I32 [k, T] of the k largest values, unordered, and the values F32 [1, k, T]."""
         require(x.type == F32 and 0 < k <= x.ne[0] and x.ne[2] == 1, "top_k_unordered", x=x, k=k)
         places = lib.ggml_top_k(self.ctx, x, k)
         return places, lib.ggml_get_rows(self.ctx, self.reshape(x, 1, x.ne[0], x.ne[1]), places)
@@ -372,7 +367,7 @@ class Graph:
         n_ctx_orig: int = 0,
         yarn: tuple[float, float, float, float] = (0.0, 1.0, 32.0, 1.0),
     ) -> Tensor:
-        """Rotates the first ``n_rot`` values of each head. x F32 [D, H, T], positions I32 [T].
+        """RoPE on the first ``n_rot`` values of each head. x F32 [D, H, T], positions I32 [T].
 
         ``neox`` pairs (i, i + n_rot / 2), otherwise (2 i, 2 i + 1). ``factors`` F32 [n_rot / 2] divide the frequencies. ``yarn`` is
         (extrapolation, magnitude, beta_fast, beta_slow).
@@ -387,62 +382,62 @@ class Graph:
     # -- shapes
 
     def heads(self, x: Tensor, size: int, count: int, stride: int | None = None, first: int = 0) -> Tensor:
-        """Views [n, T] as F32 [size, count, T]; ``stride`` floats lie between heads (default ``size``), the first starts at ``first``."""
-        fits = inside(x, (size, count, x.ne[1]), (4, 4 * (stride or size), x.nb[1]), 4 * first)
+        """[n, T] as F32 [size, count, T], a view; ``stride`` floats between heads (default ``size``), the first head at ``first``."""
+        fits = view_fits(x, (size, count, x.ne[1]), (4, 4 * (stride or size), x.nb[1]), 4 * first)
         require(fits, "heads", x=x, size=size, count=count, stride=stride, first=first)
         return lib.ggml_view_3d(self.ctx, x, size, count, x.ne[1], 4 * (stride or size), x.nb[1], 4 * first)
 
     def slots(self, cache: Tensor, first: int, count: int) -> Tensor:
-        """The slots [first, first + count) of a cache [n, rows, slots], as a view."""
-        require(part(cache, 2, first, count), "slots", cache=cache, first=first, count=count)
+        """Slots [first, first + count) of a cache [n, rows, slots], as a view."""
+        require(in_range(cache, 2, first, count), "slots", cache=cache, first=first, count=count)
         return lib.ggml_view_3d(self.ctx, cache, cache.ne[0], cache.ne[1], count, cache.nb[1], cache.nb[2], first * cache.nb[2])
 
     def group_tails(self, x: Tensor, rows: int, first: int) -> Tensor:
-        """F32 [n, T], T a multiple of ``rows`` -> the rows [first, rows) of every ``rows``, F32 [n, T * (rows - first) / rows], by copy."""
+        """F32 [n, T] in groups of ``rows`` -> rows [first, rows) of each group, F32 [n, T * (rows - first) / rows], a copy."""
         require(0 <= first < rows and x.ne[1] % rows == 0, "group_tails", x=x, rows=rows, first=first)
         count = x.ne[1] // rows
         view = lib.ggml_view_3d(self.ctx, x, x.ne[0], rows - first, count, x.nb[1], x.nb[1] * rows, x.nb[1] * first)
         return lib.ggml_cont_2d(self.ctx, view, x.ne[0], (rows - first) * count)
 
     def columns(self, x: Tensor, n: int, first: int = 0) -> Tensor:
-        """The part [first, first + n) of the innermost dimension of F32 [m, T], as a view."""
-        require(x.type == F32 and part(x, 0, first, n), "columns", x=x, n=n, first=first)
+        """Columns [first, first + n) of the innermost dimension of F32 [m, T], as a view."""
+        require(x.type == F32 and in_range(x, 0, first, n), "columns", x=x, n=n, first=first)
         return lib.ggml_view_2d(self.ctx, x, n, x.ne[1], x.nb[1], 4 * first)
 
     def split_heads(self, x: Tensor, size: int, first: int) -> tuple[Tensor, Tensor]:
-        """F32 [D * H, T] as heads of ``size``: their first ``first`` values, F32 [first, H, T], and the others, as views."""
+        """F32 [D * H, T] as heads of ``size``: the first ``first`` values of each, F32 [first, H, T], and the rest, as views."""
         count = x.ne[0] // size
         return self.heads(x, first, count, size), self.heads(x, size - first, count, size, first)
 
     def columns_3d(self, x: Tensor, n: int, first: int) -> Tensor:
-        """The part [first, first + n) of the innermost dimension of F32 [m, H, T], as a view."""
-        require(x.type == F32 and part(x, 0, first, n), "columns_3d", x=x, n=n, first=first)
+        """Columns [first, first + n) of the innermost dimension of F32 [m, H, T], as a view."""
+        require(x.type == F32 and in_range(x, 0, first, n), "columns_3d", x=x, n=n, first=first)
         return lib.ggml_view_3d(self.ctx, x, n, x.ne[1], x.ne[2], x.nb[1], x.nb[2], 4 * first)
 
     def every_nth(self, x: Tensor, rows: int, i: int) -> Tensor:
-        """[n, T], T a multiple of ``rows`` -> the i-th of every ``rows``, [n, T / rows], as a view."""
+        """[n, T] in groups of ``rows`` -> the i-th row of each group, [n, T / rows], as a view."""
         require(0 <= i < rows and x.ne[1] % rows == 0 and x.ne[2] == x.ne[3] == 1, "every_nth", x=x, rows=rows, i=i)
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1] // rows, rows * x.nb[1], i * x.nb[1])
 
     def group_firsts(self, x: Tensor, rows: int) -> Tensor:
-        """[T] -> the first of every ``rows``, [T / rows], by copy."""
+        """[T] in groups of ``rows`` -> the first of each group, [T / rows], a copy."""
         count = x.ne[0] // rows
         return self.reshape(self.cont(self.every_nth(self.reshape(x, 1, x.ne[0]), rows, 0)), count)
 
     def gather(self, x: Tensor, index: Tensor) -> Tensor:
-        """[k, S], index I32 [S] -> of each row the value that the index names, [1, 1, S]."""
+        """[k, S], index I32 [S] -> x[index[s], s], [1, 1, S]."""
         require(x.nb[0] == 4 and index.type == I32 and index.ne[0] == x.ne[1] and x.ne[2] == 1, "gather", x=x, index=index)
         table = lib.ggml_view_3d(self.ctx, x, 1, x.ne[0], x.ne[1], x.nb[0], x.nb[1], 0)
         return lib.ggml_get_rows(self.ctx, table, self.reshape(index, 1, x.ne[1]))
 
     def slice_2d(self, x: Tensor, i: int) -> Tensor:
         """[n, H, T] -> the i-th of the H, [n, T], as a view."""
-        require(part(x, 1, i, 1), "slice_2d", x=x, i=i)
+        require(in_range(x, 1, i, 1), "slice_2d", x=x, i=i)
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[2], x.nb[2], i * x.nb[1])
 
     def plane(self, x: Tensor, i: int) -> Tensor:
         """[n, T, L] -> the i-th of the L, [n, T], as a view of a contiguous tensor."""
-        require(part(x, 2, i, 1), "plane", x=x, i=i)
+        require(in_range(x, 2, i, 1), "plane", x=x, i=i)
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1], x.nb[1], i * x.nb[2])
 
     def permute(self, x: Tensor, *axes: int) -> Tensor:
@@ -451,12 +446,12 @@ class Graph:
         return lib.ggml_permute(self.ctx, x, *axes)
 
     def reshape(self, x: Tensor, *shape: int) -> Tensor:
-        """A contiguous tensor in another shape of 1 to 4 dimensions."""
-        require(reshapes(x, shape), "reshape", x=x, shape=shape)
+        """A contiguous tensor reshaped to 1 to 4 dimensions."""
+        require(can_reshape(x, shape), "reshape", x=x, shape=shape)
         return (lib.ggml_reshape_1d, lib.ggml_reshape_2d, lib.ggml_reshape_3d, lib.ggml_reshape_4d)[len(shape) - 1](self.ctx, x, *shape)
 
     def hadamard(self, x: Tensor, hadamard: Tensor | None) -> Tensor:
-        """F32 [D, H, T] or [D, T] with every stretch of n values multiplied by ``hadamard`` F32 [n, n]; as it is if that is None."""
+        """F32 [D, H, T] or [D, T] with each block of n values multiplied by ``hadamard`` F32 [n, n]; unchanged if None."""
         if hadamard is None:
             return x
         n, x = hadamard.ne[0], x if lib.ggml_is_contiguous(x) else self.cont(x)
@@ -465,12 +460,12 @@ class Graph:
         return lib.ggml_reshape_3d(self.ctx, out, *x.ne[0:3])
 
     def hadamard_product(self, x: Tensor, hadamard: Tensor) -> Tensor:
-        """F32 [D, H, T] times ``hadamard`` F32 [D, D]: by a product on CPUs, where llama.cpp's indexer makes one, by ``hadamard`` elsewhere."""
+        """F32 [D, H, T] times ``hadamard`` F32 [D, D], as llama.cpp's indexer does: a matmul on CPUs, ``hadamard`` elsewhere."""
         return self.matmul(hadamard, x) if self.backend.device.kind == "cpu" else self.hadamard(x, hadamard)
 
     def repeat(self, x: Tensor, *shape: int) -> Tensor:
         """Repeats x to a 3-D shape."""
-        require(len(shape) == 3 and repeats(x, shape), "repeat", x=x, shape=shape)
+        require(len(shape) == 3 and can_repeat(x, shape), "repeat", x=x, shape=shape)
         return lib.ggml_repeat_4d(self.ctx, x, shape[0], shape[1], shape[2], 1)
 
     def cont(self, x: Tensor) -> Tensor:
@@ -483,7 +478,7 @@ class Graph:
 
     def rows_from(self, x: Tensor, first: int) -> Tensor:
         """Rows [first, T) of F32 [n, T], as a view."""
-        require(part(x, 1, first, x.ne[1] - first), "rows_from", x=x, first=first)
+        require(in_range(x, 1, first, x.ne[1] - first), "rows_from", x=x, first=first)
         return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1] - first, x.nb[1], x.nb[1] * first)
 
     def flat(self, x: Tensor) -> Tensor:
@@ -498,26 +493,26 @@ class Graph:
     # -- engine nodes
 
     def expand(self, node: Tensor) -> None:
-        """Puts ``node`` and what it needs at the end of the graph; the order of calls is the order of execution.
+        """Appends ``node`` and its dependencies to the graph; call order is execution order.
 
-        Raises EngineError where little of the arena is left: ggml ends the process when there is none.
+        Raises EngineError when the node limit is near: ggml would abort.
         """
         lib.ggml_build_forward_expand(self.gf, node)
         if self.n_nodes > self.allocator.nodes - SPARE:
-            raise EngineError(f"a graph of {self.n_nodes} nodes is larger than the {self.allocator.nodes} that were planned for this model")
+            raise EngineError(f"a graph of {self.n_nodes} nodes exceeds the {self.allocator.nodes} planned for this model")
 
     def expand_norm(self, x: Tensor) -> None:
-        """Expands a norm before what else comes: ggml-cuda fuses its nodes if they are neighbours. Our own products make norms for themselves."""
+        """Expands a norm first: ggml-cuda fuses adjacent norm nodes. Native products compute norms themselves."""
         if self.backend.level is None:
             self.expand(x)
 
     def keep_output(self, node: Tensor) -> None:
-        """Expands ``node`` and keeps its memory until the graph runs again: the host reads it."""
+        """Expands ``node`` and keeps its memory until the next run, for the host to read."""
         lib.ggml_set_output(node)
         self.expand(node)
 
     def name(self, node: Tensor, name: str) -> Tensor:
-        """Names ``node`` as llama.cpp does; where graphs are watched it is kept by that name, the last one of several."""
+        """Names ``node`` as llama.cpp does; with ``debug`` it is kept in ``named``."""
         if self.named is not None:
             node = self.cont(node) if not lib.ggml_is_contiguous(node) else node
             self.keep_output(lib.ggml_set_name(node, name.encode()))
@@ -535,7 +530,7 @@ class Graph:
 
     def kv_mask(self, mask_base: Tensor, q_last: Tensor, q_first: Tensor | None, kv_bucket: int, slots: int = 1) -> Tensor:
         fits = (
-            part(mask_base, 0, 0, kv_bucket)
+            in_range(mask_base, 0, 0, kv_bucket)
             and slots > 0
             and (mask_base.ne[1] == 1 or slots <= mask_base.ne[1])
             and q_last.ne[1] % slots == 0
@@ -559,8 +554,8 @@ class Graph:
         fits = n_head_kv > 0 and cache_k.ne[0] == q.ne[0] * n_head_kv and cache_v.ne[0] % n_head_kv == 0 and q.ne[1] % n_head_kv == 0
         fits = (
             fits
-            and part(cache_k, 1, 0, kv_bucket)
-            and part(cache_v, 1, 0, kv_bucket)
+            and in_range(cache_k, 1, 0, kv_bucket)
+            and in_range(cache_v, 1, 0, kv_bucket)
             and mask.ne[0] == kv_bucket
             and q.ne[2] % mask.ne[3] == 0
         )
@@ -575,34 +570,34 @@ class Graph:
         )
 
     def host_view(self, node: Tensor) -> np.ndarray:
-        """The F32 values of a planned node in host memory, [rows, n], without a copy. CPU backends only; see ``keep_output``."""
+        """F32 values [rows, n] of a planned node in host memory, without a copy; CPU backends only, see ``keep_output``."""
         require(node.type == F32 and node.data != ffi.NULL, "host_view", node=node, planned=node.data != ffi.NULL)
         return np.frombuffer(ffi.buffer(node.data, lib.ggml_nbytes(node)), np.float32).reshape(-1, node.ne[0])
 
-    # -- life
+    # -- lifecycle
 
     def plan(self) -> None:
-        """Checks that the backend runs every node, plans memory, allocates. Raises EngineError with the node that it cannot run."""
+        """Checks support of every node, plans and allocates memory. Raises EngineError with the unsupported node."""
         check(lib.pgs_graph_plan(self.handle, self._err), self._err)
 
     def capture(self) -> tuple[int, int, int] | None:
-        """Has the device capture the planned graph before its first call, without running it: the microseconds that recording, instantiating and uploading
-        took. None where nothing is captured, or only within the second call. Nothing else may use the backend meanwhile."""
+        """Captures the planned graph as a CUDA graph before its first run: microseconds (record, instantiate, upload), or None where
+        unsupported. Nothing else may use the backend meanwhile."""
         us = ffi.new("int64_t[3]")
         return (us[0], us[1], us[2]) if lib.pgs_graph_capture(self.handle, us) else None
 
     @property
     def parts(self) -> "list[Graph]":
-        """The graphs that it is computed as, one per device that takes part (see chain.py)."""
+        """The graphs of the devices that take part (see chain.py)."""
         return [self]
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that its nodes take."""
+        """Bytes of host memory of its nodes."""
         return lib.pgs_graph_host_bytes(self.handle)
 
     def measure(self) -> int:
-        """Bytes of the compute buffer that this graph alone would ask for. Nothing is allocated."""
+        """Bytes of compute buffer that this graph alone needs. Nothing is allocated."""
         sizes = ffi.new("size_t[1]")
         galloc = lib.ggml_gallocr_new(self.backend.default_buffer_type)
         lib.ggml_gallocr_reserve_n_size(galloc, self.gf, ffi.NULL, ffi.NULL, sizes)
@@ -611,12 +606,12 @@ class Graph:
 
     @property
     def n_cuts(self) -> int:
-        """Places where the host takes part (experts in host memory): the graph is computed in one more part than that."""
+        """Points where the host takes part (experts in host memory): one fewer than the parts of the graph."""
         return lib.pgs_graph_cuts(self.handle)
 
     @property
     def stale(self) -> bool:
-        """Whether the role's buffer has moved since this graph was planned."""
+        """Whether the allocator's buffer has moved since ``plan``."""
         return bool(lib.pgs_graph_stale(self.handle))
 
     @property
@@ -624,7 +619,7 @@ class Graph:
         return lib.ggml_graph_n_nodes(self.gf)
 
     def op_counts(self) -> dict[str, int]:
-        """How often each operation appears, our own nodes by what they are called."""
+        """Number of nodes by operation; native nodes by their name."""
         counts: dict[str, int] = {}
         for i in range(self.n_nodes):
             node = lib.ggml_graph_node(self.gf, i)
@@ -634,23 +629,20 @@ class Graph:
         return counts
 
     def properties_hash(self) -> int:
-        """Hash of everything that graph replay compares: operations, parameters, shapes, strides, addresses."""
+        """Hash of all that graph replay compares: operations, parameters, shapes, strides, addresses."""
         return lib.pgs_graph_hash(self.handle)
 
     @property
     def uid(self) -> int:
-        """The number by which ggml-cuda recognises this graph in its next run, without a look at its nodes; 0 before ``plan``."""
+        """The id by which ggml-cuda recognises this graph without comparing nodes; 0 before ``plan``."""
         return lib.pgs_graph_uid(self.handle)
 
     def traffic(self) -> int:
-        """Bytes of weights, K/V and recurrent state that one run has to move at least: each read once, plus what is written.
-
-        Routed experts count as if no two rows chose the same one.
-        """
+        """Lower bound of bytes that one run moves: weights, K/V and recurrent state read once, plus writes. Experts count as all distinct."""
         return lib.pgs_graph_traffic(self.handle)
 
     def memory(self) -> tuple[int, int]:
-        """First and past-the-end address that this graph's own nodes use in its role's buffer."""
+        """First and past-the-end address of this graph's nodes in the allocator's buffer."""
         begin, end = ffi.new("uintptr_t *"), ffi.new("uintptr_t *")
         lib.pgs_graph_memory(self.handle, begin, end)
         return begin[0], end[0]

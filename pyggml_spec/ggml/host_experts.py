@@ -1,7 +1,7 @@
-"""Routed experts whose weights are partly or wholly in host memory: the two cuts that a step's graph has per such layer.
+"""Routed experts whose weights are partly or wholly in host memory: two cuts of a step's graph per such layer.
 
-At the first cut the host reads what the router chose; the device then computes its own ("hot") experts while the host computes the others
-("cold"); at the second cut the host's rows go up, and each (token, choice) picks the row of the side that has the expert.
+At the first cut the host reads the router's choices; the device then computes its resident ("hot") experts and the host the others ("cold"). At
+the second cut the host's rows are uploaded, and each (token, choice) selects the row of its side.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ GLU = {"swiglu": lib.PGS_SWIGLU, "geglu": lib.PGS_GEGLU, "swiglu_oai": lib.PGS_S
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """(token, expert) pairs so far, those of them whose expert was on the device, and microseconds that the host computed."""
+    """(token, expert) pairs so far, those with the expert on the device, and microseconds of host computation."""
 
     chosen: int = 0
     hits: int = 0
@@ -28,27 +28,27 @@ class ExpertCounts:
 
 
 def fillers(n_used: int, n_hot: int) -> int:
-    """Slots behind ``n_hot`` > 0 hot experts that the device's tensors need, for choices that are the host's."""
+    """Slots after ``n_hot`` > 0 hot experts in the device's tensors, for choices that the host computes."""
     return lib.pgs_experts_fillers(n_used, n_hot)
 
 
 def _needs_distinct(device: Backend) -> bool:
-    """Whether wide products take it for granted that a token uses an expert once; the CPU's do not."""
+    """Whether wide products require distinct experts per token; only the CPU's do not."""
     return device.device.kind != "cpu"
 
 
 class HostExperts:
-    """What moves between a device and the host, and the host's own graphs. Owns their memory, not the weights.
+    """The transfers between a device and the host, and the host's graphs. Owns their memory, not the weights.
 
     Args:
         sizes: n_layer, n_embd, n_ff, n_expert, n_used, and max_rows, the rows of the widest step.
-        types: of the experts' weights; those that native kernels multiply on the host are.
-        glu: how gate and up become one: the name of a method of ``Graph``.
+        types: ggml types of the experts' weights.
+        glu: the method of ``Graph`` that combines gate and up.
     """
 
     def __init__(self, device: Backend, host: Backend, sizes: dict[str, int], glu: str, types: Sequence[int] = ()) -> None:
         self.n_layer, self.n_expert, self._err = sizes["n_layer"], sizes["n_expert"], new_err()
-        self.rule = host.rule  # of the host's threads
+        self.rule = host.rule
         more = {"glu": GLU[glu], "distinct": _needs_distinct(device), "level": host.level_handle}
         if host.level is not None:
             pairs, widest = sizes["n_used"] * sizes["max_rows"], max(sizes["n_embd"], sizes["n_ff"])
@@ -62,13 +62,13 @@ class HostExperts:
     def set_layer(
         self, index: int, weights: dict[str, Tensor], hot: Sequence[int], scales: dict[str, np.ndarray], biases: dict[str, Tensor]
     ) -> None:
-        """A layer's experts.
+        """Registers the experts of a layer.
 
         Args:
             weights: gate_up, or gate and up, and down, of all experts in host memory.
             hot: the device's experts in their order there.
-            scales: what products of gate and up are multiplied with, F32 [n_expert] each, where there is something.
-            biases: what is added to them, F32 [n_ff, n_expert] in host memory, where there is something.
+            scales: factors of the products of gate and up, F32 [n_expert] each, where present.
+            biases: their biases, F32 [n_ff, n_expert] in host memory, where present.
         """
         slots = np.full(self.n_expert, -1, np.int32)
         slots[list(hot)] = np.arange(len(hot))
@@ -89,8 +89,8 @@ class HostExperts:
 
         Args:
             x: F32 [n_embd, T].
-            chosen: I32 [n_used, T], the first part of a whole order of all experts.
-            hot: makes the results of the device's experts from their slots, I32 [n_used, T]; called if there are any.
+            chosen: I32 [n_used, T], the first part of a full argsort over all experts.
+            hot: builds the results of the device's experts from their slots, I32 [n_used, T]; called if there are any.
         """
         slots = lib.pgs_experts_begin(self.handle, g.handle, index, x, chosen, self._err)
         if slots == ffi.NULL:
@@ -107,7 +107,7 @@ class HostExperts:
         return ExpertCounts(out.chosen, out.hits, out.host_us)
 
     def chosen(self) -> dict[int, np.ndarray]:
-        """How often each expert was chosen so far, I64 [n_expert] by layer."""
+        """Number of choices of each expert so far, I64 [n_expert] by layer."""
         out = {}
         for index in self._layers:
             row = np.empty(self.n_expert, np.int64)

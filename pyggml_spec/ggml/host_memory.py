@@ -1,9 +1,9 @@
-"""What a process can still have of the machine's memory: what Linux calls available, and no more than its control group (a container) may have."""
+"""Memory that a process can still use: what Linux reports as available, limited by its control groups (containers)."""
 
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-_NAMES = {  # by version of control groups: limit, what is used, and of that what the kernel takes back: pages of files, a model's among them
+_NAMES = {  # by version of control groups: limit, usage, and the reclaimable page cache within it
     2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
@@ -12,16 +12,16 @@ _LIMITS = {
     "cpu": {2: "cpu.max", 1: "cpu.cfs_quota_us"},
 }  # by controller
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-_NO_LIMIT = 1 << 60  # version 1 has a number of pages near 2^63 bytes
+_NO_LIMIT = 1 << 60  # version 1 reports a number near 2^63 without a limit
 
 
 def free(total: int) -> int:
-    """Bytes, of ``total``; elsewhere than on Linux all of them, because nobody says."""
+    """Free bytes of ``total``; all of them where the system does not report it."""
     return min(total, meminfo("MemAvailable", total), _of_groups())
 
 
 def with_swap(total: int) -> int:
-    """The same and what can be swapped out for it: slow, but nobody is killed. The limit of a group stays what it is: it may have no swap."""
+    """``free`` plus swap. The control groups' limit stays: a group may have no swap."""
     return min(min(total, meminfo("MemAvailable", total)) + meminfo("SwapFree", 0), _of_groups())
 
 
@@ -37,10 +37,9 @@ def meminfo(name: str, unknown: int) -> int:
         return unknown
 
 
-@cache  # which they are stays; their limits are read at every allocation, 0.03 ms each: a container may get one later
+@cache  # only the list: limits are read at every allocation, because a container may get one later
 def own_groups(groups: Path, own: Path, controller: str = "memory") -> list[tuple[Path, int]]:
-    """The control groups with a say in memory, or in what else the ``controller`` is for, that this process is in, and their version; ``own``: where
-    Linux says which."""
+    """(path, version) of the control groups of this process that limit the ``controller``; ``own`` is /proc/self/cgroup."""
     found: dict[Path, int] = {}
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
@@ -53,7 +52,7 @@ def own_groups(groups: Path, own: Path, controller: str = "memory") -> list[tupl
             version, tops = 1, [groups / controllers, groups / controller]
         else:
             continue
-        # a container may see its own group as the top one, whatever the path says
+        # a container may see its own group as the root, whatever the path is
         for group in (PurePosixPath(path), *PurePosixPath(path).parents):
             found |= {top / str(group).lstrip("/"): version for top in tops}
     return [(group, version) for group, version in found.items() if (group / _LIMITS[controller][version]).exists()]
@@ -61,7 +60,7 @@ def own_groups(groups: Path, own: Path, controller: str = "memory") -> list[tupl
 
 def _limit(group: Path, version: int) -> int | None:
     try:
-        limit = int((group / _NAMES[version][0]).read_text())  # "max" is no number
+        limit = int((group / _NAMES[version][0]).read_text())  # "max" raises ValueError
     except (OSError, ValueError):
         return None
     return limit if limit < _NO_LIMIT else None
@@ -78,5 +77,5 @@ def _room(group: Path, version: int) -> int:
 
 
 def _number(path: Path, name: str) -> int:
-    """What stands behind ``name`` in a file of names and numbers."""
+    """The value of ``name`` in a file of names and numbers."""
     return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(f"{name} "))

@@ -1,34 +1,35 @@
-"""Native kernels on CPUs: which level of instructions is used, and weights that are packed for them (csrc/cpu).
+"""Native kernels on CPUs (csrc/cpu): selection of the instruction level, and packed weights.
 
-A row of a product has the same bits alone and in a block of any width, with any number of threads, and at every level. ggml's kernels promise
-none of that; they are llama.cpp's bit for bit. ``kernels="ggml"`` uses them.
+A row of a product has the same bits alone and in a block of any width, with any number of threads, and at every level. ggml's kernels do not
+guarantee that, but equal llama.cpp's bit for bit; ``kernels="ggml"`` uses them.
 """
 
 import os
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ..errors import DeviceError
 from .library import CData, Context, LevelHandle, Tensor, ffi, lib, text
 
-KERNELS = ("own", "ggml")
+KERNELS = ("native", "ggml")
 FEATURES = "PYSPEC_CPU_FEATURES"
 ALL_LEVELS = ("avx512vnni", "avxvnni", "avx2", "neondot", "none")
-UNTIMED = "neondot"  # the same bits under emulation, but never timed: who wants it asks for it
-LANES = 16  # outputs that are packed together
+UNTIMED = "neondot"  # correct under emulation but never benchmarked, so only on request
+LANES = 16  # outputs packed as one group
 PACK_ROWS = 256  # rows that a thread packs at a time, a multiple of LANES
 
 
 @dataclass(frozen=True)
 class Level:
-    """Instructions that our kernels were compiled for. ``name``: one of ALL_LEVELS; ``handle``: what csrc takes."""
+    """An instruction level of the native kernels. ``name``: one of ALL_LEVELS; ``handle`` for csrc."""
 
     name: str
     handle: LevelHandle = field(repr=False, compare=False)
 
 
 def levels() -> list[Level]:
-    """The levels that this build has and this processor runs, best first; the same name never twice."""
+    """Levels of this build that the processor supports, best first, each name once."""
     found: dict[str, Level] = {}
     index = 0
     while (handle := lib.pgs_level_at(index)) != ffi.NULL:
@@ -39,15 +40,17 @@ def levels() -> list[Level]:
 
 
 def pick_level(kernels: str | None, device_kind: str) -> Level | None:
-    """The level of our kernels that a device uses; None if it uses ggml's.
+    """The level of native kernels for a device; None for ggml's kernels.
 
     Args:
-        kernels: "own", "ggml", or None for our own wherever they run, and are known to gain, which is x86. ``PYSPEC_CPU_FEATURES``
-            names a level, lower than the processor has or of ARM.
+        kernels: "native", "ggml", or None: native where they are benchmarked (x86). ``PYSPEC_CPU_FEATURES`` selects a lower level.
 
     Raises:
-        DeviceError: an unknown word, or our kernels were asked for where they do not run.
+        DeviceError: an unknown value, or native kernels where they are not supported.
     """
+    if kernels == "own":
+        warnings.warn('kernels="own" is now "native"', DeprecationWarning, stacklevel=2)
+        kernels = "native"
     if kernels not in (None, *KERNELS):
         raise DeviceError(f"kernels are {' or '.join(KERNELS)}, not {kernels!r}")
     if kernels == "ggml" or (kernels is None and device_kind != "cpu"):
@@ -67,7 +70,7 @@ def pick_level(kernels: str | None, device_kind: str) -> Level | None:
         found = [level for level in found if level.name == wanted]
     elif kernels is None:
         found = [level for level in found if level.name != UNTIMED]
-    if kernels == "own" and not found:
+    if kernels == "native" and not found:
         raise DeviceError(
             "native kernels do not run on this processor (they need AVX2, or dot products of ARM, or are switched off); leave the kernels to ggml"
         )
@@ -76,12 +79,12 @@ def pick_level(kernels: str | None, device_kind: str) -> Level | None:
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix [n_in, n_out], or routed experts [n_in, n_out, n_expert], in the layout of our kernels: only products and rows are taken of it.
+    """A matrix [n_in, n_out], or experts [n_in, n_out, n_expert], in the layout of the native kernels; for products and row lookup only.
 
     Attributes:
-        type: the ggml type that the file has it in.
-        ne: as of a ggml tensor, innermost first.
-        tensor: I8, what is stored.
+        type: its ggml type in the file.
+        ne: shape, innermost first.
+        tensor: I8, the packed data.
     """
 
     type: int
@@ -90,26 +93,26 @@ class Packed:
 
 
 def packed_shape(kind: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Dimensions of the I8 tensor that a matrix, or routed experts, are packed into; None where there is no product with its type."""
+    """Shape of the I8 tensor of a packed matrix or experts; None where no native product supports the type."""
     ne = ffi.new("int64_t[3]")
     fits = len(shape) in (2, 3) and lib.pgs_pack_shape(kind, shape[0], shape[1], ne)
     return (*ne, *shape[2:]) if fits else None
 
 
 def new_packed(ctx: Context, kind: int, shape: tuple[int, ...]) -> Packed:
-    """A packed matrix, or packed experts, without memory."""
+    """A packed matrix or packed experts, not yet allocated."""
     ne = packed_shape(kind, shape)
     assert ne is not None
     return Packed(kind, (shape[0], shape[1], shape[2] if len(shape) > 2 else 1, 1), lib.ggml_new_tensor(ctx, lib.GGML_TYPE_I8, len(ne), ne))
 
 
 def multiplies_experts(level: Level | None, kind: int, n_in: int) -> bool:
-    """Whether our kernels multiply experts of this type, packed or as files have them."""
+    """Whether native kernels multiply experts of this type, packed or unpacked."""
     return level is not None and packed_shape(kind, (n_in, 1)) is not None and lib.pgs_expert_types(level.handle, kind)
 
 
 def pack_experts(level: Level, packed: Packed, data: CData, threads: int) -> None:
-    """Fills packed experts from ``data``, all rows as a file stores them, in host memory."""
+    """Fills packed experts from ``data``: all rows in the file's format, in host memory."""
     n_in, n_out, n_expert = packed.ne[:3]
     size, room = lib.ggml_row_size(packed.type, n_in) * n_out, packed.tensor.nb[3]
     base, to = ffi.cast("char *", data), ffi.cast("char *", packed.tensor.data)
@@ -124,12 +127,12 @@ def pack_experts(level: Level, packed: Packed, data: CData, threads: int) -> Non
 
 
 def pack(packed: Packed, data: CData, first: int, rows: int, threads: int) -> None:
-    """Fills the outputs [first, first + rows) from ``data``, rows as files store them, in host memory."""
+    """Fills the outputs [first, first + rows) from ``data``: rows in the file's format, in host memory."""
     (n_in, n_out), size = packed.ne[:2], lib.ggml_row_size(packed.type, packed.ne[0])
     base = ffi.cast("char *", data)
 
     def part(row: int) -> None:
-        n = min(PACK_ROWS - (first + row) % PACK_ROWS, rows - row)  # two threads never write to the same outputs
+        n = min(PACK_ROWS - (first + row) % PACK_ROWS, rows - row)  # threads write disjoint groups of outputs
         lib.pgs_pack_rows(packed.type, base + row * size, n_in, n_out, first + row, n, packed.tensor.data)
 
     starts = [0, *range(PACK_ROWS - first % PACK_ROWS, rows, PACK_ROWS)]

@@ -1,9 +1,7 @@
-"""Loads llama-cpp-python's libraries, and refuses any ggml but the one that the extension was compiled against.
+"""Loads llama-cpp-python's libraries and refuses any ggml but the one that the extension was compiled against.
 
-The package ``llama_cpp`` itself is not imported: libllama is called as ggml is, through the extension, which saves 0.2 s of processor time at
-every start.
-
-Two copies of ggml in one process have two sets of global tables and crash far from the cause, so the import checks the map of the process.
+The package ``llama_cpp`` is not imported: the extension calls libllama directly, which saves 0.2 s per start. Two copies of ggml in one process
+have two sets of global tables and crash, so the import checks the memory map.
 """
 
 import ctypes
@@ -56,18 +54,18 @@ def check_single(paths: set[str]) -> None:
 
 
 def load_libllama(folder: Path) -> None:
-    """Loads libllama, and ggml with it, from the file that the package ``llama_cpp`` loads: should somebody import that too, it finds this copy.
+    """Loads libllama (and ggml) from the file that ``llama_cpp`` would load, so that both share one copy.
 
-    A wheel holds the same library under three names, and the loader takes them for three: the extension would load another one of them.
+    A wheel has the library under three names, which the loader takes for three libraries.
 
     Raises:
-        LibraryError: there is none, or it cannot be loaded.
+        LibraryError: it is missing or cannot be loaded.
     """
     found = next((path for name in _LIBLLAMA if (path := folder / name).is_file()), None)
     if found is None:
         raise LibraryError(f"{folder} holds no libllama; {_REMEDY}")
     if sys.platform == "win32":
-        os.add_dll_directory(str(folder))  # where the libraries that it needs, and the extension needs, are looked for
+        os.add_dll_directory(str(folder))  # search path of its dependencies
     try:
         ctypes.CDLL(str(found))
     except OSError as error:
@@ -75,10 +73,10 @@ def load_libllama(folder: Path) -> None:
 
 
 check_distribution(installed_version())
-_libraries = Path(elsewhere) if (elsewhere := os.environ.get("LLAMA_CPP_LIB_PATH")) else installed_libraries()  # llama_cpp heeds it too
+_libraries = Path(elsewhere) if (elsewhere := os.environ.get("LLAMA_CPP_LIB_PATH")) else installed_libraries()  # as in llama_cpp
 if _libraries is None:
     raise LibraryError(f"llama-cpp-python is installed without its libraries; {_REMEDY}")
-FITNESS = probe.check(_libraries)  # before the first of its instructions runs here
+FITNESS = probe.check(_libraries)  # before any of its code runs here
 load_libllama(_libraries)
 
 from .. import _native
@@ -98,7 +96,7 @@ if TYPE_CHECKING:
     from .._native import llama_sampler as LlamaSampler
     from .._native import llama_vocab as Vocab
     from .._native import pgs_level as LevelHandle
-else:  # to cffi, every pointer is of one class
+else:  # cffi has one class for all pointers
     Buffer = BufferType = CData = Context = DeviceHandle = LevelHandle = LlamaSampler = Tensor = Vocab = _native.ffi.CData
 
 
@@ -116,56 +114,56 @@ if sys.platform == "linux":
 
 lib.quiet_log()
 lib.llama_backend_init()
-lib.ask_extra_bufts()  # the first time, ggml writes to stderr if the kernel refuses AMX
+lib.init_extra_bufts()  # on first use ggml writes to stderr if the kernel refuses AMX
 
 
-LOST: list[Callable[[Collection[str]], str | None]] = []  # who knows why a device that was there is gone (rpc.py); empty without workers
-_WORKER = re.compile(r"RPC\d+\[(\d+\.\d+\.\d+\.\d+:\d+)\]")  # how ggml calls a worker's backends
+LOST_CHECKS: list[Callable[[Collection[str]], str | None]] = []  # reasons why workers are lost (rpc.py)
+_WORKER = re.compile(r"RPC\d+\[(\d+\.\d+\.\d+\.\d+:\d+)\]")  # ggml's name of a worker's backend
 
 
-def why_absent(workers: Collection[str]) -> str | None:
-    """What to say of the first of these workers (``Backend.workers``) that is lost; None while all are there."""
-    return next((why for ask in LOST if (why := ask(workers)) is not None), None) if workers else None
+def lost_reason(workers: Collection[str]) -> str | None:
+    """The message about the first lost one of these workers (``Backend.workers``); None while all are connected."""
+    return next((why for check in LOST_CHECKS if (why := check(workers)) is not None), None) if workers else None
 
 
 def check_present(workers: Collection[str]) -> None:
-    """Raises DeviceError where one of these is lost: what is read of it is zero, and what is asked of it fails for no other reason."""
-    if (why := why_absent(workers)) is not None:
+    """Raises DeviceError if one of these workers is lost: reads from it give zeros."""
+    if (why := lost_reason(workers)) is not None:
         raise DeviceError(why)
 
 
 def check(status: int, err: CData) -> None:
-    """Turns the (status, message) of a C call into an EngineError, or a DeviceError where a worker is lost."""
+    """Raises EngineError, or DeviceError if a worker is lost, unless ``status`` of a C call is 0."""
     if status != 0:
-        refuse(err)
+        raise_error(err)
 
 
-def refuse(err: CData) -> NoReturn:
-    """The same of a call that gave nothing. Every message of a backend that fails names it."""
+def raise_error(err: CData) -> NoReturn:
+    """Raises EngineError with the message of a failed C call, or DeviceError if a worker that it names is lost."""
     message = text(err)
     check_present(_WORKER.findall(message))
     raise EngineError(message)
 
 
 def read_tensor(tensor: Tensor, out: "np.ndarray", at: int, workers: Collection[str]) -> None:
-    """Fills ``out`` from the bytes of ``tensor`` behind ``at``; raises DeviceError if one of ``workers``, where it may lie, is lost."""
+    """Fills ``out`` from the bytes of ``tensor`` from offset ``at`` on; raises DeviceError if one of its ``workers`` is lost."""
     lib.ggml_backend_tensor_get(tensor, ffi.from_buffer(out), at, out.nbytes)
     check_present(workers)
 
 
 def new_err() -> CData:
-    """The message buffer that C functions write into."""
+    """A message buffer for C functions."""
     return ffi.new("char[]", lib.PGS_ERR)
 
 
 @functools.cache
 def _own_version() -> str:
-    """Read once: metadata of a package take up to 8 ms, and every request of a server has its versions."""
+    """Cached: reading package metadata takes up to 8 ms."""
     return importlib.metadata.version("pyggml_spec")
 
 
 def versions() -> dict[str, str]:
-    """Versions that a benchmark or a statistics file has to name."""
+    """Versions for benchmark and statistics files."""
     return {
         "pyggml_spec": _own_version(),
         "llama_cpp_python": LLAMA_CPP_PYTHON,

@@ -1,7 +1,6 @@
-"""What `peer` runs: ``python peer_child.py LIBCUDA A B LIMIT``: does what one of these GPUs copies to the other arrive? Says so on stdout.
+"""Run by `peer`: ``python peer_child.py LIBCUDA A B LIMIT`` tests direct copies between two GPUs and prints the result.
 
-It needs the standard library alone. Peer access that is broken, by a machine's IOMMU most of all, gives other bytes, or never ends: after LIMIT
-seconds the process is gone, also where the one that waited for it was killed.
+Uses the standard library only. Broken peer access corrupts data or hangs, so the process ends after LIMIT seconds even if its parent was killed.
 """
 
 import ctypes
@@ -11,12 +10,12 @@ import sys
 
 SIZES = (4096, (1 << 20) + 20, 16 << 20)  # bytes of the copies
 ROUNDS = 2
-ALREADY = 704  # peer access is on already
+ALREADY = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 WORKS, NONE, WRONG = "works", "none", "wrong"
 
 
 class Cuda:
-    """CUDA's driver. ``status`` raises OSError."""
+    """The CUDA driver API."""
 
     def __init__(self, library: str) -> None:
         self._lib = ctypes.CDLL(library)
@@ -29,7 +28,7 @@ class Cuda:
             raise OSError(f"{name} gave {status}")
 
     def number(self, name: str, *args: object) -> int:
-        """Of a function that writes one."""
+        """The int that a function writes to its first argument."""
         out = ctypes.c_int()
         self.call(name, ctypes.byref(out), *args)
         return out.value
@@ -43,13 +42,13 @@ class Cuda:
         return out.raw.hex()
 
     def context(self, device: int) -> ctypes.c_void_p:
-        """The one that the runtime, and so ggml, uses."""
+        """The primary context, which the runtime and ggml use."""
         out = ctypes.c_void_p()
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(out), device)
         return out
 
     def inside(self, context: ctypes.c_void_p, name: str, *args: object, also: int = 0) -> None:
-        """``call`` with this context as the current one."""
+        """``call`` with ``context`` as the current one."""
         self.call("cuCtxPushCurrent_v2", context)
         try:
             self.call(name, *args, also=also)
@@ -57,11 +56,11 @@ class Cuda:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def can(self, a: int, b: int) -> bool:
-        """Whether the driver offers peer access between these devices, both ways."""
+        """Whether the driver offers peer access in both directions."""
         return bool(self.number("cuDeviceCanAccessPeer", a, b)) and bool(self.number("cuDeviceCanAccessPeer", b, a))
 
     def enable(self, a: int, b: int) -> None:
-        """Both ways, for what is allocated there already and later."""
+        """Enables peer access in both directions, for present and future allocations."""
         there, back = self.context(a), self.context(b)
         self.inside(there, "cuCtxEnablePeerAccess", back, 0, also=ALREADY)
         self.inside(back, "cuCtxEnablePeerAccess", there, 0, also=ALREADY)

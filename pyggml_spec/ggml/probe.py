@@ -1,8 +1,7 @@
-"""Whether the installed ggml runs on this processor, found out by a child process before this one loads it.
+"""Tests in a child process whether the installed ggml runs on this processor, before this process loads it.
 
-A kernel that the compiler got wrong, or a build for another processor, ends the process: no exception can be caught. So the first time that a build
-meets a processor, a child loads it and multiplies by a small matrix of every weight type in every buffer type. What it found is kept in the cache
-folder under a hash of the libraries and of the processor; ``PYSPEC_NO_PROBE=1`` does without.
+A miscompiled kernel or a build for another processor kills the process without an exception. So on first use a child multiplies a small matrix of
+every weight type in every buffer type. The cache folder keeps the result per hash of libraries and processor; ``PYSPEC_NO_PROBE=1`` skips it.
 """
 
 import hashlib
@@ -22,8 +21,8 @@ from ..pin import pip_command
 
 SKIP = "PYSPEC_NO_PROBE"
 LIMIT_S = 120  # it takes a second or two
-START, PLAIN = "start", "plain"  # what the child is at when it is not at an extra buffer type
-_OWN_FAULT = {  # others come from outside
+START, PLAIN = "start", "plain"  # stages of the child before the extra buffer types
+_OWN_FAULT = {  # signals that the code itself raises
     signal.SIGILL,
     signal.SIGSEGV,
     signal.SIGBUS,
@@ -34,7 +33,7 @@ _OWN_FAULT = {  # others come from outside
 }
 _REMEDY = f"build it again here: {pip_command()}"
 
-# what ggml says that it was compiled with: Linux's names of it. AMX is not among them: ggml asks the kernel for it when it runs
+# ggml's compile-time features -> Linux flags. AMX is absent: ggml asks the kernel for it at run time
 _FLAGS = {
     "sse3": "pni", "ssse3": "ssse3", "avx": "avx", "avx2": "avx2", "fma": "fma", "f16c": "f16c", "bmi2": "bmi2", "avx_vnni": "avx_vnni",
     "avx512": "avx512f", "avx512_vbmi": "avx512vbmi", "avx512_vnni": "avx512_vnni", "avx512_bf16": "avx512_bf16",
@@ -44,12 +43,12 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class Fitness:
-    """What was found.
+    """The result of the probe.
 
     Attributes:
-        features: what the build uses of the processor, as ggml names it.
-        refused: how the child ended, by the extra buffer type that it was at.
-        broken: how it ended before it came to them; empty if it did not.
+        features: processor features that the build uses, by ggml's names.
+        refused: how the child ended, by extra buffer type.
+        broken: how it ended before the extra buffer types; empty if it did not.
     """
 
     features: tuple[str, ...] = ()
@@ -58,7 +57,7 @@ class Fitness:
 
     @property
     def notes(self) -> list[str]:
-        """A sentence for each buffer type that is not used."""
+        """A sentence per unused buffer type."""
         return [
             f"the buffer type {name} is not used: its products {how} in this build of llama-cpp-python; {_REMEDY}"
             for name, how in self.refused.items()
@@ -66,7 +65,7 @@ class Fitness:
 
 
 def processor() -> dict[str, str]:
-    """The lines of /proc/cpuinfo about the first processor; elsewhere what Python knows."""
+    """Fields of the first processor in /proc/cpuinfo; elsewhere what Python reports."""
     found = {}
     try:
         with open("/proc/cpuinfo") as file:
@@ -81,19 +80,19 @@ def processor() -> dict[str, str]:
 
 
 def flags(found: dict[str, str]) -> set[str] | None:
-    """What the processor has, by Linux's names; None where nobody says."""
+    """Processor flags by Linux's names; None if unknown."""
     words = found.get("flags") or found.get("Features")
     return set(words.split()) if words else None
 
 
 def missing(features: tuple[str, ...], found: dict[str, str]) -> list[str]:
-    """What a build uses and this processor lacks."""
+    """Features that the build uses and this processor lacks."""
     has = flags(found)
     return [] if has is None else [name for name in features if name in _FLAGS and _FLAGS[name] not in has]
 
 
 def check(folder: Path, found: dict[str, str] | None = None) -> Fitness:
-    """Examines the libraries in ``folder``, or remembers.
+    """Probes the libraries in ``folder``, or reads the kept result.
 
     Raises:
         LibraryError: they do not run on this processor.
@@ -101,15 +100,15 @@ def check(folder: Path, found: dict[str, str] | None = None) -> Fitness:
     libraries = sorted(
         path for name in ("ggml-cpu", "ggml-base") for path in folder.glob(f"*{name}.*") if path.suffix in (".so", ".dylib", ".dll")
     )
-    if os.environ.get(SKIP) or not libraries:  # without one of its own name, ggml picks among several by itself
+    if os.environ.get(SKIP) or not libraries:  # without a plain name, ggml selects among variants itself
         return Fitness()
     found = found or processor()
     path = cache_folder() / f"probe-{_key(libraries, found)}.json"
-    fitness = _remembered(path)
+    fitness = _load(path)
     if fitness is None:
         fitness, lasting = _examine(folder)
         if lasting:
-            _remember(path, fitness)
+            _save(path, fitness)
     name = found.get("model name") or platform.machine()
     if lacking := missing(fitness.features, found):
         raise LibraryError(
@@ -123,7 +122,7 @@ def check(folder: Path, found: dict[str, str] | None = None) -> Fitness:
 
 
 def _key(libraries: list[Path], found: dict[str, str]) -> str:
-    """Names build and processor. What changes from core to core and from minute to minute is left out."""
+    """Hash of build and processor, without fields that vary by core or time."""
     steady = sorted(
         (name, value)
         for name, value in found.items()
@@ -135,7 +134,7 @@ def _key(libraries: list[Path], found: dict[str, str]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _remembered(path: Path) -> Fitness | None:
+def _load(path: Path) -> Fitness | None:
     try:
         stored = json.loads(path.read_text("utf-8"))
         fitness = Fitness(tuple(stored["features"]), dict(stored["refused"]), stored["broken"])
@@ -145,17 +144,17 @@ def _remembered(path: Path) -> Fitness | None:
     return fitness if all(isinstance(text, str) for text in texts) else None
 
 
-def _remember(path: Path, fitness: Fitness) -> None:
+def _save(path: Path, fitness: Fitness) -> None:
     try:
         make_private(path.parent)
         with replacing(path) as file:
             file.write(json.dumps(asdict(fitness)).encode())
     except OSError:
-        pass  # a read-only home only means that the next start finds it out again
+        pass  # with a read-only home the next start probes again
 
 
 def _examine(folder: Path) -> tuple[Fitness, bool]:
-    """Lets children try until one comes to the end, each without what its predecessors died of. The flag: whether to remember what was found."""
+    """Runs children until one finishes, each without the buffer types that killed the ones before. The flag: whether to keep the result."""
     features: tuple[str, ...] = ()
     refused: dict[str, str] = {}
     lasting = True
@@ -163,16 +162,16 @@ def _examine(folder: Path) -> tuple[Fitness, bool]:
         try:
             done = _child(folder, refused)
         except (OSError, ValueError):
-            return Fitness(features), False  # no child can be started here: nothing is known
+            return Fitness(features), False  # no child can be started
         lines = done.stdout.splitlines()
         features = next((tuple(line.split()[1:]) for line in lines if line.startswith("features ")), features)
-        if done.returncode >= 0:  # an exception is no crash: whatever it is, this process will meet it and say it
+        if done.returncode >= 0:  # an exception is no crash: this process will raise it too
             return Fitness(features, refused), lasting and lines[-1:] == ["done"]
         at = next((line.split(maxsplit=1)[1] for line in reversed(lines) if line.startswith("at ")), START)
         own, how = -done.returncode in _OWN_FAULT, f"ended with the signal {_name(-done.returncode)}"
         lasting = lasting and own
         if at in (START, PLAIN) or at in refused:
-            return Fitness(features, refused, how if own else ""), lasting  # something outside ended it, or it was slow: nothing is known
+            return Fitness(features, refused, how if own else ""), lasting  # killed from outside, or too slow
         refused[at] = how
 
 

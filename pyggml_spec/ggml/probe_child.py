@@ -1,6 +1,6 @@
-"""What `probe` runs: ``python -m pyggml_spec.ggml.probe_child LIBRARIES [BUFFER TYPE TO LEAVE OUT ...]``.
+"""Run by `probe`: ``python -m pyggml_spec.ggml.probe_child LIBRARIES [BUFFER TYPE TO SKIP ...]``.
 
-Says on stdout what it is at before it is at it: the last line of one that died names the culprit.
+Prints each stage before it starts: the last line of a process that died names the culprit.
 """
 
 import ctypes
@@ -18,14 +18,14 @@ def say(line: str) -> None:
 
 
 def load(folder: Path, name: str) -> ctypes.CDLL:
-    """By the name that other libraries look for: a wheel holds copies where a build has links, and each copy would be another library."""
+    """Loads by the name that other libraries link to: a wheel has copies instead of links, and each would load separately."""
     numbered = sorted(folder.glob(f"lib{name}.so.?"))
     plain = (path for path in folder.glob(f"*{name}.*") if path.suffix in (".so", ".dylib", ".dll"))
     return ctypes.CDLL(str((*numbered, *plain)[0]), ctypes.RTLD_GLOBAL)
 
 
 def say_features(folder: Path) -> None:
-    """What the build was compiled with. Each function returns a constant; nothing else of the library has run before."""
+    """Prints compile-time features. Each function returns a constant."""
     load(folder, "ggml-base")
     library = load(folder, "ggml-cpu")
     say(
@@ -34,7 +34,7 @@ def say_features(folder: Path) -> None:
 
 
 def multiply(backend: Any, buffer_type: Any) -> None:
-    """A product by a matrix of every type that this buffer type takes."""
+    """A product with a matrix of every type that this buffer type supports."""
     from .graph import Graph, GraphAllocator
     from .library import check, ffi, lib, new_err, text
     from .shapes import NOT_WEIGHTS
@@ -72,7 +72,7 @@ def main() -> None:
     from .device import Backend, devices
     from .library import lib, text
 
-    backend = Backend(next(device for device in devices() if device.kind == "cpu"), 2)  # tiles are configured per thread
+    backend = Backend(next(device for device in devices() if device.kind == "cpu"), 2)  # AMX tiles are configured per thread
     say(f"at {PLAIN}")
     multiply(backend, backend.default_buffer_type)
     for buffer_type in backend.extra_buffer_types():

@@ -1,15 +1,14 @@
-"""Whether steps ran as replayed CUDA graphs, told from the time that launching them took.
+"""Whether steps ran as replayed CUDA graphs, inferred from their launch time.
 
-ggml-cuda counts nothing that a caller could read. But an eager launch costs the host about 1.8 us per node (4B shape on one H200: 3.2 ms per
-step with CUDA graphs off) and a replay, which only compares the nodes, 0.05 (0.08 ms): the two cannot be mistaken for each other.
-With patches/0026 a graph is captured before its first call, so that the first one is a replay, too.
+ggml-cuda exposes no counter. An eager launch costs the host about 1.8 us per node and a replay 0.05, so the two are distinct. With patches/0026 a
+graph is captured before its first call, so that the first call is a replay too.
 """
 
 from dataclasses import dataclass
 
 REPLAY_US_PER_NODE = 0.5
-WARMUP_CALLS = 2  # ggml-cuda runs a graph's first call as it is and captures the second
-FEWEST_NODES = 64  # below this a launch is too short to tell
+WARMUP_CALLS = 2  # ggml-cuda runs a graph's first call eagerly and captures the second
+FEWEST_NODES = 64  # launches of smaller graphs are too short to classify
 
 
 @dataclass
@@ -17,13 +16,13 @@ class ReplayCounters:
     """Steps of graphs with at least FEWEST_NODES nodes on a CUDA device.
 
     Attributes:
-        warmup: first and second calls of a graph that was not captured ahead.
+        warmup: first and second calls of graphs without early capture.
         captured: graphs that were replayed at least once.
         replayed: later calls that were replays.
         eager: later calls that launched kernel by kernel.
-        ahead: graphs that were captured before their first call.
-        ahead_us: microseconds that this took.
-        inside: of those captured, graphs that were captured within their second call although the device was asked to do it ahead.
+        ahead: graphs captured before their first call.
+        ahead_us: microseconds spent on that.
+        inside: graphs captured within their second call although early capture was requested.
     """
 
     warmup: int = 0
@@ -35,7 +34,7 @@ class ReplayCounters:
     inside: int = 0
 
     def count(self, call: int, launch_us: int, nodes: int, captured: bool | None = None) -> bool:
-        """Counts the ``call``-th (from 1) launch of a graph; whether it was a replay. ``captured``: whether it was captured ahead."""
+        """Counts the ``call``-th (from 1) launch of a graph; returns whether it was a replay. ``captured``: early capture."""
         if nodes < FEWEST_NODES:
             return False
         if call <= WARMUP_CALLS and not captured:

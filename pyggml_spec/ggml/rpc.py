@@ -1,6 +1,6 @@
-"""Devices of workers: ggml's RPC backend as a library of its own (`pyspec build --rpc`), loaded when the first worker is named.
+"""Devices of workers: ggml's RPC backend as a separate library (`pyspec build --rpc`), loaded with the first worker.
 
-They are not in ggml's list of devices, so that nobody who goes through that waits for another machine.
+They are not in ggml's device list, so listing devices never waits for another machine.
 """
 
 import ctypes
@@ -10,15 +10,15 @@ from typing import Any
 
 from .. import rpc_library
 from ..errors import DeviceError
-from .library import LOST, DeviceHandle, ffi, lib, text
+from .library import LOST_CHECKS, DeviceHandle, ffi, lib, text
 from .workers import Address, check_count, parse, probe
 
-UNENCRYPTED = "what goes between here and the worker is not encrypted (docs/workers.md says how to send it through SSH)"
-UNASKED = "this worker is llama.cpp's own: it does not say which operations its device lacks, and ends where one is missing"
+UNENCRYPTED = "traffic to the worker is not encrypted (docs/workers.md shows a tunnel through SSH)"
+UNCHECKED = "this worker is llama.cpp's own: it does not report unsupported operations, and exits on one"
 
 
 class _Library:
-    """The functions of the library, called without the interpreter's lock."""
+    """Functions of the library, called without the GIL."""
 
     def __init__(self) -> None:
         path = rpc_library.kept()
@@ -40,45 +40,43 @@ class _Library:
 
 
 _library: _Library | None = None
-_handles: dict[
-    str, tuple[DeviceHandle, Address, tuple[str, ...]]
-] = {}  # of the workers named so far: device, address, what there is to say
+_handles: dict[str, tuple[DeviceHandle, Address, tuple[str, ...]]] = {}  # by name: device, address, notes
 
 
 def library() -> _Library:
-    """Loads it the first time.
+    """The library, loaded on first use.
 
     Raises:
         DeviceError: it was not built, or does not load.
     """
-    global _library  # noqa: PLW0603  (a library stays loaded as long as the process runs)
+    global _library  # noqa: PLW0603  (stays loaded as long as the process runs)
     if _library is None:
         _library = _Library()
-        LOST.append(why_lost)
+        LOST_CHECKS.append(worker_lost_reason)
     return _library
 
 
 def open_worker(name: str) -> tuple[Address, str, int, int]:
-    """Looks at the worker called ``name`` and connects. Returns its address, a description, and (free, total) bytes of its memory.
+    """Connects to the worker ``name``. Returns its address, a description, and (free, total) bytes of its memory.
 
     Raises:
         DeviceError: as ``library`` and ``workers.probe``.
     """
     rpc, address = library(), parse(name)
     endpoint = address.endpoint.encode()
-    if (lost := rpc.lost(endpoint)) != ffi.NULL:  # what was there is gone, and does not come back by itself
+    if (lost := rpc.lost(endpoint)) != ffi.NULL:  # a lost worker does not come back by itself
         raise DeviceError(
             f"the worker {address.host}:{address.port} is lost: {text(lost)}; a session of this program still uses what it had there: close it first"
         )
-    if rpc.connected(endpoint):  # all devices share a connection: a second one might wait for the end of the first
+    if rpc.connected(endpoint):  # all devices share a connection: a second one could wait for the end of the first
         notes = next(known[2] for known in _handles.values() if known[1].endpoint == address.endpoint)
         handle = _device(address)
         free, total = memory(handle)
     else:
-        answer = probe(address)
-        notes = (UNENCRYPTED, *(() if answer.ours else (UNASKED,)))
+        info = probe(address)
+        notes = (UNENCRYPTED, *(() if info.extended else (UNCHECKED,)))
         handle = _device(address)
-        free, total = answer.memory[address.device]
+        free, total = info.memory[address.device]
     _handles[address.name] = handle, address, notes
     return address, f"a device of the worker {address}", free, total
 
@@ -100,22 +98,22 @@ def memory(handle: DeviceHandle) -> tuple[int, int]:
 
 
 def handle_of(name: str) -> DeviceHandle:
-    """ggml's device of a worker that ``open_worker`` looked at."""
+    """The ggml device of a worker opened by ``open_worker``."""
     return _handles[name][0]
 
 
 def notes_of(name: str) -> list[str]:
-    """What there is to say about a worker that is used."""
+    """Notes on a worker in use."""
     return list(_handles[name][2])
 
 
 def endpoint_of(name: str) -> str:
-    """The address in numbers of a worker that ``open_worker`` looked at."""
+    """The numeric address of a worker opened by ``open_worker``."""
     return _handles[name][1].endpoint
 
 
-def why_lost(workers: Collection[str]) -> str | None:
-    """What to say of the first of these whose connection is lost; None while none is."""
+def worker_lost_reason(workers: Collection[str]) -> str | None:
+    """The message about the first of these workers whose connection is lost; None while none is."""
     for _, address, _ in list(_handles.values()):
         why = library().lost(address.endpoint.encode()) if address.endpoint in workers else ffi.NULL
         if why != ffi.NULL:
@@ -128,7 +126,7 @@ def why_lost(workers: Collection[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Since the connection was made: bytes sent and received, requests that were answered, graphs sent whole, and computed again."""
+    """Since the connection was made: bytes sent and received, answered requests, graphs sent in full, and graphs computed again."""
 
     sent: int
     received: int
@@ -138,7 +136,7 @@ class Traffic:
 
 
 def traffic(name: str) -> Traffic:
-    """Of the connection to a worker that ``open_worker`` looked at."""
+    """Traffic of the connection to a worker."""
     out = ffi.new("uint64_t[5]")
     library().traffic(_handles[name][1].endpoint.encode(), out)
     return Traffic(*out)

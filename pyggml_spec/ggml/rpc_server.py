@@ -1,9 +1,8 @@
-"""The process that serves devices to other machines; `pyspec worker` starts it, and another one where it ends.
+"""The process that serves devices to other machines; `pyspec worker` starts and restarts it.
 
     python -m pyggml_spec.ggml.rpc_server ENDPOINT THREADS CACHE DEVICE...
 
-ENDPOINT is host:port, or fd:N for a socket that is bound and was inherited. CACHE is a folder, or empty. It ends with what started it: when its
-standard input does.
+ENDPOINT is host:port, or fd:N for an inherited bound socket. CACHE is a folder, or empty. It ends when its standard input does.
 """
 
 import os
@@ -21,7 +20,7 @@ def _end_with_parent() -> None:
 
 
 def main(endpoint: str, threads: str, cache: str, *names: str) -> None:
-    """Serves until it is ended; returns only if it cannot listen."""
+    """Serves until it is killed; returns only if it cannot listen."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     handles = ffi.new("ggml_backend_dev_t[]", [device_handle(pick_device(name)) for name in names])
     folder = ffi.new("char[]", os.fsencode(cache)) if cache else ffi.NULL

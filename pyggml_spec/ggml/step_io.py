@@ -1,7 +1,7 @@
 """The small inputs and outputs of a step: one device buffer, one upload, one read.
 
-A step's fields lie one behind the other: inputs first, then ``tokens`` (partly written by the host, partly by the drafter), then outputs.
-The host fills numpy views of a pinned mirror; ``launch`` queues the upload, the graph and the read, ``wait`` waits for them, ``run`` does both.
+Layout: inputs, then ``tokens`` (written by the host and the drafter), then outputs. The host writes numpy views of a pinned mirror; ``launch``
+queues upload, graph and read, ``wait`` waits for them.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ..checks import whole
 from ..errors import EngineError
 from .device import Backend
 from .graph import Graph
-from .library import Tensor, check, check_present, ffi, lib, new_err, refuse, text
+from .library import Tensor, check, check_present, ffi, lib, new_err, raise_error, text
 from .replay import ReplayCounters
 from .shapes import require
 
@@ -26,25 +26,26 @@ _TYPES = {
     "u8": (lib.GGML_TYPE_I8, np.uint8, "uint8_t *"),
 }
 _SIGNS = next((i for i in range(lib.GGML_TYPE_COUNT) if lib.ggml_type_name(i) != ffi.NULL and text(lib.ggml_type_name(i)) == "q1_0"), -1)
-_BITS, _ONE = 128, np.frombuffer(np.float16(1).tobytes(), np.uint8)  # of a block of that type, and the factor before them
+_BITS, _ONE = 128, np.frombuffer(np.float16(1).tobytes(), np.uint8)  # bits per q1_0 block, and its scale
 _ALIGN = 64  # CUDA kernels read inputs as vectors
 
 
 def field_type(kind: str) -> int:
-    """ggml's type of a field of this kind."""
+    """The ggml type of a field of this kind."""
     return _TYPES[kind][0]
 
 
 class StepIO:
-    """Owns the buffer and its mirror. One per engine: steps of all roles run one after the other.
+    """Owns the buffer and its mirror; one per engine, because steps run one after the other.
 
-    ``before``: the devices that a step goes through before it comes to ``backend``. Each has a buffer of its own, uploaded from the same mirror.
-    ``turns``: of these devices (chain.py), where steps run in a thread of their own, beside those of other step buffers.
+    Args:
+        before: devices of a split model before ``backend``, each with its own buffer, uploaded from the same mirror.
+        turns: the device queues (chain.py) for steps in a thread of their own.
 
     Attributes:
-        handles, homes: of every device's buffer, in that order; ``handle`` is the last one, which is read.
-        lane: that thread; None where the caller's does all.
-        workers: those whose loss ends the steps.
+        handles, homes: of each device's buffer in order; ``handle`` is the last one, which is read.
+        lane: the thread of ``turns``; None without one.
+        workers: workers whose loss ends the steps.
     """
 
     def __init__(self, backend: Backend, capacity: int, before: Sequence[Backend] = (), turns: Any = None) -> None:
@@ -52,7 +53,7 @@ class StepIO:
         self._err = new_err()
         self.workers = tuple(dict.fromkeys(name for b in (*before, backend) for name in b.workers))
         self.handles: list[Any] = []
-        self.flow: Any = None  # of several devices: what steps that are under way together need
+        self.flow: Any = None  # of a split model: state of overlapping steps
         self.lane: Any = None
         self.handle = self._new(backend, ffi.NULL)
         for other in reversed(before):
@@ -75,7 +76,7 @@ class StepIO:
     def _made(self, handle: Any) -> Any:
         if handle == ffi.NULL:
             self._free()
-            refuse(self._err)
+            raise_error(self._err)
         return handle
 
     def _free(self) -> None:
@@ -90,13 +91,13 @@ class StepIO:
 
     def close(self) -> None:
         if self.handle is not None:
-            del self.mirror  # a view of what is freed now
+            del self.mirror  # a view of freed memory
             self._free()
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Microseconds that the host spent in the parts of one step; compute is the time to launch it, read includes waiting for it."""
+    """Host microseconds of a step: ``compute`` is the launch, ``read`` includes waiting."""
 
     upload: int
     compute: int
@@ -108,12 +109,12 @@ def _values(node: Tensor) -> int:
 
 
 class StepFields:
-    """The fields of one graph inside the StepIO, laid out in the order in which they are added.
+    """The fields of one graph inside the StepIO, in the order of their creation.
 
     Attributes:
-        host, at: the fields by name, as arrays of the mirror and as C's pointers to them.
-        ahead: whether the next launch is not waited for (see chain.py): another step may be launched behind it then, and nothing is read.
-        captured: whether the device captured the graph before its first launch; None: nobody asked it to.
+        host, at: fields by name, as arrays of the mirror and as C pointers.
+        ahead: whether the next launch is asynchronous (chain.py): another step may follow before ``wait``, and nothing is read.
+        captured: whether the device captured the graph before its first launch; None if not requested.
     """
 
     ahead = False
@@ -134,7 +135,7 @@ class StepFields:
     def _take(self, name: str, kind: str, count: int) -> tuple[int, int]:
         if name in self._offsets or kind not in _TYPES:
             raise EngineError(
-                f"a field {name!r} of the type {kind!r} cannot be added: the type is none of {', '.join(_TYPES)}, or the name is taken"
+                f"a field {name!r} of the type {kind!r} cannot be added: the name is in use, or the type is none of {', '.join(_TYPES)}"
             )
         ggml_type, dtype, pointer = _TYPES[kind]
         start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
@@ -153,16 +154,16 @@ class StepFields:
         return t
 
     def input(self, name: str, kind: str, *shape: int) -> Tensor:
-        """An input that the host writes (``host[name]``) before each run; returns its tensor, shape in ggml order (1 or 2 values)."""
+        """An input tensor that the host writes as ``host[name]`` before each run; shape in ggml order, 1 or 2 values."""
         ne0, ne1 = (whole(n, f"a dimension of the field {name!r}", 1, self.io.capacity) for n in (*shape, 1)[:2])
         offset, ggml_type = self._take(name, kind, ne0 * ne1)
         self._upload_end = self._end
         return self._tensor(ggml_type, ne0, ne1, offset)
 
     def signs(self, name: str, count: int, rows: int) -> Tensor:
-        """An input of ``rows`` x ``count`` bits, [count rounded up to 128, rows]: what reads it as numbers reads 1 and -1. ``put_bits`` writes it.
+        """An input of ``rows`` x ``count`` bits, [count rounded up to 128, rows], read as 1 and -1; written by ``put_bits``.
 
-        The type is ggml's for weights of one bit, in blocks of a factor and 128 bits, the lowest of each byte first.
+        Stored as ggml's 1-bit type: blocks of a scale and 128 bits, lowest bit first.
         """
         require(_SIGNS >= 0, "a type of one bit in this ggml", type=_SIGNS)
         blocks = -(-count // _BITS)
@@ -172,7 +173,7 @@ class StepFields:
         return self._tensor(_SIGNS, blocks * _BITS, rows, offset)
 
     def put_bits(self, name: str, row: int, bits: np.ndarray) -> None:
-        """Writes a row of ``signs``: U8 [n], the lowest bit of each byte first; 0 behind them. Other graphs may have used its memory meanwhile."""
+        """Writes a row of ``signs``: U8 [n], lowest bit first, padded with 0; with the scales, which other graphs overwrite."""
         blocks = self.host[name][row]
         blocks[:, :2] = _ONE
         if bits.size != blocks.shape[0] * (blocks.shape[1] - 2):
@@ -180,39 +181,39 @@ class StepFields:
         blocks[:, 2:] = bits.reshape(blocks.shape[0], -1)
 
     def tokens(self, count: int) -> Tensor:
-        """The token ids [count] of the target's rows, all written by the host."""
+        """Token ids [count], written by the host."""
         offset, ggml_type = self._take("tokens", "i32", count)
         self._upload_end = self._end
         self._read_start = self._end
         return self._tensor(ggml_type, count, 1, offset)
 
     def drafted_tokens(self, count: int, drafts: Sequence[Tensor]) -> Tensor:
-        """The token ids [count]: row 0 written by the host, the others by the nodes ``drafts`` (I32, count - 1 ids in all; each needs the one
-        before it); readable after the run."""
+        """Token ids [count]: row 0 from the host, the others from the nodes ``drafts`` (I32, count - 1 ids, each depending on the one before).
+        Readable after the run."""
         offset, ggml_type = self._take("tokens", "i32", count)
         self._upload_end = offset + 4
         self._read_start = offset
-        self._place_behind(offset + 4, drafts)
+        self._place(offset + 4, drafts)
         return self._tensor(ggml_type, count, 1, offset, after=drafts[-1])
 
-    def _place_behind(self, offset: int, nodes: Sequence[Tensor]) -> None:
+    def _place(self, offset: int, nodes: Sequence[Tensor]) -> None:
         for node in nodes:
             self.graph.place(self.io.homes[self.graph.segment], offset, node)
             offset += 4 * _values(node)
 
     def picked_tokens(self, count: int, drafts: Sequence[Tensor]) -> Tensor:
-        """The token ids [count], each of them ``given[source]``: the host writes the inputs ``source`` and the first ``count`` of
-        ``given``, the nodes ``drafts`` (I32, each needs the one before it) the rest. Readable after the run."""
+        """Token ids [count] = ``given[source]``: the host writes ``source`` and the first ``count`` of ``given``, the nodes ``drafts`` (I32, each
+        depending on the one before) the rest. Readable after the run."""
         source, total = self.input("source", "i32", count), count + sum(map(_values, drafts))
         offset, ggml_type = self._take("given", "i32", total)
         self._upload_end = offset + 4 * count
-        self._place_behind(offset + 4 * count, drafts)
+        self._place(offset + 4 * count, drafts)
         picked = self.graph.rows(self._tensor(ggml_type, 1, total, offset, after=drafts[-1]), source)
         self.output("tokens", "i32", picked)
         return self.graph.reshape(picked, count)
 
     def output(self, name: str, kind: str, node: Tensor) -> None:
-        """Puts the node's result where the host reads it (``host[name]``) after the run."""
+        """Places the node's result where the host reads it after the run (``host[name]``)."""
         require(kind in _TYPES and node.type == _TYPES[kind][0], f"an output of the type {kind}", node=node)
         count = node.ne[0] * node.ne[1] * node.ne[2]
         if self._read_start is None:
@@ -222,17 +223,17 @@ class StepFields:
         self.graph.expand(node)
 
     def outputs(self, name: str, nodes: Sequence[Tensor]) -> None:
-        """The same for several I32 nodes, one behind the other."""
+        """``output`` of several I32 nodes, concatenated."""
         require(all(node.type == _TYPES["i32"][0] for node in nodes), "outputs", first=nodes[0])
         if self._read_start is None:
             self._read_start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
         offset, _ = self._take(name, "i32", sum(map(_values, nodes)))
-        self._place_behind(offset, nodes)
+        self._place(offset, nodes)
         for node in nodes:
             self.graph.expand(node)
 
     def launch(self) -> None:
-        """Queues the upload, the graph and the read. On a GPU the host is free until ``wait``; on the CPU the step is over on return."""
+        """Queues upload, graph and read. Asynchronous on GPUs; complete on return on CPUs."""
         read_start = self._end if self._read_start is None else self._read_start
         size = self._end - read_start
         self._queue(read_start, size)
@@ -242,7 +243,7 @@ class StepFields:
         if size:
             io.reads += 1
             io.read_bytes += size
-        if io.replay is not None and not self.graph.n_cuts:  # a launch with cuts waits for the host, so its time tells nothing
+        if io.replay is not None and not self.graph.n_cuts:  # a launch with cuts includes host work
             self._count_replay(io.replay)
 
     def _queue(self, read_start: int, size: int) -> None:
@@ -257,7 +258,7 @@ class StepFields:
             counters.inside += self.captured is False
 
     def wait(self) -> StepTimes:
-        """Blocks until the outputs are there (the GIL is released)."""
+        """Blocks until the outputs are available; releases the GIL."""
         times = self._times
         lib.pgs_step_wait(self.io.handle, times)
         if self.io.workers:

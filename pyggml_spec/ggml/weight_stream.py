@@ -1,7 +1,6 @@
-"""Weights in host memory that a device computes with for one chunk of a prompt: two places there, in which the layers take turns.
+"""Weight streaming: layers in host memory are copied to the device for each prompt chunk, alternating between two buffers.
 
-While the device computes with one layer, the next one is copied (csrc/weight_stream.c). A layer's tensors have the same place in every chunk, so
-graphs over them are built once.
+The next layer is copied while the device computes one (csrc/weight_stream.c). A tensor has the same address in every chunk, so graphs are reused.
 """
 
 from collections.abc import Mapping
@@ -18,24 +17,24 @@ from .library import Buffer, Context, Tensor, check, ffi, lib, new_err, text
 
 @dataclass(frozen=True)
 class StreamCounts:
-    """Bytes copied so far, and the steps that computed with them."""
+    """Bytes copied so far, and the chunks computed with them."""
 
     bytes: int = 0
     chunks: int = 0
 
 
 class WeightStream:
-    """Owns the memory on the device and the queue of the copies; borrows what lies in host memory.
+    """Owns the device memory and the copy queue; borrows the host memory.
 
     Attributes:
-        layers: by the number of a layer, its tensors on the device by name; ascending, as a step goes through them.
-        rows: rows from which on a chunk computes with copies.
-        need: bytes that it takes on the device, or would.
-        fits: whether there was memory for it. Without, nothing else may be asked for.
+        layers: tensors on the device by layer and name, ascending.
+        rows: smallest chunk that uses copies.
+        need: device bytes.
+        fits: whether they could be allocated; otherwise nothing else may be called.
     """
 
     def __init__(self, device: Backend, sources: Mapping[int, Mapping[str, Tensor]], rows: int = 1) -> None:
-        """``sources``: the same tensors in host memory, which stays as and where it is."""
+        """``sources``: the tensors in host memory, which must stay in place."""
         self.device, self.rows = device, rows
         self.layers: dict[int, dict[str, Tensor]] = {}
         self._numbers = {layer: number for number, layer in enumerate(sorted(sources))}
@@ -56,7 +55,7 @@ class WeightStream:
         buft = self.device.default_buffer_type
         alignment = lib.ggml_backend_buft_get_alignment(buft)
         offsets: dict[tuple[int, str], int] = {}
-        sizes = [0, 0]  # of the two places
+        sizes = [0, 0]  # of the two buffers
         for layer, number in self._numbers.items():
             at, self.layers[layer] = 0, {}
             for name, source in sources[layer].items():
@@ -82,7 +81,7 @@ class WeightStream:
         return self.device.allocate(self._home_ctx)
 
     def _fill(self, home: Tensor, sources: Mapping[int, Mapping[str, Tensor]], offsets: Mapping[tuple[int, str], int]) -> None:
-        """Says what is copied for each layer: its tensors, and zeros behind each, where kernels read a row's padding and another layer had weights."""
+        """Registers the copies of each layer: its tensors, and zeros for the padding that kernels read after them."""
         buft = self.device.default_buffer_type
         self._queue = Backend(self.device.device, 1, "ggml")
         self._handle = lib.pgs_stream_new(self.device.handle, self._queue.handle, home, len(self._numbers), self._err)
@@ -102,19 +101,19 @@ class WeightStream:
                 check(lib.pgs_stream_add(self._handle, number, zeros, offset + nbytes, padding, self._err), self._err)
 
     def begin(self, g: Graph, layer: int) -> None:
-        """Nodes that are added from now on may read the tensors of ``layer``."""
+        """Nodes added from now on may read the tensors of ``layer``."""
         self._cut(g, layer, True)
 
     def end(self, g: Graph, layer: int) -> None:
-        """All that do have been put into the graph."""
+        """All readers of ``layer`` are in the graph."""
         self._cut(g, layer, False)
 
-    def _cut(self, g: Graph, layer: int, arrive: bool) -> None:
+    def _cut(self, g: Graph, layer: int, begins: bool) -> None:
         handle: Any = self._handle if self._handle is not None else ffi.NULL
-        check(lib.pgs_graph_stream_cut(g.handle, handle, self._numbers[layer], arrive, self._err), self._err)
+        check(lib.pgs_graph_stream_cut(g.handle, handle, self._numbers[layer], begins, self._err), self._err)
 
     def expect(self, more: bool) -> None:
-        """Whether another chunk comes behind the next one, whose first layers are then copied early."""
+        """Whether another chunk follows the next one; its first layers are then copied early."""
         if self._handle is not None:
             lib.pgs_stream_more(self._handle, more)
 
@@ -126,7 +125,7 @@ class WeightStream:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes that a chunk copies."""
+        """Bytes copied per chunk."""
         return sum(lib.ggml_nbytes(tensor) for tensors in self.layers.values() for tensor in tensors.values())
 
     @property

@@ -165,7 +165,7 @@ class Experts:
             names = [f"{prefix}ffn_{name}_exps.weight" for name in ("up", "gate")]
             up, gate = [self._beside(g, w, name, g.matmul_experts(w[name], x, slots), chosen) for name in names]
         # ggml's, as beside experts in host memory: the same bits wherever an expert lies
-        return g.swiglu(gate, up, own=False) if self.glu == "swiglu" else getattr(g, self.glu)(gate, up)
+        return g.swiglu(gate, up, native=False) if self.glu == "swiglu" else getattr(g, self.glu)(gate, up)
 
     def _sum(self, g: Graph, out: Tensor) -> Tensor:
         """F32 [n_embd, n_used, T] -> F32 [n_embd, T], added in order; the views come before the additions."""

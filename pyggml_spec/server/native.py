@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..cancel import check
-from ..ggml.library import why_absent
+from ..ggml.library import lost_reason
 from . import fields
 from .answer import Answer, Delta, job_prompt, metrics, speculation
 from .conversation import read_chat, render_chat, sequence_asks
@@ -271,7 +271,7 @@ async def count_chat_tokens(context: Context, request: Request) -> Response:
 async def health(context: Context, request: Request) -> Response:
     """Whether it works: 503 where a worker that it computes on is lost, or there is work and no step has ended for a while."""
     age = context.queue.step_age()
-    if (why := why_absent([name for b in context.served.session.backends for name in b.workers])) is not None:
+    if (why := lost_reason([name for b in context.served.session.backends for name in b.workers])) is not None:
         raise ApiError(503, why)
     if context.queue.stuck:
         raise ApiError(503, f"no step has ended for {age:.0f} s although there is work", headers={"retry-after": "30"})

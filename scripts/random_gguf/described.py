@@ -15,11 +15,11 @@ from pyggml_spec.models.weights import EXPERTS, HEADS, MATMUL, ROWS, Spec
 from .model import Shape, Writer, type_id
 
 T = TypeVar("T")
-UNASKED = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base")
+UNCHECKED = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base")
 
 
 def samples(s: Shape) -> dict[str, Any]:
-    """Values of keys by their names without the architecture. Of those that a description has a default for, only UNASKED and ``keys`` are written."""
+    """Values of keys by their names without the architecture. Of those that a description has a default for, only UNCHECKED and ``keys`` are written."""
     return {
         "block_count": s.n_layer,
         "context_length": s.n_ctx,
@@ -46,7 +46,7 @@ class Asked:
     path, rope = Path("random.gguf"), None
 
     def __init__(self, arch: str, s: Shape, keys: dict[str, Any], optional: tuple[str, ...]) -> None:
-        self._known, self._always = samples(s) | keys, {*UNASKED, *keys}
+        self._known, self._always = samples(s) | keys, {*UNCHECKED, *keys}
         self.arch, self.metadata = arch, {f"{arch}.{name}": self._known[name] for name in self._always}
         # only whether they are there, and the vocabulary, is looked at
         there = ("token_embd.weight", *(() if s.tied else ("output.weight",)), *optional)

@@ -266,10 +266,10 @@ def test_an_abandoned_generation_is_no_obstacle(tmp_path):
     session.close()
 
 
-@pytest.mark.parametrize("kernels, drafter", [("own", False), ("own", True), ("ggml", False)])
+@pytest.mark.parametrize("kernels, drafter", [("native", False), ("native", True), ("ggml", False)])
 def test_a_session_goes_on_to_the_token_where_rows_keep_their_bits(tmp_path, kernels, drafter):
     """The same prompt, one that parts from it, and the next turn: texts and drafts of a fresh session. ggml's kernels round by the rows of a step."""
-    if kernels == "own" and not LEVELS:
+    if kernels == "native" and not LEVELS:
         pytest.skip("native kernels do not run on this processor")
     target, draft = (
         write_qwen3(tmp_path / "t.gguf", Shape(), "Q8_0"),
@@ -287,7 +287,7 @@ def test_a_session_goes_on_to_the_token_where_rows_keep_their_bits(tmp_path, ker
         prompts = [first, first[:50] + tokens(2, 30), first, [*first, *answer, *tokens(3, 10)]]
         seen = [run(prompts[0]), run(prompts[1]), run(prompts[2])]
         seen.append(run([*first, *seen[-1][0], *tokens(3, 10)]))
-    assert [stats.reused_tokens for _, stats in seen] == ([99, 50, 50, 119] if kernels == "own" else [0] * 4)
+    assert [stats.reused_tokens for _, stats in seen] == ([99, 50, 50, 119] if kernels == "native" else [0] * 4)
     for prompt, (text, stats) in zip(prompts, seen, strict=True):
         with ps.load(target, draft, **options) as session:
             events = list(session.steps(prompt, 20, ignore_end=True))

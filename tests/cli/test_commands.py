@@ -173,13 +173,13 @@ def test_compare_above_the_tolerance_is_3(pair, monkeypatch):
         ("cpu", "ggml", 4e-6, 3),
         ("gpu", "ggml", 4e-6, 0),
         ("gpu", "ggml", 0.09, 3),
-        ("cpu", "own", 9e-5, 0),
-        ("cpu", "own", 0.09, 3),
+        ("cpu", "native", 9e-5, 0),
+        ("cpu", "native", 0.09, 3),
     ],
 )
 def test_compare_allows_other_kernels_their_order_of_sums(pair, monkeypatch, kind, kernels, nmse, code):
     """The embedded target itself was 4e-6 off on an H200, and was called wrong at the CPU's tolerance."""
-    if kernels == "own" and not levels():
+    if kernels == "native" and not levels():
         pytest.skip("native kernels do not run on this processor")
     monkeypatch.setattr(device, "pick_device", lambda name=None: device.Device("X0", "", kind, 1, 1, 0))
     monkeypatch.setattr(compare, "compare_logits", lambda *_, **__: compare.Comparison(nmse, nmse, 1.0, 1.0, 64))

@@ -180,7 +180,7 @@ def test_what_is_wrong_with_a_worker_is_a_sentence_of_run():
     one_sentence(pyspec("run", "--device", f"RPC:127.0.0.1:{free_port()}", *ARGUMENTS), "nothing listens at")
     one_sentence(pyspec("run", "--device", "RPC:nowhere.invalid:1", *ARGUMENTS), "'nowhere.invalid' is not known")
     with fake_server(lambda connection: connection.sendall(b"220 mail.example ready, and more than eight bytes\r\n")) as port:
-        one_sentence(pyspec("run", "--device", f"RPC:127.0.0.1:{port}", *ARGUMENTS), "does not answer as a worker does")
+        one_sentence(pyspec("run", "--device", f"RPC:127.0.0.1:{port}", *ARGUMENTS), "does not respond as a worker")
 
 
 def test_commands_take_a_worker_as_a_device():
@@ -189,4 +189,4 @@ def test_commands_take_a_worker_as_a_device():
         assert done.returncode == 0 and f"on {worker.device}" in done.stderr and "is not encrypted" in done.stderr
         done = pyspec("plan", "--device", worker.device)
         assert done.returncode == 0 and f"{worker.device}, context" in done.stdout.decode()
-        one_sentence(pyspec("run", "--device", worker.device, "--kernels", "own", *ARGUMENTS), "this device is a worker")
+        one_sentence(pyspec("run", "--device", worker.device, "--kernels", "native", *ARGUMENTS), "this device is a worker")

@@ -46,7 +46,7 @@ def drafted(files, kernels, tokens=None, steps=24):
         return out, text
 
 
-@pytest.mark.parametrize("kernels", ["own", "ggml"])
+@pytest.mark.parametrize("kernels", ["native", "ggml"])
 def test_drafts_come_from_the_first_tokens_and_the_text_stays(files, kernels):
     check(files, kernels)
 

@@ -37,7 +37,7 @@ def test_logits_do_not_depend_on_the_shape_of_a_step(tmp_path, arch, quant):
     path, ids, seen = TARGETS[arch](tmp_path / "t.gguf", Shape(), quant), prompt_of(600), []
     singly = [*range(60), 60, *range(460, 600)]  # where steps begin
     for threads in (1, 2):
-        with ps.load(path, device="CPU", threads=threads, n_ctx=640, kernels="own") as session:
+        with ps.load(path, device="CPU", threads=threads, n_ctx=640, kernels="native") as session:
             engine = session.engine
             for begins in (range(0, 600, 512), range(0, 600, 16), singly, *([range(0, 600, 5)] if threads == 1 else [])):
                 engine.reset()
@@ -61,7 +61,7 @@ def test_speculative_text_is_plain_text_at_every_width(tmp_path, arch):
     target, draft = TARGETS[arch](tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
     prompt = prompt_of(530)
     with ps.load(target, draft, device="CPU", threads=2, n_ctx=768, draft_width=16) as session:
-        assert session.configuration().kernels.startswith("own")
+        assert session.configuration().kernels.startswith("native")
         engine = session.engine
         text = run(engine, prompt, 80, mode=PLAIN)[0]
         for width in (2, 3, 5, 8, 13, 16):
@@ -96,7 +96,7 @@ def test_an_answer_that_continues_generated_tokens(tmp_path):
 
 @pytest.mark.parametrize("quant", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_own_kernels_are_llama_cpps_to_rounding(tmp_path, quant):
-    result = compare_logits(TARGETS["qwen35"](tmp_path / "t.gguf", Shape(), quant), 65, device="CPU", threads=1, kernels="own")
+    result = compare_logits(TARGETS["qwen35"](tmp_path / "t.gguf", Shape(), quant), 65, device="CPU", threads=1, kernels="native")
     assert result.nmse < 1e-3 and result.argmax_agree > 0.95
 
 

@@ -32,7 +32,7 @@ def session(pair):
 def test_a_step_of_our_own_kernels_has_few_nodes(kind, width, rounded, most):
     """All threads wait behind each, and read what others wrote: a plain step of the embedded pair had 148, 33 of them roundings, 16 sums and 8 norms that
     nobody read, and one product each for beta and alpha."""
-    with ps.load(device="CPU", threads=1, kernels="own") as session:
+    with ps.load(device="CPU", threads=1, kernels="native") as session:
         counts = session.engine.step_graph(kind, width).op_counts()
     computed = {op: n for op, n in counts.items() if op not in ("VIEW", "PERMUTE", "RESHAPE")}
     assert computed.get("native rounding", 0) == rounded and "ADD" not in computed and computed["native gated product"] >= 8

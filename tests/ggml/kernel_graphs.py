@@ -17,7 +17,7 @@ LEVELS = levels()
 @contextmanager
 def bench(level=None, threads=1):
     """A backend and a graph on it; ``level`` None: ggml's kernels."""
-    backend = Backend(pick_device("CPU"), threads, "ggml" if level is None else "own")
+    backend = Backend(pick_device("CPU"), threads, "ggml" if level is None else "native")
     backend.level = level
     allocator = GraphAllocator(backend, "test")
     graph = Graph(allocator)

@@ -82,7 +82,7 @@ OWN = {
 
 @pytest.fixture(scope="module", params=[1, 3])
 def guarded(request):
-    backend = Backend(pick_device("CPU"), request.param, "own")
+    backend = Backend(pick_device("CPU"), request.param, "native")
     with closing(backend), closing(GraphAllocator(backend, "test", 2048)) as allocator:
 
         def made(of) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.ggml import cores
-from pyggml_spec.ggml.cores import LOOK_S, CoreMonitor, CpuUsage, ThreadRule
+from pyggml_spec.ggml.cores import POLL_S, CoreMonitor, CpuUsage, ThreadRule
 from pyggml_spec.ggml.library import lib
 
 READ = cores.read  # before the tests' own takes its place
@@ -29,13 +29,13 @@ class Machine:
     def runs(self, seconds: float, busy: float = 0.0, nice: float = 0.0) -> list[int]:
         """Others want ``busy`` cores meanwhile, and those that give way ``nice``; the threads that computed, by looks."""
         seen = []
-        for _ in range(round(seconds / LOOK_S)):
+        for _ in range(round(seconds / POLL_S)):
             before, mine = self.reading(), min(self.rule.threads, self.count)
             share = min(1.0, self.count / (mine + busy + nice / 3))
             own, others = mine * share, busy * share
             giving_way = min(nice, self.count - own - others)
-            self.at, self.own, self.nice = self.at + LOOK_S, self.own + own * LOOK_S, self.nice + giving_way * LOOK_S
-            self.idle += max(0.0, self.count - own - others - giving_way) * LOOK_S
+            self.at, self.own, self.nice = self.at + POLL_S, self.own + own * POLL_S, self.nice + giving_way * POLL_S
+            self.idle += max(0.0, self.count - own - others - giving_way) * POLL_S
             seen.append(self.rule.update(before, self.reading()))
         return seen
 
@@ -55,7 +55,7 @@ def test_threads_leave_the_cores_that_others_want_and_come_back(count, busy):
 @pytest.mark.parametrize("seed", range(5))
 def test_background_load_of_an_idle_machine_takes_no_thread(seed):
     rng, machine = random.Random(seed), Machine(ThreadRule(2), 2)
-    assert {threads for _ in range(100) for threads in machine.runs(LOOK_S, rng.random() * 0.3)} == {2}
+    assert {threads for _ in range(100) for threads in machine.runs(POLL_S, rng.random() * 0.3)} == {2}
 
 
 def test_work_that_gives_way_is_tried_seldom_where_it_does_not():
@@ -70,7 +70,7 @@ def test_work_that_gives_way_is_tried_seldom_where_it_does_not():
 
 def test_others_that_come_and_go_cannot_have_threads_added_at_each_look():
     machine = Machine(ThreadRule(2), 2)
-    seen = [machine.runs(LOOK_S, busy=2 * (n % 2))[0] for n in range(100)]
+    seen = [machine.runs(POLL_S, busy=2 * (n % 2))[0] for n in range(100)]
     assert sum(a < b for a, b in itertools.pairwise(seen)) <= 1
     slower = [threads for n in range(20) for threads in machine.runs(0.4, busy=2 * (n % 2))]
     assert sum(a < b for a, b in itertools.pairwise(slower)) <= 10
@@ -187,7 +187,7 @@ def test_threads_by_default(monkeypatch, mine, limit, threads):
     assert cores.default_threads() == threads
 
 
-@pytest.mark.parametrize("kernels", ["own", "ggml"])
+@pytest.mark.parametrize("kernels", ["native", "ggml"])
 def test_bits_do_not_depend_on_how_many_threads_other_work_leaves(pair, kernels):
     """ggml's attention cuts 512 positions into as many pieces as there are threads: such graphs keep all of them."""
     try:

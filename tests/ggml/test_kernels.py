@@ -333,7 +333,7 @@ def test_operands_that_do_not_fit_are_refused(level):
 @pytest.mark.skipif(not LEVELS, reason="there is nothing to choose from")
 def test_the_level_is_chosen_by_name(monkeypatch):
     monkeypatch.delenv(FEATURES, raising=False)
-    assert pick_level(None, "cpu") == pick_level("own", "cpu") == LEVELS[0]
+    assert pick_level(None, "cpu") == pick_level("native", "cpu") == LEVELS[0]
     assert pick_level("ggml", "cpu") is None and pick_level(None, "gpu") is None
     for level in LEVELS:
         monkeypatch.setenv(FEATURES, level.name)
@@ -341,7 +341,7 @@ def test_the_level_is_chosen_by_name(monkeypatch):
     monkeypatch.setenv(FEATURES, "none")
     assert pick_level(None, "cpu") is None
     with pytest.raises(DeviceError, match="do not run on this processor"):
-        pick_level("own", "cpu")
+        pick_level("native", "cpu")
     monkeypatch.setenv(FEATURES, "sse9")
     with pytest.raises(DeviceError, match="'sse9'; it has to be one of"):
         pick_level(None, "cpu")
@@ -351,7 +351,7 @@ def test_a_level_that_was_never_timed_is_taken_by_name_alone(monkeypatch):
     arm = Level("neondot", LEVELS[0].handle if LEVELS else None)
     monkeypatch.setattr("pyggml_spec.ggml.kernels.levels", lambda: [arm])
     monkeypatch.delenv(FEATURES, raising=False)
-    assert pick_level(None, "cpu") is None and pick_level("own", "cpu") == arm
+    assert pick_level(None, "cpu") is None and pick_level("native", "cpu") == arm
     monkeypatch.setenv(FEATURES, "neondot")
     assert pick_level(None, "cpu") == arm
 
@@ -361,7 +361,7 @@ def test_wrong_kernels_are_refused(monkeypatch):
     with pytest.raises(DeviceError, match="'fast'"):
         pick_level("fast", "cpu")
     with pytest.raises(DeviceError, match="run on CPUs"):
-        pick_level("own", "gpu")
+        pick_level("native", "gpu")
 
 
 def test_a_level_that_the_processor_lacks_is_refused(monkeypatch):

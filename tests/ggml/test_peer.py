@@ -24,10 +24,10 @@ def library(tmp_path_factory) -> str:
 def log(library, tmp_path, monkeypatch) -> Path:
     """Where the driver writes what is switched on; nothing is known yet."""
     monkeypatch.setattr(peer, "LIBRARY", library)
-    monkeypatch.setattr(peer, "_ways", {})
+    monkeypatch.setattr(peer, "_results", {})
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
-    for name in (peer.BY_GGML, peer.REFUSED, "FAKE_PEER", "FAKE_GPUS"):
+    for name in (peer.BY_GGML, peer.DISABLE, "FAKE_PEER", "FAKE_GPUS"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "log"
 
@@ -40,7 +40,7 @@ def test_what_works_is_switched_on_and_remembered(log, monkeypatch):
     assert peer.enable_peer_access([A, B]) == [] and peer.no_peer_reason("CUDA1", "CUDA0") == ""
     assert lines(log) == ["0 to 1", "1 to 0"] * 2  # by the process that tries it, and by this one
     assert peer.enable_peer_access([A, B]) == [] and len(lines(log)) == 4
-    monkeypatch.setattr(peer, "_ways", {})  # another process, which tries nothing
+    monkeypatch.setattr(peer, "_results", {})  # another process, which tries nothing
     monkeypatch.setenv("FAKE_PEER", "wrong")
     assert peer.enable_peer_access([B, A]) == [] and len(lines(log)) == 6
 
@@ -49,9 +49,9 @@ def test_what_works_is_switched_on_and_remembered(log, monkeypatch):
     "way, words, kept",
     [
         ("none", "the driver offers no peer access between them", True),
-        ("wrong", "what one copies to the other arrives as something else", True),
-        ("waits", "a process that tried it did not end within 60 s; it is tried again after a restart of the machine, or without {}", True),
-        ("fails", "a process that tried it failed (OSError: cuMemcpyPeer gave 719)", False),
+        ("wrong", "copies between them arrive corrupted", True),
+        ("waits", "a test process did not end within 60 s; it is tested again after a reboot, or without {}", True),
+        ("fails", "the test process failed (OSError: cuMemcpyPeer gave 719)", False),
     ],
 )
 def test_what_does_not_work_stays_off_and_is_said(log, monkeypatch, tmp_path, way, words, kept):
@@ -82,7 +82,7 @@ def test_another_start_of_the_machine_is_another_machine(log, monkeypatch, tmp_p
         else:
             (tmp_path / "boot").write_text(boot)
         monkeypatch.setenv("FAKE_PEER", way)
-        monkeypatch.setattr(peer, "_ways", {})
+        monkeypatch.setattr(peer, "_results", {})
         assert (peer.enable_peer_access([A, B]) == []) is works, (boot, way)
 
 
@@ -97,7 +97,7 @@ def test_a_process_that_cannot_be_ended_is_not_waited_for(log, monkeypatch, tmp_
     (said,) = peer.enable_peer_access([A, B])
     (child,) = killed
     try:
-        assert "a process that tried it did not end" in said and child.poll() is None
+        assert "a test process did not end" in said and child.poll() is None
         assert child.stdout.closed and child.stderr.closed
     finally:
         child.send_signal(signal.SIGKILL)
@@ -124,10 +124,10 @@ def test_peer_access_is_not_probed_in_vain(log, monkeypatch, tmp_path):
     monkeypatch.delenv("GGML_CUDA_P2P")
     monkeypatch.setenv("FAKE_GPUS", "1")  # one that ggml shows as several
     assert peer.enable_peer_access([A, B]) == [] and lines(log) == []
-    monkeypatch.setattr(peer, "_ways", {})
+    monkeypatch.setattr(peer, "_results", {})
     monkeypatch.setenv("PYSPEC_PEER_COPIES", "0")
     assert peer.enable_peer_access([A, B]) == ["CUDA0 and CUDA1 copy to each other through the host: PYSPEC_PEER_COPIES=0 is set"]
-    monkeypatch.setattr(peer, "_ways", {})
+    monkeypatch.setattr(peer, "_results", {})
     monkeypatch.delenv("PYSPEC_PEER_COPIES")
     monkeypatch.setattr(peer, "LIBRARY", str(tmp_path / "none.so"))
-    assert "the driver cannot be asked (" in peer.enable_peer_access([A, B])[0] and lines(log) == []
+    assert "the driver call failed (" in peer.enable_peer_access([A, B])[0] and lines(log) == []

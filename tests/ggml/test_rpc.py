@@ -221,7 +221,7 @@ def test_a_worker_is_a_segment_once(worker):
 
 def test_what_is_engaged_says_that_nothing_is_encrypted(worker):
     with ps.load(device=worker.device, **OPTIONS) as session:
-        assert rpc.UNENCRYPTED in session.configuration().notes and rpc.UNASKED not in session.configuration().notes
+        assert rpc.UNENCRYPTED in session.configuration().notes and rpc.UNCHECKED not in session.configuration().notes
         assert session.configuration().device == worker.device
 
 
@@ -347,7 +347,7 @@ def test_memory_is_the_workers(worker):
 
 def test_own_kernels_are_refused_by_name(worker):
     with pytest.raises(DeviceError, match=r"native kernels run on CPUs, and this device is a worker"):
-        Backend(pick_device(worker.device), kernels="own")
+        Backend(pick_device(worker.device), kernels="native")
 
 
 def collected(events, seen: list[str]):
@@ -447,7 +447,7 @@ except workers.DeviceError as error:
 """
     with ps.load(device=worker.device, **OPTIONS):
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert "said nothing within 0.5 s: a worker that another program uses (one at a time)" in done.stdout, done
+    assert "sent nothing within 0.5 s: the worker is in use (one client at a time)" in done.stdout, done
 
 
 def test_threads_of_two_sessions_do_not_mix_their_graphs(worker, expected):

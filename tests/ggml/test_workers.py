@@ -7,7 +7,7 @@ import pytest
 from workers import COUNT, HELLO, MEMORY, fake_server, free_port, request, say
 
 from pyggml_spec.errors import DeviceError
-from pyggml_spec.ggml.workers import PROTOCOL, Address, Answer, is_worker, parse, probe
+from pyggml_spec.ggml.workers import PROTOCOL, Address, WorkerInfo, is_worker, parse, probe
 
 
 def at(port: int, device: int = 0) -> Address:
@@ -56,9 +56,9 @@ def test_an_unknown_host_is_named():
 
 def test_a_worker_says_what_it_has():
     with fake_server(answers(devices=2)) as port:
-        assert probe(at(port, 1)) == Answer(PROTOCOL, ((5, 9), (6, 9)), False)
+        assert probe(at(port, 1)) == WorkerInfo(PROTOCOL, ((5, 9), (6, 9)), False)
     with fake_server(answers(flags=1)) as port:
-        assert probe(at(port)).ours
+        assert probe(at(port)).extended
 
 
 def test_a_closed_port_is_refused_with_the_command_that_opens_it():
@@ -104,7 +104,7 @@ def half(connection):
 @pytest.mark.parametrize("serve", [web_server, closes, half])
 def test_what_is_no_worker_is_said_to_be_none(serve):
     with fake_server(serve) as port:
-        with pytest.raises(DeviceError, match=r"does not answer as a worker does"):
+        with pytest.raises(DeviceError, match=r"does not respond as a worker"):
             probe(at(port))
 
 
@@ -124,6 +124,6 @@ def counts_slowly(connection):
 def test_a_server_that_hangs_is_given_up(serve):
     with fake_server(serve) as port:
         began = time.monotonic()
-        with pytest.raises(DeviceError, match=r"said nothing within 0\.3 s: a worker that another program uses"):
+        with pytest.raises(DeviceError, match=r"sent nothing within 0\.3 s: the worker is in use"):
             probe(at(port), 0.3)
         assert time.monotonic() - began < 9

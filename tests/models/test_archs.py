@@ -302,7 +302,7 @@ def test_a_missing_tensor_is_refused(tmp_path, arch, name):
 def test_native_kernels_give_the_same_bits_at_every_width(tmp_path, arch, quant, shape, n, ops):
     """Latent rows of 576 values, of which V is the first 512; what an indexer chooses among scores that are alike, of a single head."""
     path, ids, seen = TARGETS[arch](tmp_path / "t.gguf", Shape(**shape), quant), np.random.default_rng(5).integers(0, 256, n).tolist(), []
-    with open_engine(path, 64, 512, "own") as engine:
+    with open_engine(path, 64, 512, "native") as engine:
         counts = engine.step_graph("plain", 1).op_counts()
         assert ops.items() <= counts.items() and "FLASH_ATTN_EXT" not in counts
         for rows in (64, 16, 5, 1):
@@ -451,7 +451,7 @@ def test_an_indexer_that_a_device_cannot_score_is_refused(tmp_path, monkeypatch)
 
 def test_attention_with_sinks_is_ggmls_and_said(tmp_path):
     """Our own attention knows no sinks: the products are still ours, and `configuration` says which is which."""
-    with ps.load(write_gpt_oss(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, kernels="own") as session:
+    with ps.load(write_gpt_oss(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, kernels="native") as session:
         assert session.configuration().kernels.endswith(", attention by ggml's because it has sinks")
         ops = session.engine.step_graph("plain", 1).op_counts()
         assert ops["FLASH_ATTN_EXT"] == 4 and ops["native product"] > 0

@@ -28,7 +28,14 @@ def test_every_architecture_and_drafter(tmp_path):
     for name, target, drafter, spec in check_replay.pairs(argparse.Namespace(model=None, only=", Q8_0"), tmp_path):
         try:
             session = ps.load(
-                target, drafter, device="CPU", threads=1, n_ctx=512, draft_width=16 if drafter or spec else None, spec=spec, kernels="own"
+                target,
+                drafter,
+                device="CPU",
+                threads=1,
+                n_ctx=512,
+                draft_width=16 if drafter or spec else None,
+                spec=spec,
+                kernels="native",
             )
         except EngineError:  # an architecture without hidden states for this drafter
             continue

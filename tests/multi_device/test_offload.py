@@ -281,7 +281,7 @@ def test_what_a_chunk_takes_is_measured_in_both_ways(tmp_path):
 def test_rows_of_other_kernels_of_the_host_are_not_mixed(tmp_path):
     """On a GPU the device's kernels are the same whatever the host's are, and K/V rows behind the host's experts are not."""
     path, seen = write_qwen35moe(tmp_path / "t.gguf"), set()
-    for kernels in ("ggml", "own"):
+    for kernels in ("ggml", "native"):
         with loaded(path, rows=None, kernels=kernels) as session:
             lines = layout_of(session.engine, dict.fromkeys(("pyggml_spec", "llama_cpp_python", "ggml_commit"), "")).splitlines()
             seen.add(next(line for line in lines if line.startswith("experts")))

@@ -86,7 +86,7 @@ def test_every_cut_of_a_hybrid(tmp_path):
             assert equal(alone, trace(session, widths)), cuts
 
 
-@pytest.mark.parametrize("kernels", ["own", "ggml"])
+@pytest.mark.parametrize("kernels", ["native", "ggml"])
 @pytest.mark.parametrize("arch", TARGETS)
 def test_every_architecture(tmp_path, arch, kernels):
     more = {"shared": False} if arch == "gemma4" else {}

@@ -67,15 +67,15 @@ def test_costs_under_load_are_measured_again_without_it(pair, tmp_path, monkeypa
     monkeypatch.setattr(cores, "default_threads", lambda: 2)
     monkeypatch.setattr("pyggml_spec.ggml.device.default_threads", lambda: 2)
     with ps.load(*pair, device="CPU", threads=threads, n_ctx=256) as session:
-        time.sleep(cores.LOOK_S)
+        time.sleep(cores.POLL_S)
         session.engine.prefill([1, 2, 3])
         assert not session.engine.threads.calm and session.engine.threads.now == 1
         cached_costs(session.engine, (2,), fresh=True)
         assert not list(tmp_path.glob("costs-*"))
         took[0] = 0.0
-        time.sleep(cores.LOOK_S)
+        time.sleep(cores.POLL_S)
         session.engine.prefill([1, 2, 3])
-        time.sleep(cores.LOOK_S)
+        time.sleep(cores.POLL_S)
         session.engine.prefill([1, 2, 3])
         assert session.engine.threads.calm and session.engine.threads.now == (threads or 2)
         session.generate([1, 2, 3], 4)

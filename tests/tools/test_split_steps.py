@@ -65,7 +65,7 @@ def test_copies_between_neighbours_and_back(session, files, monkeypatch):
     there, back = copy_speeds(session.engine)
     assert there.small_us > 0 and there.bandwidth > 1e7 and (back.source, back.target) == ("CPU", "CPU")
     monkeypatch.delenv("GGML_CUDA_P2P", raising=False)
-    monkeypatch.setattr(peer, "_ways", {frozenset(("CUDA0", "CUDA1")): "", frozenset(("CUDA0", "CUDA2")): "the driver offers none"})
+    monkeypatch.setattr(peer, "_results", {frozenset(("CUDA0", "CUDA1")): "", frozenset(("CUDA0", "CUDA2")): "the driver offers none"})
     assert (
         way_of_copies("CUDA1", "CUDA0") == "directly" and way_of_copies("CUDA0", "CUDA2") == "without peer access: the driver offers none"
     )
