@@ -267,10 +267,10 @@ def run(command: list[str], failure: str, env: dict[str, str] | None = None, pro
             os.killpg(process.pid, signal.SIGTERM)  # compilers among its children
             raise
     if process.returncode:
-        raise BuildError(f"{failure}: {_why(tail) or f'{command[0]} ended with {process.returncode}'}", tail[-_SHOWN:])
+        raise BuildError(f"{failure}: {failure_reason(tail) or f'{command[0]} ended with {process.returncode}'}", tail[-_SHOWN:])
 
 
-def _why(lines: list[str]) -> str:
+def failure_reason(lines: list[str]) -> str:
     """The first complaint of a compiler, or of CMake with what it says below; without one, the last of pip."""
     said = [line.strip() for line in lines]
     for i, line in enumerate(said):
@@ -379,19 +379,19 @@ def install(wheel: Path, libraries: Path, note: dict) -> None:
     Raises:
         BuildError: the new ones do not start, or another installation goes on.
     """
-    with _alone(libraries.parent), tempfile.TemporaryDirectory(prefix=".new-", dir=libraries.parent) as part:
+    with exclusive(libraries.parent), tempfile.TemporaryDirectory(prefix=".new-", dir=libraries.parent) as part:
         new = check_wheel(wheel, Path(part))
         (new / NOTE).write_text(json.dumps(note), "utf-8")
         for path in new.iterdir():
             path.chmod(0o755)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        _exchange(new, libraries)
+        exchange(new, libraries)
         _rewrite_record(libraries)
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def exclusive(folder: Path) -> Iterator[None]:
     with (folder / ".installing").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -402,7 +402,7 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _exchange(new: Path, old: Path) -> None:
+def exchange(new: Path, old: Path) -> None:
     """The two folders change names, on Linux in one step; elsewhere in two, and back after the first if the second fails."""
     exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if exchange is not None and exchange(-100, os.fsencode(new), -100, os.fsencode(old), 2) == 0:  # AT_FDCWD, RENAME_EXCHANGE

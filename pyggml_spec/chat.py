@@ -103,7 +103,7 @@ class Chat:
         if max_tokens is None and self.continues:
             max_tokens = CONTINUE_TOKENS
         turn = {"role": "user", "content": text}
-        ids = self.template.encode(self.session.tokenizer, self._messages(turn), thinking=self.thinking, variables=self.variables)
+        ids = self.template.encode(self.session.tokenizer, self.as_messages(turn), thinking=self.thinking, variables=self.variables)
         if not ids:
             raise TemplateError("the chat template makes no text of this conversation; use another one")
         answer, stats = _answer(self.session, self.template, ids), self.session.new_stats()
@@ -124,7 +124,7 @@ class Chat:
                 self.messages += [turn, answer.message()]
                 self.stats.append(stats)
 
-    def _messages(self, turn: dict) -> list[dict]:
+    def as_messages(self, turn: dict) -> list[dict]:
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.messages, turn]
 

@@ -91,11 +91,14 @@ def test_cmakes_errors_are_quoted_with_what_they_mean():
     """The first line alone is a place in a file."""
     lines = ["-- Found", "  CMake Error at ggml-cuda/CMakeLists.txt:178 (target_link_libraries):", '    Target "ggml-cuda" links to:', "", "      CUDA::cublas", "",
              "    but the target was not found.  Possible reasons include:", "ERROR: Failed to build"]  # fmt: skip
-    assert building._why(lines).endswith(
+    assert building.failure_reason(lines).endswith(
         'Target "ggml-cuda" links to: CUDA::cublas but the target was not found.  Possible reasons include:'
     )
-    assert building._why(["x.cu(3): error: identifier is undefined", "error: subprocess-exited-with-error"]).startswith("x.cu(3)")
-    assert building._why(["ERROR: No matching distribution", "more"]) == "ERROR: No matching distribution" and building._why(["fine"]) == ""
+    assert building.failure_reason(["x.cu(3): error: identifier is undefined", "error: subprocess-exited-with-error"]).startswith("x.cu(3)")
+    assert (
+        building.failure_reason(["ERROR: No matching distribution", "more"]) == "ERROR: No matching distribution"
+        and building.failure_reason(["fine"]) == ""
+    )
 
 
 def test_what_decides_a_build_decides_its_name(cache, monkeypatch, tmp_path):
@@ -212,7 +215,7 @@ def test_what_does_not_start_is_not_installed(site, tmp_path, code):
     assert contents(site) == before
 
 
-@pytest.mark.parametrize("where", ["check_wheel", "_exchange"])
+@pytest.mark.parametrize("where", ["check_wheel", "exchange"])
 def test_an_interrupted_exchange_keeps_the_old_libraries(site, tmp_path, monkeypatch, where):
     wheel, before = wheel_of(tmp_path, GOOD), contents(site)
 
@@ -235,11 +238,11 @@ def test_without_an_exchange_in_one_step_a_failed_second_step_is_undone(site, tm
 
     monkeypatch.setattr(building.ctypes, "CDLL", NoExchange)
     with pytest.raises(FileNotFoundError):
-        building._exchange(new, libraries)
+        building.exchange(new, libraries)
     assert contents(site) == before
     new.mkdir()
     (new / "x").write_text("new")
-    building._exchange(new, libraries)
+    building.exchange(new, libraries)
     assert (libraries / "x").read_text() == "new"
 
 
@@ -265,7 +268,7 @@ def test_readers_never_see_half_of_the_libraries(site, tmp_path):
 def test_what_a_killed_installation_left_is_removed_and_two_at_once_are_refused(site, tmp_path):
     libraries, wheel = site / "llama_cpp" / "lib", wheel_of(tmp_path, GOOD)
     (libraries.parent / ".new-killed").mkdir()
-    with building._alone(libraries.parent):
+    with building.exclusive(libraries.parent):
         assert not (libraries.parent / ".new-killed").exists()
         with pytest.raises(BuildError, match="another process is installing"):
             building.install(wheel, libraries, {})

@@ -39,7 +39,7 @@ def test_three_turns_go_on_in_the_caches_and_say_what_a_fresh_computation_says(d
     """What was generated is not computed again, its drafter rows are there, and acceptance does not suffer from it."""
     chat, held = Chat(demo, chat_template(demo)[0]), 0
     for line in ("class Stack:\n    def __init__(self):", "    def push(self, item):", "    def pop(self):"):
-        ids = chat.template.encode(demo.tokenizer, chat._messages({"role": "user", "content": line}))
+        ids = chat.template.encode(demo.tokenizer, chat.as_messages({"role": "user", "content": line}))
         answer, stats = say(chat, line)
         assert stats.drafted > 0 and stats.prompt_tokens == len(ids)
         assert stats.reused_tokens == held
@@ -103,7 +103,7 @@ def test_what_a_user_or_an_answer_says_is_never_a_control_token(talker, source):
     def count(system, text, answer):
         chat = Chat(talker, template, system=system)
         chat.messages = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-        ids = template.encode(talker.tokenizer, chat._messages({"role": "user", "content": text}))
+        ids = template.encode(talker.tokenizer, chat.as_messages({"role": "user", "content": text}))
         return sum(i in control for i in ids)
 
     harmless = count("a", "b", "c")

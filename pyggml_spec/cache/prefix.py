@@ -103,7 +103,7 @@ class PrefixCache:
         self._alone = not shared
         self.grain: int = engine.options.chunk if self._alone else min(engine.options.chunk, GRAIN)  # tokens per chunk
         self._places: dict[int, SlotPrefix] = {}
-        self._writer = PrefixWriter(files) if files is not None and shared else None
+        self.writer = PrefixWriter(files) if files is not None and shared else None
 
     @property
     def used_bytes(self) -> int:
@@ -129,12 +129,12 @@ class PrefixCache:
 
     def known(self, tokens: Sequence[int], drafting: bool, owner: str = "") -> int:
         """How many leading chunks of these tokens some prompt before had as well."""
-        return self._seen(self._keys(np.asarray(tokens, np.int64), drafting, owner))
+        return self._seen(self.keys_of(np.asarray(tokens, np.int64), drafting, owner))
 
     def enter(self, slot: int, tokens: Sequence[int], drafting: bool, owner: str = "") -> SlotPrefix:
         """Registers the prompt of a slot, before anything of it is computed. What other owners left is not found."""
         ids = np.asarray(tokens, np.int64)
-        keys = self._keys(ids, drafting, owner)
+        keys = self.keys_of(ids, drafting, owner)
         known = self._seen(keys)
         chunks = self._chunks(keys, ids, self._seed(drafting, owner))
         place = self._places[slot] = SlotPrefix(
@@ -210,7 +210,7 @@ class PrefixCache:
             return
         settled = np.asarray(ids[:n], np.int64)
         seed = self._seed(place.drafting, place.owner)
-        chunks = self._chunks(self._keys(settled, place.drafting, place.owner), settled, seed)
+        chunks = self._chunks(self.keys_of(settled, place.drafting, place.owner), settled, seed)
         if rest := n % self.grain:
             before, tail = chunks[-1].key if chunks else seed, settled[n - rest :]
             chunks.append(self._store.chunk(end_keys(tail, before)[-1], len(chunks), rest, before, tail))
@@ -222,19 +222,19 @@ class PrefixCache:
             else:
                 self._keep_state(slot, place, chunks, n, chunks)
         self._forget()
-        if write and self._writer is not None:
+        if write and self.writer is not None:
             self._write(chunks, place.resumed if place.damaged else len(chunks))
 
     def _write(self, chunks: list[Chunk], again: int) -> None:
         """Hands what is kept of ``chunks`` to the writer, as far as anything can go on behind it; from chunk ``again`` on whatever there is."""
-        assert self._writer is not None
+        assert self.writer is not None
         last = max((i + 1 for i, c in enumerate(chunks) if not self.engine.sequence.stateful or STATE in c.data), default=0)
         for chunk in chunks[:last]:
             if ROWS not in chunk.data:  # what lies behind it could not be used
                 return
             for kind, copy in chunk.data.items():
-                if self._writer.wants(chunk.key, kind, copy.nbytes, chunk.index >= again):
-                    self._writer.put(chunk.key, kind, copy.read())
+                if self.writer.wants(chunk.key, kind, copy.nbytes, chunk.index >= again):
+                    self.writer.put(chunk.key, kind, copy.read())
 
     def save(self) -> None:
         """Writes what the last prompt added to the files, if there are any. What cannot be written is noted, and goes unwritten."""
@@ -257,7 +257,7 @@ class PrefixCache:
     def take_notes(self) -> list[str]:
         """What could not be used or written since they were taken last, one sentence each."""
         notes, self.notes = self.notes, []
-        for source in (self.files, self._writer):
+        for source in (self.files, self.writer):
             notes += source.take_notes() if source is not None else []
         return notes
 
@@ -417,7 +417,7 @@ class PrefixCache:
         may round otherwise."""
         return (self.files.layout_digest if self.files is not None else b"") + bytes([drafting]) + owner.encode()
 
-    def _keys(self, ids: np.ndarray, drafting: bool, owner: str = "") -> list[bytes]:
+    def keys_of(self, ids: np.ndarray, drafting: bool, owner: str = "") -> list[bytes]:
         """One key per whole chunk; none of what is no prompt that fits, which whoever computes it refuses."""
         if ids.ndim != 1 or ids.size > self.engine.options.n_ctx:
             return []
@@ -459,8 +459,8 @@ class PrefixCache:
 
     def _end(self) -> None:
         try:
-            if self._writer is not None:
-                self._writer.close()
+            if self.writer is not None:
+                self.writer.close()
         finally:
             self.clear()
 

@@ -32,7 +32,7 @@ from ..files import PART, make_private, replacing, why_not_private
 MAGIC, VERSION, HEADER = b"pyspecPC", 1, 4096
 _FIELDS = struct.Struct("<8sI8s32s32sQ32sI")  # magic, version, kind, key, layout, payload bytes, its SHA-256, bytes of the layout's words
 _NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{48}\.(rows|state)")
-_PART = re.compile(PART)
+PART_NAME = re.compile(PART)
 ABANDONED_S = 3600  # a part file this old has no writer any more
 # Files read and checked at once: SHA-256 of one core, about 2 GB/s, would be slower than a GPU computes the prompt of a small model.
 READERS = 8
@@ -62,21 +62,21 @@ class PrefixFiles:
         try:
             make_private(self.folder)
             self._check_folder()
-            entries = self._entries()
+            entries = self.entries()
             for path, what in entries:
                 _close_to_others(path, what)
             self._sweep()
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", error)
             raise PyspecError(f"the prefix cache {str(folder)!r} cannot be opened: {why}; name a folder that can be written") from None
-        if entries and not any(path.name.startswith(self._prefix) for path, _ in entries):
+        if entries and not any(path.name.startswith(self.name_prefix) for path, _ in entries):
             self.notes.append(self._foreign(len(entries), entries[0][0]))
 
     # -- reading
 
     def has(self, key: bytes, kind: str) -> bool:
         """Whether there is a file that has not been refused. A folder that cannot be looked into has none, and a note says so, once."""
-        path = self._path(key, kind)
+        path = self.path_of(key, kind)
         if path in self._refused:
             return False
         try:
@@ -103,7 +103,7 @@ class PrefixFiles:
         Raises:
             Refused: the file is damaged, cut short, or made for something else; ``has`` is False from then on.
         """
-        path = self._path(key, kind)
+        path = self.path_of(key, kind)
         try:
             with _open(path) as file:
                 payload = self._read(file, path, key, kind, nbytes)
@@ -180,7 +180,7 @@ class PrefixFiles:
         Raises:
             Refused: the folder cannot be written, or the disk is full.
         """
-        path = self._path(key, kind)
+        path = self.path_of(key, kind)
         words = self.layout.encode()[: HEADER - 32 - _FIELDS.size]
         fields = (MAGIC, VERSION, kind.encode(), key, self.layout_digest, payload.nbytes, hashlib.sha256(payload.data).digest(), len(words))
         header = (_FIELDS.pack(*fields) + words).ljust(HEADER - 32, b"\0")
@@ -195,7 +195,7 @@ class PrefixFiles:
     def trim(self) -> None:
         """Deletes the longest unused files until all of them fit the budget."""
         try:
-            entries = sorted(self._entries(), key=lambda entry: entry[1].st_mtime_ns)
+            entries = sorted(self.entries(), key=lambda entry: entry[1].st_mtime_ns)
             total = sum(what.st_size for _, what in entries)
             for path, what in entries:
                 if total <= self.budget:
@@ -218,13 +218,13 @@ class PrefixFiles:
             self.notes.append(f"others can list the prefix cache {self.folder}, not read its files; chmod 700 hides the list too")
 
     @property
-    def _prefix(self) -> str:
+    def name_prefix(self) -> str:
         return self.layout_digest.hex()[:16]
 
-    def _path(self, key: bytes, kind: str) -> Path:
-        return self.folder / f"{self._prefix}-{key.hex()[:48]}.{kind}"
+    def path_of(self, key: bytes, kind: str) -> Path:
+        return self.folder / f"{self.name_prefix}-{key.hex()[:48]}.{kind}"
 
-    def _entries(self) -> list[tuple[Path, os.stat_result]]:
+    def entries(self) -> list[tuple[Path, os.stat_result]]:
         """Our files with what the folder says about them; one that goes away meanwhile is left out."""
         out = []
         with os.scandir(self.folder) as found:
@@ -243,7 +243,7 @@ class PrefixFiles:
         with os.scandir(self.folder) as found:
             for entry in found:
                 with suppress(FileNotFoundError):  # its writer was just done
-                    if _PART.fullmatch(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > ABANDONED_S:
+                    if PART_NAME.fullmatch(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > ABANDONED_S:
                         os.unlink(entry.path)
 
     def _foreign(self, count: int, path: Path) -> str:
@@ -261,22 +261,22 @@ class PrefixWriter:
     def __init__(self, files: PrefixFiles) -> None:
         self._files, self._changed = files, threading.Condition()
         self._waiting: deque[tuple[bytes, str, np.ndarray]] = deque()
-        self._under_way: set[tuple[bytes, str]] = set()
-        self._bytes, self._closing, self._notes = 0, False, list[str]()
+        self.under_way: set[tuple[bytes, str]] = set()
+        self.waiting_bytes, self._closing, self._notes = 0, False, list[str]()
         self._thread: threading.Thread | None = None
 
     def wants(self, key: bytes, kind: str, nbytes: int, again: bool = False) -> bool:
         """Whether ``put`` is of use: there is no such file (or it may be damaged: ``again``), and none is under way, and it fits."""
         with self._changed:
-            if self._closing or (key, kind) in self._under_way or (self._bytes and self._bytes + nbytes > MOST_UNWRITTEN):
+            if self._closing or (key, kind) in self.under_way or (self.waiting_bytes and self.waiting_bytes + nbytes > MOST_UNWRITTEN):
                 return False
         return again or not self._files.has(key, kind)
 
     def put(self, key: bytes, kind: str, payload: np.ndarray) -> None:
         with self._changed:
             self._waiting.append((key, kind, payload))
-            self._under_way.add((key, kind))
-            self._bytes += payload.nbytes
+            self.under_way.add((key, kind))
+            self.waiting_bytes += payload.nbytes
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="pyggml_spec prefix files", daemon=True)
                 self._thread.start()
@@ -313,8 +313,8 @@ class PrefixWriter:
                 why = f"{type(error).__name__}: {error}".replace("\n", " ")
                 self._note(f"the prefix cache {self._files.folder} cannot be written: {why}; the text is not affected")
             with self._changed:
-                self._under_way.discard((key, kind))
-                self._bytes -= payload.nbytes
+                self.under_way.discard((key, kind))
+                self.waiting_bytes -= payload.nbytes
 
     def _note(self, note: str) -> None:
         with self._changed:

@@ -90,7 +90,7 @@ class Vocabulary:
         special = sorted({*self.ends, *tokenizer.control_tokens().values()})
         self._special = frozenset(special)
         self._ll = LLTokenizer(TokenizerWrapper(_Tokens(pieces, self.ends[0], special, self)), eos_token=self.ends)
-        self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
+        self.compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
         self._compiling = threading.Lock()
         self._any: LLMatcher | None = None
 
@@ -112,9 +112,9 @@ class Vocabulary:
             SamplingError: the text is wrong, or what it describes takes too much time or memory.
         """
         with self._compiling:
-            known = self._compiled.pop((kind, text), None)
+            known = self.compiled.pop((kind, text), None)
             if known is None:
-                source = self._source(kind, text)
+                source = self.source_of(kind, text)
                 try:
                     matcher, slow = on_large_stack(STACK, lambda: self._matcher(source))
                 except RuntimeError:
@@ -122,9 +122,9 @@ class Vocabulary:
                 if why := matcher.get_error() or "; ".join(matcher.get_grammar_warnings()):
                     raise SamplingError(f"the {KINDS[kind]} is refused: {_reason(why)}")
                 known = _Compiled(matcher, slow)
-            self._compiled[kind, text] = known
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
+            self.compiled[kind, text] = known
+            while len(self.compiled) > KEPT:
+                self.compiled.popitem(last=False)
             return known.matcher.deep_copy(), known.slow
 
     def _matcher(self, source: str) -> tuple[LLMatcher, bool]:
@@ -144,7 +144,7 @@ class Vocabulary:
 
     def masked(self, kind: str, text: str) -> None:
         """Counts a mask; a text with many is compiled anew for the next one who asks, and what it took goes with those who have it."""
-        known = self._compiled.get((kind, text))
+        known = self.compiled.get((kind, text))
         if known is not None:
             known.masks += 1
             if known.masks >= MASKS:
@@ -152,9 +152,9 @@ class Vocabulary:
 
     def forget(self, kind: str, text: str) -> None:
         """Compiles this text anew the next time: copies of a matcher share what they have worked out, and its limits."""
-        self._compiled.pop((kind, text), None)  # without the lock: this is between two steps, and another text may take a second to compile
+        self.compiled.pop((kind, text), None)  # without the lock: this is between two steps, and another text may take a second to compile
 
-    def _source(self, kind: str, text: str) -> str:
+    def source_of(self, kind: str, text: str) -> str:
         free = "" if self.canonical and kind != "grammar" else '%llguidance {"no_forcing": true}\n'
         if kind == "grammar":  # as in llama.cpp, all tokens that make up the text are allowed
             return free + gbnf.lark(gbnf.parse(text), self._token_id)
@@ -308,10 +308,10 @@ class Grammar:
         """``bits``, and whether they took long."""
         self._vocabulary.masked(self.kind, self._text)
         began = time.thread_time()
-        bits = self._computed()
+        bits = self.compute_bits()
         return bits, self.slow or time.thread_time() - began > SLOW_S
 
-    def _computed(self) -> np.ndarray:
+    def compute_bits(self) -> np.ndarray:
         bits = np.frombuffer(self._checked(self._matcher.compute_bitmask()), np.uint8)[: self._vocabulary.n_bytes].copy()
         whole = self.ended or self._matcher.is_accepting()
         for end in self._vocabulary.ends:
@@ -392,7 +392,7 @@ class Grammar:
         def work() -> None:
             for token in tokens:
                 self._checked(consume(self._matcher, token, self._vocabulary.other()))
-            self._bits = self._computed()
+            self._bits = self.compute_bits()
 
         self._job = MaskJob(work)
 

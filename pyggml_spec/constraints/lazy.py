@@ -49,7 +49,7 @@ class _Before:
     search: Search | None = None
 
 
-_known: "WeakKeyDictionary[Vocabulary, OrderedDict[tuple, _Before]]" = WeakKeyDictionary()
+known_states: "WeakKeyDictionary[Vocabulary, OrderedDict[tuple, _Before]]" = WeakKeyDictionary()
 _finding = threading.Lock()
 
 
@@ -156,7 +156,7 @@ class LazyGrammar:
             bits = known.get(key)
         if bits is None:
             bits = self._free.copy()
-            for token in self._over(work) if isinstance(self._tail, Place) else (t for t in self._before.over if not self.allows(t)):
+            for token in self.end_search(work) if isinstance(self._tail, Place) else (t for t in self._before.over if not self.allows(t)):
                 bits[token >> 3] &= 255 ^ 1 << (token & 7)
             with _finding:
                 known[key] = bits
@@ -164,7 +164,7 @@ class LazyGrammar:
                     known.popitem(last=False)
         return bits.copy()
 
-    def _over(self, work: Work) -> Iterator[int]:
+    def end_search(self, work: Work) -> Iterator[int]:
         """Tokens that end a pattern in a way that the constraint does not allow. What it allows behind each beginning is asked for once."""
         search, place = self._before.search, self._tail
         assert search is not None and isinstance(place, Place)
@@ -276,7 +276,7 @@ def _before(vocabulary: Vocabulary, kind: str, text: str, triggers: tuple, words
     """Found once: it takes 0.2 s for 250,000 tokens."""
     key = kind, text, triggers
     with _finding:
-        kept = _known.setdefault(vocabulary, OrderedDict())
+        kept = known_states.setdefault(vocabulary, OrderedDict())
         found = kept.get(key)
         if found is not None:
             kept.move_to_end(key)

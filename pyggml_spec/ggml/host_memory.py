@@ -3,12 +3,12 @@
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-_NAMES = {  # by version of control groups: limit, usage, and the reclaimable page cache within it
+FILE_NAMES = {  # by version of control groups: limit, usage, and the reclaimable page cache within it
     2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
 _LIMITS = {
-    "memory": {version: names[0] for version, names in _NAMES.items()},
+    "memory": {version: names[0] for version, names in FILE_NAMES.items()},
     "cpu": {2: "cpu.max", 1: "cpu.cfs_quota_us"},
 }  # by controller
 _GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -60,14 +60,14 @@ def own_groups(groups: Path, own: Path, controller: str = "memory") -> list[tupl
 
 def _limit(group: Path, version: int) -> int | None:
     try:
-        limit = int((group / _NAMES[version][0]).read_text())  # "max" raises ValueError
+        limit = int((group / FILE_NAMES[version][0]).read_text())  # "max" raises ValueError
     except (OSError, ValueError):
         return None
     return limit if limit < _NO_LIMIT else None
 
 
 def _room(group: Path, version: int) -> int:
-    limit, (_, used, files) = _limit(group, version), _NAMES[version]
+    limit, (_, used, files) = _limit(group, version), FILE_NAMES[version]
     if limit is None:
         return _NO_LIMIT
     try:

@@ -103,7 +103,7 @@ def check(folder: Path, found: dict[str, str] | None = None) -> Fitness:
     if os.environ.get(SKIP) or not libraries:  # without a plain name, ggml selects among variants itself
         return Fitness()
     found = found or processor()
-    path = cache_folder() / f"probe-{_key(libraries, found)}.json"
+    path = cache_folder() / f"probe-{cache_key(libraries, found)}.json"
     fitness = _load(path)
     if fitness is None:
         fitness, lasting = _examine(folder)
@@ -121,7 +121,7 @@ def check(folder: Path, found: dict[str, str] | None = None) -> Fitness:
     return fitness
 
 
-def _key(libraries: list[Path], found: dict[str, str]) -> str:
+def cache_key(libraries: list[Path], found: dict[str, str]) -> str:
     """Hash of build and processor, without fields that vary by core or time."""
     steady = sorted(
         (name, value)
@@ -160,7 +160,7 @@ def _examine(folder: Path) -> tuple[Fitness, bool]:
     lasting = True
     while True:
         try:
-            done = _child(folder, refused)
+            done = run_child(folder, refused)
         except (OSError, ValueError):
             return Fitness(features), False  # no child can be started
         lines = done.stdout.splitlines()
@@ -182,7 +182,7 @@ def _name(number: int) -> str:
         return str(number)
 
 
-def _child(folder: Path, refused: dict[str, str]) -> subprocess.CompletedProcess:
+def run_child(folder: Path, refused: dict[str, str]) -> subprocess.CompletedProcess:
     env = {**os.environ, SKIP: "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-P", "-m", "pyggml_spec.ggml.probe_child", str(folder), *refused]
     try:

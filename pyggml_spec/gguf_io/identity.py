@@ -36,7 +36,7 @@ def content_hash(path: Path, data: mmap, opened: os.stat_result, progress: Progr
     entry = cache_folder() / f"content-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
     found = _remembered(entry, facts)
     if found is None:
-        found = _hashed(data, progress)
+        found = hashed(data, progress)
         _check_unchanged(path, opened)
         if abs(time.time_ns() - opened.st_ctime_ns) > SETTLED_NS:
             _remember(entry, facts, found)
@@ -45,7 +45,7 @@ def content_hash(path: Path, data: mmap, opened: os.stat_result, progress: Progr
     return found
 
 
-def _hashed(data: mmap, progress: Progress) -> str:
+def hashed(data: mmap, progress: Progress) -> str:
     digest = blake3(max_threads=blake3.AUTO)
     with memoryview(data) as view:
         for start in range(0, len(view), PIECE):

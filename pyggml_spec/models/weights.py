@@ -110,7 +110,7 @@ def _layer(name: str) -> int:
     return int(name.split(".")[1])
 
 
-def _find(file: GGUFFile, spec: Spec) -> TensorInfo:
+def find_tensor(file: GGUFFile, spec: Spec) -> TensorInfo:
     name = spec.source or spec.name
     info = file.tensors.get(name)
     if info is None:
@@ -238,7 +238,7 @@ class Weights:
     def _packs(self, ggml_type: int, shape: tuple[int, ...]) -> bool:
         return self._bufts[self._choose_buffer(ggml_type, shape, MATMUL)] is OWN
 
-    def _fusable(self, parts: list[tuple[Spec, TensorInfo]]) -> int:
+    def fusable(self, parts: list[tuple[Spec, TensorInfo]]) -> int:
         """How many matrices, from the first on, can be stored as one; 0 if fewer than two."""
         kind, n_in = parts[0][1].type, parts[0][0].shape[0]
         home, rows, count = self._choose_buffer(kind, parts[0][0].shape, MATMUL), parts[0][0].shape[1], 1
@@ -262,17 +262,17 @@ class Weights:
         runs, rest = [members[:fused]] if fused else [], members[fused:]
         while rest:
             spec, info = found[rest[0]]
-            n = self._fusable([found[m] for m in rest]) if runs and self._packs(info.type, spec.shape) else 0
+            n = self.fusable([found[m] for m in rest]) if runs and self._packs(info.type, spec.shape) else 0
             runs.append(rest[: n or 1])
             rest = rest[n or 1 :]
         return runs
 
     def _load(self, specs: list[Spec], groups: dict, alike: Iterable[tuple[str, ...]], progress: Callable[[int, int], None]) -> None:
-        found = {spec.name: (spec, _find(self.file, spec)) for spec in specs}
+        found = {spec.name: (spec, find_tensor(self.file, spec)) for spec in specs}
         for spec in specs:
             if spec.of is not None:
                 self._beside.setdefault(spec.of, {})[spec.name.rsplit(".", 1)[1]] = spec.name
-        fused = {name: self._fusable([found[m] for m in members]) for name, members in groups.items()}
+        fused = {name: self.fusable([found[m] for m in members]) for name, members in groups.items()}
         for family in alike:
             fused.update(dict.fromkeys(family, min((fused[name] for name in family), default=0)))
         runs = {name: self._runs(members, fused[name], found) for name, members in groups.items()}
@@ -333,7 +333,7 @@ class Weights:
                 elif self._bufts[home] is OWN:
                     self._pack(self._tensors[key], sources)
                 else:
-                    self._upload(self._tensors[key], sources, whole=home < len(self._bufts) - 1)
+                    self.upload(self._tensors[key], sources, whole=home < len(self._bufts) - 1)
                 if key not in hot:  # the host's experts stay where they are in the file
                     for info in sources:
                         self.file.forget(info.name)
@@ -395,7 +395,7 @@ class Weights:
                 pack(packed, pointer, first, info.shape[1], self.backend.threads)
             first += info.shape[1]
 
-    def _upload(self, tensor: Tensor, sources: list[TensorInfo], whole: bool) -> None:
+    def upload(self, tensor: Tensor, sources: list[TensorInfo], whole: bool) -> None:
         if whole and len(sources) > 1:  # a repacking buffer takes a tensor in one piece only
             joined = b"".join(self.file.read(info.name) for info in sources)
             lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(joined), 0, len(joined))
@@ -446,7 +446,7 @@ class Weights:
 
     def _load_host(self, specs: list[Spec], placement: Placement, host: Backend) -> None:
         layers: dict[int, dict[str, Tensor]] = {}
-        found = [(spec, _find(self.file, spec), hot) for spec in specs if (hot := self._hot(spec)) is not None]
+        found = [(spec, find_tensor(self.file, spec), hot) for spec in specs if (hot := self._hot(spec)) is not None]
         ctx = self._context(2 * len(found))
         for spec, info, hot in found:
             name = spec.name.split(".")[2].removeprefix("ffn_").removesuffix("_exps")

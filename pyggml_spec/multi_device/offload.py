@@ -44,7 +44,7 @@ class GuestWeights(Weights):
     def _types_of(self, backend: Backend) -> list[BufferType | None]:
         return [backend.default_buffer_type]
 
-    def _fusable(self, parts: list[tuple[Spec, TensorInfo]]) -> int:
+    def fusable(self, parts: list[tuple[Spec, TensorInfo]]) -> int:
         """As many as at home: a recurrent state keeps fused projections whole, and its rows are copied between the two."""
         return self._fused_at_home[parts[0][0].name]
 

@@ -149,31 +149,31 @@ class Renderer:
     """Threads take turns. Nothing is inherited by forked copies of this process, and the child ends with the process that has it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._child: _Child | None = None
+        self.lock = threading.Lock()
+        self.child: _Child | None = None
         self._latest = math.inf  # seconds that the last answer took, more than anybody waits where it was long
-        self._haste = threading.local()
-        atexit.register(self._end)
+        self.haste = threading.local()
+        atexit.register(self.stop)
         os.register_at_fork(after_in_child=self._forget)
 
     @property
     def pid(self) -> int | None:
-        return self._child.process.pid if self._child is not None else None
+        return self.child.process.pid if self.child is not None else None
 
     def start(self) -> None:
         """Starts the process, so that it is there when the first template comes: importing Jinja takes a tenth of a second."""
-        with self._lock:
+        with self.lock:
             self._started()
 
     @contextmanager
     def hurried(self, seconds: float) -> Iterator[None]:
         """In it this thread starts no process, waits for no other thread, and ``seconds`` at most for each rendering, which raises ``Late`` where that is
         not enough, or was not for the one before, and where either makes more than ``MUCH``."""
-        self._haste.seconds = seconds
+        self.haste.seconds = seconds
         try:
             yield
         finally:
-            del self._haste.seconds
+            del self.haste.seconds
 
     def ask(self, request: dict, *, seconds: float, memory: int, characters: int) -> dict:
         """What sandbox.py answers to a request.
@@ -191,9 +191,9 @@ class Renderer:
         source = request["source"]
         body = json.dumps({k: v for k, v in request.items() if k != "source"}, ensure_ascii=False).encode("utf-8", "surrogatepass")
         limits = {"seconds": seconds, "memory": memory, "characters": characters}
-        if (patience := getattr(self._haste, "seconds", None)) is not None:
+        if (patience := getattr(self.haste, "seconds", None)) is not None:
             return self._ask_at_once(limits, source, body, patience)
-        while not self._lock.acquire(timeout=CANCEL_SECONDS):
+        while not self.lock.acquire(timeout=CANCEL_SECONDS):
             check()
         try:
             for attempt in (1, 2):  # it may have been ended from outside since the last rendering
@@ -204,13 +204,13 @@ class Renderer:
                         raise Stopped(f"it ends the process that renders it ({died})") from None
             raise AssertionError
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def _ask_at_once(self, limits: dict, source: str, body: bytes, patience: float) -> dict:
-        if WATCHED or len(body) > AT_ONCE or self._latest > patience or not self._lock.acquire(blocking=False):
+        if WATCHED or len(body) > AT_ONCE or self._latest > patience or not self.lock.acquire(blocking=False):
             raise Late
         try:
-            if self._child is None or not self._child.ready or self._child.owes or not self._child.has(source):
+            if self.child is None or not self.child.ready or self.child.owes or not self.child.has(source):
                 raise Late
             reply = self._ask(limits, source, body, patience)
             if self._latest > patience:
@@ -219,7 +219,7 @@ class Renderer:
         except _Died:  # from outside, most likely
             raise Late from None
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def _settled(self) -> _Child:
         """The child, which owes nothing."""
@@ -227,7 +227,7 @@ class Renderer:
         try:
             child.settle()
         except (ConnectionError, Stopped):  # what it owed was the end of it
-            self._end()
+            self.stop()
         return self._started()
 
     def _ask(self, limits: dict, source: str, body: bytes, patience: float | None = None) -> dict:
@@ -240,7 +240,7 @@ class Renderer:
         except ConnectionError:
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(5)
-            status = self._end()
+            status = self.stop()
             if status == -signal.SIGPROF:
                 raise Stopped(f"it computes for more than {limits['seconds']:g} s") from None
             if status == os.EX_OSERR:
@@ -252,31 +252,31 @@ class Renderer:
                 ) from None
             raise _Died(_status(status)) from None
         except BaseException:  # also Ctrl-C: what it would answer now is no answer to the next question
-            self._end()
+            self.stop()
             raise
         if reply["last"]:
-            self._end()
+            self.stop()
         return reply
 
     def _started(self) -> _Child:
-        if self._child is None:
+        if self.child is None:
             try:
-                self._child = _Child()
+                self.child = _Child()
             except OSError as error:
                 raise TemplateError(
                     f"the process that renders chat templates cannot be started from {sys.executable!r} ({error}); free processes or files"
                 ) from None
-        return self._child
+        return self.child
 
-    def _end(self) -> int:
-        child, self._child = self._child, None
+    def stop(self) -> int:
+        child, self.child = self.child, None
         return child.end() if child is not None else 0
 
     def _forget(self) -> None:
-        self._lock = threading.Lock()
-        if self._child is not None:
-            self._child.forget()
-            self._child = None
+        self.lock = threading.Lock()
+        if self.child is not None:
+            self.child.forget()
+            self.child = None
 
 
 def _status(status: int) -> str:

@@ -173,9 +173,9 @@ class ChatTemplate:
 
     def prepare(self, tokenizer: Tokenizer) -> None:
         """Makes ready what the first ``encode`` with this vocabulary would wait for: the patterns of 6,000 control tokens, as gemma4 has, take a second."""
-        self._control_names(tokenizer)
+        self.control_names(tokenizer)
 
-    def _control_names(self, tokenizer: Tokenizer) -> "_Names":
+    def control_names(self, tokenizer: Tokenizer) -> "_Names":
         if self._names is None or self._names[0] is not tokenizer:
             self._names = tokenizer, _Names({**tokenizer.control_tokens(), **tokenizer.exposed_tokens})
         return self._names[1]
@@ -192,7 +192,7 @@ class ChatTemplate:
         control, exposed = {**tokenizer.control_tokens(), **tokenizer.exposed_tokens}, tokenizer.exposed_tokens
         given = {name: plain(options[name]) for name in ("tools", "variables") if options.get(name)}
         messages = plain(messages)
-        names = self._control_names(tokenizer)
+        names = self.control_names(tokenizer)
         guard = _Guard(names, self.source, messages, *given.values())
         options |= {name: guard.split(value) for name, value in given.items()}
         text = self.render(guard.split(messages), **options)

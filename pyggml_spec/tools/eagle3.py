@@ -38,7 +38,7 @@ ARCH = "eagle3"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 PLAIN = "LlamaForCausalLM"  # what some call themselves, with a draft_vocab_size
 _LAYERS = ("midlayer.", "layers.0.")
-_LAYER = {
+LAYER_TENSORS = {
     "input_layernorm": "attn_norm",
     "hidden_norm": "attn_norm_2",
     "post_attention_layernorm": "ffn_norm",
@@ -153,7 +153,7 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
         wanted["enc.output_norm.weight"] = Source("input_norm.weight", (3 * wide,))
     plain = plain_names(files)
     layer = _LAYERS[0] if any(name.startswith(_LAYERS[0]) for name in plain) else _LAYERS[1]
-    for name, ours in _LAYER.items():
+    for name, ours in LAYER_TENSORS.items():
         wanted[f"blk.0.{ours}.weight"] = Source(f"{layer}{name}.weight", shapes[ours], size if ours in ("attn_q", "attn_k") else 0)
     needed = {"embed_tokens.weight": n_embd != theirs, "lm_head.weight": n_embd != theirs or count < n_vocab}
     rows = {"embed_tokens.weight": ("token_embd.weight", n_vocab), "lm_head.weight": ("output.weight", count)}

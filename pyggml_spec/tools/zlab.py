@@ -38,7 +38,7 @@ DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator", "Lfm2DSpar
 ARCH = "dflash"
 
 _TOP = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight", "norm.weight": "output_norm.weight"}
-_LAYER = {
+LAYER_TENSORS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q",
@@ -190,7 +190,7 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
     wanted = {"fc.weight": Source("fc.weight", (n_embd, n_embd * len(layers)))}
     wanted |= {ours: Source(theirs, (n_embd,)) for theirs, ours in _TOP.items() if ours != "fc.weight"}
     for i in range(n_layer):
-        wanted |= {f"blk.{i}.{ours}.weight": Source(f"layers.{i}.{theirs}.weight", shapes[ours]) for theirs, ours in _LAYER.items()}
+        wanted |= {f"blk.{i}.{ours}.weight": Source(f"layers.{i}.{theirs}.weight", shapes[ours]) for theirs, ours in LAYER_TENSORS.items()}
     wanted |= besides | _ends(files, n_embd, n_vocab, count)
     return Layout(ARCH, meta | more, match(wanted, files, (TOKENS, "t2d") if dspark else ()), made, notes)
 

@@ -189,7 +189,7 @@ def test_a_full_disk_is_said_and_no_answer_is_affected(pair, tmp_path, monkeypat
     with with_files(pair, tmp_path) as scheduler:
         monkeypatch.setattr("pyggml_spec.cache.prefix_files.replacing", _full)
         first = run(scheduler, tokens(65, 150))
-        scheduler.prefixes._writer.close()
+        scheduler.prefixes.writer.close()
         assert any("No space left" in note for note in scheduler.prefixes.take_notes())
         assert pair.agrees(tokens(65, 150), first.tokens) and not os.listdir(tmp_path)
 
@@ -216,7 +216,7 @@ def test_an_unexpected_error_does_not_stop_the_writer(tmp_path, monkeypatch):
         writer.put(key, "rows", np.zeros(10, np.uint8))
     writer.close()
     assert writer.take_notes() == [f"the prefix cache {tmp_path} cannot be written: ValueError: no bytes; the text is not affected"]
-    assert files.has(keys[2], "rows") and not files.has(keys[0], "rows") and not writer._under_way and not writer._bytes
+    assert files.has(keys[2], "rows") and not files.has(keys[0], "rows") and not writer.under_way and not writer.waiting_bytes
 
 
 def test_what_waits_for_the_disk_is_bounded(pair, tmp_path, monkeypatch):

@@ -109,8 +109,8 @@ def test_a_damaged_file_is_refused_with_a_sentence_and_the_request_completes(eng
     cached(engine, tmp_path)
     files = PrefixFiles(tmp_path, "model: one", MANY)
     cache = PrefixCache(engine, MANY, files)
-    key = cache._keys(np.asarray(PROMPT), True)[9 if kind == "state" else 8]
-    damage(files._path(key, kind), how)
+    key = cache.keys_of(np.asarray(PROMPT), True)[9 if kind == "state" else 8]
+    damage(files.path_of(key, kind), how)
     reuse = cache.begin(PROMPT)
     assert reuse.tokens == (9 if kind == "state" else 8) * CHUNK
     assert len(reuse.notes) == 1 and str(tmp_path) in reuse.notes[0] and "is computed" in reuse.notes[0]
@@ -142,7 +142,7 @@ def test_another_model_or_layout_is_said_and_not_used(engine, want, tmp_path):
     assert run.reused == 0 and len(notes) == 1 and "'model: one' there, 'model: two' here" in notes[0]
     assert_same(run, want)
     for name in os.listdir(tmp_path):  # somebody renames files so that they seem to fit
-        digest = PrefixFiles(tmp_path, "model: three", MANY)._prefix
+        digest = PrefixFiles(tmp_path, "model: three", MANY).name_prefix
         os.rename(tmp_path / name, tmp_path / (digest + name[16:]))
     files = PrefixFiles(tmp_path, "model: three", MANY)
     name = next(name for name in os.listdir(tmp_path) if name.endswith(".rows"))
@@ -153,7 +153,7 @@ def test_another_model_or_layout_is_said_and_not_used(engine, want, tmp_path):
 def test_a_file_under_another_name_is_refused(tmp_path):
     files = PrefixFiles(tmp_path, "model: one", MANY)
     files.store(KEY, "rows", np.arange(10, dtype=np.uint8))
-    os.rename(files._path(KEY, "rows"), files._path(KEY[::-1], "rows"))
+    os.rename(files.path_of(KEY, "rows"), files.path_of(KEY[::-1], "rows"))
     with pytest.raises(Refused, match="another prefix"):
         files.load(KEY[::-1], "rows", 10)
     assert not files.has(KEY[::-1], "rows")
@@ -163,7 +163,7 @@ def test_a_file_says_a_size_and_nothing_is_allocated_for_it(tmp_path):
     """A header with good checksums that claims 2^60 bytes, and a sparse file of 2^40."""
     files = PrefixFiles(tmp_path, "model: one", MANY)
     files.store(KEY, "rows", np.arange(10, dtype=np.uint8))
-    path = files._path(KEY, "rows")
+    path = files.path_of(KEY, "rows")
     header = bytearray(path.read_bytes()[:HEADER])
     header[84:92] = (1 << 60).to_bytes(8, "little")
     header[-32:] = hashlib.sha256(header[:-32]).digest()
@@ -180,7 +180,7 @@ def test_the_disk_budget_deletes_what_was_not_used_for_longest(tmp_path):
     keys = [bytes([i]) * 32 for i in range(4)]
     for i, key in enumerate(keys):
         files.store(key, "rows", np.zeros(1000, np.uint8))
-        os.utime(files._path(key, "rows"), (i, i))
+        os.utime(files.path_of(key, "rows"), (i, i))
     files.load(keys[0], "rows", 1000)
     (tmp_path / "somebody's file").write_text("x" * 10000)
     files.trim()
@@ -241,10 +241,10 @@ def test_kill_9_while_writing_leaves_no_broken_entry(tmp_path):
         process.wait()
         process.stdout.close()
         files = PrefixFiles(tmp_path, "model: one", MANY)
-        entries = [path for path, _ in files._entries()]
+        entries = [path for path, _ in files.entries()]
         for i in range(len(entries)):
             assert files.load(i.to_bytes(32, "little"), "rows", 8 << 20).nbytes == 8 << 20
-            files._path(i.to_bytes(32, "little"), "rows").unlink()
+            files.path_of(i.to_bytes(32, "little"), "rows").unlink()
     for path in tmp_path.iterdir():
         os.utime(path, (0, 0))
     PrefixFiles(tmp_path, "model: one", MANY)
@@ -255,7 +255,7 @@ def test_a_part_file_that_is_renamed_during_listing(tmp_path, monkeypatch):
     """Another process renames it: the model could not be loaded."""
     part = tmp_path / f".{'0' * 16}-{'0' * 48}.rows.1.part"
     part.touch()
-    monkeypatch.setattr(prefix_files, "_PART", SimpleNamespace(fullmatch=lambda name: part.unlink() or True))
+    monkeypatch.setattr(prefix_files, "PART_NAME", SimpleNamespace(fullmatch=lambda name: part.unlink() or True))
     assert PrefixFiles(tmp_path, "model: one", MANY).notes == []
 
 
@@ -277,11 +277,11 @@ def test_files_and_the_folder_that_is_made_are_the_users_alone(tmp_path, open_um
 def test_a_folder_that_others_can_list_is_said_and_its_files_are_closed_to_them(tmp_path):
     files = PrefixFiles(tmp_path, "model: one", MANY)
     files.store(KEY, "rows", np.zeros(10, np.uint8))
-    files._path(KEY, "rows").chmod(0o644)
+    files.path_of(KEY, "rows").chmod(0o644)
     tmp_path.chmod(0o755)
     notes = PrefixFiles(tmp_path, "model: one", MANY).notes
     assert len(notes) == 1 and "others can list" in notes[0] and "chmod 700" in notes[0]
-    assert stat.S_IMODE(files._path(KEY, "rows").stat().st_mode) == 0o600
+    assert stat.S_IMODE(files.path_of(KEY, "rows").stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
@@ -307,7 +307,7 @@ def test_an_entry_that_is_a_link_or_that_others_can_write_is_refused(tmp_path):
     for how in ("link", "open"):
         files = PrefixFiles(tmp_path / how, "model: one", MANY)
         files.store(KEY, "rows", np.zeros(10, np.uint8))
-        path = files._path(KEY, "rows")
+        path = files.path_of(KEY, "rows")
         if how == "link":
             path.rename(tmp_path / "elsewhere")
             path.symlink_to(tmp_path / "elsewhere")
@@ -322,7 +322,7 @@ def test_part_files_have_random_names_and_follow_no_link(tmp_path, monkeypatch):
     names = {new_file(tmp_path)[0] for _ in range(20)}
     assert len(names) == 20 and all(len(name.name) > 32 for name in names)
     for name in names:
-        assert prefix_files._PART.fullmatch(name.name)
+        assert prefix_files.PART_NAME.fullmatch(name.name)
         name.unlink()
     victim = tmp_path / "victim"
     victim.write_text("mine")

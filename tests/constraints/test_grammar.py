@@ -81,7 +81,7 @@ def test_a_grammar_that_no_token_continues_is_said(demo):
 def test_what_a_constraint_has_seen_is_not_kept_for_ever(demo, monkeypatch):
     """64 of them are kept, each with the states of its lexer: 4 MB in 3,000 tokens of one that has many."""
     monkeypatch.setattr("pyggml_spec.constraints.grammar.MASKS", 20)
-    kept, one = Vocabulary.of(demo.tokenizer)._compiled, ("regex", "[ab]{50}")
+    kept, one = Vocabulary.of(demo.tokenizer).compiled, ("regex", "[ab]{50}")
     first = Grammar(*one, demo.tokenizer)
     assert all(first.bits().any() for _ in range(10)) and one in kept
     assert len(first.copy().some(12)[1]) == 13 and one not in kept

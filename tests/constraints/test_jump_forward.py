@@ -110,8 +110,8 @@ def test_the_drafter_is_preferred_while_it_gives_more():
 
 def test_a_constraint_is_compiled_once_per_text(session, monkeypatch):
     compiled = []
-    real = Vocabulary._source
-    monkeypatch.setattr(Vocabulary, "_source", lambda self, kind, text: compiled.append(text) or real(self, kind, text))
+    real = Vocabulary.source_of
+    monkeypatch.setattr(Vocabulary, "source_of", lambda self, kind, text: compiled.append(text) or real(self, kind, text))
     schema = '{"enum": ["once"]}'
     first, second = (Grammar("json_schema", schema, session.tokenizer) for _ in range(2))
     assert compiled == [schema]

@@ -129,7 +129,7 @@ def test_what_a_trigger_forbids_is_found_once(tokenizer, monkeypatch):
     assert np.array_equal(first.mask(), brute) and not brute.all()
     for text in texts:
         LazyGrammar("grammar", text, ["{"], tokenizer)
-    assert len(lazy_module._known[Vocabulary.of(tokenizer)]) == KEPT
+    assert len(lazy_module.known_states[Vocabulary.of(tokenizer)]) == KEPT
 
 
 def test_many_long_triggers_are_no_burden(tokenizer):

@@ -169,8 +169,8 @@ def test_a_pattern_that_the_constraint_does_not_allow_does_not_come(tokenizer):
 def test_a_mask_is_made_once_per_place(tokenizer, monkeypatch):
     """A match's beginning moves with every token where a group decides anyway: it must not count."""
     lazy = LazyGrammar("grammar", 'root ::= "{" [a-z]+ "}"', [Pattern(r"[\s\S]*?(\{)[\s\S]*")], tokenizer)
-    asked, over = [], LazyGrammar._over
-    monkeypatch.setattr(LazyGrammar, "_over", lambda self, work: asked.append(1) or over(self, work))
+    asked, over = [], LazyGrammar.end_search
+    monkeypatch.setattr(LazyGrammar, "end_search", lambda self, work: asked.append(1) or over(self, work))
     for token in tokenizer.encode("def f(x): a long text without it\n" * 5, bos=False):
         lazy.bits()
         lazy.accept(token)

@@ -33,7 +33,7 @@ class Held:
 
     def __init__(self, monkeypatch):
         self.gate, self.waits, self.others = threading.Event(), threading.Event(), 0
-        real = Grammar._computed
+        real = Grammar.compute_bits
 
         def computed(grammar):
             if threading.current_thread().name == "pyggml_spec masks":
@@ -43,7 +43,7 @@ class Held:
                 self.others += 1
             return real(grammar)
 
-        monkeypatch.setattr(Grammar, "_computed", computed)
+        monkeypatch.setattr(Grammar, "compute_bits", computed)
 
 
 @pytest.fixture
@@ -100,14 +100,14 @@ def test_a_mask_that_takes_too_long_ends_its_sequence_alone(session, held, monke
 
 
 def test_what_a_thread_raises_ends_its_sequence(session, always_slow, monkeypatch):
-    real = Grammar._computed
+    real = Grammar.compute_bits
 
     def computed(grammar):
         if threading.current_thread().name == "pyggml_spec masks":
             raise ps.ConstraintError("too many states")
         return real(grammar)
 
-    monkeypatch.setattr(Grammar, "_computed", computed)
+    monkeypatch.setattr(Grammar, "compute_bits", computed)
     with session.concurrent(slots=2) as server:
         slow, beside = server.submit("a", 12, sampling=ps.Sampling(temperature=0, grammar=AMBIGUOUS)), server.submit("def f(", 20)
         with pytest.raises(ps.ConstraintError, match="too many states"):

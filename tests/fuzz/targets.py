@@ -41,7 +41,7 @@ from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.gguf_io.safetensors import SafetensorsFile, parse_json
 from pyggml_spec.models.placement import Routing
 from pyggml_spec.models.registry import open_drafter, open_target
-from pyggml_spec.models.weights import _find
+from pyggml_spec.models.weights import find_tensor
 from pyggml_spec.text import template
 from pyggml_spec.text.template import ChatTemplate
 from pyggml_spec.text.tokenizer import Tokenizer, check_vocabulary
@@ -122,7 +122,7 @@ class Gguf(Target):
             check_vocabulary(file)
             model = (open_drafter if file.get("general.architecture", str) in DRAFTS else open_target)(file)
             for spec in model.specs():
-                _find(file, spec)
+                find_tensor(file, spec)
         return "read"
 
 
@@ -372,7 +372,7 @@ class Prefix(Target):
         seeds = []
         for i, kind in enumerate(self.KINDS):
             self.files.store(self.KEY, kind, self.payload)
-            seeds.append(bytes([i]) + self.files._path(self.KEY, kind).read_bytes())
+            seeds.append(bytes([i]) + self.files.path_of(self.KEY, kind).read_bytes())
         return seeds
 
     def _files(self) -> PrefixFiles:
@@ -390,7 +390,7 @@ class Prefix(Target):
 
     def run(self, data: bytes) -> str:
         kind = self.KINDS[data[0] % 2] if data else "rows"
-        path = self.files._path(self.KEY, kind)
+        path = self.files.path_of(self.KEY, kind)
         path.write_bytes(data[1:])
         files = self._files()
         try:

@@ -90,7 +90,7 @@ def test_more_memory_than_there_is_is_not_asked_for(pair, monkeypatch):
 def test_a_container_has_what_its_group_may_have(pair, monkeypatch, tmp_path, version):
     """The machine's memory was called free: in a container of 4 GiB, "Killed", and nothing else. So was its swap, which is not the container's."""
     monkeypatch.setattr(host_memory, "meminfo", lambda name, unknown: 1 << 40)
-    limit, used, files = host_memory._NAMES[version]
+    limit, used, files = host_memory.FILE_NAMES[version]
     top = tmp_path / ("memory" if version == 1 else "")
     own = tmp_path / "own"
     own.write_text("7:cpu,cpuacct:/a\n5:memory:/a/b\n" if version == 1 else "0::/a/b\n")

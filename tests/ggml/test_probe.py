@@ -94,7 +94,7 @@ def children(monkeypatch, tmp_path):
         code, out = answers.pop(0)
         return subprocess.CompletedProcess([], code, out, "why\n")
 
-    monkeypatch.setattr(probe, "_child", child)
+    monkeypatch.setattr(probe, "run_child", child)
     return answers, asked
 
 
@@ -176,7 +176,7 @@ def test_no_child_no_verdict(folder, monkeypatch, tmp_path):
 
 
 def test_this_build_runs_here_and_says_what_it_uses():
-    done = probe._child(installed_libraries(), {})
+    done = probe.run_child(installed_libraries(), {})
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[-1] == "done", done.stderr
     features = next(tuple(line.split()[1:]) for line in lines if line.startswith("features"))
@@ -188,6 +188,7 @@ def test_what_changes_by_the_minute_is_no_other_processor(folder):
     """The frequency, and the core that the file begins with."""
     steady = {"model name": "x", "flags": "avx2"}
     keys = {
-        probe._key([folder / "libggml-cpu.so"], {**steady, "cpu MHz": mhz, "processor": core}) for mhz, core in (("1", "0"), ("2", "1"))
+        probe.cache_key([folder / "libggml-cpu.so"], {**steady, "cpu MHz": mhz, "processor": core})
+        for mhz, core in (("1", "0"), ("2", "1"))
     }
     assert len(keys) == 1

@@ -40,8 +40,8 @@ def hashes_again(monkeypatch, path) -> bool:
     """Whether the file is read once more to name it."""
     seen = []
     with monkeypatch.context() as patch:
-        hashed = identity._hashed
-        patch.setattr(identity, "_hashed", lambda *args: seen.append(1) or hashed(*args))
+        hashed = identity.hashed
+        patch.setattr(identity, "hashed", lambda *args: seen.append(1) or hashed(*args))
         named(path)
     return bool(seen)
 
@@ -155,7 +155,7 @@ def test_a_cache_folder_that_cannot_be_written_costs_the_time_only(model, tmp_pa
 
 
 def test_only_a_prefix_cache_on_disk_hashes(model, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "_hashed", lambda *args: (_ for _ in ()).throw(AssertionError("hashed")))
+    monkeypatch.setattr(identity, "hashed", lambda *args: (_ for _ in ()).throw(AssertionError("hashed")))
     with ps.load(model, device="CPU", threads=1, n_ctx=64) as session:
         session.generate([1, 2, 3], 4)
     with pytest.raises(AssertionError, match="hashed"):

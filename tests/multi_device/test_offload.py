@@ -326,8 +326,8 @@ def test_layers_of_the_cpu_have_the_bits_of_the_device(tmp_path, arch):
 def test_copies_are_fused_as_their_layers_are(tmp_path, monkeypatch, apart, kernels):
     """A state's history keeps fused projections whole. AMX takes gates of 48 outputs in no fused matrix: its rows were copied to wider ones, and
     ggml ended the process. Three heads are what ggml's kernels of a CPU do not fuse, and our own do."""
-    path, fusable = write_qwen35(tmp_path / "t.gguf", Shape(every=2, n_layer=4, delta_k=1, delta_v=3), "BF16"), Weights._fusable
-    monkeypatch.setattr(Weights, "_fusable", lambda self, parts: 0 if apart and type(self) is Weights else fusable(self, parts))
+    path, fusable = write_qwen35(tmp_path / "t.gguf", Shape(every=2, n_layer=4, delta_k=1, delta_v=3), "BF16"), Weights.fusable
+    monkeypatch.setattr(Weights, "fusable", lambda self, parts: 0 if apart and type(self) is Weights else fusable(self, parts))
     with layers_of_the_cpu(path, 3, kernels=kernels) as session:
         weights = session.target.weights
         for name in session.target.groups():

@@ -34,8 +34,8 @@ SINGLE_CALLS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("source, limit", SINGLE_CALLS)
 def test_a_single_call_is_stopped_at_the_limit_that_it_reaches(source, limit):
-    with RENDERER._lock:
-        RENDERER._end()  # what the tests before this one computed in it would count here
+    with RENDERER.lock:
+        RENDERER.stop()  # what the tests before this one computed in it would count here
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(TemplateError, match=f"was stopped: it {limit}; do not trust"):
         ChatTemplate(source, seconds=0.5).render(TALK)
@@ -63,7 +63,7 @@ def test_a_template_is_given_once_and_more_than_are_kept_are_told_apart(monkeypa
     templates = [ChatTemplate(f"{n} {{{{ messages[0].content }}}}{{# {'long ' * 2000} #}}") for n in range(renderer.PLACES + 3)]
     for n in (*range(len(templates)), *range(len(templates)), 5, 5, 0, 5):
         assert templates[n].render(TALK) == f"{n} x"
-    child, sent = RENDERER._child, []
+    child, sent = RENDERER.child, []
     monkeypatch.setattr(
         child,
         "socket",
@@ -125,9 +125,9 @@ def test_a_rendering_that_is_cancelled_ends():
 def test_short_conversations_do_not_wait_for_long_ones():
     template = ChatTemplate("{{ messages[0].content }}")
     template.render(TALK)
-    with renderer.LARGE_RENDERER._lock:
+    with renderer.LARGE_RENDERER.lock:
         assert template.render(TALK) == "x"
-    with RENDERER._lock:
+    with RENDERER.lock:
         assert len(template.render([{"role": "user", "content": "x" * 2 * renderer.LARGE}])) == 2 * renderer.LARGE
 
 
@@ -150,7 +150,7 @@ def test_a_hurried_rendering_waits_for_nothing():
     with RENDERER.hurried(0.05), pytest.raises(Late):
         endless.render(TALK)
     assert other.render(TALK) == "x" and RENDERER.pid != pid  # what it owed was its end, and that is nobody else's loss
-    with RENDERER._lock, RENDERER.hurried(1.0), pytest.raises(Late):
+    with RENDERER.lock, RENDERER.hurried(1.0), pytest.raises(Late):
         other.render(TALK)
     os.kill(RENDERER.pid, signal.SIGKILL)
     with RENDERER.hurried(1.0), pytest.raises(Late):
@@ -192,7 +192,7 @@ def test_threads_may_render_at_once():
 
 @pytest.mark.parametrize("python, why", [("/nowhere/python", "cannot be started"), ("/bin/false", "ends before its first .exit status 1")])
 def test_a_process_that_cannot_be_started_is_a_sentence(monkeypatch, python, why):
-    RENDERER._end()
+    RENDERER.stop()
     monkeypatch.setattr(sys, "executable", python)
     with pytest.raises(TemplateError, match=why) as error:
         ChatTemplate("ok")

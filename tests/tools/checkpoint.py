@@ -9,7 +9,7 @@ import numpy as np
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.tools import eagle3
 from pyggml_spec.tools.quants import dequantise
-from pyggml_spec.tools.zlab import _CONVOLUTIONS, _HEADS, _LAYER, _TOP
+from pyggml_spec.tools.zlab import _CONVOLUTIONS, _HEADS, _TOP, LAYER_TENSORS
 
 _NAMES = {"<f4": "F32", "<f2": "F16", "<f8": "F64", "<u2": "BF16", "|i1": "I8", "<i8": "I64", "|b1": "BOOL"}
 
@@ -49,7 +49,7 @@ def _source_name(name: str) -> str:
         which, what = part.rsplit("_", 1)
         return f"layers.{layer}.{_CONVOLUTIONS[which]}.{'base_kernel' if what == 'base' else 'kernel_projection.weight'}"
     _, layer, part, _ = name.split(".")
-    return f"layers.{layer}.{ {ours: theirs for theirs, ours in _LAYER.items()}[part] }.weight"
+    return f"layers.{layer}.{ {ours: theirs for theirs, ours in LAYER_TENSORS.items()}[part] }.weight"
 
 
 def config_of(path: str | Path) -> dict:
@@ -149,7 +149,7 @@ def export_eagle3(drafter: str | Path, folder: Path, change=lambda config, tenso
         m = {key.removeprefix("eagle3."): value for key, value in file.metadata.items()}
     top = {"fc.weight": "fc.weight", "output_norm.weight": "norm.weight", "enc.output_norm.weight": "input_norm.weight"}
     top |= {ours: theirs for theirs, ours in _HEADS.items()}
-    in_layer = {f"blk.0.{ours}.weight": f"{layer}.{theirs}.weight" for theirs, ours in eagle3._LAYER.items()}
+    in_layer = {f"blk.0.{ours}.weight": f"{layer}.{theirs}.weight" for theirs, ours in eagle3.LAYER_TENSORS.items()}
     tensors, sizes = vocabulary_of(drafter)
     for name, values in floats(drafter).items():
         if name != "rope_freqs.weight":
