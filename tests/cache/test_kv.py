@@ -47,9 +47,6 @@ def test_a_span_holds_its_tokens_hides_at_most_a_quarter_of_them_and_is_one_of_t
         span = min(bucket_for(n), live)
         assert span in listed and n <= span <= max(n + KV_BUCKET, 1.25 * n) and span % KV_BUCKET == 0
         assert min(bucket_for(n, GPU_KV_BUCKET), live) in listed  # whose memory has been measured
-
-
-def test_a_generation_of_4096_tokens_crosses_three_spans_on_a_gpu_instead_of_eleven():
     assert [len({bucket_for(n, least) for n in range(1, 4097)}) for least in (GPU_KV_BUCKET, KV_BUCKET)] == [4, 12]
 
 
@@ -80,25 +77,12 @@ def test_filling_leaves_the_mask_constant_alone(cache):
     assert (content(cache.mask_base, np.float32) == 0.5 - np.arange(528)).all()
 
 
-def test_a_block_is_written_at_its_positions(cache):
-    assert rows(cache, 100, 5, 5) == [100, 101, 102, 103, 104]
-
-
-def test_padding_rows_go_to_different_trash_rows_while_there_are_enough(cache):
-    """Row writes run in parallel; in a block of the drafter's width no two go to one row."""
-    written = rows(cache, 100, 10, 4)
-    assert written[:4] == [100, 101, 102, 103]
-    assert all(512 <= row < 528 for row in written[4:]) and len(set(written)) == 10
-
-
-def test_rows_past_the_end_go_to_trash_rows(cache):
-    """The last block of a full context is wider than what is left of it."""
-    written = rows(cache, 508, 10, 10)
-    assert written[:4] == [508, 509, 510, 511] and all(512 <= row < 528 for row in written[4:])
-
-
-def test_more_hidden_rows_than_trash_rows_stay_inside_the_tensor(cache):
-    assert all(512 <= row < 528 for row in rows(cache, 0, 128, 3)[3:])
+@pytest.mark.parametrize("first, count, real, live", [(100, 5, 5, 5), (100, 10, 4, 4), (508, 10, 10, 4), (0, 128, 3, 3)])
+def test_rows_are_written_at_their_positions_and_others_to_trash_rows(cache, first, count, real, live):
+    """Padding, and rows past the end of a full context. Writes run in parallel: no two go to one row while trash rows are enough."""
+    written = rows(cache, first, count, real)
+    assert written[:live] == [*range(first, first + live)] and all(512 <= row < 528 for row in written[live:])
+    assert len(set(written)) == min(count, live + TRASH)
 
 
 def test_a_model_without_attention_layers_has_a_cache_of_nothing(backend):

@@ -35,29 +35,20 @@ def test_drafter_and_target_exchanged(pair):
     one_sentence(run(pair[0], pair[0]), "is a target model")
 
 
-@pytest.mark.parametrize(
-    "shape, words",
-    [
-        (Shape(n_vocab=300), ["target.gguf has 320 tokens", "other.gguf has 300"]),
-        (Shape(n_embd=128), ["128", "256"]),
-        (Shape(target_layers=(1, 2, 99)), ["layer 99", "layers 0 to 3"]),
-    ],
-)
+OTHERS = [
+    ({"n_vocab": 300}, ["target.gguf has 320 tokens", "other.gguf has 300"]),
+    ({"n_embd": 128}, ["128", "256"]),
+    ({"target_layers": (1, 2, 99)}, ["layer 99", "layers 0 to 3"]),
+]
+
+
+@pytest.mark.parametrize("shape, words", OTHERS)
 def test_a_drafter_for_another_target(pair, tmp_path, shape, words):
-    one_sentence(run(pair[0], write_dflash(tmp_path / "other.gguf", shape)), "other.gguf cannot draft for target.gguf", *words)
+    one_sentence(run(pair[0], write_dflash(tmp_path / "other.gguf", Shape(**shape))), "other.gguf cannot draft for target.gguf", *words)
 
 
-def test_a_draft_width_above_the_block(pair):
+def test_options_that_do_not_fit_the_files(pair):
     one_sentence(run(*pair, "--draft-width", 17), "17", "block of 16")
-
-
-def test_a_draft_width_without_a_drafter(pair):
     one_sentence(run(pair[0], None, "--draft-width", 4), "4", "-md")
-
-
-def test_a_drafter_without_a_target(pair):
     one_sentence(pyspec("run", "-md", pair[1], "-p", "a"), "name it with -m")
-
-
-def test_an_unknown_device(pair):
     one_sentence(pyspec("run", "-m", pair[0], "--device", "TPU7", "-p", "a"), "'TPU7'", "CPU")

@@ -6,6 +6,29 @@ import pytest
 
 from pyggml_spec.text.stream import TextStream
 
+BYTES = "é€😀".encode()
+WIDE = "ok終わり".encode()
+# (pieces, stops, what each push returns, what finish returns, stopped)
+CASES = {
+    "a character over several tokens": ([BYTES[i : i + 1] for i in range(9)], (), ["", "é", "", "", "€", "", "", "", "😀"], "", False),
+    "half a character at the end": ([b"a", "😀".encode()[:3]], (), ["a", ""], "\ufffd", False),
+    "no UTF-8": ([b"\xff", b"a"], (), ["\ufffd", "a"], "", False),
+    "a cut character before another": ([b"\xe2", b"a"], (), ["", "\ufffda"], "", False),
+    "only the beginning of a stop": ([b"<", b"|e", b"nx"], ["<|end|>"], ["", "", "<|enx"], "", False),
+    "the beginning of a stop at the end": ([b"a<|e"], ["<|end|>"], ["a"], "<|e", False),
+    "an empty stop": ([b"a", b"b"], [""], ["a", "b"], "", False),
+    "nothing after a stop": ([b"ab", b"c"], ["b"], ["a", ""], "", True),
+}
+# (pieces, stops, text)
+STOPPED = {
+    **{f"over tokens: {stop!r}": ([b"x E", b"N", b"D", b"\n", b"never"], [stop], text) for stop, text in (("END", "x "), ("N", "x E"), ("ND\n", "x E"))},
+    # a matcher that starts again after the failure misses 'aab' in 'aaab'
+    **{f"inside a failed one {i}": (pieces, ["aab"], "a") for i, pieces in enumerate(([b"aaab"], [b"a", b"a", b"a", b"b"], [b"aa", b"ab"], [b"aaa", b"b"]))},
+    "the earliest of two": ([b"abcde"], ["cd", "bcde"], "a"),
+    "the earliest of two, in the other order": ([b"abcde"], ["bcde", "cd"], "a"),
+    "of several bytes per character": ([WIDE[i : i + 2] for i in range(0, len(WIDE), 2)], ["終わり"], "ok"),
+}  # fmt: skip
+
 
 def run(pieces, stops=()):
     """(what each push returned, what finish returned, stopped)"""
@@ -14,62 +37,16 @@ def run(pieces, stops=()):
     return shown, stream.finish(), stream.stopped
 
 
-def test_a_character_split_over_tokens_comes_out_whole():
-    data = "é€😀".encode()
-    shown, rest, _ = run([data[i : i + 1] for i in range(len(data))])
-    assert shown == ["", "é", "", "", "€", "", "", "", "😀"] and rest == ""
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_pushes(case):
+    pieces, stops, *expected = case
+    assert [*run(pieces, stops)] == expected
 
 
-def test_half_a_character_at_the_end_is_shown_as_a_replacement_character():
-    assert run([b"a", "😀".encode()[:3]]) == (["a", ""], "\ufffd", False)
-
-
-def test_bytes_that_are_no_utf8_do_not_hold_the_rest_back():
-    assert run([b"\xff", b"a"]) == (["\ufffd", "a"], "", False)
-    assert "".join(run([b"\xe2", b"a"])[0]) == "\ufffda"
-
-
-@pytest.mark.parametrize("stop", ["END", "N", "ND\n"])
-def test_a_stop_string_across_tokens_ends_the_text_before_it(stop):
-    shown, rest, stopped = run([b"x E", b"N", b"D", b"\n", b"never"], [stop])
-    assert stopped and "".join(shown) + rest == "x END\n".split(stop, maxsplit=1)[0]
-
-
-def test_what_only_begins_like_a_stop_string_is_shown_when_it_is_not_one():
-    shown, rest, stopped = run([b"<", b"|e", b"nx"], ["<|end|>"])
-    assert (shown, rest, stopped) == (["", "", "<|enx"], "", False)
-
-
-def test_what_begins_like_a_stop_string_at_the_end_is_not_lost():
-    assert run([b"a<|e"], ["<|end|>"]) == (["a"], "<|e", False)
-
-
-def test_a_stop_string_that_begins_inside_a_failed_one():
-    """'aab' in 'aaab': a matcher that starts again behind the failure misses it."""
-    for pieces in ([b"aaab"], [b"a", b"a", b"a", b"b"], [b"aa", b"ab"], [b"aaa", b"b"]):
-        shown, rest, stopped = run(pieces, ["aab"])
-        assert stopped and "".join(shown) + rest == "a"
-
-
-def test_the_earliest_of_two_stops_wins():
-    for stops in (["cd", "bcde"], ["bcde", "cd"]):
-        shown, rest, stopped = run([b"abcde"], stops)
-        assert stopped and "".join(shown) + rest == "a"
-
-
-def test_an_empty_stop_stops_nothing():
-    assert run([b"a", b"b"], [""]) == (["a", "b"], "", False)
-
-
-def test_a_stop_of_several_bytes_per_character_split_inside_a_character():
-    data = "ok終わり".encode()
-    shown, rest, stopped = run([data[i : i + 2] for i in range(0, len(data), 2)], ["終わり"])
-    assert stopped and "".join(shown) + rest == "ok"
-
-
-def test_nothing_comes_out_after_a_stop():
-    stream = TextStream(lambda token: token, ["b"])
-    assert [stream.push(b"ab"), stream.push(b"c"), stream.finish()] == ["a", "", ""]
+@pytest.mark.parametrize("pieces, stops, text", STOPPED.values(), ids=STOPPED)
+def test_a_stop_string_ends_the_text_before_it(pieces, stops, text):
+    shown, rest, stopped = run(pieces, stops)
+    assert stopped and "".join(shown) + rest == text
 
 
 def test_any_split_of_any_bytes_gives_the_same_text():
