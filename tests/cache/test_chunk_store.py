@@ -3,9 +3,10 @@
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
-from pyggml_spec.cache.chunk_store import ROWS, STATE, ChunkStore
+from pyggml_spec.cache.chunk_store import ROWS, STATE, ChunkStore, chunk_keys, end_keys
 
 
 @dataclass
@@ -37,6 +38,14 @@ def kept(copies: ChunkStore, number: int, nbytes: int, kind: str = ROWS, **more)
 
 def held(copies: ChunkStore) -> set[int]:
     return {key[0] for key, chunk in copies.chunks.items() if chunk.data}
+
+
+def test_a_key_depends_on_every_token_before_it_and_on_the_seed():
+    """Equal chunks after different ones have other K/V rows. Without this every test of reuse passed: few prompts have a chunk in common only."""
+    a, b = np.arange(12), np.r_[np.arange(3), 99, np.arange(4, 12)]
+    one, other = chunk_keys(a, 4, b"seed"), chunk_keys(b, 4, b"seed")
+    assert len(set(one + other)) == 6 and chunk_keys(a[:8], 4, b"seed") == one[:2] != chunk_keys(a[:8], 4, b"other")
+    assert len({*end_keys(a[:3], one[0]), *end_keys(a[:3], other[0])}) == 6
 
 
 def test_what_is_kept_stays_within_the_budget():

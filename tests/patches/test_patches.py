@@ -173,5 +173,5 @@ def test_what_backends_are_asked_for_by_name_is_what_patches_add():
     added = [line for patch in SERIES for line in patch.path.read_text().splitlines() if line.startswith("+")]
     asked = re.findall(r'proc_of\(backend, "(\w+)"\)', (SCRIPTS.parent / "csrc" / "step_graph.c").read_text())
     assert len(asked) == 3 and all(any(f'strcmp(name, "{name}") == 0' in line for line in added) for name in asked)
-    read = re.findall(r'environ\.get\("(GGML_\w+)"', (SCRIPTS.parent / "pyggml_spec" / "engine" / "graph_store.py").read_text())
+    read = re.findall(r'environ\.get\("(GGML_\w+)"', (SCRIPTS.parent / "pyggml_spec" / "engine" / "graph_cache.py").read_text())
     assert read and all(any(f'getenv("{name}")' in line for line in added) for name in read)
