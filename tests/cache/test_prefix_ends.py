@@ -274,7 +274,7 @@ def test_nor_of_chunks_before_those_that_another_slot_brought(pair):
         for slot in slots:
             cache.enter(slot, prompt, True)
         chunks(slots[0], 1)
-        mine = cache._copies.chunks.copy()
+        mine = cache._store.chunks.copy()
         chunks(slots[1], 3)
         assert cache.restore(slots[0]).tokens == 3 * CHUNK
         cache.discard(slots[0])

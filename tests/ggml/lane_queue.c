@@ -162,7 +162,7 @@ int             pgs_chain_hops(const pgs_chain * chain) { (void) chain; return P
 pgs_graph *     pgs_chain_graph(const pgs_chain * chain, int part) { return &graphs[chain->lane][part]; }
 pgs_io *        pgs_chain_io(const pgs_chain * chain, int part) { return &ios[chain->lane][where[part]]; }
 const pgs_hop * pgs_chain_hop(const pgs_chain * chain, int hop) { return &hops[chain->lane][hop]; }
-void            pgs_give_back_threads(void) { given_back++; }
+void            pgs_release_threads(void) { given_back++; }
 
 void ggml_backend_tensor_copy(const struct ggml_tensor * src, struct ggml_tensor * dst) {
     const int             lane = (int) (src - &left[0][0]) / PARTS, part = (int) (src - &left[0][0]) % PARTS;
