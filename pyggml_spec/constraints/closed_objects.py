@@ -1,7 +1,7 @@
-"""Objects of JSON schemas get the keys that they describe and no others, as with llama.cpp, where ``additionalProperties`` says nothing.
+"""JSON schema objects without ``additionalProperties`` allow the keys they describe only, as in llama.cpp.
 
-JSON Schema itself would let out any further key there. An object with no ``properties`` stays free. What ``allOf``, ``anyOf``, ``oneOf`` and ``$ref`` put
-together is one object: each of its parts allows the keys of the others.
+Objects without ``properties`` stay open. Parts combined by ``allOf``, ``anyOf``, ``oneOf`` and ``$ref`` are one object: each allows the
+keys of the others.
 """
 
 import json
@@ -16,12 +16,12 @@ _CHOICES, _MAPS, _ONES = (
     ("properties", "patternProperties", "$defs", "definitions"),
     ("items", "additionalItems", "additionalProperties"),
 )
-Names = dict[str, None]  # in their order
+Names = dict[str, None]  # ordered
 
 
 @lru_cache(64)
 def closed_text(text: str) -> str:
-    """The schema in ``text`` with such objects closed; as it is where it is none."""
+    """The schema in ``text`` with its objects closed; unchanged if it is not a JSON schema."""
     try:
         schema = json.loads(text)
         made = closed(schema)
@@ -31,17 +31,17 @@ def closed_text(text: str) -> str:
 
 
 def closed(schema: Any) -> Any:
-    """``schema`` with ``additionalProperties: false`` wherever it describes properties and says nothing of others."""
+    """``schema`` with ``additionalProperties: false`` where properties are described and additional ones are not mentioned."""
     return _Closing(schema).close(schema, {}, False, 0)
 
 
 class _Closing:
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._inside: list[str] = []  # references that are being written out
+        self._inside: list[str] = []  # references being expanded
 
     def close(self, node: Any, given: Names, opened: bool, depth: int) -> Any:
-        """``given``: keys that what it is put together with has; ``opened``: that allows any other one."""
+        """``given``: keys of the parts this one is combined with; ``opened``: one of them allows any key."""
         if not isinstance(node, dict) or depth >= DEEPEST:
             return node
         reference = str(node.get("$ref"))
@@ -81,7 +81,7 @@ class _Closing:
         return out
 
     def _target(self, node: dict) -> Any:
-        """Where its reference leads; None where it has none."""
+        """What the node's ``$ref`` points to, or None."""
         reference = node.get("$ref")
         if not isinstance(reference, str) or not reference.startswith(("#/", "#")) or reference[1:2] not in ("", "/"):
             return None
@@ -98,7 +98,7 @@ class _Closing:
         return at
 
     def _groups(self, node: dict) -> list[tuple[str, int, Any]]:
-        """The schemas that it is put together of, besides its own keywords."""
+        """The schemas combined in ``node``."""
         out = [(key, i, part) for key in ("allOf", *_CHOICES) for i, part in enumerate(_list(node, key))]
         return out + ([("$ref", 0, target)] if (target := self._target(node)) is not None else [])
 
@@ -108,7 +108,7 @@ class _Closing:
         return _joined(known if isinstance(known, dict) else (), (name for name in _list(node, "required") if isinstance(name, str)))
 
     def _parts(self, node: Any) -> list[dict]:
-        """All that is put together with it, itself among them."""
+        """``node`` and all schemas combined in it, transitively."""
         out: list[dict] = []
         todo = [node]
         while todo:
@@ -126,7 +126,7 @@ class _Closing:
 
 
 def _opens(node: dict) -> bool:
-    """Whether it allows other keys in so many words."""
+    """Whether additional keys are allowed explicitly."""
     return node.get("additionalProperties", False) is not False
 
 

@@ -1,7 +1,6 @@
-"""GBNF, llama.cpp's notation of grammars: read here, so that what is wrong is said with its place and nothing else hears of it.
+"""Reader of GBNF, llama.cpp's grammar notation (``grammars/README.md``), with error positions and limits.
 
-libllama's own parser writes its reasons to the process's standard error, overflows the stack or the memory on absurd texts, and takes
-counts above 2,000 for "any number". The notation is that of its ``grammars/README.md``.
+libllama's own parser writes errors to stderr, overflows stack or memory on hostile input, and treats counts above 2,000 as unbounded.
 """
 
 import re
@@ -10,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ..errors import SamplingError
-from .endings import ending
+from .productive import productive
 
 MAX_TEXT = 1 << 17  # characters
 MAX_DEPTH = 1000  # of parentheses
 MAX_REPEATS = 2000  # llama.cpp's own limit
-MOST_EXPANDED = 200_000  # parts of a regular expression, were each reference what it refers to
-MOST_COUNTED = 1000  # a matcher tells all of them apart, at every character
-MOST_NESTED = 8  # groups in groups, in what is written for llguidance
+MOST_EXPANDED = 200_000  # nodes of a regular expression after inlining references
+MOST_COUNTED = 1000  # the matcher keeps a state per repetition
+MOST_NESTED = 8  # nested groups in llguidance's notation
 LAST_CHARACTER = 0x10FFFF
-_SURROGATES = (0xD800, 0xDFFF)  # no text holds them
+_SURROGATES = (0xD800, 0xDFFF)  # not valid in text
 _SPACE, _SPACE_OR_LINE = re.compile(r"(?:[ \t]|#[^\r\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 _NAME, _NUMBER, _LINE_END = re.compile(r"[a-zA-Z0-9-]+"), re.compile(r"[0-9]+"), re.compile(r"\r\n|\r|\n|\Z")
 _TOKEN = re.compile(r"<\[([0-9]+)\]>|(<[^>]*>)")
@@ -29,14 +28,14 @@ _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]"
 
 @dataclass(frozen=True)
 class Characters:
-    """One character of these ranges, (first, last) code points in order and apart from each other."""
+    """One character of these ranges: (first, last) code points, sorted and disjoint."""
 
     ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token, or with ``negated`` any other: by its id, or by a text like ``<think>``."""
+    """One token, or any other if ``negated``; by id or by a text like ``<think>``."""
 
     name: str | int
     negated: bool
@@ -44,7 +43,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the rule of this name matches. ``at``: where it stands in the text."""
+    """A rule's name; ``at``: its offset in the text."""
 
     name: str
     at: int
@@ -52,7 +51,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Repeat:
-    """``part`` from ``least`` to ``most`` times; None: any number."""
+    """``part``, ``least`` to ``most`` times; None: unbounded."""
 
     part: "Part"
     least: int
@@ -61,14 +60,14 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One part after the other."""
+    """Parts one after the other."""
 
     parts: tuple["Part", ...]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of these."""
+    """One of the parts."""
 
     parts: tuple["Part", ...]
 
@@ -78,12 +77,12 @@ Part = Characters | Token | Reference | Repeat | Sequence | Choice
 
 @dataclass
 class _Open:
-    """An alternative that is being read: of a rule, or of a pair of parentheses."""
+    """An alternative being read, of a rule or a group."""
 
     begins: int
     done: list[Part] = field(default_factory=list)
     items: list[Part] = field(default_factory=list)
-    repeatable: bool = False  # whether the last item is one that * + ? {} may follow
+    repeatable: bool = False  # whether * + ? {} may follow
 
     def end_alternative(self) -> None:
         self.done.append(self.items[0] if len(self.items) == 1 else Sequence(tuple(self.items)))
@@ -91,10 +90,10 @@ class _Open:
 
 
 def parse(text: str) -> dict[str, Part]:
-    """The rules of a grammar by name. Of two rules of one name the later one counts, as in llama.cpp.
+    """The rules of a grammar by name; the last definition of a name counts, as in llama.cpp.
 
     Raises:
-        SamplingError: the text is no grammar: which line and column, and what is expected there.
+        SamplingError: invalid grammar, with line, column and what is expected.
     """
     if len(text) > MAX_TEXT:
         raise SamplingError(f"the grammar has {len(text)} characters, but at most {MAX_TEXT} are allowed; make it smaller")
@@ -163,7 +162,7 @@ class _Reader:
             self._skip(space)
 
     def _item(self, c: str) -> list[Part] | None:
-        """What begins with ``c``; nothing for an empty literal or class; None: no part of a rule begins so."""
+        """The item that starts with ``c``; [] for an empty literal or class; None if no item starts so."""
         begins = self.at
         if c == '"':
             self.at += 1
@@ -205,7 +204,7 @@ class _Reader:
             ranges.append((first, last))
         self.at += 1
         if not ranges:
-            return []  # llama.cpp takes an empty class for nothing at all
+            return []  # as in llama.cpp, an empty class is empty text
         kept = _complement(_complement(ranges)) if not negated else _complement(ranges)
         if not kept:
             self.at = begins
@@ -250,7 +249,7 @@ class _Reader:
         return int(digits or "0")
 
     def _character(self) -> int:
-        """One character of a literal or a class, perhaps escaped, as its code point."""
+        """Code point of one character of a literal or class, escaped or not."""
         c = self.text[self.at]
         self.at += 1
         if c != "\\":
@@ -306,10 +305,10 @@ class _Reader:
 
 
 def _that_end(rules: dict[str, Part]) -> dict[str, Part]:
-    """The rules without alternatives that never end, which llama.cpp would begin: the texts stay the same.
+    """The rules without unproductive alternatives; the language is the same.
 
     Raises:
-        SamplingError: there are none.
+        SamplingError: the start rule is unproductive.
     """
     needs: dict[str | int, tuple[int, tuple[str | int, ...]]] = {name: (1, (id(part),)) for name, part in rules.items()}
     for part in (part for rule in rules.values() for part in _parts(rule)):
@@ -319,19 +318,19 @@ def _that_end(rules: dict[str, Part]) -> dict[str, Part]:
             needs[id(part)] = 0 if optional else 1 if isinstance(part, Choice) else len(inside), inside
         else:
             needs[id(part)] = 0, ()
-    ends = ending(needs)
+    ends = productive(needs)
     if "root" not in ends:
         raise SamplingError(
-            'the grammar has no text that ends: whatever begins with root goes on for ever, like root ::= "a" root; give one of its rules an '
+            'the grammar derives no finite text: rule root recurses without end, like root ::= "a" root; give one of its rules an '
             "alternative that does not refer to itself"
         )
     return {name: _pruned(rule, ends) for name, rule in rules.items() if name in ends} if len(ends) < len(needs) else rules
 
 
 def _pruned(rule: Part, ends: set[str | int]) -> Part:
-    """A rule that ends, without what in it does not."""
+    """A productive rule without its unproductive parts."""
     made: dict[int, Part] = {}
-    for part in reversed(list(_parts(rule))):  # what is inside comes before what it is in
+    for part in reversed(list(_parts(rule))):  # children first
         if id(part) not in ends:
             continue
         new: Part = part
@@ -346,7 +345,7 @@ def _pruned(rule: Part, ends: set[str | int]) -> Part:
 
 
 def children(part: Part) -> tuple[Part, ...]:
-    """The parts that a part is made of."""
+    """Direct children of ``part``."""
     if isinstance(part, (Sequence, Choice)):
         return part.parts
     return (part.part,) if isinstance(part, Repeat) else ()
@@ -357,7 +356,7 @@ def _choice(parts: list[Part]) -> Part:
 
 
 def _complement(ranges: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """All characters that are in none of ``ranges``, surrogates aside."""
+    """All characters outside ``ranges``, without surrogates."""
     out, first = [], 0
     for low, high in (*sorted((*ranges, _SURROGATES)), (LAST_CHARACTER + 1, LAST_CHARACTER + 1)):
         if low > first:
@@ -366,24 +365,25 @@ def _complement(ranges: list[tuple[int, int]] | tuple[tuple[int, int], ...]) -> 
     return tuple(out)
 
 
-# -- as a grammar of llguidance's: its terminals are single characters, because its lexer takes the longest one and would not come back
+# -- translation to llguidance: terminals are single characters, because its lexer is greedy and does not backtrack
 
 
 def lark(rules: dict[str, Part], token_id: Callable[[str], int | None]) -> str:
     """The same language in llguidance's notation.
 
-    A grammar without recursion becomes one regular expression. In others every terminal is one character, as GBNF's are, and a rule that goes
-    on with itself at its end becomes a repetition: llguidance keeps an item per level of the other kind.
+    A grammar without recursion becomes one regular expression. Otherwise terminals are single characters, and right recursion becomes a
+    repetition,
+    because llguidance keeps one item per level of recursion.
 
     Raises:
-        SamplingError: a token that does not exist, as ``token_id`` of its text says.
+        SamplingError: a token that is not in the vocabulary.
     """
     order = _order(rules)
-    letter = "R" if order is not None and _expanded(rules, order) <= MOST_EXPANDED else "r"  # upper case is part of a terminal
+    letter = "R" if order is not None and _expanded(rules, order) <= MOST_EXPANDED else "r"  # upper case: part of a terminal
     if letter == "r" and (times := _most_counted(rules)) > MOST_COUNTED:
         raise SamplingError(
-            f"the grammar is refused: it counts repetitions of counted repetitions, {times} in all, but at most {MOST_COUNTED} are possible "
-            "beside rules that refer to themselves; use * or +"
+            f"the grammar is refused: nested repetitions multiply to {times}, but at most {MOST_COUNTED} are possible "
+            "in a recursive grammar; use * or +"
         )
     writer = _Writer(letter, {name: f"{letter}{i}" for i, name in enumerate(rules)}, token_id)
     for name, part in rules.items():
@@ -392,7 +392,7 @@ def lark(rules: dict[str, Part], token_id: Callable[[str], int | None]) -> str:
 
 
 class _Writer:
-    """Writes rules; groups deeper than llguidance reads them become rules, too."""
+    """Writes rules; groups nested too deeply for llguidance become rules."""
 
     def __init__(self, letter: str, names: dict[str, str], token_id: Callable[[str], int | None]):
         self.letter, self.names, self.token_id = letter, names, token_id
@@ -408,7 +408,7 @@ class _Writer:
 
     def _text(self, part: Part) -> str:
         out: list[str] = []
-        todo: list[tuple[Part | str, int]] = [(part, 0)]  # no recursion: parentheses nest deeper than Python calls
+        todo: list[tuple[Part | str, int]] = [(part, 0)]  # iterative: groups nest deeper than Python's stack
         while todo:
             item, depth = todo.pop()
             if isinstance(item, str):
@@ -450,8 +450,8 @@ class _Writer:
 
 
 def _order(rules: dict[str, Part]) -> list[str] | None:
-    """The rules that ``root`` needs, each behind those that it refers to; None if one refers to itself over others, or there are tokens."""
-    finished: dict[str, bool] = {}  # False while what it refers to is looked at
+    """The rules ``root`` needs in topological order; None if there is recursion or a token."""
+    finished: dict[str, bool] = {}  # False while in progress
     order, todo = [], [("root", False)]
     while todo:
         name, left = todo.pop()
@@ -470,7 +470,7 @@ def _order(rules: dict[str, Part]) -> list[str] | None:
 
 
 def _parts(part: Part) -> Iterator[Part]:
-    """A part and all that are in it."""
+    """``part`` and all its descendants."""
     todo = [part]
     while todo:
         part = todo.pop()
@@ -486,9 +486,9 @@ def _expanded(rules: dict[str, Part], order: list[str]) -> int:
 
 
 def _most_counted(rules: dict[str, Part]) -> int:
-    """The largest product of counts in counts, over references, too."""
+    """The largest product of nested repetition counts, across references."""
     counts = dict.fromkeys(rules, 1)
-    for _ in range(3):  # references in references in references; each round looks one further
+    for _ in range(3):  # each round follows one more level of references
         for name, part in rules.items():
             counts[name] = max(counts[name], _counted(part, counts))
     return max(counts.values())

@@ -1,10 +1,7 @@
-"""Constraints: the texts that a generation may give, by a GBNF or Lark grammar, a JSON schema or a regular expression.
+"""Grammar constraints: the texts allowed by a GBNF or Lark grammar, a JSON schema or a regular expression.
 
-One library, llguidance, holds them all: each kind of text becomes a grammar of its notation, and a matcher says which tokens may come next.
-A matcher moves by accepted tokens only, so that nothing is ever taken back.
-
-Most masks take microseconds and are computed when they are asked for. Those of ambiguous grammars grow from token to token: from the first slow one
-on, a thread of their own takes each token and computes what may come behind it, and the scheduler leaves the sequence out until it has (``late``).
+Every kind is translated to an llguidance grammar; a matcher returns the mask of allowed tokens and advances by accepted tokens only.
+Masks slower than SLOW_S are computed by a worker thread; meanwhile the scheduler skips the sequence (``late``).
 """
 
 import threading
@@ -26,19 +23,16 @@ from .mask_thread import MaskJob, consume
 
 T = TypeVar("T")
 KINDS = {"grammar": "grammar", "json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
-MAX_TEXT = 1 << 17  # characters of a regular expression or a Lark grammar; gbnf and json_schema have their own
-STACK = 256 << 20  # bytes; 20,000 rules, each of which is the next one, take 100 MiB while they are compiled
+MAX_TEXT = 1 << 17  # characters of a regular expression or Lark grammar
+STACK = 256 << 20  # bytes of stack; 20,000 chained rules take 100 MiB to compile
 KEPT = 64  # compiled grammars per vocabulary
-MASKS = 8192  # of one: its lexer keeps 1.5 kB of each state that it has seen, of a hostile one a new one behind every token
-LEAST_ITEMS, ITEMS_PER_TOKEN = (
-    100_000,
-    4,
-)  # per mask, 1,000 (of an ambiguous grammar) to 20,000 per millisecond; strings of single characters take two
-SLOW_S, HEAVY_S = 0.005, 0.001  # processor time of a mask, and of taking a token, from which on a thread does it
-QUICK_S = 0.001  # a mask by the thread that took less: the next one is computed when it is asked for
-DEADLINE_S = 1.0  # of a thread, for one token
-FEED_S = 0.1  # for all tokens that are given at once
-_AMBIGUOUS = "it is too ambiguous, that is, a text can be read in too many ways; write it so that there is one, like s ::= [a-z]+ for s ::= s s | [a-z]"
+MASKS = 8192  # per compiled grammar; the lexer keeps 1.5 kB per state
+LEAST_ITEMS, ITEMS_PER_TOKEN = 100_000, 4  # per mask; single-character rules take two items per character
+SLOW_S, HEAVY_S = 0.005, 0.001  # CPU time of a mask, and of consuming a token, above which a thread does it
+QUICK_S = 0.001  # below this, masks are computed on demand again
+DEADLINE_S = 1.0  # thread time per token
+FEED_S = 0.1  # for all tokens of one feed()
+_AMBIGUOUS = "it is too ambiguous, that is, a text can be read in too many threads; write it so that there is one, like s ::= [a-z]+ for s ::= s s | [a-z]"
 _SAID_BETTER = {
     "Too many items": _AMBIGUOUS,
     "Current row has": _AMBIGUOUS,
@@ -49,10 +43,10 @@ _PROBE = b'{"name": [1, true]}\n'
 
 
 def limits(n_vocab: int) -> LLParserLimits:
-    """A grammar beyond them is refused, or ends its generation with a sentence."""
+    """Limits of one grammar; beyond them it is refused or the generation ends with an error."""
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=500_000,  # about 14,000 per millisecond and mask
+        step_lexer_fuel=500_000,  # about 14,000 per ms
         step_max_items=max(LEAST_ITEMS, ITEMS_PER_TOKEN * n_vocab),
         max_lexer_states=50_000,  # 1 to 2 kB each
         verbose_errors=False,
@@ -61,7 +55,7 @@ def limits(n_vocab: int) -> LLParserLimits:
 
 @dataclass
 class _Compiled:
-    """``masks``: how many were asked of it and its copies, which share what they have worked out. ``slow``: whether its first one took long."""
+    """A compiled grammar. ``masks``: masks computed by it and its copies, which share a lexer; ``slow``: whether the first mask was slow."""
 
     matcher: LLMatcher
     slow: bool
@@ -69,10 +63,8 @@ class _Compiled:
 
 
 class Vocabulary:
-    """What the tokens of a tokenizer look like to llguidance, and the grammars that were compiled for them. One per tokenizer, see ``of``.
-
-    Making one takes seconds for 250,000 tokens; compiling a grammar takes milliseconds.
-    """
+    """A tokenizer's vocabulary for llguidance, and a cache of compiled grammars. One per tokenizer, see ``of``.
+    Construction takes seconds for 250,000 tokens; compiling a grammar takes milliseconds."""
 
     _all: ClassVar["weakref.WeakKeyDictionary[Tokenizer, Vocabulary]"] = weakref.WeakKeyDictionary()
     _making = threading.Lock()
@@ -80,12 +72,12 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.n_vocab, self.n_bytes = tokenizer.n_vocab, 4 * -(-tokenizer.n_vocab // 32)
         self._tokenizer = weakref.ref(tokenizer)
-        self._inside = threading.local()  # what was raised inside a call of llguidance, by the thread that called
+        self._inside = threading.local()  # exceptions raised in callbacks, per thread
         self.pieces = pieces = tokenizer.pieces()
         self.ends = [i for i in range(self.n_vocab) if tokenizer.is_end(i)]
         if not self.ends:
             raise SamplingError(f"{tokenizer.path.name} has no end token, which every grammar ends with")
-        # forced text is given in the tokens that the tokenizer makes of it, where they are exactly that text (some put a space before)
+        # jump-forward uses the tokenizer's own tokens, if encoding is byte-exact (some tokenizers insert a space)
         self.canonical = b"".join(pieces[i] for i in tokenizer.encode(_PROBE, bos=False)) == _PROBE
         special = sorted({*self.ends, *tokenizer.control_tokens().values()})
         self._special = frozenset(special)
@@ -96,20 +88,20 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
-        """The one of this tokenizer."""
+        """The instance of ``tokenizer``."""
         with cls._making:
             if tokenizer not in cls._all:
                 cls._all[tokenizer] = cls(tokenizer)
             return cls._all[tokenizer]
 
     def compile(self, kind: str, text: str) -> tuple[LLMatcher, bool]:
-        """A matcher at the beginning of what ``text`` describes, compiled once per text, and whether its masks take long.
+        """A matcher at the start of the constraint (cached per text), and whether its masks are slow.
 
         Args:
             kind: one of KINDS.
 
         Raises:
-            SamplingError: the text is wrong, or what it describes takes too much time or memory.
+            SamplingError: the text is invalid, or exceeds a limit of time or memory.
         """
         with self._compiling:
             known = self.compiled.pop((kind, text), None)
@@ -131,19 +123,19 @@ class Vocabulary:
         matcher = LLMatcher(self._ll, source, log_level=0, limits=limits(self.n_vocab))
         began = time.thread_time()
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what no token begins is refused like other errors
+            matcher.compute_bitmask()  # finds grammars that no token can start
         slow = time.thread_time() - began > SLOW_S
-        self._raise()  # in this thread: nobody else's constraint has to do with it
+        self._raise()  # re-raised in the calling thread
         return matcher, slow
 
     def other(self) -> LLMatcher:
-        """A matcher that takes any token, for whoever needs a second one."""
+        """A matcher that accepts any token, needed as a second one by ``consume``."""
         if self._any is None:
             self._any = LLMatcher(self._ll, "start: /(?s:.*)/\n", log_level=0)
         return self._any.deep_copy()
 
     def masked(self, kind: str, text: str) -> None:
-        """Counts a mask; a text with many is compiled anew for the next one who asks, and what it took goes with those who have it."""
+        """Counts a mask; after MASKS of them the next request compiles the grammar again, which frees the lexer's states."""
         known = self.compiled.get((kind, text))
         if known is not None:
             known.masks += 1
@@ -151,12 +143,12 @@ class Vocabulary:
                 self.forget(kind, text)
 
     def forget(self, kind: str, text: str) -> None:
-        """Compiles this text anew the next time: copies of a matcher share what they have worked out, and its limits."""
-        self.compiled.pop((kind, text), None)  # without the lock: this is between two steps, and another text may take a second to compile
+        """Drops a compiled grammar: copies share its lexer and its limits."""
+        self.compiled.pop((kind, text), None)  # without the lock, which is held while a grammar is compiled
 
     def source_of(self, kind: str, text: str) -> str:
         free = "" if self.canonical and kind != "grammar" else '%llguidance {"no_forcing": true}\n'
-        if kind == "grammar":  # as in llama.cpp, all tokens that make up the text are allowed
+        if kind == "grammar":  # as in llama.cpp, every tokenisation of the text is allowed
             return free + gbnf.lark(gbnf.parse(text), self._token_id)
         if kind == "json_schema":
             return json_schema.grammar(text) if not free else f"{free}start: %json {json_schema.checked(text)}\n"
@@ -171,11 +163,11 @@ class Vocabulary:
         return free + text
 
     def tokens_of(self, text: bytes) -> list[int]:
-        """Tokens that have these bytes; none of them is a control token."""
+        """Tokens with these bytes; no control tokens."""
         return list(self._ll.tokenize_bytes(text))
 
     def is_special(self, token: int) -> bool:
-        """Whether it is an end token or a control token, which matches no text."""
+        """Whether ``token`` is an end or control token, which matches no text."""
         return token in self._special
 
     def _token_id(self, text: str) -> int | None:
@@ -188,7 +180,7 @@ class Vocabulary:
         return tokenizer.encode(text, special, bos=False)
 
     def encode(self, text: bytes | str) -> list[int]:
-        """Called from inside llguidance, which ends badly if this raises: an interruption waits until it is out again."""
+        """Callback of llguidance, which must not raise: exceptions are kept for ``_raise``."""
         try:
             return self._encoded(text)
         except BaseException as error:
@@ -201,37 +193,36 @@ class Vocabulary:
             raise error
 
     def check(self, kind: str, matcher: LLMatcher) -> None:
-        """Raises what was raised inside a call of ``matcher``, or the error that it ended in."""
+        """Raises an exception kept by a callback, or the matcher's error."""
         self._raise()
         if matcher.is_error():
-            raise ConstraintError(f"the {KINDS[kind]} cannot go on: {_reason(matcher.get_error())}")
+            raise ConstraintError(f"the {KINDS[kind]} cannot continue: {_reason(matcher.get_error())}")
 
 
 class Grammar:
-    """One generation's position in a constraint.
+    """State of one generation in a constraint.
 
     Attributes:
-        ended: whether an end token was accepted: the text is complete.
-        slow: whether a thread of its own computes what may come behind each token.
+        ended: an end token was accepted.
+        slow: masks are computed by a worker thread.
     """
 
     def __init__(self, kind: str, text: str, tokenizer: Tokenizer) -> None:
-        """
-        Args:
-            kind: one of KINDS.
+        """Args:
+        kind: one of KINDS.
 
         Raises:
-            SamplingError: the text is wrong: what about it, and where.
+            SamplingError: the text is invalid; with position.
         """
         self.kind, self._text, self._vocabulary = kind, text, Vocabulary.of(tokenizer)
         self._matcher, self.slow = self._vocabulary.compile(kind, text)
         self._job: MaskJob | None = None
-        self._bits: np.ndarray | None = None  # what may come here, where that is known already
+        self._bits: np.ndarray | None = None  # mask of the next token, if computed
         self.ended = False
 
     def copy(self) -> "Grammar":
-        """Another one at the same place."""
-        self._arrive()
+        """A copy in the same state."""
+        self._synchronize()
         copy = Grammar.__new__(Grammar)
         copy.__dict__.update(self.__dict__)
         copy._matcher = self._matcher.deep_copy()
@@ -239,65 +230,65 @@ class Grammar:
 
     @property
     def complete(self) -> bool:
-        """Whether what was accepted is a whole text, so that an end token may come."""
-        self._arrive()
+        """Whether an end token may come."""
+        self._synchronize()
         return self.ended or self._matcher.is_accepting()
 
     @property
     def pending(self) -> bool:
-        """Whether a thread still works out what may come here."""
+        """Whether the mask is being computed by a thread."""
         return self._job is not None and not self._job.done
 
     def late(self, patience: float = 0.0) -> bool:
-        """Whether it is still being worked out what may come here, in ``patience`` seconds from now.
+        """Whether the mask is not ready after ``patience`` seconds.
 
         Raises:
-            ConstraintError: for too long already.
+            ConstraintError: it takes longer than DEADLINE_S.
         """
         if self._job is None or self._job.wait(patience):
             return False
         if self._job.running_s > DEADLINE_S:
             self._vocabulary.forget(self.kind, self._text)
             raise ConstraintError(
-                f"the {KINDS[self.kind]} cannot go on: what may come next is not known after {DEADLINE_S:g} s, most likely because {_AMBIGUOUS}"
+                f"the {KINDS[self.kind]} cannot continue: the mask of the next token took more than {DEADLINE_S:g} s, most likely because {_AMBIGUOUS}"
             )
         return True
 
     def fits(self, tokens: Sequence[int]) -> int:
-        """How many of ``tokens`` may come next, one after the other."""
-        self._arrive()
+        """Length of the longest allowed prefix of ``tokens``."""
+        self._synchronize()
         tokens = [int(token) for token in tokens]
         if len(tokens) == 1 and self._bits is not None and allows(self._bits, tokens[0]):
-            return 1  # where text is forced, the bits know the tokenizer's own tokens only: what they lack is looked at, so that timing decides nothing
+            return 1  # jump-forward masks hold canonical tokens only, so tokens not in it are validated
         n = self._checked(self._matcher.validate_tokens(tokens))
         if n < len(tokens) and tokens[n] in self._vocabulary.ends and n == 0:
             return int(self.complete)
         return n
 
     def allows(self, token: int) -> bool:
-        """Whether ``token`` may come next."""
+        """Whether ``token`` is allowed next."""
         return self.fits([token]) == 1
 
     def feed(self, tokens: Sequence[int]) -> bool:
-        """Moves past text that is there already; False, and stays where it is, if it may not come.
+        """Consumes existing text; returns False and keeps the state if it is not allowed.
 
         Raises:
-            ConstraintError: it takes too long.
+            ConstraintError: it takes longer than FEED_S.
         """
-        self._arrive()
+        self._synchronize()
         matcher, began = self._matcher.deep_copy(), time.thread_time()
         for token in tokens:
             if matcher.try_consume_tokens([int(token)]) < 1:
                 return False
             if time.thread_time() - began > FEED_S:
-                raise ConstraintError(f"the {KINDS[self.kind]} cannot go on behind its trigger: most likely, {_AMBIGUOUS}")
+                raise ConstraintError(f"the {KINDS[self.kind]} cannot continue after its trigger: most likely, {_AMBIGUOUS}")
         self._matcher, self._bits = matcher, None
         self.slow = self.slow or time.thread_time() - began > HEAVY_S * max(1, len(tokens))
         return True
 
     def bits(self) -> np.ndarray:
-        """U8 [4 ceil(n_vocab / 32)]: the tokens that may come next, a bit each, the lowest one of each byte first."""
-        self._arrive()
+        """U8 [4 ceil(n_vocab / 32)]: mask of allowed tokens, one bit each, lowest bit first."""
+        self._synchronize()
         if self._bits is None:
             bits, self.slow = self._timed()
             self._bits = bits if self.slow else None
@@ -305,7 +296,7 @@ class Grammar:
         return self._bits.copy()
 
     def _timed(self) -> tuple[np.ndarray, bool]:
-        """``bits``, and whether they took long."""
+        """``bits``, and whether it was slow."""
         self._vocabulary.masked(self.kind, self._text)
         began = time.thread_time()
         bits = self.compute_bits()
@@ -318,7 +309,7 @@ class Grammar:
             bits[end >> 3] = bits[end >> 3] & (255 ^ 1 << (end & 7)) | whole << (end & 7)
         if not bits.any():
             raise ConstraintError(
-                f"the {KINDS[self.kind]} cannot go on: no token continues it, and it cannot end here; let it allow one of the two"
+                f"the {KINDS[self.kind]} cannot continue: no token is allowed, and the text cannot end here; allow one of the two"
             )
         return bits
 
@@ -327,18 +318,17 @@ class Grammar:
         return np.unpackbits(self.bits(), count=self._vocabulary.n_vocab, bitorder="little").view(bool)
 
     def ahead(self, tokens: Sequence[int]) -> list[np.ndarray]:
-        """``bits`` as they are here and as they would be behind each of ``tokens``, up to one that may not come or that ends the text, or behind which
-        they take long."""
+        """Masks here and after each of ``tokens``; stops at a token that is not allowed or ends the text, and at a slow mask."""
         left = iter(tokens)
         return self._walk(lambda bits: next(left, None))[1]
 
     def some(self, most: int) -> tuple[list[int], list[np.ndarray]]:
-        """``most`` tokens that may come, one after the other, always the same ones and no end token; and what ``ahead`` gives for them."""
+        """Up to ``most`` allowed tokens (deterministic, no end token), and their masks as ``ahead`` returns them."""
         ends = self._vocabulary.ends
         return self._walk(lambda bits: next((token for token in first_set(bits) if token not in ends), None), most)
 
     def _walk(self, follow: Callable[[np.ndarray], int | None], most: int | None = None) -> tuple[list[int], list[np.ndarray]]:
-        """Moves along the tokens that ``follow`` names while they may come, and back again."""
+        """Advances along ``follow`` while tokens are allowed, then rolls back."""
         path: list[int] = []
         out, slow = [self.bits()], self.slow
         try:
@@ -358,34 +348,34 @@ class Grammar:
         return path, out
 
     def forced(self, most: int) -> list[int]:
-        """The tokens that certainly come next, if they come as the tokenizer writes them; ``most`` at most, and no end token."""
+        """Jump-forward: up to ``most`` tokens that are the only continuation, as the tokenizer writes them; no end token."""
         if self.slow or self.ended or most < 1 or self._matcher.is_stopped():
             return []
         return self._checked(self._matcher.compute_ff_tokens())[:most]
 
     def accept(self, token: int) -> None:
-        """Moves past ``token``.
+        """Accepts ``token``.
 
         Raises:
-            EngineError: it is not allowed here.
+            EngineError: it is not allowed.
         """
-        self._arrive()
+        self._synchronize()
         if token in self._vocabulary.ends:
             if not self.complete:
                 raise EngineError(f"the {KINDS[self.kind]} does not end here")
             self.ended = True
         elif self.slow and self._bits is not None and allows(self._bits, int(token)):
-            self._leave(int(token))
+            self._submit(int(token))
         else:
             began = time.thread_time()
             self._checked(self._matcher.consume_token(int(token)))
             self._bits = None
             if time.thread_time() - began > HEAVY_S:
                 self.slow = True
-                self._leave()
+                self._submit()
 
-    def _leave(self, *tokens: int) -> None:
-        """A thread takes ``tokens`` and computes what may come behind them; until it has, nothing here touches the matcher."""
+    def _submit(self, *tokens: int) -> None:
+        """A thread consumes ``tokens`` and computes the next mask; the matcher is off limits until it is done."""
         self._bits = None
         self._vocabulary.masked(self.kind, self._text)
 
@@ -396,14 +386,14 @@ class Grammar:
 
         self._job = MaskJob(work)
 
-    def _arrive(self) -> None:
-        """Waits for the thread, if it has something to do."""
+    def _synchronize(self) -> None:
+        """Waits for the worker thread."""
         if self._job is None:
             return
         try:
             self._job.finish()
         finally:
-            if self._job.done:  # or else this is an interruption, and the matcher still the thread's
+            if self._job.done:  # not done after an interrupt: the matcher still belongs to the thread
                 self.slow, self._job = self._job.seconds > QUICK_S, None
 
     def _checked(self, result: T) -> T:
@@ -416,12 +406,12 @@ class Grammar:
 
 
 def allows(bits: np.ndarray, token: int) -> bool:
-    """Whether ``token`` is among those that ``bits`` stand for."""
+    """Whether ``token`` is set in ``bits``."""
     return 0 <= token < 8 * bits.size and bool(bits[token >> 3] >> (token & 7) & 1)
 
 
 def only(bits: np.ndarray) -> int | None:
-    """The token that ``bits`` stand for if it is only one."""
+    """The only token set in ``bits``, or None."""
     filled = bits.view(np.uint32).nonzero()[0]
     if filled.size != 1:
         return None
@@ -430,13 +420,13 @@ def only(bits: np.ndarray) -> int | None:
 
 
 def first_set(bits: np.ndarray, most: int = 64) -> list[int]:
-    """The first tokens that ``bits`` stand for, at least ``most`` if there are so many."""
+    """The first tokens set in ``bits``, at least ``most`` of them if there are as many."""
     filled = bits.nonzero()[0][:most]
     return [8 * int(byte) + bit for byte in filled for bit in range(8) if bits[byte] >> bit & 1]
 
 
 class _Tokens:
-    """A vocabulary in the form that llguidance asks for, and keeps: a strong reference back would keep all of it for ever."""
+    """A vocabulary as llguidance needs it; the reference back is weak, because llguidance keeps this object."""
 
     bos_token_id = None
 
@@ -449,7 +439,7 @@ class _Tokens:
 
 
 def _reason(message: str) -> str:
-    """llguidance's message as a part of one sentence."""
+    """llguidance's message as part of one sentence."""
     for known, words in _SAID_BETTER.items():
         if known in message:
             return words

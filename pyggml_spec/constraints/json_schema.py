@@ -1,8 +1,4 @@
-"""JSON schemas: which of their keywords can be promised, and what else about one has to be refused.
-
-The grammar of a schema's documents is llguidance's. It leaves out what it does not know, or what the draft named by ``$schema`` does not, so
-every keyword is looked at here first, and refused by name unless it is on one of the lists below.
-"""
+"""JSON schemas: keywords that cannot be guaranteed are refused by name, because llguidance ignores unknown ones."""
 
 import json
 import math
@@ -15,28 +11,19 @@ from urllib.parse import unquote
 from llguidance import LLMatcher
 
 from ..errors import SamplingError
-from .json_endings import dead_end, without_dead_ends
+from .json_productive import dead_end, without_dead_ends
 
 MAX_TEXT = 1 << 17  # characters
 MOST_PATTERNS = 100  # 300 take five seconds
-MOST_MULTIPLE = 1000  # multiples of n take n states; of 10,000 a second, of 100,000 a minute
+MOST_MULTIPLE = 1000  # multiples of n need n states; 10,000 take a second
 _ONE = ("items", "additionalItems", "additionalProperties")  # keywords whose value is a schema
 _LIST = ("prefixItems", "anyOf", "oneOf", "allOf")
 _MAP = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _OTHER = (
-    "type",
-    "$ref",
-    "required",
-    "minItems",
-    "maxItems",
-    "minProperties",
-    "maxProperties",
-    "minLength",
-    "maxLength",
-    "pattern",
-    "format",
-)
+    "type", "$ref", "required", "minItems", "maxItems",
+    "minProperties", "maxProperties", "minLength", "maxLength", "pattern", "format",
+)  # fmt: skip
 _ANNOTATIONS = (
     "$schema", "$id", "id", "$anchor", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
 )  # fmt: skip
@@ -47,15 +34,15 @@ _DATE = (
     r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)"
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-_LABEL = r"[a-zA-Z0-9]+(?:-[a-zA-Z0-9]+)*"  # two hyphens would make an internationalised name, which has rules of its own
-_STRICTER: dict[str, list[dict]] = {  # llguidance's own take 29 February of any year, leap seconds at any minute, and any xn-- name
+_LABEL = r"[a-zA-Z0-9]+(?:-[a-zA-Z0-9]+)*"  # two hyphens would start an internationalised name
+_STRICTER: dict[str, list[dict]] = {  # llguidance's formats allow 29 February of any year, leap seconds and any xn-- name
     "date": [{"pattern": f"^{_DATE}$"}],
     "time": [{"pattern": f"^{_TIME}$"}],
     "date-time": [{"pattern": f"^{_DATE}T{_TIME}$"}],
     "hostname": [{"format": "hostname", "maxLength": 253}, {"pattern": rf"^{_LABEL}(?:\.{_LABEL})*$"}],
 }
 FORMATS = (*_STRICTER, "duration", "email", "ipv4", "ipv6", "uuid", "uri")
-_WHITESPACE = r"[ ]|\n{1,2}[ \t]{0,20}"  # at most once between two parts of a document, so that none goes on with it for ever
+_WHITESPACE = r"[ ]|\n{1,2}[ \t]{0,20}"  # bounded, so that a document cannot end in endless whitespace
 _OPTIONS = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of": False}
 _EMBEDDED = re.compile(r"%json\s*(?=[{\[\"]|true|false)")
 
@@ -64,13 +51,13 @@ def grammar(text: str) -> str:
     """llguidance's grammar of the documents that a JSON schema allows.
 
     Raises:
-        SamplingError: no JSON, or a schema with a keyword, a format or a value that cannot be promised: which one, and where.
+        SamplingError: invalid JSON, or a keyword, format or value that cannot be guaranteed; with its place.
     """
     return LLMatcher.grammar_from_json_schema(checked(text))
 
 
 def checked(text: str) -> str:
-    """The schema as llguidance is to read it, with how it may be written. Raises as ``grammar``."""
+    """The schema for llguidance, with whitespace options. Raises as ``grammar``."""
     if len(text) > MAX_TEXT:
         raise SamplingError(f"the JSON schema has {len(text)} characters, but at most {MAX_TEXT} are allowed; make it smaller")
     try:
@@ -81,7 +68,7 @@ def checked(text: str) -> str:
     try:
         if (kept := without_dead_ends(schema)) is False and schema is not False:
             raise SamplingError(
-                "the JSON schema has no document that ends: each holds another one of its kind, by $ref; let one of them be optional, or give it an "
+                "the JSON schema has no finite document: each contains another one by $ref; make one of them optional, or give it an "
                 "alternative in anyOf"
             )
         schema = kept
@@ -90,7 +77,7 @@ def checked(text: str) -> str:
         made = json.dumps({**schema, "x-guidance": _OPTIONS})
         if begun := dead_end(made):
             raise SamplingError(
-                f"the JSON schema leads to where nothing may come, behind {begun[:60]!r}; put properties and patternProperties that belong together into one object"
+                f"the JSON schema has a dead end after {begun[:60]!r}; put properties and patternProperties that belong together into one object"
             )
         return made
     except RecursionError:
@@ -98,7 +85,7 @@ def checked(text: str) -> str:
 
 
 def check_embedded(lark: str) -> None:
-    """Checks the schemas in a Lark grammar (``%json {...}``) like others."""
+    """Checks the schemas embedded in a Lark grammar (``%json {...}``)."""
     for match in _EMBEDDED.finditer(lark):
         try:
             schema, _ = json.JSONDecoder(parse_constant=_no_constant).raw_decode(lark, match.end())
@@ -118,10 +105,10 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _check(schema: Any) -> None:
-    """Refuses what cannot be promised; takes out what only notes something that llguidance has no word for."""
+    """Refuses what cannot be guaranteed; removes annotations that llguidance does not know."""
     if not isinstance(schema, (dict, bool)):
         raise SamplingError(f'the JSON schema is {json.dumps(schema)[:60]}, but it has to be an object like {{"type": "object"}}')
-    known: dict[int, str] = {}  # the schemas in it, and where they are
+    known: dict[int, str] = {}  # subschemas and their places
     references: list[tuple[str, str]] = []
     anchors: set[str] = set()
     multiples: list[Any] = []
@@ -164,17 +151,17 @@ def _inside(node: dict, at: str) -> Iterator[tuple[Any, str]]:
 
 
 def _check_keywords(node: dict, at: str) -> None:
-    if node.get("uniqueItems") is False:  # forbids nothing
+    if node.get("uniqueItems") is False:  # no constraint
         del node["uniqueItems"]
     for note in ("$schema", "deprecated"):
         node.pop(note, None)
     for key, value in list(node.items()):
         if key not in KEYWORDS:
-            _refuse(at, f"has the keyword {key[:60]!r}, which cannot be promised: leave it out, or say it with others")
+            _refuse(at, f"has the keyword {key[:60]!r}, which cannot be guaranteed; leave it out, or use other keywords")
         if key in ("$id", "id") and at != "#":
             _refuse(at, f"has an {key} of its own; give the parts of a schema names under $defs")
         if key == "format" and value not in FORMATS:
-            _refuse(at, f"has the format {json.dumps(value)[:60]}; these can be promised: {', '.join(FORMATS)}")
+            _refuse(at, f"has the format {json.dumps(value)[:60]}; these can be guaranteed: {', '.join(FORMATS)}")
         if key in _VALUES:
             _check_numbers(value, key, at)
     if len(node.get("patternProperties", ())) > MOST_PATTERNS:
@@ -184,7 +171,7 @@ def _check_keywords(node: dict, at: str) -> None:
     if "additionalItems" in node and not isinstance(node.get("items"), list):
         _refuse(at, "has additionalItems without a list of items, where they mean nothing; use items")
     if "prefixItems" in node and ("additionalItems" in node or isinstance(node.get("items"), list)):
-        _refuse(at, "has prefixItems beside an older draft's way to say the same; use prefixItems and items")
+        _refuse(at, "mixes prefixItems with an older draft's items or additionalItems; use prefixItems and items")
     if node.get("format") in _STRICTER and isinstance(node.get("allOf", []), list):
         node["allOf"] = [*node.get("allOf", ()), *_STRICTER[node.pop("format")]]
     least, required = node.get("minProperties", 0), node.get("required", [])
@@ -204,7 +191,7 @@ def _check_numbers(value: Any, key: str, at: str) -> None:
 
 
 def _check_multiples(values: list[Any]) -> None:
-    """Of several for one number, llguidance takes the least common multiple."""
+    """llguidance combines several by their least common multiple."""
     exact = [Fraction(str(value)) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     if (common := math.lcm(*(abs(value.numerator) for value in exact))) > MOST_MULTIPLE:
         raise SamplingError(
@@ -214,7 +201,7 @@ def _check_multiples(values: list[Any]) -> None:
 
 
 def _resolve(schema: Any, pointer: str) -> Any:
-    """What a JSON pointer in a URI fragment points to (RFC 6901), None if nothing."""
+    """The target of a JSON pointer in a URI fragment (RFC 6901), or None."""
     node = schema
     for part in unquote(pointer).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")

@@ -1,33 +1,33 @@
-"""Lark grammars: rules of which no text ends, and terminals that match nothing, refused by name. Notation that is not known here is left to llguidance."""
+"""Lark grammars: refuses unproductive rules and empty terminals by name. Notation unknown here is left to llguidance."""
 
 import json
 import re
 from collections.abc import Sequence
 
 from ..errors import SamplingError
-from .endings import byte_matcher, ending
+from .productive import byte_matcher, productive
 
 _TOKEN = re.compile(
     r"(?P<space>(?:\s|//[^\n]*|#[^\n]*)+)|(?P<text>\"(?:\\.|[^\"\\\n])*\"i?|/(?:\\.|[^/\\\n])+/[a-z]*|<[^>\s]+>)|(?P<json>%json\s*)|(?P<name>[?!]*[A-Za-z_]\w*)"
     r"|(?P<count>\{\s*(\d+)?\s*,?\s*\d*\s*\}|~\s*(\d+)(?:\s*\.\.\s*\d+)?)|(?P<attributes>\[[^\]\n|]*\]\s*(?=:))|(?P<range>\.\.)|(?P<alias>->\s*\w+)|(?P<sign>[|()\[\]?*+:&~])"
 )
 _NO_RULE = re.compile(r"(?m)^[ \t]*%(?:import|ignore|llguidance|declare)\b.*$")
-MOST_TERMINALS = 64  # that are compiled alone
+MOST_TERMINALS = 64  # compiled alone
 Part = int | str  # a number, or the name of a rule
 
 
 class _Unknown(Exception):
-    """Notation that is not known here."""
+    """Notation unknown here."""
 
 
 def check(text: str) -> None:
-    """Raises SamplingError: a rule that the grammar needs can never end, or a terminal that it needs matches nothing."""
+    """Raises SamplingError: a reachable rule is unproductive, or a reachable terminal is empty."""
     try:
         reader = _Reader(_tokens(_NO_RULE.sub("", text)))
         reader.read()
     except (_Unknown, RecursionError):
         return
-    ends, reached, todo = ending(reader.needs), {"start"}, ["start"]
+    ends, reached, todo = productive(reader.needs), {"start"}, ["start"]
     while todo:
         for name in reader.named.get(todo.pop(), ()):
             if name in reader.named and name not in reached:
@@ -36,7 +36,7 @@ def check(text: str) -> None:
     endless = next((name for name in reader.named if name in reached and name not in ends), None)
     if endless is not None:
         raise SamplingError(
-            f"the Lark grammar is refused: no text of the rule {endless[:100]!r} ends, because it always goes on with itself; give it an alternative that does "
+            f"the Lark grammar is refused: the rule {endless[:100]!r} derives no finite text, because it always refers to itself; give it an alternative that does "
             "not, or leave it out"
         )
     if any(sign in reader.signs for sign in "&~"):
@@ -44,7 +44,7 @@ def check(text: str) -> None:
 
 
 def _check_terminals(text: str, names: list[str]) -> None:
-    """An intersection, or what is left of one, may be empty: llguidance would begin what stands before it."""
+    """Intersections and complements may be empty; llguidance would enter a rule before it notices."""
     rest = re.sub(r"(?m)^([?!]*)start(?=\s*(?:\[[^\]\n]*\])?\s*:)", r"\1start_of_all", text)
     for name in names[:MOST_TERMINALS]:
         if "NoExtensionBias" in byte_matcher(f"{rest}\nstart: {name}\n").get_error():
@@ -73,7 +73,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 
 
 class _Reader:
-    """``needs``: what of each part has to end, as ``ending`` takes it; ``named``: the names in each rule."""
+    """``needs``: the input of ``productive``; ``named``: the names in each rule."""
 
     def __init__(self, tokens: list[tuple[str, str]]) -> None:
         self._tokens, self._at, self._rule = tokens, 0, ""
@@ -83,7 +83,7 @@ class _Reader:
 
     def read(self) -> None:
         while self._tokens[self._at][0] != "end":
-            if not self._begins_rule():
+            if not self._at_rule():
                 raise _Unknown
             name = self._tokens[self._at][1].lstrip("?!")
             self._at += 2 if self._tokens[self._at + 1][1] == ":" else 3
@@ -92,7 +92,7 @@ class _Reader:
             self._rule, self.named[name] = name, []
             self.needs[name] = 1, (self._choice(),)
 
-    def _begins_rule(self) -> bool:
+    def _at_rule(self) -> bool:
         (kind, _), (more, sign) = self._tokens[self._at], self._tokens[min(self._at + 1, len(self._tokens) - 1)]
         return kind == "name" and (sign == ":" or more == "attributes")
 
@@ -111,7 +111,7 @@ class _Reader:
         parts: list[Part] = []
         while True:
             kind, token = self._tokens[self._at]
-            if kind == "end" or token in ("|", ")", "]") or self._begins_rule():
+            if kind == "end" or token in ("|", ")", "]") or self._at_rule():
                 return self._part(len(parts), parts)
             self._at += 1
             if token in ("(", "["):

@@ -1,13 +1,10 @@
-"""Constraints that begin at a trigger: until a word or a token of its own comes, the text is free; from there on it has to match.
+"""Lazy constraints: the text is free until a trigger (word, token or pattern) comes; from there on it has to match.
 
-    "Let me look that up. <tool_call>{"name": "weather", ..."
-     free, may end                 ^ from here on
+"Let me look that up. <tool_call>{"name": "weather", ..."
+free, may end                 ^ constrained from here on
 
-What the constraint holds begins with the trigger itself, as in llama.cpp. A token that ends a trigger and goes on in a way that the constraint does
-not allow is forbidden, so that the text behind a trigger always fits.
-
-Where one of the triggers is a pattern, words are patterns too, and the first in their order that matches says where the constraint begins: at the first
-group of it that holds something, or at the match.
+The constraint includes the trigger, as in llama.cpp. A token that ends a trigger and continues in a way that is not allowed is masked.
+With patterns, words become patterns too; the constraint starts at the first non-empty group of the first match, or at the match.
 """
 
 import re
@@ -23,25 +20,25 @@ import numpy as np
 from ..errors import EngineError, SamplingError
 from ..text.tokenizer import Tokenizer
 from .grammar import KINDS, Grammar, Vocabulary, allows, first_set
-from .pattern import Pattern, Work
-from .search import Place, Search
+from .pattern import Budget, Pattern
+from .search import Search, SearchState
 
 MOST_TRIGGERS, MOST_WORD = 64, 256
-MOST_BEHIND = 4096  # bytes from where a constraint begins to where its pattern ends; it is given them in every step that could end it
-KEPT, KEPT_TAILS = 16, 32  # constraints with their triggers per vocabulary, and beginnings of words of each: 1 MB for 250,000 tokens
+MOST_LOOKBACK = 4096  # bytes between the start of the constraint and the end of its pattern
+KEPT, KEPT_TAILS = 16, 32  # constraints per vocabulary, and masks of each (1 MB for 250,000 tokens)
 
-FEW = 8  # tokens that lie between where a constraint begins and where its trigger ends, most of the time
-NEVER: list[int] = [-1]  # what no constraint is given: too much lies between a beginning and the pattern's end
+FEW = 8  # typical tokens between the start of the constraint and the end of its trigger
+TOO_LONG: list[int] = [-1]  # returned where more than MOST_LOOKBACK bytes precede the trigger's end
 
 
 @dataclass
 class _Before:
-    """What is known of a constraint with its triggers while none has come: it stands at its beginning, and only ``tail`` moves.
+    """Cached state of a constraint before its trigger.
 
     Attributes:
-        over: tokens that may end a word and go on behind it.
-        bits: as of ``Grammar.bits``, by the beginning of a word that the text ends with.
-        search: looks for patterns, if there are any.
+        over: tokens that may end a word and continue after it.
+        bits: masks by the partial word that the text ends with.
+        search: for patterns, if any.
     """
 
     over: tuple[int, ...]
@@ -54,20 +51,19 @@ _finding = threading.Lock()
 
 
 class LazyGrammar:
-    """One generation's position before and behind a trigger; it is asked what ``Grammar`` is asked.
+    """State of one generation before and after a trigger; same interface as ``Grammar``.
 
     Attributes:
-        ended: whether an end token was accepted.
+        ended: an end token was accepted.
     """
 
     def __init__(self, kind: str, text: str, triggers: Sequence[str | int | Pattern], tokenizer: Tokenizer) -> None:
-        """
-        Args:
-            kind, text: of the constraint, which begins with the trigger.
-            triggers: words, tokens by their ids, or patterns.
+        """Args:
+        kind, text: the constraint, which includes the trigger.
+        triggers: words, token ids, or patterns.
 
         Raises:
-            SamplingError: the constraint is wrong, does not begin with a trigger that is a word or a token, or a pattern is refused.
+            SamplingError: the constraint is invalid, does not start with a trigger that is a word or token, or a pattern is refused.
         """
         self.kind, self.ended = kind, False
         self._vocabulary = Vocabulary.of(tokenizer)
@@ -76,13 +72,13 @@ class LazyGrammar:
         self._words = tuple(t.encode() for t in triggers if isinstance(t, str))
         self._longest = max(map(len, self._words), default=1)
         self._begins = frozenset(word[:k] for word in self._words for k in range(1, len(word)))
-        self._tail: bytes | Place = b""  # the last bytes, if a word begins with them
+        self._tail: bytes | SearchState = b""  # partial word at the end of the text
         self._free = np.packbits(np.ones(8 * self._vocabulary.n_bytes, bool), bitorder="little")
         self._free[-(-self._vocabulary.n_vocab // 8) :] = 0
         if self._vocabulary.n_vocab % 8:
             self._free[self._vocabulary.n_vocab // 8] = (1 << self._vocabulary.n_vocab % 8) - 1
         for trigger in triggers:
-            if isinstance(trigger, Pattern):  # what a pattern finds is held against the constraint when it is there
+            if isinstance(trigger, Pattern):  # pattern matches are checked when they occur
                 continue
             begins = [trigger] if isinstance(trigger, int) else self._vocabulary.tokens_of(trigger.encode())
             if self._inner.fits(begins) < len(begins):
@@ -93,7 +89,7 @@ class LazyGrammar:
         if self._before.search is not None:
             self._tail = self._before.search.begin
         try:
-            self.bits()  # here, and not in a step: 4,000 tokens of a large vocabulary end a "{", 40 ms
+            self.bits()  # up to 40 ms for a large vocabulary: at the start, not in a step
         except EngineError as error:
             raise SamplingError(str(error)) from None
 
@@ -104,29 +100,29 @@ class LazyGrammar:
 
     @property
     def slow(self) -> bool:
-        """As of ``Grammar``."""
+        """As ``Grammar.slow``."""
         return self._begun and self._inner.slow
 
     @property
     def pending(self) -> bool:
-        """As of ``Grammar``."""
+        """As ``Grammar.pending``."""
         return self._begun and self._inner.pending
 
     def late(self, patience: float = 0.0) -> bool:
-        """As of ``Grammar``."""
+        """As ``Grammar.late``."""
         return self._begun and self._inner.late(patience)
 
     def fits(self, tokens: Sequence[int]) -> int:
-        """How many of ``tokens`` may come next, one after the other."""
-        return self._inner.fits(tokens) if self._begun else self._fits(tokens, self._work())
+        """Length of the longest allowed prefix of ``tokens``."""
+        return self._inner.fits(tokens) if self._begun else self._fits(tokens, self._budget())
 
-    def _fits(self, tokens: Sequence[int], work: Work) -> int:
+    def _fits(self, tokens: Sequence[int], budget: Budget) -> int:
         tail = self._tail
         for i, token in enumerate(tokens):
             if token in self._vocabulary.ends:
                 return i + 1
-            fed, tail = self._past(tail, int(token), work)
-            if fed is NEVER:
+            fed, tail = self._advance(tail, int(token), budget)
+            if fed is TOO_LONG:
                 return i
             if fed is not None and len(fed) > FEW:
                 inner = self._inner.copy()
@@ -136,27 +132,29 @@ class LazyGrammar:
                 return i + 1 + passed if passed >= 0 else i
         return len(tokens)
 
-    def _work(self) -> Work:
-        """Of one call."""
-        return self._before.search.work() if self._before.search is not None else Work()
+    def _budget(self) -> Budget:
+        """A budget for one call."""
+        return self._before.search.budget() if self._before.search is not None else Budget()
 
     def allows(self, token: int) -> bool:
-        """Whether ``token`` may come next."""
+        """Whether ``token`` is allowed next."""
         return self.fits([token]) == 1
 
     def bits(self) -> np.ndarray:
-        """As of ``Grammar.bits``."""
-        return self._bits(self._work())
+        """As ``Grammar.bits``."""
+        return self._bits(self._budget())
 
-    def _bits(self, work: Work) -> np.ndarray:
+    def _bits(self, budget: Budget) -> np.ndarray:
         if self._begun:
             return self._inner.bits()
-        known, key = self._before.bits, self._tail.key() if isinstance(self._tail, Place) else self._tail
+        known, key = self._before.bits, self._tail.key() if isinstance(self._tail, SearchState) else self._tail
         with _finding:
             bits = known.get(key)
         if bits is None:
             bits = self._free.copy()
-            for token in self.end_search(work) if isinstance(self._tail, Place) else (t for t in self._before.over if not self.allows(t)):
+            for token in (
+                self.end_search(budget) if isinstance(self._tail, SearchState) else (t for t in self._before.over if not self.allows(t))
+            ):
                 bits[token >> 3] &= 255 ^ 1 << (token & 7)
             with _finding:
                 known[key] = bits
@@ -164,58 +162,58 @@ class LazyGrammar:
                     known.popitem(last=False)
         return bits.copy()
 
-    def end_search(self, work: Work) -> Iterator[int]:
-        """Tokens that end a pattern in a way that the constraint does not allow. What it allows behind each beginning is asked for once."""
+    def end_search(self, budget: Budget) -> Iterator[int]:
+        """Tokens that end a pattern in a way that the constraint does not allow; one mask per start of the constraint."""
         search, place = self._before.search, self._tail
-        assert search is not None and isinstance(place, Place)
+        assert search is not None and isinstance(place, SearchState)
         masks: dict[int, np.ndarray | None] = {}
-        for token in map(int, search.ending(place, work)):
+        for token in map(int, search.ending(place, budget)):
             if token in self._tokens or token in self._vocabulary.ends:
                 continue
-            start = search.past(place, token, work)[1]
+            start = search.advance(place, token, budget)[1]
             if start is None or start > place.length or self._vocabulary.is_special(token):
-                if not self._fits([token], work):
+                if not self._fits([token], budget):
                     yield token
                 continue
             if start not in masks:
-                masks[start] = self._behind(place.since(start))
+                masks[start] = self._mask_after(place.since(start))
             if (may := masks[start]) is None or not allows(may, token):
                 yield token
 
-    def _behind(self, text: bytes) -> np.ndarray | None:
-        """What the constraint allows behind ``text``, as of ``Grammar.bits``; None if it does not allow the text."""
-        if len(text) > MOST_BEHIND:
+    def _mask_after(self, text: bytes) -> np.ndarray | None:
+        """The constraint's mask after ``text``; None if the text is not allowed."""
+        if len(text) > MOST_LOOKBACK:
             return None
         inner = self._inner.copy()
         return inner.bits() if inner.feed(self._vocabulary.tokens_of(text)) else None
 
     def mask(self) -> np.ndarray:
-        """Bool [n_vocab]: the tokens that may come next."""
+        """Bool [n_vocab]: mask of allowed tokens."""
         return np.unpackbits(self.bits(), count=self._vocabulary.n_vocab, bitorder="little").view(bool)
 
     def ahead(self, tokens: Sequence[int]) -> list[np.ndarray]:
-        """As of ``Grammar.ahead``."""
+        """As ``Grammar.ahead``."""
         left = iter(tokens)
         return self._inner.ahead(tokens) if self._begun else self._walk(lambda bits: next(left, None))[1]
 
     def some(self, most: int) -> tuple[list[int], list[np.ndarray]]:
-        """As of ``Grammar.some``."""
+        """As ``Grammar.some``."""
         if self._begun:
             return self._inner.some(most)
         ends = self._vocabulary.ends
         return self._walk(lambda bits: next((token for token in first_set(bits) if token not in ends), None), most)
 
     def _walk(self, follow: Callable[[np.ndarray], int | None], most: int | None = None) -> tuple[list[int], list[np.ndarray]]:
-        """A copy moves along the tokens that ``follow`` names while they may come."""
+        """A copy advances along ``follow`` while tokens are allowed."""
         path: list[int] = []
-        copy, work = self._copy(), self._work()
-        out = [copy._bits(work)]
+        copy, budget = self._copy(), self._budget()
+        out = [copy._bits(budget)]
         while len(path) != most and (token := follow(out[-1])) is not None:
             if token in self._vocabulary.ends or not allows(out[-1], token):
                 break
-            copy._accept(token, work)
+            copy._accept(token, budget)
             path.append(int(token))
-            out.append(copy._bits(work))
+            out.append(copy._bits(budget))
         return path, out
 
     def _copy(self) -> "LazyGrammar":
@@ -225,44 +223,43 @@ class LazyGrammar:
         return copy
 
     def forced(self, most: int) -> list[int]:
-        """The tokens that certainly come next."""
+        """Jump-forward tokens, as ``Grammar.forced``."""
         return self._inner.forced(most) if self._begun else []
 
     def accept(self, token: int) -> None:
-        """Moves past ``token``.
+        """Accepts ``token``.
 
         Raises:
-            EngineError: it is not allowed here, or patterns take too long.
+            EngineError: it is not allowed, or patterns exceed their budget.
         """
-        self._accept(token, self._work())
+        self._accept(token, self._budget())
 
-    def _accept(self, token: int, work: Work) -> None:
+    def _accept(self, token: int, budget: Budget) -> None:
         if self._begun or token in self._vocabulary.ends:
             if self._begun:
                 self._inner.accept(token)
             self.ended = token in self._vocabulary.ends
             return
-        fed, tail = self._past(self._tail, int(token), work)
+        fed, tail = self._advance(self._tail, int(token), budget)
         if fed is None:
             self._tail = tail
             return
-        if fed is NEVER or not self._inner.feed(fed):
+        if fed is TOO_LONG or not self._inner.feed(fed):
             raise EngineError(f"the {KINDS[self.kind]} does not allow what comes with its trigger")
         self._begun = True
 
-    def _past(self, tail: bytes | Place, token: int, work: Work) -> tuple[list[int] | None, bytes | Place]:
-        """What the constraint is given if ``token`` ends a trigger behind ``tail``, the trigger and what the token has behind it, None if not; and the
-        tail behind it."""
+    def _advance(self, tail: bytes | SearchState, token: int, budget: Budget) -> tuple[list[int] | None, bytes | SearchState]:
+        """(tokens for the constraint if ``token`` ends a trigger, else None; the next tail)."""
         if token in self._tokens:
             return [token], tail
-        if isinstance(tail, Place):
+        if isinstance(tail, SearchState):
             assert self._before.search is not None
-            place, start = self._before.search.past(tail, token, work)
+            place, start = self._before.search.advance(tail, token, budget)
             if start is None:
                 return None, place
             if start == tail.length and not self._vocabulary.is_special(token):
                 return [token], place
-            return (self._vocabulary.tokens_of(place.since(start)) if tail.length - start <= MOST_BEHIND else NEVER), place
+            return (self._vocabulary.tokens_of(place.since(start)) if tail.length - start <= MOST_LOOKBACK else TOO_LONG), place
         text = tail + self._vocabulary.pieces[token]
         found = [at for at in map(text.find, self._words) if at >= 0]
         if found:
@@ -273,7 +270,7 @@ class LazyGrammar:
 
 
 def _before(vocabulary: Vocabulary, kind: str, text: str, triggers: tuple, words: tuple[bytes, ...]) -> _Before:
-    """Found once: it takes 0.2 s for 250,000 tokens."""
+    """Cached: 0.2 s for 250,000 tokens."""
     key = kind, text, triggers
     with _finding:
         kept = known_states.setdefault(vocabulary, OrderedDict())
@@ -299,7 +296,7 @@ def _escaped(word: str) -> str:
 
 
 def _over_the_end(vocabulary: Vocabulary, words: tuple[bytes, ...]) -> tuple[int, ...]:
-    """Tokens that can end one of ``words`` and go on behind it."""
+    """Tokens that can end one of ``words`` and continue after it."""
     if not words:
         return ()
     ends = {word[-k:] for word in words for k in range(1, len(word) + 1)}

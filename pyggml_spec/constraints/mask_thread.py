@@ -1,4 +1,4 @@
-"""Masks of constraints that take long are computed by threads of their own: the thread that runs the steps waits for none of them."""
+"""Worker threads for slow masks, so that the step loop never waits for one."""
 
 import os
 import threading
@@ -9,17 +9,17 @@ from queue import SimpleQueue
 
 from llguidance import LLExecutor, LLMatcher
 
-THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))  # more would take cores from the steps
+THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))  # leaves cores to the steps
 
 
 class MaskJob:
-    """Work that one of the threads does."""
+    """Work of one thread."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
         self._error: BaseException | None = None
         self._began, self._ended = 0.0, threading.Event()
-        self.seconds = 0.0  # that it took
+        self.seconds = 0.0  # run time
         _queue().put(self)
 
     @property
@@ -28,34 +28,34 @@ class MaskJob:
 
     @property
     def running_s(self) -> float:
-        """Seconds since a thread began with it; 0 while it waits for one, and when it is done."""
+        """Seconds since a thread started it; 0 while queued and when done."""
         return time.monotonic() - self._began if self._began and not self.done else 0.0
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether it is done within that time."""
+        """Whether it is done within ``seconds``."""
         return self._ended.wait(seconds)
 
     def finish(self) -> None:
-        """Waits for the end, and raises what the work has raised."""
+        """Waits, and raises what the work raised."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
 
     def run(self) -> None:
-        """In one of the threads."""
+        """Runs in a worker thread."""
         self._began = time.monotonic()
         try:
             assert self._work is not None
             self._work()
-        except BaseException as error:  # raised where the result is asked for
+        except BaseException as error:  # raised by finish()
             self._error = error
-        self._work = None  # the constraint, which refers to this job
+        self._work = None  # frees the constraint, which refers to this job
         self.seconds = time.monotonic() - self._began
         self._ended.set()
 
 
 def consume(matcher: LLMatcher, token: int, other: LLMatcher) -> bool:
-    """``matcher.consume_token(token)`` without Python's lock, which llguidance keeps for one matcher, and lets go of for two."""
+    """``matcher.consume_token(token)`` without the GIL, which llguidance releases for two matchers but not for one."""
     return bool(_executor().consume_token_par([(matcher, token), (other, token)])[0])
 
 
@@ -76,7 +76,7 @@ def _work_off(jobs: "SimpleQueue[MaskJob]") -> None:
     while True:
         job = jobs.get()
         job.run()
-        del job  # not kept until the next one comes
+        del job  # freed before the next one
 
 
 def _forget_threads() -> None:
@@ -85,4 +85,4 @@ def _forget_threads() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)  # a child has none of the threads
+    os.register_at_fork(after_in_child=_forget_threads)  # a forked child has no threads

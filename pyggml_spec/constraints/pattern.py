@@ -1,9 +1,6 @@
-"""Regular expressions as triggers: ECMAScript's, as llama.cpp has them, in time that grows with the text and not with what an expression could try.
+"""Regular expressions as triggers: ECMAScript syntax on bytes, as in llama.cpp, matched in linear time (Pike's VM).
 
-    text -> parts of the expression -> a program of bytes, choices and marks -> all of its ways at once, one byte after the other
-
-Nothing is ever tried again, so that no expression stalls the thread that asks. What cannot be had in this way is refused by name: references to groups,
-looking ahead, borders of words. As in llama.cpp, which works on bytes, a dot and a class are one byte.
+Back-references, look-ahead and word boundaries are refused by name. A dot or a class is one byte.
 """
 
 from collections.abc import Sequence
@@ -20,25 +17,25 @@ _SETS = {"d": _DIGIT, "D": _ALL ^ _DIGIT, "w": _WORD, "W": _ALL ^ _WORD, "s": _S
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 MARKS = 8
 BYTE, CHOICE, MARK, BEGIN, END, MATCH = range(6)
-Saves = tuple[int, ...]  # a place per mark, -1 where it was not passed
+Captures = tuple[int, ...]  # position per capture, -1 where unset
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A trigger: an expression that is looked for in all that came so far; ``full``: that has to match all of it."""
+    """A trigger: a regular expression searched in all text so far; ``full``: it must match all of it."""
 
     text: str
     full: bool = False
 
     @property
     def anchored(self) -> str:
-        """The expression as it is looked for."""
+        """The expression as searched."""
         return self.text if not self.full else f"{'' if self.text[:1] == '^' else '^'}{self.text}{'' if self.text[-1:] == '$' else '$'}"
 
 
 @dataclass
 class _Node:
-    """A part: "set" (one byte of ``bits``), "all" (one after the other), "either", "group", "repeat", "begin" or "end"."""
+    """A node: "set" (one byte of ``bits``), "all" (sequence), "either", "group", "repeat", "begin" or "end"."""
 
     kind: str
     parts: list["_Node"] = field(default_factory=list)
@@ -50,7 +47,7 @@ class _Node:
 
     @property
     def least(self) -> int:
-        """Bytes that it has at least."""
+        """Least number of bytes matched."""
         if self.kind == "set":
             return 1
         if self.kind == "either":
@@ -59,7 +56,7 @@ class _Node:
 
 
 class _Reader:
-    """Text to parts."""
+    """Recursive-descent parser."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.groups = text, 0, 0
@@ -77,11 +74,11 @@ class _Reader:
     def either(self, depth: int = 0) -> _Node:
         if depth > DEEPEST:
             raise self.wrong(f"groups lie in each other more than {DEEPEST} deep")
-        ways = [self.row(depth)]
+        threads = [self.row(depth)]
         while self.peek() == "|":
             self.take()
-            ways.append(self.row(depth))
-        return ways[0] if len(ways) == 1 else _Node("either", ways)
+            threads.append(self.row(depth))
+        return threads[0] if len(threads) == 1 else _Node("either", threads)
 
     def row(self, depth: int) -> _Node:
         parts = []
@@ -109,7 +106,7 @@ class _Reader:
         number = 0
         if self.peek() == "?":
             if self.text[self.at : self.at + 2] != "?:":
-                raise self.wrong("looking ahead, and groups with names, are not supported; use ( ) or (?: )")
+                raise self.wrong("look-ahead and named groups are not supported; use ( ) or (?: )")
             self.at += 2
         else:
             self.groups += 1
@@ -127,7 +124,7 @@ class _Reader:
         return _literal(self.character())
 
     def character(self) -> str:
-        """What stands behind a backslash."""
+        """The character after a backslash."""
         c = self.take()
         if c in ("x", "u"):
             digits = self.text[self.at : self.at + (2 if c == "x" else 4)]
@@ -140,19 +137,19 @@ class _Reader:
         if c in _CONTROLS and c:
             return chr(_CONTROLS[c])
         if not c or c.isalnum():
-            what = "references to groups are" if c.isdecimal() else "borders of words are" if c in ("b", "B") else f"\\{c} is"
+            what = "back-references are" if c.isdecimal() else "word boundaries are" if c in ("b", "B") else f"\\{c} is"
             raise self.wrong(f"{what} not supported; leave it out" if c else "a backslash stands at the end")
         return c
 
     def members(self) -> int:
-        """The set of a class, whose [ is taken."""
+        """The set of a class after its "["."""
         turned, bits = self.peek() == "^", 0
         self.at += turned
         while (c := self.take()) != "]":
             if not c:
                 raise self.wrong("a class has no end; add a ]")
             if c == "[" and self.peek() in (":", ".", "="):
-                raise self.wrong("classes by name are not supported; write their characters")
+                raise self.wrong("named classes are not supported; write their characters")
             if c == "\\" and (e := self.peek()) in _SETS and e:
                 self.take()
                 bits |= _SETS[e]
@@ -192,7 +189,7 @@ class _Reader:
         return _Node("repeat", [node], low=low, high=high, lazy=lazy)
 
     def counts(self) -> tuple[int, int | None]:
-        """Those behind a {."""
+        """The counts after a "{"."""
         inside, end, _ = self.text[self.at :].partition("}")
         low, comma, high = inside.partition(",")
         if not end or not (low.isascii() and low.isdecimal()) or not (not high or (high.isascii() and high.isdecimal())):
@@ -205,7 +202,7 @@ class _Reader:
 
 
 def _count(digits: str) -> int:
-    """What they say, or something above MOST_REPEATS: however many there are, and whatever zeros they begin with."""
+    """The count, or MOST_REPEATS + 1 if it is larger."""
     digits = digits.lstrip("0")
     return MOST_REPEATS + 1 if len(digits) > 3 else int(digits or "0")
 
@@ -215,33 +212,32 @@ def _literal(c: str) -> _Node:
     return parts[0] if len(parts) == 1 else _Node("all", parts)
 
 
-class Work:
-    """Parts of expressions that one call has looked at, of all of its patterns together. Passing a mark copies all marks, MARKS of which
-    take as long as a part.
+class Budget:
+    """Budget of one call for all its patterns: instructions executed, where copying MARKS captures counts as one.
 
     Attributes:
-        spent: so far.
+        spent: instructions so far.
     """
 
     def __init__(self, most: int | None = None) -> None:
         self.spent, self._most = 0, most
 
     def spend(self, parts: int) -> None:
-        """Raises EngineError: it is too much."""
+        """Raises EngineError: the budget is exceeded."""
         self.spent += parts
         if self._most is not None and self.spent > self._most:
             raise EngineError(f"the patterns of the triggers take more than {self._most} steps at a time; make them simpler")
 
 
 class Program:
-    """One compiled expression, which does not change.
+    """A compiled expression; immutable.
 
     Attributes:
-        code: (what, a, b): a set of bytes and what is next, two choices by preference, a mark and what is next, ...
+        code: (op, a, b): a byte set and the next instruction, two alternatives by preference, a capture and the next instruction, ...
     """
 
     def __init__(self, pattern: Pattern) -> None:
-        """Raises SamplingError: it is no expression, one that is not supported, too large, or one that matches the empty text."""
+        """Raises SamplingError: invalid, unsupported or too large, or it matches the empty text."""
         text = pattern.anchored
         if len(text) > MOST_TEXT:
             raise SamplingError(f"a pattern has {len(text)} characters, but at most {MOST_TEXT} are allowed; make it smaller")
@@ -251,21 +247,21 @@ class Program:
             raise reader.wrong("a ) has no (")
         self.text, self._made = text, 0
         certain = _certain(node)
-        self.marks = [0] if certain is None else []  # the match's beginning, where no group certainly has one
+        self.marks = [0] if certain is None else []  # start of the match, unless a group always captures
         self._groups = range(1, (certain or reader.groups) + 1)
         self.marks += [mark for i in self._groups for mark in (2 * i, 2 * i + 1)]
         self._slot = {mark: i for i, mark in enumerate(self.marks)}
         self.code: list[tuple[int, int, int]] = [(MATCH, 0, 0)]
         self.first = self._mark(0, self._emit(node, 0))
-        self.none: Saves = (-1,) * len(self.marks)
-        begin: list[tuple[int, Saves]] = []
-        work = Work()  # all of MOST_PARTS at most
-        if self.follow(begin, set(), self.first, self.none, 0, work, True) is not None or self.at_end(begin, 0, work) is not None:
+        self.none: Captures = (-1,) * len(self.marks)
+        begin: list[tuple[int, Captures]] = []
+        budget = Budget()  # MOST_PARTS at most
+        if self.follow(begin, set(), self.first, self.none, 0, budget, True) is not None or self.at_end(begin, 0, budget) is not None:
             raise SamplingError(f"the pattern {text[:80]!r} matches the empty text, so that nothing would be free; leave grammar_lazy out")
         self.begin = tuple(begin)
 
     def _emit(self, node: _Node, following: int) -> int:
-        """Where the code of ``node`` begins, with ``following`` behind it."""
+        """Index of the code of ``node``, followed by ``following``."""
         self._made += 1
         if self._made > 4 * MOST_PARTS or len(self.code) > MOST_PARTS:
             raise SamplingError(
@@ -276,9 +272,9 @@ class Program:
         if node.kind in ("begin", "end"):
             return self._add(BEGIN if node.kind == "begin" else END, following, 0)
         if node.kind == "either":
-            ways = [self._emit(part, following) for part in node.parts]
-            at = ways[-1]
-            for way in reversed(ways[:-1]):
+            threads = [self._emit(part, following) for part in node.parts]
+            at = threads[-1]
+            for way in reversed(threads[:-1]):
                 at = self._add(CHOICE, way, at)
             return at
         if node.kind == "repeat":
@@ -312,79 +308,79 @@ class Program:
 
     def follow(
         self,
-        out: list[tuple[int, Saves]],
+        out: list[tuple[int, Captures]],
         seen: set[int],
         at: int,
-        saves: Saves,
+        captures: Captures,
         place: int,
-        work: Work,
+        budget: Budget,
         begin: bool = False,
         end: bool = False,
-    ) -> Saves | None:
-        """Adds what can be reached from ``at`` without a byte, by preference; the marks of a match, if one is among it, behind which nothing counts."""
-        stack, parts, matched = [(at, saves)], 0, None
+    ) -> Captures | None:
+        """Epsilon closure of ``at`` in order of preference; returns the captures of a match, which cuts off lower preferences."""
+        stack, parts, matched = [(at, captures)], 0, None
         while stack:
-            at, saves = stack.pop()
+            at, captures = stack.pop()
             if at in seen:
                 continue
             seen.add(at)
             parts += 1
             what, a, b = self.code[at]
             if what == MATCH:
-                matched = saves
+                matched = captures
                 break
             if what == CHOICE:
-                stack += [(b, saves), (a, saves)]
+                stack += [(b, captures), (a, captures)]
             elif what == MARK:
-                parts += len(saves) // MARKS
-                stack.append((b, (*saves[:a], place, *saves[a + 1 :])))
+                parts += len(captures) // MARKS
+                stack.append((b, (*captures[:a], place, *captures[a + 1 :])))
             elif what == BEGIN:
                 if begin:
-                    stack.append((a, saves))
+                    stack.append((a, captures))
             elif what == END and end:
-                stack.append((a, saves))
+                stack.append((a, captures))
             else:
-                out.append((at, saves))
-        work.spend(parts)
+                out.append((at, captures))
+        budget.spend(parts)
         return matched
 
     def step(
-        self, ways: Sequence[tuple[int, Saves]], byte: int, place: int, matched: Saves | None, work: Work
-    ) -> tuple[list[tuple[int, Saves]], Saves | None]:
-        """All ways past ``byte``, behind which lies ``place``; a match that begins here is looked for while there is none."""
-        out: list[tuple[int, Saves]] = []
+        self, threads: Sequence[tuple[int, Captures]], byte: int, place: int, matched: Captures | None, budget: Budget
+    ) -> tuple[list[tuple[int, Captures]], Captures | None]:
+        """Advances all threads by ``byte``; starts a new match at ``place`` while none is found."""
+        out: list[tuple[int, Captures]] = []
         seen: set[int] = set()
-        work.spend(len(ways))
-        for at, saves in ways:
+        budget.spend(len(threads))
+        for at, captures in threads:
             what, a, b = self.code[at]
-            if what == BYTE and a >> byte & 1 and (found := self.follow(out, seen, b, saves, place, work)) is not None:
+            if what == BYTE and a >> byte & 1 and (found := self.follow(out, seen, b, captures, place, budget)) is not None:
                 return out, found
         if matched is None:
-            matched = self.follow(out, seen, self.first, self.none, place, work)
+            matched = self.follow(out, seen, self.first, self.none, place, budget)
         return out, matched
 
-    def at_end(self, ways: Sequence[tuple[int, Saves]], place: int, work: Work) -> Saves | None:
-        """The marks of the first way that matches where the text ends."""
+    def at_end(self, threads: Sequence[tuple[int, Captures]], place: int, budget: Budget) -> Captures | None:
+        """Captures of the first thread that matches at the end of the text."""
         seen: set[int] = set()
-        work.spend(len(ways))
-        for at, saves in ways:
+        budget.spend(len(threads))
+        for at, captures in threads:
             if self.code[at][0] == END:
-                found = self.follow([], seen, at, saves, place, work, end=True)
+                found = self.follow([], seen, at, captures, place, budget, end=True)
                 if found is not None:
                     return found
         return None
 
-    def start(self, saves: Saves) -> int:
-        """Where a constraint begins that a match with these marks triggers: at the first group that holds something, or at the match."""
+    def start(self, captures: Captures) -> int:
+        """Where the constraint starts: at the first non-empty group, or at the match."""
         for i in self._groups:
-            low, high = saves[self._slot[2 * i]], saves[self._slot[2 * i + 1]]
+            low, high = captures[self._slot[2 * i]], captures[self._slot[2 * i + 1]]
             if 0 <= low < high:
                 return low
-        return saves[self._slot[0]]
+        return captures[self._slot[0]]
 
 
 def _certain(node: _Node) -> int | None:
-    """The first group that holds something in every match: what begins before it does not matter then."""
+    """The first group that is non-empty in every match."""
     if node.kind == "group" and node.number and node.least:
         return node.number
     if node.kind in ("all", "group"):

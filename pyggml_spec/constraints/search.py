@@ -1,8 +1,7 @@
-"""Where patterns come to an end in a text that grows by tokens: which tokens of a vocabulary end one, and where what they found begins.
+"""Incremental pattern search: which tokens of the vocabulary end a match, and where the match starts.
 
-Which ones: all tokens at once, byte by byte, through a table from (set of ways, byte) to the next set, which is filled as it is used. Where: by the ways
-themselves, for one token. Both count what they look at, and say so when it is too much: whatever the text and the patterns are, no call takes longer than
-``MOST_WORK`` parts of them together.
+A lazily built DFA runs all tokens at once, byte by byte; the Pike VM gives captures for one token. Each call has a budget of MOST_WORK
+instructions.
 """
 
 import threading
@@ -15,38 +14,37 @@ import numpy as np
 
 from ..errors import EngineError, SamplingError
 from .grammar import Vocabulary
-from .pattern import MARKS, Pattern, Program, Saves, Work
+from .pattern import MARKS, Budget, Captures, Pattern, Program
 
-MOST_WORK = 200_000  # parts of expressions per call, 0.1 s: a mask of 250,000 tokens behind a usual pattern looks at some hundreds
-MOST_PATTERNS = 8  # each takes a walk over the vocabulary per mask, and one over the text per token
-MOST_SETS, MOST_MASKS = (
-    512,
-    256,
-)  # sets of ways in a table; sets behind which a text stood: a mask of 250,000 tokens takes 30 to 100 ms, once
+MOST_WORK = 200_000  # instructions per call, 0.1 s
+MOST_PATTERNS = 8  # each costs a pass over the vocabulary per mask
+MOST_SETS, MOST_MASKS = 512, 256  # DFA states; masks, each 30 to 100 ms for 250,000 tokens
 MATCHED = 0
 
 
 @dataclass(frozen=True)
-class Place:
-    """A text's end: the ways of each pattern that are open there, the text from the first of their marks on, and how many bytes it has in all."""
+class SearchState:
+    """State at the end of the text: the threads of each pattern, the text from their first capture on, and the number of bytes so far."""
 
-    ways: tuple[tuple[tuple[int, Saves], ...], ...] = ()
+    threads: tuple[tuple[tuple[int, Captures], ...], ...] = ()
     text: bytes = b""
     length: int = 0
 
     def since(self, start: int) -> bytes:
-        """The text from ``start`` on, which is a mark's place."""
+        """The text from position ``start`` on."""
         return self.text[start - self.length + len(self.text) :]
 
     def key(self) -> tuple:
-        """The same for places from which everything goes on alike: marks count from the end, with what was said since the first of them."""
+        """Equal for states with the same continuations: captures relative to the end, and the text since the first of them."""
         n = self.length
-        ways = tuple(tuple((at, tuple(m - n if m >= 0 else None for m in saves)) for at, saves in ways) for ways in self.ways)
-        return ways, self.text, n == 0
+        threads = tuple(
+            tuple((at, tuple(m - n if m >= 0 else None for m in captures)) for at, captures in threads) for threads in self.threads
+        )
+        return threads, self.text, n == 0
 
 
 class _Pieces:
-    """A vocabulary's tokens by their length, the longest first, as columns of bytes."""
+    """The vocabulary's tokens sorted by length, longest first, as byte columns."""
 
     _all: ClassVar["WeakKeyDictionary[Vocabulary, _Pieces]"] = WeakKeyDictionary()
 
@@ -56,7 +54,7 @@ class _Pieces:
         self.at = (np.cumsum(lengths) - lengths)[self.order]
         self.flat = np.frombuffer(b"".join(pieces), np.uint8)
         ordered = -lengths[self.order]
-        self.counts = [int(np.searchsorted(ordered, -k)) for k in range(int(lengths.max(initial=0)))]  # tokens of more than k bytes
+        self.counts = [int(np.searchsorted(ordered, -k)) for k in range(int(lengths.max(initial=0)))]  # tokens longer than k bytes
 
     @classmethod
     def of(cls, vocabulary: Vocabulary) -> "_Pieces":
@@ -66,7 +64,7 @@ class _Pieces:
 
 
 class _Table:
-    """Sets of ways of one program, and where bytes lead from them."""
+    """DFA of one program, built on demand."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -80,12 +78,12 @@ class _Table:
         self.ends = np.zeros(64, bool)
         self.ends[MATCHED] = True
 
-    def number(self, ways: Sequence[tuple[int, Saves]], work: Work) -> int:
-        key = tuple(sorted(at for at, _ in ways))
+    def number(self, threads: Sequence[tuple[int, Captures]], budget: Budget) -> int:
+        key = tuple(sorted(at for at, _ in threads))
         found = self._numbers.get(key)
         if found is not None:
             return found
-        ends = self.program.at_end([(at, self.program.none) for at in key], 0, work) is not None  # first: it may be too much
+        ends = self.program.at_end([(at, self.program.none) for at in key], 0, budget) is not None  # may exceed the budget
         found = self._numbers[key] = len(self._sets)
         self._sets.append(key)
         if found == len(self.next):
@@ -94,88 +92,88 @@ class _Table:
         self.ends[found] = ends
         return found
 
-    def ending(self, ways: Sequence[tuple[int, Saves]], pieces: _Pieces, work: Work) -> np.ndarray:
-        """Bool [n_vocab]: tokens at whose end the text has a match."""
+    def ending(self, threads: Sequence[tuple[int, Captures]], pieces: _Pieces, budget: Budget) -> np.ndarray:
+        """Bool [n_vocab]: tokens after which the text ends in a match."""
         if len(self._sets) > MOST_SETS:
             self.clear()
-        at = np.full(pieces.order.size, self.number(ways, work), np.int32)
+        at = np.full(pieces.order.size, self.number(threads, budget), np.int32)
         for k, count in enumerate(pieces.counts):
             byte = pieces.flat[pieces.at[:count] + k]
             after = self.next[at[:count], byte]
             if (unknown := after < 0).any():
                 for pair in np.unique(at[:count][unknown].astype(np.int64) << 8 | byte[unknown]):
-                    self._fill(int(pair >> 8), int(pair & 255), work)
+                    self._fill(int(pair >> 8), int(pair & 255), budget)
                 after = self.next[at[:count], byte]
             at[:count] = after
         out = np.empty(at.size, bool)
         out[pieces.order] = self.ends[at]
         return out
 
-    def _fill(self, number: int, byte: int, work: Work) -> None:
+    def _fill(self, number: int, byte: int, budget: Budget) -> None:
         program = self.program
-        out, matched = program.step([(at, program.none) for at in self._sets[number]], byte, 0, None, work)
-        after = MATCHED if matched is not None else self.number(out, work)
+        out, matched = program.step([(at, program.none) for at in self._sets[number]], byte, 0, None, budget)
+        after = MATCHED if matched is not None else self.number(out, budget)
         self.next[number, byte] = after
 
 
 class Search:
-    """Several patterns over one vocabulary, in the order in which they count; requests share it, and each call brings its own ``Work``."""
+    """Several patterns over one vocabulary, in order of precedence; shared by requests, each call with its own budget."""
 
     def __init__(self, patterns: Sequence[Pattern], vocabulary: Vocabulary) -> None:
-        """Raises SamplingError: one is refused, or there are too many."""
+        """Raises SamplingError: a pattern is refused, or there are too many."""
         if len(patterns) > MOST_PATTERNS:
             raise SamplingError(
-                f"there are {len(patterns)} patterns, and words beside them, as triggers, but at most {MOST_PATTERNS} are possible; put several into one, "
+                f"there are {len(patterns)} patterns and words as triggers, but at most {MOST_PATTERNS} are possible; put several into one, "
                 "like a|b"
             )
         self._programs = [Program(pattern) for pattern in patterns]
         self._tables = [_Table(program) for program in self._programs]
         self._pieces, self._vocabulary = vocabulary.pieces, vocabulary
-        self._known: dict[tuple, np.ndarray] = {}  # tokens by their ids, or a bit each, whichever is less
+        self._known: dict[tuple, np.ndarray] = {}  # token ids or a bit mask, whichever is smaller
         self._looking = threading.Lock()
-        self.begin = Place(tuple(program.begin for program in self._programs))
+        self.begin = SearchState(tuple(program.begin for program in self._programs))
 
-    def work(self) -> Work:
-        """For one call."""
-        return Work(MOST_WORK)
+    def budget(self) -> Budget:
+        """A budget for one call."""
+        return Budget(MOST_WORK)
 
-    def past(self, place: Place, token: int, work: Work) -> tuple[Place, int | None]:
-        """The place behind ``token``, and where a constraint begins that it triggers; None if it triggers none.
+    def advance(self, place: SearchState, token: int, budget: Budget) -> tuple[SearchState, int | None]:
+        """The state after ``token``, and where the constraint starts if a match ends there, else None.
 
         Raises:
-            EngineError: it takes too long.
+            EngineError: the budget is exceeded.
         """
         piece = self._pieces[token]
         text, length = place.text + piece, place.length + len(piece)
-        after: list[tuple[tuple[int, Saves], ...]] = []
-        for program, ways in zip(self._programs, place.ways):
-            open_ways, matched = list(ways), None
+        after: list[tuple[tuple[int, Captures], ...]] = []
+        for program, threads in zip(self._programs, place.threads):
+            open_ways, matched = list(threads), None
             for at, byte in enumerate(piece, place.length + 1):
-                open_ways, matched = program.step(open_ways, byte, at, matched, work)
-            last = program.at_end(open_ways, length, work)
+                open_ways, matched = program.step(open_ways, byte, at, matched, budget)
+            last = program.at_end(open_ways, length, budget)
             matched = last if last is not None else matched
             if matched is not None:
-                return Place((), text, length), program.start(matched)
-            work.spend(len(open_ways) * len(program.none) // MARKS)  # which are read below, and by whoever asks for the key
+                return SearchState((), text, length), program.start(matched)
+            budget.spend(len(open_ways) * len(program.none) // MARKS)  # read below and by key()
             after.append(tuple(open_ways))
-        first = min((mark for ways in after for _, saves in ways for mark in saves if mark >= 0), default=length)
-        return Place(tuple(after), text[first - length + len(text) :], length), None
+        first = min((mark for threads in after for _, captures in threads for mark in captures if mark >= 0), default=length)
+        return SearchState(tuple(after), text[first - length + len(text) :], length), None
 
-    def ending(self, place: Place, work: Work) -> np.ndarray:
-        """The tokens that trigger behind ``place``, by their ids.
+    def ending(self, place: SearchState, budget: Budget) -> np.ndarray:
+        """Ids of the tokens that end a match.
 
         Raises:
-            EngineError: it takes too long.
+            EngineError: the budget is exceeded.
         """
-        key = tuple(tuple(sorted(at for at, _ in ways)) for ways in place.ways)
+        key = tuple(tuple(sorted(at for at, _ in threads)) for threads in place.threads)
         with self._looking:
             found = self._known.get(key)
             if found is None:
                 if len(self._known) >= MOST_MASKS:
                     raise EngineError(f"the patterns of the triggers stand in more than {MOST_MASKS} different places; make them simpler")
                 pieces, out = _Pieces.of(self._vocabulary), np.zeros(len(self._pieces), bool)
-                for table, ways in zip(self._tables, place.ways):
-                    out |= table.ending(ways, pieces, work)
+                for table, threads in zip(self._tables, place.threads):
+                    out |= table.ending(threads, pieces, budget)
                 found = out.nonzero()[0].astype(np.int32)
                 self._known[key] = found if found.nbytes <= out.size // 8 else np.packbits(out)
             return found if found.dtype == np.int32 else np.unpackbits(found, count=len(self._pieces)).nonzero()[0]

@@ -100,7 +100,7 @@ def test_a_grammar_and_ignored_end_tokens_contradict_each_other(demo):
         ("root ::= [a-z", "end of input"),
         ('root ::= "a" (', "expecting '\\)'"),
         ("start ::= [a-z]", "root"),
-        ("root ::= root", "no text that ends"),
+        ("root ::= root", "derives no finite text"),
         ("root ::= other", "no rule named 'other'"),
         ("root ::= [a-z]{5,2}", "smaller"),
         ("root ::= [a-z]{0000000000000000000000000005,2}", "smaller"),

@@ -8,17 +8,17 @@ import pytest
 
 from pyggml_spec.constraints.grammar import Vocabulary
 from pyggml_spec.constraints.lazy import LazyGrammar
-from pyggml_spec.constraints.pattern import MOST_PARTS, Pattern, Program, Work
+from pyggml_spec.constraints.pattern import MOST_PARTS, Budget, Pattern, Program
 from pyggml_spec.constraints.search import MOST_PATTERNS, MOST_WORK, Search
 from pyggml_spec.errors import EngineError, SamplingError
 
 
-def found(program, data, work=None):
+def found(program, data, budget=None):
     """Where the first match of ``data`` as a whole begins to matter; None without one."""
-    ways, matched, work = list(program.begin), None, work or Work()
+    threads, matched, budget = list(program.begin), None, budget or Budget()
     for at, byte in enumerate(data):
-        ways, matched = program.step(ways, byte, at + 1, matched, work)
-    last = program.at_end(ways, len(data), work)
+        threads, matched = program.step(threads, byte, at + 1, matched, budget)
+    last = program.at_end(threads, len(data), budget)
     matched = last if last is not None else matched
     return None if matched is None else program.start(matched)
 
@@ -83,15 +83,15 @@ def test_llama_cpps_own_patterns(tokenizer):
         place, begins = search.begin, None
         for token in tokenizer.encode(text, special=False, bos=False):
             assert begins is None, text
-            place, begins = search.past(place, token, Work())
+            place, begins = search.advance(place, token, Budget())
         assert begins == len(text[:start].encode()), text
 
 
 @pytest.mark.parametrize("text, words", [
-    ("(?=a)b", "looking ahead"), (r"(a)\1", "references to groups"), (r"\bword", "borders of words"), ("a**", "cannot be repeated"), ("(a", "add a )"),
+    ("(?=a)b", "look-ahead"), (r"(a)\1", "back-references"), (r"\bword", "word boundaries"), ("a**", "cannot be repeated"), ("(a", "add a )"),
     ("a)", "has no ("), ("[a", "add a ]"), ("[é]", "beyond ASCII"), ("a{2,1}", "go up from"), ("a{999}", "go up from"), ("a{0000000256}", "go up from"), ("a{1,99999999999}", "go up from"), ("x{", "begins a count"),
     ("a*", "the empty text"), ("", "the empty text"), ("*a", "nothing that"), ("(" * 40 + "a" + ")" * 40, "deep"), ("\\", "at the end"), (r"\x1", "hexadecimal"),
-    ("((a{200}){200}){200}", f"more than {MOST_PARTS} parts"), ("(((()?){255}){255}){255}a", "parts"), ("a" * 2000, "characters"), ("[[:alpha:]]", "by name"),
+    ("((a{200}){200}){200}", f"more than {MOST_PARTS} parts"), ("(((()?){255}){255}){255}a", "parts"), ("a" * 2000, "characters"), ("[[:alpha:]]", "named classes"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(text, words):
     with pytest.raises(SamplingError, match=re.escape(words)):
@@ -110,9 +110,9 @@ def test_counts_may_begin_with_zeros():
 )
 def test_expressions_that_would_stall_others_do_not(tokenizer, text):
     """What takes a backtracking engine longer than anybody lives: parts that are looked at grow with the text, and past a limit it is an error."""
-    program, work = Program(Pattern(text)), Work()
-    found(program, b"a" * 300, work)
-    assert work.spent < 300 * 4 * MOST_PARTS
+    program, budget = Program(Pattern(text)), Budget()
+    found(program, b"a" * 300, budget)
+    assert budget.spent < 300 * 4 * MOST_PARTS
     try:
         lazy = LazyGrammar("grammar", 'root ::= "x" [a-z]+', [Pattern(text)], tokenizer)
         for token in tokenizer.encode("aa ab aaa b" * 6, bos=False):
@@ -170,7 +170,7 @@ def test_a_mask_is_made_once_per_place(tokenizer, monkeypatch):
     """A match's beginning moves with every token where a group decides anyway: it must not count."""
     lazy = LazyGrammar("grammar", 'root ::= "{" [a-z]+ "}"', [Pattern(r"[\s\S]*?(\{)[\s\S]*")], tokenizer)
     asked, over = [], LazyGrammar.end_search
-    monkeypatch.setattr(LazyGrammar, "end_search", lambda self, work: asked.append(1) or over(self, work))
+    monkeypatch.setattr(LazyGrammar, "end_search", lambda self, budget: asked.append(1) or over(self, budget))
     for token in tokenizer.encode("def f(x): a long text without it\n" * 5, bos=False):
         lazy.bits()
         lazy.accept(token)
@@ -178,21 +178,21 @@ def test_a_mask_is_made_once_per_place(tokenizer, monkeypatch):
 
 
 def test_time_of_a_large_text(tokenizer):
-    """Each token is as much work as any other, and no token copies what no mark needs."""
+    """Each token is as much budget as any other, and no token copies what no mark needs."""
     search = Search([Pattern("(a+)+$x"), Pattern(r"[\s\S]*?(\{)")], Vocabulary.of(tokenizer))
     place, spent, text = search.begin, [], "a" * 1000 + "b" * 3000
     for token in tokenizer.encode(text, bos=False):
-        work, before = Work(), place.length
-        place, start = search.past(place, token, work)
-        spent.append(work.spent / (place.length - before))
+        budget, before = Budget(), place.length
+        place, start = search.advance(place, token, budget)
+        spent.append(budget.spent / (place.length - before))
         assert start is None
     assert place.length == len(text) and place.text == b"" and max(spent) < 100
 
 
-def read(search, ids, work):
+def read(search, ids, budget):
     place = search.begin
     for token in ids:
-        place, _ = search.past(place, token, work)
+        place, _ = search.advance(place, token, budget)
 
 
 HEAVY = f"(?:{'|'.join(['(.)'] * 110)})*X{{9}}Z"
@@ -200,23 +200,23 @@ HEAVY = f"(?:{'|'.join(['(.)'] * 110)})*X{{9}}Z"
 
 def test_one_call_has_one_allowance(tokenizer, monkeypatch):
     """Each pattern had its own, for masks alone: four of these took 0.6 s, and 0.25 s for each step's drafts, on everybody's thread."""
-    made, init = [], Work.__init__
-    monkeypatch.setattr(Work, "__init__", lambda self, most=None: (made.append(self), init(self, most))[1])
+    made, init = [], Budget.__init__
+    monkeypatch.setattr(Budget, "__init__", lambda self, most=None: (made.append(self), init(self, most))[1])
     with pytest.raises(SamplingError, match="make them simpler"):
         LazyGrammar("grammar", 'root ::= "x" [a-z]+', [Pattern(HEAVY)] * 4, tokenizer)
-    assert max(work.spent for work in made) < MOST_WORK + MOST_PARTS * 30
+    assert max(budget.spent for budget in made) < MOST_WORK + MOST_PARTS * 30
     search = Search([Pattern(HEAVY)] * 4, Vocabulary.of(tokenizer))
-    work = search.work()
+    budget = search.budget()
     with pytest.raises(EngineError, match=f"more than {MOST_WORK} steps"):
-        read(search, tokenizer.encode("def f(x):\n    return x\n" * 3, bos=False), work)
-    assert MOST_WORK < work.spent < MOST_WORK + MOST_PARTS * 30
+        read(search, tokenizer.encode("def f(x):\n    return x\n" * 3, bos=False), budget)
+    assert MOST_WORK < budget.spent < MOST_WORK + MOST_PARTS * 30
 
 
 @pytest.mark.parametrize(
     "call", [lambda lazy, ids: lazy.fits(ids), lambda lazy, ids: lazy.accept(ids[0]), lambda lazy, ids: lazy.ahead(ids)]
 )
 def test_what_one_request_looks_at_is_not_another_ones(tokenizer, monkeypatch, call):
-    """They share tables. Work was counted there, so that what one thread looked at refused the request of another."""
+    """They share tables. Budget was counted there, so that what one thread looked at refused the request of another."""
     one, other = (LazyGrammar("grammar", 'root ::= "x" [a-z]+', [Pattern("(a.{60}|b.{80})+x")], tokenizer) for _ in range(2))
     ids = tokenizer.encode("aa ab aaa b", bos=False)
     with monkeypatch.context() as small:
@@ -230,6 +230,6 @@ def test_what_one_request_looks_at_is_not_another_ones(tokenizer, monkeypatch, c
 
 def test_patterns_are_few(tokenizer):
     words = [f"word {i}" for i in range(MOST_PATTERNS)]
-    with pytest.raises(SamplingError, match="there are 9 patterns, and words beside them, as triggers, but at most 8"):
+    with pytest.raises(SamplingError, match="there are 9 patterns and words as triggers, but at most 8"):
         LazyGrammar("grammar", 'root ::= "word " [0-9]', [*words, Pattern("x")], tokenizer)
     LazyGrammar("grammar", 'root ::= "word " [0-9]', [*words[1:], Pattern("x")], tokenizer)

@@ -8,8 +8,8 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.constraints import grammar as grammars
-from pyggml_spec.constraints.endings import ending
 from pyggml_spec.constraints.grammar import Grammar
+from pyggml_spec.constraints.productive import productive
 from pyggml_spec.errors import ConstraintError, SamplingError
 
 
@@ -75,7 +75,7 @@ def test_what_can_end_is_led_to_no_dead_end(tokenizer, name):
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_schema_without_a_document_that_ends_is_refused(tokenizer, name):
-    with pytest.raises(SamplingError, match="no document that ends.*anyOf"):
+    with pytest.raises(SamplingError, match="no finite document.*anyOf"):
         Grammar("json_schema", json.dumps(ENDLESS[name]), tokenizer)
 
 
@@ -90,12 +90,12 @@ def test_a_contradiction_is_refused_at_the_start(tokenizer, schema):
     {"$ref": "#/$defs/p", "$defs": {"p": {"patternProperties": {"^a$": {}}, "additionalProperties": False}}},
 ], ids=json.dumps)  # fmt: skip
 def test_keys_that_are_put_together_lead_nowhere_or_are_refused(tokenizer, schema):
-    with pytest.raises(SamplingError, match="where nothing may come, behind.*one object"):
+    with pytest.raises(SamplingError, match="dead end after.*one object"):
         Grammar("json_schema", json.dumps({**keys(), "additionalProperties": True, **schema}), tokenizer)
 
 
 @pytest.mark.parametrize("kind, text, words", [
-    ("grammar", 'root ::= "a" root', "no text that ends"), ("grammar", 'root ::= "a" x\nx ::= "b" y\ny ::= "c" x', "no text that ends"), ("grammar", 'root ::= ("a" root)+', "no text that ends"),
+    ("grammar", 'root ::= "a" root', "derives no finite text"), ("grammar", 'root ::= "a" x\nx ::= "b" y\ny ::= "c" x', "derives no finite text"), ("grammar", 'root ::= ("a" root)+', "derives no finite text"),
     ("lark", 'start: "a" start', "'start'"), ("lark", 'start: "a" | "b" loop\nloop: "c" loop', "'loop'"), ("lark", 'start: "z" item{2}\nitem: ("b" item)', "'start'"),
     ("lark", 'start: "x" A | "y"\nA: /a+/ & /b+/', "'A' matches nothing"), ("lark", 'start: "x" A\nA: /a/ & ~/(?s:.*)/', "'A' matches nothing"),
     ("lark", 'start: "x" %json {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}}}', "no document matches"),
@@ -123,7 +123,7 @@ def test_parts_end_where_enough_of_what_they_need_does():
         "both": (2, ("leaf", "loop")),
         "twice": (2, ("leaf", "leaf")),
     }
-    assert ending(parts) == {"leaf", "all", "one", "twice"}
+    assert productive(parts) == {"leaf", "all", "one", "twice"}
 
 
 def test_a_dead_end_while_generating_is_one_sentence(tokenizer, monkeypatch):
@@ -131,7 +131,7 @@ def test_a_dead_end_while_generating_is_one_sentence(tokenizer, monkeypatch):
     monkeypatch.setattr(grammars.lark_rules, "check", lambda text: None)
     grammar = Grammar("lark", 'start: "x" A\nA: /a+/ & /b+/', tokenizer)
     grammar.accept(tokenizer.encode("x", bos=False)[0])
-    with pytest.raises(ConstraintError, match="cannot go on"):
+    with pytest.raises(ConstraintError, match="cannot continue"):
         grammar.bits()
 
 

@@ -1,7 +1,6 @@
-"""Parts of JSON schemas that no document matches, although each keyword alone could be held to: taken out, so that none is begun.
+"""Removes unproductive parts of JSON schemas: those that no finite document matches.
 
-llguidance finds most contradictions itself (lengths against patterns, types against constants, ...). It does not find references that go round for
-ever, and it stops where a schema allows keys by patterns of which only the named ones remain.
+llguidance detects most contradictions. It misses infinite recursion by ``$ref``, and pattern keys of which only named ones remain.
 """
 
 import json
@@ -13,22 +12,20 @@ from urllib.parse import unquote
 import numpy as np
 from llguidance import LLMatcher
 
-from .endings import byte_matcher, ending
+from .productive import byte_matcher, productive
 
-TRIES, MOST_BYTES = 16, 300  # of documents that are begun to find a dead end
+TRIES, MOST_BYTES = 16, 300  # random documents per schema, bytes of each
 Path = tuple[str, ...]
-Part = tuple[Path, str]  # of a schema: itself, or one of the things that it needs
+Part = tuple[Path, str]  # a schema, or one of the requirements of it
 ROOT: Path = ()
-MOST_MATCHED, MOST_TRIED = (
-    2000,
-    64,
-)  # names against patterns, and schemas that are compiled alone; beyond that a part counts as one that ends
+# names against patterns; schemas compiled alone. Beyond that a part counts as productive
+MOST_MATCHED, MOST_TRIED = 2000, 64
 _LISTS, _MAPS = ("allOf", "anyOf", "oneOf", "prefixItems"), ("properties", "patternProperties", "$defs", "definitions")
 _ONES = ("items", "additionalItems", "additionalProperties")
 
 
 def without_dead_ends(schema: Any) -> Any:
-    """``schema`` without parts that no document of finite length matches; False if that is all of it."""
+    """``schema`` without unproductive parts; False if nothing is left."""
     if isinstance(schema, bool):
         return schema
     schemas = dict(_schemas(schema))
@@ -37,7 +34,7 @@ def without_dead_ends(schema: Any) -> Any:
             _name_keys(node)
             schemas[path] = node
     references = {node["$ref"] for node in schemas.values() if isinstance(node, dict) and isinstance(node.get("$ref"), str)}
-    if not references:  # nothing goes round
+    if not references:  # no recursion
         return schema
     schemas = dict(_schemas(schema))
     anchors = {f"#{node['$anchor']}": path for path, node in schemas.items() if isinstance(node, dict) and "$anchor" in node}
@@ -46,7 +43,7 @@ def without_dead_ends(schema: Any) -> Any:
     impossible = _impossible(schemas)
     for path, node in schemas.items():
         needs |= _needs(False if path in impossible else node, path, at)
-    return _without(schema, ROOT, {path for path, what in ending(needs) if not what})
+    return _without(schema, ROOT, {path for path, what in productive(needs) if not what})
 
 
 def _pointed(reference: str) -> Path:
@@ -54,7 +51,7 @@ def _pointed(reference: str) -> Path:
 
 
 def _impossible(schemas: dict[Path, Any]) -> list[Path]:
-    """Those without references that contradict themselves; llguidance says which do, if it is asked about each."""
+    """Schemas without references that llguidance reports as unsatisfiable."""
     plain = [(path, text) for path, node in schemas.items() if isinstance(node, dict) and '"$ref"' not in (text := json.dumps(node))]
     tops = [
         (path, text)
@@ -68,7 +65,7 @@ def _impossible(schemas: dict[Path, Any]) -> list[Path]:
 
 
 def _name_keys(node: dict) -> None:
-    """Gives an object its keys by their names alone, where its patterns match no others: llguidance would look for others all the same."""
+    """Replaces ``patternProperties`` by names where the patterns match no other key; llguidance would search for others."""
     patterns, known = node["patternProperties"], node.get("properties", {})
     names = dict.fromkeys([*known, *(name for name in _list(node, "required") if isinstance(name, str))])
     others = {
@@ -89,12 +86,13 @@ def _name_keys(node: dict) -> None:
 
 
 def dead_end(schema: str) -> str:
-    """What a document begins with behind which nothing may come, if one of a few tries leads there; tried where patterns of keys are put together with
-    the keys of other parts, of which llguidance makes one object."""
+    """The start of a document after which nothing is allowed, found by random tries; "" if none. Tried only where ``patternProperties`` are
+    combined with
+    the keys of other parts, which llguidance merges into one object."""
     if '"patternProperties"' not in schema or not any(f'"{key}"' in schema for key in ("allOf", "anyOf", "oneOf", "$ref")):
         return ""
     begin = _matcher(schema)
-    if begin.is_error():  # which is said elsewhere
+    if begin.is_error():  # reported elsewhere
         return ""
     for seed in range(TRIES):
         choices, matcher, text = random.Random(seed), begin.deep_copy(), bytearray()
@@ -110,7 +108,7 @@ def dead_end(schema: str) -> str:
 
 
 def _matching(patterns: Iterable[str], name: str) -> list[str]:
-    """The patterns that a name matches."""
+    """The patterns that match ``name``."""
     text = list(json.dumps(name, ensure_ascii=False).encode("utf-8", "replace"))
     return [pattern for pattern in patterns if _accepts(_matcher(json.dumps({"type": "string", "pattern": pattern})), text)]
 
@@ -123,7 +121,7 @@ def _matcher(schema: str) -> LLMatcher:
     return byte_matcher(LLMatcher.grammar_from_json_schema(schema))
 
 
-# -- schemas in a schema
+# -- subschemas
 
 
 def _schemas(schema: Any) -> Iterator[tuple[Path, Any]]:
@@ -149,7 +147,7 @@ def _inside(node: Any, path: Path) -> list[tuple[Path, Any]]:
 
 
 def _needs(node: Any, path: Path, at: dict[str, Path]) -> dict[Part, tuple[int, Sequence[Part]]]:
-    """What has to end for a schema, and for the parts of it that are one of several."""
+    """What must be productive for a schema and for its alternatives."""
     if node is False:
         return {(path, ""): (1, ())}
     if not isinstance(node, dict):
@@ -164,7 +162,7 @@ def _needs(node: Any, path: Path, at: dict[str, Path]) -> dict[Part, tuple[int, 
             out[path, key] = 1, [((*path, key, str(i)), "") for i in range(len(_list(node, key)))]
     kinds = node.get("type", ())
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-    if kinds and set(kinds) <= {"object", "array"}:  # any other value is one without parts
+    if kinds and set(kinds) <= {"object", "array"}:  # other types have no parts
         all_of.append((path, "kinds"))
         out[path, "kinds"] = 1, [(path, kind) for kind in kinds]
         members, items = _members(node, path), _items(node, path)
@@ -178,7 +176,7 @@ def _list(node: dict, key: str) -> list:
 
 
 def _members(node: dict, path: Path) -> list[Part]:
-    """The schemas of the values that an object has to have."""
+    """Schemas of the required properties."""
     known, patterns = node.get("properties", {}), node.get("patternProperties", {})
     required = dict.fromkeys(name for name in _list(node, "required") if isinstance(name, str))
     few = len(required) * len(patterns) <= MOST_MATCHED
@@ -194,7 +192,7 @@ def _members(node: dict, path: Path) -> list[Part]:
 
 
 def _items(node: dict, path: Path) -> list[Part]:
-    """The schemas of the items that an array has to have."""
+    """Schemas of the required items."""
     least = node.get("minItems", 0)
     least = least if isinstance(least, int) else 0
     first = "items" if isinstance(node.get("items"), list) else "prefixItems"

@@ -1,4 +1,4 @@
-"""What of a grammar can come to an end: a part of which every text holds another one of itself never does, and must not be begun."""
+"""Productive symbols of a grammar: those that derive a finite text. Others are infinite recursion and must never be entered."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
@@ -9,8 +9,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 K = TypeVar("K", bound=Hashable)
 
 
-def ending(parts: Mapping[K, tuple[int, Sequence[K]]]) -> set[K]:
-    """The parts that can end. Each is given as how many of which others have to end for it: all of a sequence, one of a choice, none of a letter."""
+def productive(parts: Mapping[K, tuple[int, Sequence[K]]]) -> set[K]:
+    """The productive symbols. Each is given as (how many, of which others) must be productive: all of a sequence, one of a choice, none of
+    a terminal."""
     left = {part: need for part, (need, _) in parts.items()}
     users: dict[K, list[K]] = {}
     for part, (_, others) in parts.items():
@@ -42,7 +43,7 @@ def _bytes() -> LLTokenizer:
 
 
 def byte_matcher(grammar: str) -> LLMatcher:
-    """Over single bytes, at the beginning; its error says what is wrong with the grammar, and whether no byte begins it."""
+    """A matcher over single bytes, in its start state; its error tells an invalid grammar, and one that no byte can start."""
     matcher = LLMatcher(_bytes(), grammar, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
