@@ -71,7 +71,7 @@ class Guide:
     @property
     def asks(self) -> bool:
         """Whether the device can be asked for its choices before they are made: sampled ones depend on those before."""
-        return self._sampler.asks
+        return self._sampler.masks_on_device
 
     def look_ahead(self, rows: int) -> None:
         """Works out what may come behind each of the step's ``rows`` that can be reached."""

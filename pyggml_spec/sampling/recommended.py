@@ -1,4 +1,4 @@
-"""Sampling that a model file recommends: the `general.sampling.*` keys, which llama.cpp takes for what its user does not say."""
+"""Sampling defaults recommended by a model file: the `general.sampling.*` keys."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,19 +12,18 @@ _FIELDS = {
     "temp": ("temperature", float), "top_k": ("top_k", int), "top_p": ("top_p", float), "min_p": ("min_p", float),
     "penalty_last_n": ("repeat_last_n", int), "penalty_repeat": ("repeat_penalty", float),
 }  # fmt: skip
-_ELSEWHERE = ("xtc_probability", "mirostat")  # samplers that are on if these are not 0
-_OFF = ("dry", "top_n_sigma", "xtc")  # may be in an order without doing anything
+_ELSEWHERE = ("xtc_probability", "mirostat")  # samplers enabled by a non-zero value
+_OFF = ("dry", "top_n_sigma", "xtc")  # may appear in an order without effect
 _ALIASES = {"temp": "temperature", "nucleus": "top_p", "typ": "typ_p"}
 
 
 RANDOM = ("temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "seed")
-"""Fields of ``Sampling`` that ask for random numbers. Without any of them decoding is greedy, also where a file recommends something."""
+"""Fields of ``Sampling`` that imply random sampling. Without them decoding is greedy, whatever the file recommends."""
 
 
 def chosen(asked: Mapping[str, Any], file: GGUFFile | None = None) -> tuple[Sampling, list[str]]:
-    """The Sampling of the fields that were ``asked`` for, and notes for people about what the file recommends.
-
-    What the file recommends counts where nothing was asked for, unless decoding is greedy.
+    """The Sampling of the fields in ``asked``, and notes about what the file recommends.
+    Recommended values are defaults, unless decoding is greedy.
 
     Raises:
         SamplingError: a value out of range.
@@ -38,18 +37,18 @@ def chosen(asked: Mapping[str, Any], file: GGUFFile | None = None) -> tuple[Samp
     notes = []
     if file is not None and values:
         notes.append(f"{file.path.name} recommends {Sampling(**values).describe()}; this is greedy decoding: any sampling option, such as "
-                     "`seed` 1, brings the rest of it")  # fmt: skip
+                     "`seed` 1, enables the rest")  # fmt: skip
     return Sampling(**{**asked, "temperature": 0.0}), notes
 
 
 def recommended(metadata: Mapping) -> tuple[dict, list[str]]:
-    """Fields of ``Sampling`` that a file's metadata sets, and what of it cannot be had here, in words."""
+    """Fields of ``Sampling`` set by a file's metadata, and the unsupported ones as text."""
     values, refused = {}, []
     for key, (name, kind) in _FIELDS.items():
         if (given := metadata.get(f"general.sampling.{key}")) is None:
             continue
         try:
-            value = round(kind(given), 6)  # llama.cpp reads it from six decimals
+            value = round(kind(given), 6)  # llama.cpp stores six decimals
             Sampling(**{name: value})
             values[name] = value
         except (SamplingError, TypeError, ValueError, OverflowError):

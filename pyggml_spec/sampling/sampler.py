@@ -1,11 +1,10 @@
-"""Sampling: llama.cpp's own sampler chain over the target's logits, lossless under speculation.
+"""Sampling by libllama's sampler chain, lossless under speculation.
 
-Drafts are the drafter's most likely tokens, that is, a distribution with all its mass on one token. Lossless acceptance is then: draw from
-the target's fully processed distribution after row j, and go on to row j + 1 while the draw equals the draft. The draw is the token either
-way, so the drafter cannot change the distribution; and a row is drawn from exactly when its token is emitted, so penalties, grammar and
-random numbers (one per token) advance as in plain decoding and nothing is ever taken back.
-
-The chain is libllama's, put together as llama.cpp's common_sampler does it: the same logits and seed give the token that llama.cpp gives.
+Row j is sampled from the target's processed distribution; verification continues with row j + 1 while the sample equals the draft. The
+emitted token is
+always the target's sample, and each row is sampled once, when its token is emitted: penalties, grammar and random numbers advance as in
+plain decoding.
+The chain is that of llama.cpp's common_sampler: same logits and seed, same token.
 """
 
 import math
@@ -28,17 +27,16 @@ from ..suggest import meant
 from ..text.tokenizer import Tokenizer
 
 Allowed = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""(what ``Grammar.bits`` gives) -> I32 ids and F32 logits of the likeliest tokens that it allows, as many as ``Sampling.candidates``; -inf for
-others that fill up the number."""
+"""(mask as of ``Grammar.bits``) -> I32 ids and F32 logits of the most likely allowed tokens, ``Sampling.candidates`` of them; -inf pads."""
 
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 SAMPLERS = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
-INFILL = "infill"  # for editors: ends where an end is likely enough, and takes no token that is the beginning of another one apart from it
+INFILL = "infill"  # for editors: ends the text where likely, and merges tokens that share a prefix
 KNOWN = (*SAMPLERS, INFILL)
-MOST_FILLED = 256  # candidates that it compares, each with each: of all tokens it would take minutes
-LONGEST_FILLED = 512  # bytes of a token that libllama's has room for; a longer one ends the process
+MOST_FILLED = 256  # candidates; its cost is quadratic
+LONGEST_FILLED = 512  # bytes per token; libllama aborts on longer ones
 RANDOM_SEED = lib.LLAMA_DEFAULT_SEED
-_ROUND = 32  # candidates come in multiples of this, so that few graphs are needed
+_ROUND = 32  # candidate counts are multiples of this, to limit the number of graphs
 _RANGES = {
     "temperature": (0, 1e4),
     "top_k": (0, 1 << 30),
@@ -58,32 +56,31 @@ _WHOLE = ("top_k", "repeat_last_n", "min_keep", "seed", "logprobs")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Defaults are llama.cpp's.
+    """Sampling parameters; defaults are llama.cpp's.
 
     Attributes:
         temperature: 0 takes the most likely token.
-        top_k: only the k most likely tokens; 0 for all.
-        top_p: only the most likely tokens that together have this probability; 1 for all.
-        min_p: only tokens at least this likely relative to the most likely one; 0 for all.
-        typical_p: only tokens of typical information, together of this probability; 1 for all.
-        repeat_penalty: positive logits of tokens among the last ``repeat_last_n`` (prompt included) are divided by it, others multiplied;
-            1 for none.
-        presence_penalty, frequency_penalty: taken off the logits of those tokens, once and once per occurrence.
+        top_k: keep the k most likely tokens; 0 for all.
+        top_p: keep the most likely tokens up to this total probability; 1 for all.
+        min_p: keep tokens with at least this probability relative to the most likely one; 0 for all.
+        typical_p: keep locally typical tokens up to this total probability; 1 for all.
+        repeat_penalty: positive logits of the last ``repeat_last_n`` tokens (prompt included) are divided by it, others multiplied; 1 for
+            none.
+        presence_penalty, frequency_penalty: subtracted from the logits of those tokens, once and per occurrence.
         logit_bias: added to the logits of these token ids; -inf forbids one.
-        seed: 0 .. 2**32 - 2; None draws one (``Stats.seed`` tells which).
-        min_keep: top_p, min_p and typical_p leave at least this many tokens.
-        samplers: the order in which they are applied; one that is left out is off. The bias comes before all, the draw after all. "infill", which is
-            for editors and in no order by itself, has to come behind a top_k of at most 256.
-        grammar: GBNF text that the output has to match.
-        json_schema, regex, lark: the same, given as the text of a JSON schema, a regular expression for the whole output, or a grammar in
-            llguidance's variant of Lark. One of the four at most.
-        additional_properties: in the schema, objects that say nothing of ``additionalProperties`` allow keys that they do not describe, as JSON Schema has it;
-            without it they do not, as with llama.cpp.
-        triggers: words, tokens by their ids, or patterns (``Pattern``), at the first of which the constraint begins, and with which it begins;
-            before it the text is free.
-            None: the constraint holds from the beginning.
-        logprobs: report the log probability of every token and of this many most likely ones, under the model itself, before any sampler.
-        logprobs_after: report those that the token was drawn from instead, behind all samplers; tokens without any are left out.
+        seed: 0 .. 2**32 - 2; None draws one (see ``Stats.seed``).
+        min_keep: top_p, min_p and typical_p keep at least this many tokens.
+        samplers: order of the samplers; missing ones are off. The bias comes first, the draw last. "infill", for editors, needs a top_k of
+            at most 256 before it.
+        grammar: GBNF that the output has to match.
+        json_schema, regex, lark: the same as a JSON schema, a regular expression for the whole output, or llguidance's Lark. At most one of
+            the four.
+        additional_properties: objects of the schema without ``additionalProperties`` allow undescribed keys, as in JSON Schema; by default
+            they do not, as in llama.cpp.
+        triggers: words, token ids or patterns (``Pattern``); the constraint starts with the first of them, and the text before it is free.
+            Empty: the constraint holds from the start.
+        logprobs: report log probabilities of every token and of this many most likely ones, of the model before any sampler.
+        logprobs_after: report the probabilities after all samplers instead; removed tokens are left out.
 
     Raises:
         SamplingError: a value out of range, an unknown sampler, or several constraints.
@@ -136,7 +133,7 @@ class Sampling:
             )
         self._check_infill()
         if self.temperature == 0 and "temperature" not in self.samplers:
-            raise SamplingError("a temperature of 0 does nothing where the order of samplers has no temperature; add it to the order")
+            raise SamplingError("a temperature of 0 has no effect without temperature in the order of samplers; add it")
         if len(given := [words for name, words in KINDS.items() if getattr(self, name) is not None]) > 1:
             raise SamplingError(f"there are a {' and a '.join(given)}; give one of them")
         for token, bias in self.logit_bias.items():
@@ -154,7 +151,7 @@ class Sampling:
             return
         if "top_k" not in self.samplers[: self.samplers.index(INFILL)] or not 0 < self.top_k <= MOST_FILLED:
             raise SamplingError(
-                f"the sampler infill compares each token with each, so a top_k from 1 to {MOST_FILLED} has to stand before it; the order is "
+                f"the sampler infill compares each token with each, so it needs a top_k from 1 to {MOST_FILLED} before it; the order is "
                 f"{'; '.join(self.samplers)}, and top_k is {self.top_k}"
             )
         if self.constrained:
@@ -169,11 +166,11 @@ class Sampling:
                 f"the triggers are {self.triggers!r}; give at most {MOST_TRIGGERS} words of 1 to {MOST_WORD} characters, token ids, or patterns"
             )
         if self.triggers and not self.constrained:
-            raise SamplingError("there are triggers, and no constraint that could begin at them; give one")
+            raise SamplingError("there are triggers but no constraint; give one")
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """What the output has to match, as (one of ``grammar.KINDS``, its text)."""
+        """(one of ``grammar.KINDS``, its text), or None."""
         kind = next((name for name in KINDS if getattr(self, name) is not None), None)
         if kind is None:
             return None
@@ -182,31 +179,32 @@ class Sampling:
 
     @property
     def constrained(self) -> bool:
-        """Whether the output has to match something."""
+        """Whether there is a constraint."""
         return any(getattr(self, name) is not None for name in KINDS)
 
     @property
-    def takes_largest(self) -> bool:
-        """Whether the token is the one with the largest logit after bias and penalties: typical_p and infill alone can drop that one."""
+    def is_argmax(self) -> bool:
+        """Whether the choice is the argmax after bias and penalties: temperature 0 without typical_p and infill, which may drop it."""
         return self.temperature == 0 and INFILL not in self.samplers and (self.typical_p == 1 or "typ_p" not in self.samplers)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the argmax of the logits is the token, and nothing else about them is asked for."""
-        return self.likeliest and not self.constrained
+        """Whether the choice is the argmax of the logits, unconstrained and without logprobs."""
+        return self.is_allowed_argmax and not self.constrained
 
     @property
-    def likeliest(self) -> bool:
-        """Whether the token is the one with the largest logit of those that a constraint allows, and nothing else about them is asked for."""
-        return self.takes_largest and not (self.penalises or self.logit_bias or self.logprobs is not None)
+    def is_allowed_argmax(self) -> bool:
+        """Whether the choice is the argmax of the allowed logits, without bias, penalties and logprobs."""
+        return self.is_argmax and not (self.penalises or self.logit_bias or self.logprobs is not None)
 
     def candidates(self) -> int | None:
-        """How many of a row's largest logits are enough for the chain to choose as it would from all of them; None: it needs all.
+        """How many of a row's largest logits determine the choice; None: all.
 
-        The k largest after bias and penalties are among the k + n largest before, if those only lower, and at most n tokens. Under a constraint
-        that holds of all tokens, and of those that are allowed.
+        If bias and penalties lower at most n logits and raise none, the k largest after them are among the k + n largest before. Under a
+        constraint the same
+        holds for the allowed tokens.
         """
-        if self.constrained and self.likeliest:
+        if self.constrained and self.is_allowed_argmax:
             return 0
         raising = min(self.presence_penalty, self.frequency_penalty) < 0 or self.repeat_penalty < 1
         if (
@@ -216,15 +214,15 @@ class Sampling:
         ):
             return None
         first = self.samplers[: self.samplers.index("top_k")] if "top_k" in self.samplers else self.samplers
-        sums = (self.top_p < 1 and "top_p" in first) or (self.typical_p < 1 and "typ_p" in first)  # over all tokens
-        k = 1 if self.takes_largest else self.top_k if "top_k" in self.samplers and not sums else 0
+        sums = (self.top_p < 1 and "top_p" in first) or (self.typical_p < 1 and "typ_p" in first)  # need all tokens
+        k = 1 if self.is_argmax else self.top_k if "top_k" in self.samplers and not sums else 0
         lowered = len(self.logit_bias) + (self.repeat_last_n if self.penalises else 0)
         count = -(-(k + lowered) // _ROUND) * _ROUND
         return count if k and count <= MOST_CANDIDATES else None
 
     def describe(self) -> str:
-        """One phrase with what is in effect."""
-        if self.takes_largest:
+        """The active settings as a phrase."""
+        if self.is_argmax:
             parts = ["greedy"]
         else:
             on = {
@@ -247,7 +245,7 @@ class Sampling:
 
 
 class TopTokens(Sequence[tuple[int, float]]):
-    """Pairs of a token and its log probability, 12 bytes each: as tuples they take 120."""
+    """Pairs (token, log probability) in 12 bytes each; tuples take 120."""
 
     __slots__ = ("_ids", "_logprobs")
 
@@ -275,7 +273,7 @@ class TopTokens(Sequence[tuple[int, float]]):
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The natural logarithm of a token's probability under the model, or behind the samplers, and the most likely (token, logprob) at its place, best
+    """Natural-log probability of a token, under the model or after the samplers, and the most likely (token, logprob) in its place, best
     first."""
 
     token: int
@@ -284,23 +282,22 @@ class TokenLogprob:
 
 
 class Sampler:
-    """One generation's chain: chooses tokens and remembers them. Owns libllama samplers.
+    """Sampler chain of one generation. Owns libllama samplers.
 
     Attributes:
-        seed: of the random numbers, drawn here if the sampling names none; None if there are no random numbers.
+        seed: of the random numbers, drawn here if not given; None for greedy decoding.
         logprobs: of the tokens chosen since ``take_logprobs``.
     """
 
     def __init__(self, sampling: Sampling, tokenizer: Tokenizer | None, n_vocab: int) -> None:
-        """
-        Args:
-            tokenizer: for constraints; None where there is none.
+        """Args:
+        tokenizer: for constraints; None without one.
 
         Raises:
-            SamplingError: a bias for a token that does not exist, or a wrong grammar.
+            SamplingError: a bias for a token outside the vocabulary, or an invalid grammar.
         """
         self.sampling, self.n_vocab = sampling, n_vocab
-        self.seed = None if sampling.takes_largest else sampling.seed if sampling.seed is not None else secrets.randbelow(RANDOM_SEED)
+        self.seed = None if sampling.is_argmax else sampling.seed if sampling.seed is not None else secrets.randbelow(RANDOM_SEED)
         self.logprobs: list[TokenLogprob] = []
         if (outside := max(sampling.logit_bias, default=0)) >= n_vocab:
             raise SamplingError(f"there is a logit bias for token {outside}, but the vocabulary has {n_vocab} tokens")
@@ -312,7 +309,7 @@ class Sampler:
             _filled(tokenizer)
         if sampling.constraint is not None:
             if tokenizer is None:
-                raise SamplingError("a constraint needs the vocabulary that it is for")
+                raise SamplingError("a constraint needs a tokenizer")
             if (outside := max((t for t in sampling.triggers if isinstance(t, int)), default=0)) >= n_vocab:
                 raise SamplingError(f"a trigger is token {outside}, but the vocabulary has {n_vocab} tokens")
             lazy = sampling.triggers
@@ -341,28 +338,30 @@ class Sampler:
         yield lib.llama_sampler_init_dist(self.seed or 0)
 
     def accept_prompt(self, tokens: Sequence[int]) -> None:
-        """Penalties see the prompt, the grammar does not."""
+        """Penalties include the prompt, the grammar does not."""
         for token in tokens[-max(1, self.sampling.repeat_last_n) :]:
             lib.llama_sampler_accept(self._chain, int(token))
 
     def choose(self, ids: np.ndarray | None, logits: np.ndarray, allowed: Allowed | None = None) -> int:
-        """The next token, which every later choice takes as given.
+        """Samples and accepts the next token.
 
         Args:
-            ids: I32 [n] the tokens that ``logits`` belong to; None for all of the vocabulary.
+            ids: I32 [n] token ids of ``logits``; None for the whole vocabulary.
             logits: F32 [n].
-            allowed: gives the largest logits of those tokens that a constraint allows; needed with ``ids`` under one, which may forbid all of
+            allowed: returns the largest logits of the allowed tokens; required with ``ids`` under a constraint, which may forbid all of
                 them.
 
         Raises:
-            EngineError: a logit is NaN or Inf, or nothing is left to choose from.
+            EngineError: a logit is NaN or Inf, or no token is left.
         """
         self._check_finite(logits)
-        if self.grammar is not None and self.sampling.likeliest and ids is None:
+        if self.grammar is not None and self.sampling.is_allowed_argmax and ids is None:
             token = self._largest(logits, self.grammar.mask())
         else:
             token = self._draw(ids, logits)
-            if self.grammar is not None and not self.grammar.allows(token):  # llama.cpp's order too: most tokens are allowed
+            if self.grammar is not None and not self.grammar.allows(
+                token
+            ):  # llama.cpp's order: sample first, mask only if the token is not allowed
                 token = self._draw_allowed(self.grammar, ids, logits, allowed)
         self.take(token)
         if self.sampling.logprobs is not None:
@@ -380,30 +379,29 @@ class Sampler:
         if ids is None:
             return self._draw(None, logits, grammar.mask())
         if allowed is None:
-            raise EngineError("a constrained choice among some of the tokens needs those that are allowed at hand")
+            raise EngineError("a constrained choice among candidates needs `allowed`")
         return self._draw(*allowed(grammar.bits()))
 
-    def takes(self, token: int | None) -> bool:
-        """Whether ``token``, whose logit is the largest, or the largest of those that a constraint allows, is the choice for certain, so that no
-        other logits have to be read; it is taken then."""
-        if token is None or not self.sampling.likeliest or self.grammar is None or not self.grammar.allows(token):
+    def accepts_argmax(self, token: int | None) -> bool:
+        """Accepts ``token``, the argmax of the (allowed) logits, if it is certainly the choice, so that no logits need to be read."""
+        if token is None or not self.sampling.is_allowed_argmax or self.grammar is None or not self.grammar.allows(token):
             return False
         self.take(token)
         return True
 
     @property
-    def asks(self) -> bool:
-        """Whether the choice is the likeliest token that a constraint allows: a row's bits are enough to ask for it."""
-        return self.grammar is not None and self.sampling.likeliest
+    def masks_on_device(self) -> bool:
+        """Whether the choice is the argmax of the allowed logits, so the device can apply the mask."""
+        return self.grammar is not None and self.sampling.is_allowed_argmax
 
     def allowed(self) -> np.ndarray:
-        """What ``Grammar.bits`` gives now."""
+        """``Grammar.bits`` of the constraint."""
         if self.grammar is None:
-            raise EngineError("there is no constraint whose allowed tokens could be asked for")
+            raise EngineError("there is no constraint")
         return self.grammar.bits()
 
     def take(self, token: int) -> None:
-        """Takes ``token`` as given."""
+        """Accepts ``token`` in chain and grammar."""
         if self.grammar is not None:
             self.grammar.accept(token)
         lib.llama_sampler_accept(self._chain, token)
@@ -426,14 +424,14 @@ class Sampler:
         return int(chosen["id"])
 
     def _logprob_after(self, token: int, count: int) -> TokenLogprob:
-        """Of what the last draw was from: libllama leaves the probabilities where the logits were."""
+        """Probabilities of the last draw, which libllama leaves in place of the logits."""
         drawn = self._tokens[: self._array.size]
         p = drawn["p"]
-        least = np.partition(p, -count)[-count] if 0 < count < p.size else 0  # to sort all of 250,000 takes a step's time
+        least = np.partition(p, -count)[-count] if 0 < count < p.size else 0  # a full sort of 250,000 takes as long as a step
         left = drawn[(p > 0) & (p >= least)]
         best = left[np.lexsort((left["id"], -left["p"]))][:count]
         top = TopTokens(best["id"], np.array([math.log(p) for p in best["p"]]))
-        chosen = p[self._array.selected]  # 0 where the sum of all, rounded, is below the random number
+        chosen = p[self._array.selected]  # 0 if the rounded sum is below the random number
         return TokenLogprob(token, math.log(chosen) if chosen > 0 else -math.inf, top)
 
     def _nothing_left(self) -> ConstraintError:
@@ -441,15 +439,15 @@ class Sampler:
         return ConstraintError(f"the sampling ({how}) leaves no token to choose from; relax the bias, the temperature or the constraint")
 
     def forced(self, most: int) -> list[int]:
-        """The tokens that a constraint leaves no choice about now, ``most`` at most."""
+        """Jump-forward tokens of the constraint, at most ``most``."""
         return self.grammar.forced(most) if self.grammar is not None else []
 
     @property
     def incomplete(self) -> bool:
-        """Whether there is a constraint, and the text so far is not known to be a whole one."""
+        """Whether there is a constraint and the text so far is not complete."""
         if self.grammar is None:
             return False
-        with suppress(EngineError):  # which has ended the generation
+        with suppress(EngineError):  # the generation has ended
             return self.grammar.pending or not self.grammar.complete
         return True
 
@@ -461,13 +459,13 @@ class Sampler:
         if self._chain:
             lib.llama_sampler_free(self._chain)
             self._chain = ffi.NULL
-        self._tokens, self._all_ids = np.zeros(0, TOKEN_DATA), np.zeros(0, np.int32)  # 4 MB at 250,000 tokens, and a request may live long
+        self._tokens, self._all_ids = np.zeros(0, TOKEN_DATA), np.zeros(0, np.int32)  # 4 MB at 250,000 tokens
 
 
 def _filled(tokenizer: Tokenizer | None) -> Any:
-    """The vocabulary for the sampler infill, which ends the process over some. Raises SamplingError."""
+    """The vocabulary for the sampler infill, which aborts on some. Raises SamplingError."""
     if tokenizer is None:
-        raise SamplingError("the sampler infill needs the vocabulary that it is for")
+        raise SamplingError("the sampler infill needs a tokenizer")
     if max(lib.llama_vocab_eot(tokenizer.vocab), lib.llama_vocab_eos(tokenizer.vocab)) < 0:
         raise SamplingError("the sampler infill needs a token that ends the text, and the vocabulary has none; leave it out")
     if tokenizer.longest_piece > LONGEST_FILLED:

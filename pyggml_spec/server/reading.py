@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from ..events import End
-from ..text.renderer import RENDERER, Late
+from ..text.renderer import RENDERER, WouldBlock
 from . import fields
 from .answer import Answer, Delta
 from .errors import ApiError, api_error
@@ -51,7 +51,7 @@ class Context:
     async def prepared(self, request: Request, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """``function``, which reads a request and changes nothing: in a thread if that could take long, or else here, where the first token waits less."""
         if len(request.data) <= SMALL and not SLOW & request.json_object().keys():
-            with suppress(Late), RENDERER.hurried(RENDERING):
+            with suppress(WouldBlock), RENDERER.nonblocking(RENDERING):
                 return function(*args, **kwargs)
         done = await self.in_pool(request, function, *args, **kwargs)
         request.forget(*(body for body in args if isinstance(body, dict)))

@@ -56,13 +56,13 @@ def first_token(choices: Choices, prompt: Sequence[int], limits: Limits, sampler
 
 def _choice(choices: Choices, row: int, sampler: Sampler | None) -> int:
     greedy = choices.greedy[row]
-    if sampler is None or sampler.takes(greedy):
+    if sampler is None or sampler.accepts_argmax(greedy):
         return greedy
-    if sampler.asks:
+    if sampler.masks_on_device:
         token = choices.allowed.get(row)
         if token is None and choices.on_device:
             token = choices.likeliest(row, sampler.allowed())
-        if token is not None and sampler.takes(token):
+        if token is not None and sampler.accepts_argmax(token):
             return token
     return sampler.choose(*choices.candidates(row), partial(choices.largest, row))
 

@@ -1,3 +1,3 @@
-"""Text in and out of tokens: llama.cpp's own tokenizer, incremental decoding, stop strings."""
+"""Text and tokens: tokenizer, incremental detokenisation, stop strings, chat templates, tool-call formats."""
 
 from ..ggml import library as _library  # noqa: F401  (mapped before numpy; see tools/__init__.py)

@@ -1,7 +1,5 @@
-"""How chat models write reasoning and tool calls: one description per format, which drives prompts, parser, stream and grammar.
-
-A format is found by what its chat templates contain. To add one, add an entry to FORMATS and its texts to `tests/server/formats.py`.
-"""
+"""Reasoning and tool-call formats of chat models, used by prompts, parser, stream and grammar.
+The template's source selects a format. To add one, add an entry to FORMATS and its texts to `tests/server/formats.py`."""
 
 import re
 from collections.abc import Iterator
@@ -9,19 +7,19 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 NAMED, JSON, GEMMA = "named", "json", "gemma"
-"""Arguments that are not in tags: a JSON object that names the tool too, a JSON object behind the name, Gemma 4's notation behind the name."""
-TAIL = 32  # tokens of a prompt's end that tell whether it opens the reasoning
+"""Arguments without tags: one JSON object with name and arguments, a JSON object after the name, Gemma 4's notation after the name."""
+TAIL = 32  # tokens at the end of a prompt in which reasoning may be opened
 GEMMA_QUOTE = '<|"|>'
 
 
 @dataclass(frozen=True)
 class Tags:
-    """Arguments one by one.
+    """Tagged arguments.
 
     Attributes:
-        name: before and behind an argument's name. ``value``: what begins its value then, if anything.
-        end: of its value.
-        lines: whether the value stands on lines of its own.
+        name: texts before and after an argument's name. ``value``: start of its value, if any.
+        end: end of its value.
+        lines: whether the value is on lines of its own.
     """
 
     name: tuple[str, str]
@@ -32,15 +30,15 @@ class Tags:
 
 @dataclass(frozen=True)
 class Calls:
-    """One way to write a call: ``begin`` NAME ARGUMENTS ``close`` ``end``, whitespace between them.
+    """A notation of calls: ``begin`` NAME ARGUMENTS ``close`` ``end``, separated by whitespace.
 
     Attributes:
-        name: before and behind the tool's name; not used with NAMED.
-        prefix, index: what may stand before and behind the tool's own name, ``index`` as a regular expression.
-        close: ends the arguments, before ``end``.
-        section: around all calls. ``sectioned``: whether calls are looked for in there only.
-        loose: whether ``end`` may be missing although text follows.
-        unopened: whether a known tool's name may begin a call without ``begin``.
+        name: texts before and after the tool's name; unused with NAMED.
+        prefix, index: optional text before and after the name, ``index`` as a regular expression.
+        close: end of the arguments, before ``end``.
+        section: around all calls. ``sectioned``: calls exist inside it only.
+        loose: ``end`` may be missing although text follows.
+        unopened: a known tool's name may start a call without ``begin``.
     """
 
     begin: str
@@ -58,10 +56,10 @@ class Calls:
 
 @dataclass(frozen=True)
 class Channels:
-    """Answers in several messages, each with a header that says who or what it is for: ``start`` HEADER ``message`` TEXT one of ``ends``.
+    """Answers as several messages with headers: ``start`` HEADER ``message`` TEXT one of ``ends``.
 
     Attributes:
-        reasoning, content: the addressees of each. Others are tools.
+        reasoning, content: recipients of each; others are tools.
         thinks, answers: headers as a prompt writes them.
     """
 
@@ -74,7 +72,7 @@ class Channels:
     answers: str
 
     def address(self, header: str) -> str:
-        """Whom a message is for: its recipient, or else its channel. Recipients that are the assistant are a slip of gpt-oss."""
+        """Recipient of a message, or else its channel. The assistant as recipient is an error of gpt-oss and is ignored."""
         if to := re.search(r"\bto=(?!assistant\b)([^\s<]+)", header):
             return to[1]
         channels = re.findall(r"<\|channel\|>(\w+)", header)
@@ -83,16 +81,16 @@ class Channels:
 
 @dataclass(frozen=True)
 class Format:
-    """How one family of models writes.
+    """How a family of models writes.
 
     Attributes:
-        signs: what the source of its templates contains, all of it.
-        think: around reasoning, which comes first; as they are looked for in the text.
-        thinking: the same as a prompt writes them, line breaks included.
-        again: whether reasoning may come behind content, too. ``strays``: markers that mean nothing alone.
-        calls: in which notations; a grammar uses the first one.
-        calls_think: whether a call ends reasoning that is still open.
-        bare: the marker that may stand before an answer that is a call in JSON and nothing else; None where no answer is.
+        signs: texts that the template's source contains, all of them.
+        think: around reasoning, as searched in the text.
+        thinking: the same as prompts write it, with line breaks.
+        again: reasoning may follow content. ``strays``: markers without meaning alone.
+        calls: notations; grammars use the first.
+        calls_think: a call ends open reasoning.
+        bare: marker before an answer that is one JSON call; None if there is no such answer.
     """
 
     name: str
@@ -108,16 +106,16 @@ class Format:
 
     @cache  # noqa: B019  (there are a dozen)
     def markers(self) -> frozenset[str]:
-        """Texts that are control tokens where the vocabulary has them: the parser has to see them."""
+        """Texts that are control tokens where the vocabulary has them, and that the parser needs."""
         texts = _texts((self.think, self.strays, self.calls, self.channels, self.bare))
         return frozenset(marker for text in texts for marker in re.findall(r"<[^<>]+>", text))
 
     def closes(self, text: str) -> bool:
-        """Whether ``text`` is one of the markers that end a call: a client may stop at it."""
+        """Whether ``text`` is a marker that ends a call, which clients may pass as a stop string."""
         return any(text in (call.end, call.close, *call.section[1:]) for call in self.calls) and bool(text)
 
     def opened(self, prompt: str) -> bool:
-        """Whether a prompt's end opens the reasoning."""
+        """Whether the end of ``prompt`` opens reasoning."""
         begin, end = self.think
         at = prompt.rfind(begin)
         return self.channels is None and at > prompt.rfind(end) and not prompt[at + len(begin) :].strip()
@@ -186,7 +184,7 @@ FORMATS = (
     Format("Hermes", ("<tool_call>", "arguments"), calls=(IN_JSON, IN_XML, IN_KEYS)),
 )  # fmt: skip
 BARE = Format("JSON", (), calls=(IN_JSON, IN_XML, IN_KEYS), bare="<|python_tag|>")
-"""Of templates of no known format: Llama 3's, and those that say nothing of tools."""
+"""For templates of unknown formats: Llama 3's, and those without tools."""
 
 
 def format_of(source: str) -> Format:

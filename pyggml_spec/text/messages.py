@@ -1,7 +1,4 @@
-"""Conversations as a template takes them: what the chat APIs allow and it does not is put another way, as llama.cpp puts it.
-
-What a template takes is seen from what it makes of a few words that are easy to find again, not from its name.
-"""
+"""Adapts messages of the chat APIs to what a template supports, as llama.cpp does. Support is probed by rendering short messages."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +20,14 @@ _TOOLS = [{"type": "function", "function": _TOOL}]
 _USER, _RESULT = {"role": "user", "content": "x"}, {"role": "tool", "content": "x", "tool_call_id": "call00001", "name": "known"}
 
 Probe = Callable[[list[dict], list[dict]], tuple[str, bool]]
-"""Renders messages with tools: the text, "" where the template failed, and whether it refused them."""
+"""Renders messages with tools; returns the text, "" on failure, and whether the template refused."""
 
 
 def plain(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """Messages as lists, dictionaries, strings and numbers only: a template gets no objects with methods of their own.
+    """``value`` as plain lists, dictionaries, strings and numbers: templates get no objects with methods.
 
     Raises:
-        TemplateError: anything else.
+        TemplateError: other types, or nested too deeply.
     """
     if value is None or isinstance(value, (bool, int, float)):
         return value
@@ -48,56 +45,56 @@ def plain(value: Any, depth: int = MAX_DEPTH) -> Any:
     raise TemplateError(f"a message holds {brief(value)}, which is neither text, number, list nor mapping; convert it first")
 
 
-class Takes:
-    """What one template takes, found out when it matters. Where a probe fails for reasons of its own, the answer is that of most templates."""
+class TemplateSupport:
+    """What a template supports, probed on first use. If a probe fails for unrelated reasons, the most common answer is assumed."""
 
     def __init__(self, probe: Probe):
         self._probe = probe
 
     def _shown(self, *messages: dict, tools: Sequence[dict] = (), unless: Sequence[str] = ()) -> bool | None:
-        """Whether _MARK is in the text, and nothing of ``unless``; None if the template failed without refusing."""
+        """Whether _MARK is rendered and none of ``unless``; None if the template failed without refusing."""
         text, refused = self._probe(list(messages), list(tools))
         return None if not text and not refused else _MARK in text and not any(sign in text for sign in unless)
 
     @cached_property
     def strings(self) -> bool:
-        """Content that is text."""
+        """Content as text."""
         return self._shown({"role": "user", "content": _MARK}) is not False
 
     @cached_property
     def parts(self) -> bool:
-        """Content that is a list of typed parts."""
+        """Content as a list of typed parts."""
         return bool(self._shown({"role": "user", "content": [{"type": "text", "text": _MARK}]}, unless=("'text'", '"text"')))
 
     @cached_property
     def system(self) -> bool:
-        """A system message."""
+        """System messages."""
         return self._shown({"role": "system", "content": _MARK}, _USER) is not False
 
     @cached_property
     def objects(self) -> bool:
-        """Arguments of a tool call that are an object, not its JSON."""
+        """Arguments of tool calls as objects, not JSON text."""
         talk = (_USER, _calling(_MARK), _RESULT, {"role": "assistant", "content": "x"}, _USER)
         return bool(self._shown(*talk, tools=_TOOLS, unless=(str({"arg": _MARK}),)))
 
     @cached_property
     def tool_responses(self) -> bool:
-        """Results of tools in the message that called them, and not as turns: the template writes these as it writes any role."""
+        """Tool results inside the message with the calls, not as messages of their own: any role renders like "tool"."""
         inside = _calling("x") | {"tool_responses": [{"name": "known", "response": {"found": _MARK}}]}
         as_tool, as_other = (self._probe([_USER, _calling("x"), _RESULT | {"role": role}], _TOOLS)[0] for role in ("tool", "other"))
         return as_tool == as_other.replace("other", "tool") and bool(self._shown(_USER, inside, tools=_TOOLS, unless=("found'",)))
 
     @cached_property
     def between(self) -> str | None:
-        """What is written between reasoning and content; None if the template drops the reasoning."""
+        """Text between reasoning and content; None if the template drops reasoning."""
         answer = {"role": "assistant", "content": _MARK, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}
         _, found, rest = self._probe([_USER, answer], [])[0].partition(_THOUGHT)
         between, again, _ = rest.partition(_MARK)
         return between if found and again else None
 
     @cached_property
-    def content_beside_thoughts(self) -> bool:
-        """Both reasoning and content in a message that calls tools."""
+    def content_with_reasoning(self) -> bool:
+        """Reasoning together with content in a message with tool calls."""
         thought = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
         refused = [self._probe([_USER, _calling("x") | thought | {"content": text}, _RESULT], _TOOLS)[1] for text in (_MARK, "")]
         return refused != [True, False]
@@ -114,24 +111,22 @@ def _calling(argument: str) -> dict:
     return {"role": "assistant", "content": "", "tool_calls": [{"id": "call00001", "type": "function", "function": call}]}
 
 
-def adapted(messages: Any, takes: Takes, developer: bool) -> Any:
-    """``messages`` for a template that takes what ``takes`` says; ``developer``: whether it knows the role of that name.
-
-    What has not the form of the chat APIs stays as it is: there are templates for that, too.
-    """
+def adapt(messages: Any, supports: TemplateSupport, developer: bool) -> Any:
+    """``messages`` for a template that supports ``supports``; ``developer``: whether it knows that role.
+    Messages not in the form of the chat APIs are unchanged: some templates expect other forms."""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return messages
-    out = [_turn(dict(message), takes, developer) for message in messages]
-    if any(message.get("role") == "tool" for message in out) and takes.tool_responses:
+    out = [_turn(dict(message), supports, developer) for message in messages]
+    if any(message.get("role") == "tool" for message in out) and supports.tool_responses:
         out = _folded(out)
-    if len(out) > 1 and out[0].get("role") == "system" and not takes.system:
+    if len(out) > 1 and out[0].get("role") == "system" and not supports.system:
         first, then, *others = out
         out = [then | {"content": _joined(first.get("content"), then.get("content"))}, *others]
     return out
 
 
 def _folded(messages: list[dict]) -> list[dict]:
-    """Results of tools, and the answer behind them, in the message that called the tools."""
+    """Moves tool results, and the answer after them, into the message with the calls."""
     out: list[dict] = []
     for message in messages:
         last = out[-1] if out else {}
@@ -148,30 +143,30 @@ def _folded(messages: list[dict]) -> list[dict]:
 
 
 def _value(text: Any) -> Any:
-    """What JSON says, the text itself where it is none."""
+    """The JSON value of ``text``, or ``text`` itself."""
     try:
         return json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         return text
 
 
-def _turn(message: dict, takes: Takes, developer: bool) -> dict:
+def _turn(message: dict, supports: TemplateSupport, developer: bool) -> dict:
     if message.get("role") == "developer" and not developer:
         message["role"] = "system"
     if _are_calls(message.get("tool_calls")):
-        message["tool_calls"] = [_call(call, takes) for call in message["tool_calls"]]
+        message["tool_calls"] = [_call(call, supports) for call in message["tool_calls"]]
     if message.get("role") == "assistant" and message.get("content") is None:
         message["content"] = ""
     content = message.get("content")
-    if isinstance(content, list) and not takes.parts and takes.strings:
+    if isinstance(content, list) and not supports.parts and supports.strings:
         message["content"] = "\n".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
-    elif isinstance(content, str) and not takes.strings and takes.parts:
+    elif isinstance(content, str) and not supports.strings and supports.parts:
         message["content"] = _parts(content)
     if isinstance(thought := message.get("reasoning_content"), str):
         message.setdefault("thinking", thought)
-        if thought and content and message.get("tool_calls") and not takes.content_beside_thoughts:
+        if thought and content and message.get("tool_calls") and not supports.content_with_reasoning:
             message["content"] = ""
-        if takes.thinking_parts:
+        if supports.thinking_parts:
             message["content"] = [{"type": "thinking", "thinking": thought}, *_parts(message.get("content"))]
     return message
 
@@ -180,14 +175,14 @@ def _are_calls(value: Any) -> TypeGuard[list[dict]]:
     return isinstance(value, list) and all(isinstance(call, dict) and isinstance(call.get("function", {}), dict) for call in value)
 
 
-def _call(call: dict, takes: Takes) -> dict:
+def _call(call: dict, supports: TemplateSupport) -> dict:
     function = call.get("function", {})
     if "arguments" not in function:
         return call
     arguments = function["arguments"]
-    if isinstance(arguments, str) and takes.objects:
+    if isinstance(arguments, str) and supports.objects:
         arguments = _value(arguments)
-    elif not isinstance(arguments, str) and not takes.objects:
+    elif not isinstance(arguments, str) and not supports.objects:
         arguments = json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
     return call | {"function": function | {"arguments": arguments}}
 

@@ -1,9 +1,9 @@
-"""A model's text, as it comes, told apart into reasoning, content and tool calls. What comes out never depends on how the text was cut.
+"""Streaming parser of model output into reasoning, content and tool calls. The result does not depend on how the text is split.
 
-    reasoning --</think>--> content <--> call          one text with markers
-    header --<|message|>--> reasoning, content or call --<|end|>--> header         channels: gpt-oss, muse-glimmer
+reasoning --</think>--> content <--> call          one text with markers
+header --<|message|>--> reasoning, content or call --<|end|>--> header         channels: gpt-oss, muse-glimmer
 
-Markers and notations are those of a ``Format``. What calls no known tool, or was cut, stays text.
+Markers and notations are those of a ``Format``. Calls of unknown tools, and truncated calls, stay text.
 """
 
 import re
@@ -24,7 +24,7 @@ _PLAIN, _TEXT = re.compile(r"[\s\w.+:,-]*"), re.compile(r'[^"\\]*(?:\\.[^"\\]*)*
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new: some content, some reasoning, or a call."""
+    """New output: content, reasoning, or a call."""
 
     content: str = ""
     reasoning: str = ""
@@ -32,14 +32,14 @@ class Piece:
 
 
 class Parser:
-    """``push`` text, then ``finish``.
+    """Call ``push`` with text, then ``finish``.
 
     Args:
-        form: how the model writes.
-        inside: "reasoning" or "content" where the prompt has opened it; "" where the text says what comes.
-        goes_on: whether the prompt holds the beginning of its text, so that whitespace counts.
-        tools: the tools that may be called, with their descriptions.
-        reasoning: False leaves the reasoning in the content.
+        form: the model's format.
+        inside: "reasoning" or "content" if the prompt opens it, else "".
+        goes_on: the prompt contains the start of the text, so leading whitespace counts.
+        tools: tools that may be called, with their descriptions.
+        reasoning: False leaves reasoning in the content.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Parser:
         self.form = form
         self._tools = {t["function"]["name"]: t["function"] for t in tools}
         self._reasoning, self._inside, self._goes_on = reasoning, inside, goes_on
-        self._held, self._at = "", 0  # text that is not out yet, and how far it was read
+        self._held, self._at = "", 0  # pending text, and how far it was read
         self._out: list[Piece] = []
-        self._lead = False  # whether whitespace that comes next is dropped
-        self._blank, self._kind = "", ""  # whitespace that comes out if text follows it, and what it is of
+        self._lead = False  # drop the whitespace that comes next
+        self._blank, self._kind = "", ""  # whitespace emitted if text follows, and its kind
         self._final = self._cut = False
         self._moves = self._marked() if form.channels is None else self._messages(form.channels)
 
@@ -61,7 +61,7 @@ class Parser:
         return self._taken()
 
     def finish(self, cut: bool = False) -> list[Piece]:
-        """What was held back. ``cut``: the text was ended by a limit, so that a call without its end is none."""
+        """Remaining output. ``cut``: the text was truncated by a limit, so an unfinished call is none."""
         self._final, self._cut = True, cut
         next(self._moves, None)
         if self._blank and self._kind == "content":
@@ -72,7 +72,7 @@ class Parser:
         out, self._out = self._out, []
         return out
 
-    # -- the order of things; generators that wait for more text, and go through when there is none
+    # -- state machine; generators yield to wait for more text, and continue when there is none
 
     def _marked(self) -> Generator[None, None, None]:
         think = self.form.think if self._reasoning else None
@@ -90,7 +90,7 @@ class Parser:
         yield from self._content()
 
     def _think(self, fresh: bool = True) -> Generator[None, None, None]:
-        """Reasoning that has begun, and its end."""
+        """Open reasoning and its end."""
         end = self.form.think[1]
         if fresh:
             self._turn()
@@ -127,7 +127,7 @@ class Parser:
                 if (yield from self._message_call(name, written, channels)):
                     continue
                 kind = "content"
-            else:  # calls of tools that nobody gave are left out, as in llama-server
+            else:  # as in llama-server, calls of unknown tools are dropped
                 kind = "content" if self._tools else ""
                 self._emit(kind, written)
             end = yield from self._until("content" if raw else kind, channels.ends)
@@ -136,7 +136,7 @@ class Parser:
                 return
 
     def _header(self, channels: Channels) -> Finds:
-        """The header that comes next, without its ends; None if the text goes on as it is."""
+        """The next header, without its delimiters; None if there is none."""
         heads = (channels.start, "<|channel|>", channels.message, "to=")
         while True:
             text = self._held.lstrip()
@@ -146,13 +146,13 @@ class Parser:
                 header, self._held = self._held[:at], self._held[at + len(channels.message) :]
                 return header.replace(channels.start, "")
             if begun and self._final and len(self._held) <= _MOST_HEADER:
-                self._held = ""  # it was cut
+                self._held = ""  # truncated
             if self._final or len(self._held) > _MOST_HEADER or not (begun or any(head.startswith(text) for head in heads)):
                 return None
             yield
 
     def _message_call(self, name: str, header: str, channels: Channels) -> Waits:
-        """A message that calls a tool: its whole text is arguments, or a section of calls."""
+        """A message to a tool: its text is the arguments, or a section of calls."""
         (call,) = self.form.calls
         if not call.section:
             return (yield from self._call(call, "", "content", name, channels.ends, header))
@@ -166,7 +166,7 @@ class Parser:
     # -- calls
 
     def _begins(self) -> dict[str, list[Calls]]:
-        """What begins calls, and the notations that do."""
+        """Markers that start a call, and their notations."""
         out: dict[str, list[Calls]] = {}
         for call in self.form.calls if self._tools else ():
             for marker in ([call.section[0]] if call.section else []) + ([] if call.sectioned else [call.begin]):
@@ -176,17 +176,17 @@ class Parser:
         return out
 
     def _begun(self, marker: str, calls: list[Calls], kind: str) -> Waits:
-        """Behind ``marker``, which may begin a call; whether it did. What calls nothing is text of ``kind``."""
+        """After ``marker``: reads a call and returns whether there was one; otherwise it is text of ``kind``."""
         first = calls[0]
         if first.section and marker == first.section[0]:
             return (yield from self._section(first, marker, kind))
-        if marker != first.begin:  # a call without its beginning
+        if marker != first.begin:  # a call without its begin marker
             self._held = marker + self._held
             return (yield from self._call(first, "", kind))
         return (yield from self._call((yield from self._notation(calls)), marker, kind))
 
     def _notation(self, calls: list[Calls]) -> Generator[None, None, Calls]:
-        """Which of ``calls``, which begin alike, is the one that comes."""
+        """Which of ``calls`` with the same begin marker follows."""
         if len(calls) == 1:
             return calls[0]
         heads = {"{" if call.arguments == NAMED else call.name[0]: call for call in calls}
@@ -195,7 +195,7 @@ class Parser:
         return heads[found or ""] if found or "" in heads else calls[0]
 
     def _section(self, call: Calls, begin: str, kind: str, header: str = "") -> Waits:
-        """Calls in the section that ``begin`` has begun; whether there was one."""
+        """Calls of the section opened by ``begin``; returns whether there was one."""
         said, called = header + begin, False
         while (found := (yield from self._next(call.begin, call.section[1]))) == call.begin:
             self._drop()
@@ -208,7 +208,7 @@ class Parser:
         return called
 
     def _call(self, call: Calls, begin: str, kind: str, name: str = "", ends: tuple[str, ...] = (), said: str = "") -> Waits:
-        """One call behind ``begin``; ``ends``: what else may end it. Where it is none, what was read is text of ``kind``, ``said`` before it."""
+        """One call after ``begin``; ``ends``: further end markers. If it is not a call, its text is emitted as ``kind`` after ``said``."""
         self._at = 0
         made = yield from self._read(call, name)
         if made is not None and (yield from self._closed(call, ends, begin)):
@@ -223,7 +223,7 @@ class Parser:
         return False
 
     def _read(self, call: Calls, name: str) -> Generator[None, None, Call | None]:
-        """Name and arguments of a call; ``name``: where it is known already."""
+        """Name and arguments of a call; ``name``: if known already."""
         if call.arguments == NAMED:
             told = yield from self._json()
             return self._named(told) if told is not None else None
@@ -258,7 +258,7 @@ class Parser:
             return None
         if behind:
             text = yield from self._to(behind)
-        else:  # up to what cannot be a name
+        else:  # up to a character that no name contains
             text = yield from self._while(r"\s*[^\s<{]*")
         if text is None:
             return None
@@ -287,7 +287,7 @@ class Parser:
         return values.call(name, arguments)
 
     def _value(self, tags: Tags, follows: tuple[str, ...]) -> Finds:
-        """A value up to its end tag, behind which the call has to go on: what else looks like an end tag is a part of it."""
+        """A value up to its end tag; an end tag after which the call does not continue is part of the value."""
         start = self._at
         while (yield from self._to(tags.end)) is not None:
             behind = self._at
@@ -299,7 +299,7 @@ class Parser:
         return None
 
     def _closed(self, call: Calls, ends: tuple[str, ...], begin: str) -> Waits:
-        """Whether the call that was read ends here: by its markers, by another call where they may be missing, or with the text."""
+        """Whether the call ends here: at its markers, at another call where they may be missing, or at the end of the text."""
         loose = call.loose or (call.close and not begin)
         if call.close and (yield from self._next(call.close)) is None:
             return self._ended()
@@ -310,11 +310,11 @@ class Parser:
         return True
 
     def _ended(self) -> bool:
-        """Whether the model itself has ended its text here."""
+        """Whether the model ended its text here."""
         return self._final and not self._cut and not self._held[self._at :].strip()
 
     def _bare(self, marker: str) -> Generator[None, None, None]:
-        """An answer that is calls in JSON and nothing else."""
+        """An answer that consists of JSON calls only."""
         made: list[Call] = []
         if (yield from self._next(marker)) is None:
             self._at = 0
@@ -330,10 +330,10 @@ class Parser:
                 self._drop()
         self._at = 0
 
-    # -- reading on, without giving out; False or None: something else comes, or nothing
+    # -- reading ahead without output; False or None: no match
 
     def _next(self, *markers: str) -> Finds:
-        """Which of ``markers`` comes next, behind whitespace; read then."""
+        """Which of ``markers`` follows, after whitespace; consumed."""
         while True:
             text = self._held[self._at :].lstrip()
             found = max((m for m in markers if text.startswith(m)), key=len, default=None)
@@ -345,7 +345,7 @@ class Parser:
             yield
 
     def _to(self, marker: str) -> Finds:
-        """What stands before ``marker``; both are read then."""
+        """The text before ``marker``; both are consumed."""
         start = scan = self._at
         while (at := self._held.find(marker, scan)) < 0:
             scan = max(start, len(self._held) - len(marker) + 1)
@@ -356,7 +356,7 @@ class Parser:
         return self._held[start:at]
 
     def _while(self, pattern: str) -> Finds:
-        """What matches, which ends before the text does, or with it."""
+        """The match of ``pattern``, once it ends before the text does."""
         while True:
             match = re.compile(pattern).match(self._held, self._at)
             if match is None or match.end() < len(self._held) or self._final:
@@ -365,7 +365,7 @@ class Parser:
             yield
 
     def _json(self) -> Finds:
-        """The text of the JSON object that comes next; None at the first character that cannot be in one, outside of its texts."""
+        """The text of the next JSON object; None at the first character that JSON does not allow outside of strings."""
         if (yield from self._next("{")) is None:
             return None
         start, depth, quoted = self._at - 1, 1, False
@@ -387,7 +387,7 @@ class Parser:
                 return self._held[start : self._at]
 
     def _quoted(self, end: str) -> Finds:
-        """What stands before ``end``, which does not count between Gemma 4's quotes."""
+        """The text before ``end``, ignoring ``end`` inside Gemma 4's quotes."""
         start = scan = self._at
         quoted = False
         while True:
@@ -405,22 +405,22 @@ class Parser:
             scan = max(scan, len(self._held) - max(len(end), len(GEMMA_QUOTE)) + 1)
             yield
 
-    # -- giving out
+    # -- output
 
     def _drop(self) -> None:
-        """Forgets what was read."""
+        """Discards what was read."""
         self._held, self._at = self._held[self._at :], 0
 
     def _turn(self) -> None:
-        """Something else begins: whitespace around it is dropped."""
+        """A new section starts: whitespace around it is dropped."""
         self._lead, self._blank = True, ""
 
     def _until(self, kind: str, markers: Sequence[str]) -> Generator[None, None, str]:
-        """Gives out what is held up to the first of ``markers``, which is returned, or up to what could begin one; "" at the end."""
+        """Emits text up to the first of ``markers`` (returned; "" at the end), or up to a possible start of one."""
         while True:
             found = min(((at, -len(m), m) for m in markers if (at := self._held.find(m)) >= 0), default=None)
             at = found[0] if found is not None else len(self._held)
-            if not self._final:  # one of several may have begun before, or go on
+            if not self._final:  # another marker may start earlier or be longer
                 at = min(at, _beginning(self._held, markers))
             self._emit(kind, self._held[:at])
             self._held = self._held[at:]
@@ -432,11 +432,11 @@ class Parser:
             yield
 
     def _longer(self, marker: str, markers: Sequence[str]) -> bool:
-        """Whether what is held may still become a longer marker."""
+        """Whether the pending text may still become a longer marker."""
         return not self._final and any(len(m) > len(marker) and m.startswith(self._held) for m in markers)
 
     def _emit(self, kind: str, text: str) -> None:
-        """Holds back whitespace at the end where a marker may follow, before which it is dropped. Without a ``kind`` nothing comes out."""
+        """Emits text; trailing whitespace is held back where a marker may follow. Without ``kind`` nothing is emitted."""
         if not kind or not text:
             return
         text = self._blank + text
@@ -449,7 +449,7 @@ class Parser:
 
 
 def _beginning(text: str, markers: Sequence[str]) -> int:
-    """Where the longest end of ``text`` begins that begins a marker."""
+    """Start of the longest suffix of ``text`` that is a prefix of a marker."""
     for n in range(min(max(map(len, markers), default=1) - 1, len(text)), 0, -1):
         if any(m.startswith(text[-n:]) for m in markers):
             return len(text) - n

@@ -1,4 +1,4 @@
-"""The process that renders chat templates: started when it is first needed, kept between renderings, replaced when one ended it."""
+"""Client of the sandboxed process that renders chat templates: started on first use, reused, restarted if it died."""
 
 import atexit
 import importlib.util
@@ -19,27 +19,27 @@ from ..cancel import check
 from ..errors import TemplateError
 
 START_SECONDS = 60.0
-WALL_SECONDS = 60.0  # for a child that waits instead of computing; processor time is what is limited
+WALL_SECONDS = 60.0  # wall-clock limit; CPU time is limited separately
 WATCH_SECONDS = 0.02
-CANCEL_SECONDS = 0.1  # between two looks at whether the rendering was cancelled
+CANCEL_SECONDS = 0.1  # interval of cancellation checks
 MIB = 1 << 20
-MUCH = 1 << 13  # characters of an answer that whoever hurries has to encode: 1.5 ms; 66,000 took 170 ms, in which no stream went on
+MUCH = 1 << 13  # characters of a reply that a ``nonblocking`` caller can encode (1.5 ms)
 LARGE = 1 << 14
-PLACES = 8  # templates that the process remembers
-AT_ONCE = 1 << 16  # bytes of a question in haste: a socket takes them without waiting for its other end
-WATCHED = sys.platform != "linux"  # elsewhere the kernel's limit of address space cannot be relied on: this process looks at the child's
+PLACES = 8  # templates cached in the process
+AT_ONCE = 1 << 16  # bytes of a ``nonblocking`` request, which fit the socket buffer
+WATCHED = sys.platform != "linux"  # elsewhere RLIMIT_AS is unreliable: the parent polls the child's memory
 
 
 class Stopped(Exception):
-    """A limit that a rendering went over; the message completes "it was stopped: "."""
+    """A rendering exceeded a limit; the message completes "it was stopped: "."""
 
 
-class Late(Exception):
-    """A rendering takes longer than whoever asks can wait, or makes more than can be encoded meanwhile; asked again without haste it is answered."""
+class WouldBlock(Exception):
+    """A ``nonblocking`` rendering takes too long or is too large; retry without ``nonblocking``."""
 
 
 class _Died(Exception):
-    """The child ended at no limit of ours."""
+    """The child died without exceeding a limit."""
 
 
 class _Child:
@@ -52,33 +52,33 @@ class _Child:
         command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("sandbox.py")), *folders]
         with theirs:
             try:
-                self.process = subprocess.Popen(  # a session of its own: Ctrl-C is the parent's
+                self.process = subprocess.Popen(  # own session, so that Ctrl-C reaches the parent only
                     command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
                 )
             except BaseException:
                 ours.close()
                 raise
         self.socket, self.ready = ours, False
-        self.owes = False  # the answer to a question that nobody waits for any more
-        self._places: list[str] = []  # templates that it was given, and where it has them: 18 KB of one with each question took 0.2 ms
+        self.outstanding = False  # a reply is outstanding that no caller waits for
+        self._places: list[str] = []  # templates sent, by slot: 18 KB per request took 0.2 ms
         self._given = 0
-        self._line = bytearray()  # what has come of an answer
+        self._line = bytearray()  # partial reply
 
     def end(self) -> int:
-        """Its exit status, after it was ended if it was not."""
+        """Kills the child; returns its exit status."""
         self.socket.close()
         self.process.kill()
         return self.process.wait()
 
     def forget(self) -> None:
-        """In a forked copy of this process: the child belongs to the other one."""
+        """Detaches from the child in a forked copy of this process."""
         self.socket.close()
         self.process.returncode = 0
 
     def has(self, source: str) -> bool:
         return source in self._places
 
-    def ask(self, limits: dict, source: str, body: bytes, patience: float | None = None) -> dict:
+    def request(self, limits: dict, source: str, body: bytes, patience: float | None = None) -> dict:
         watched = limits["memory"] if WATCHED else None
         new = source not in self._places
         place = self._given % PLACES if new else self._places.index(source)
@@ -98,14 +98,14 @@ class _Child:
         try:
             return self._receive(patience, None)
         except Stopped:
-            self.owes = True
-            raise Late from None
+            self.outstanding = True
+            raise WouldBlock from None
 
-    def settle(self) -> None:
-        """Waits for the answer that it owes, and forgets it; ConnectionError or Stopped where none comes."""
-        if self.owes:
+    def drain(self) -> None:
+        """Reads and discards the outstanding reply. Raises ConnectionError or Stopped if none comes."""
+        if self.outstanding:
             self._receive(WALL_SECONDS, None)
-            self.owes = False
+            self.outstanding = False
 
     def _receive(self, seconds: float, watched: int | None) -> dict:
         line, deadline = self._line, time.monotonic() + seconds
@@ -129,7 +129,7 @@ class _Child:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process has, by ps; 0 if there is no such process."""
+    """Resident bytes of a process, by ps; 0 if it does not exist."""
     try:
         command = ["ps", "-o", "rss=", "-p", str(pid)]
         told = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False).stdout.strip()
@@ -138,7 +138,7 @@ def resident(pid: int) -> int:
     return int(told) * 1024 if told.isdigit() else 0
 
 
-_SILENT = f"it gave no answer in {WALL_SECONDS:.0f} s"
+_SILENT = f"no reply in {WALL_SECONDS:.0f} s"
 
 
 def _memory(size: int) -> str:
@@ -146,13 +146,13 @@ def _memory(size: int) -> str:
 
 
 class Renderer:
-    """Threads take turns. Nothing is inherited by forked copies of this process, and the child ends with the process that has it."""
+    """Serialises requests of all threads. Forked copies of this process start their own child; the child ends with its parent."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.child: _Child | None = None
-        self._latest = math.inf  # seconds that the last answer took, more than anybody waits where it was long
-        self.haste = threading.local()
+        self._latest = math.inf  # duration of the last rendering, inf if it was large
+        self.patience = threading.local()
         atexit.register(self.stop)
         os.register_at_fork(after_in_child=self._forget)
 
@@ -161,44 +161,44 @@ class Renderer:
         return self.child.process.pid if self.child is not None else None
 
     def start(self) -> None:
-        """Starts the process, so that it is there when the first template comes: importing Jinja takes a tenth of a second."""
+        """Starts the process early: importing Jinja takes 0.1 s."""
         with self.lock:
             self._started()
 
     @contextmanager
-    def hurried(self, seconds: float) -> Iterator[None]:
-        """In it this thread starts no process, waits for no other thread, and ``seconds`` at most for each rendering, which raises ``Late`` where that is
-        not enough, or was not for the one before, and where either makes more than ``MUCH``."""
-        self.haste.seconds = seconds
+    def nonblocking(self, seconds: float) -> Iterator[None]:
+        """Context in which this thread starts no process, waits for no lock, and at most ``seconds`` per rendering.
+        Raises ``WouldBlock`` if that is not or was not enough, or if a reply has more than ``MUCH`` characters."""
+        self.patience.seconds = seconds
         try:
             yield
         finally:
-            del self.haste.seconds
+            del self.patience.seconds
 
-    def ask(self, request: dict, *, seconds: float, memory: int, characters: int) -> dict:
-        """What sandbox.py answers to a request.
+    def render(self, request: dict, *, seconds: float, memory: int, characters: int) -> dict:
+        """The reply of sandbox.py.
 
         Args:
-            seconds: of processor time.
-            memory: bytes, besides what the process has when it is idle.
-            characters: of the rendering.
+            seconds: CPU time.
+            memory: bytes beyond the idle process.
+            characters: length of the rendering.
 
         Raises:
-            Stopped: a limit was reached.
-            TemplateError: the process cannot be started, or ends for reasons of its own.
-            Late: only where this thread is ``hurried``.
+            Stopped: a limit was exceeded.
+            TemplateError: the process cannot start, or died.
+            WouldBlock: only in ``nonblocking``.
         """
         source = request["source"]
         body = json.dumps({k: v for k, v in request.items() if k != "source"}, ensure_ascii=False).encode("utf-8", "surrogatepass")
         limits = {"seconds": seconds, "memory": memory, "characters": characters}
-        if (patience := getattr(self.haste, "seconds", None)) is not None:
-            return self._ask_at_once(limits, source, body, patience)
+        if (patience := getattr(self.patience, "seconds", None)) is not None:
+            return self._request_nonblocking(limits, source, body, patience)
         while not self.lock.acquire(timeout=CANCEL_SECONDS):
             check()
         try:
-            for attempt in (1, 2):  # it may have been ended from outside since the last rendering
+            for attempt in (1, 2):  # the child may have been killed since the last rendering
                 try:
-                    return self._ask(limits, source, body)
+                    return self._request(limits, source, body)
                 except _Died as died:
                     if attempt == 2:
                         raise Stopped(f"it ends the process that renders it ({died})") from None
@@ -206,36 +206,36 @@ class Renderer:
         finally:
             self.lock.release()
 
-    def _ask_at_once(self, limits: dict, source: str, body: bytes, patience: float) -> dict:
+    def _request_nonblocking(self, limits: dict, source: str, body: bytes, patience: float) -> dict:
         if WATCHED or len(body) > AT_ONCE or self._latest > patience or not self.lock.acquire(blocking=False):
-            raise Late
+            raise WouldBlock
         try:
-            if self.child is None or not self.child.ready or self.child.owes or not self.child.has(source):
-                raise Late
-            reply = self._ask(limits, source, body, patience)
+            if self.child is None or not self.child.ready or self.child.outstanding or not self.child.has(source):
+                raise WouldBlock
+            reply = self._request(limits, source, body, patience)
             if self._latest > patience:
-                raise Late
+                raise WouldBlock
             return reply
-        except _Died:  # from outside, most likely
-            raise Late from None
+        except _Died:  # killed from outside
+            raise WouldBlock from None
         finally:
             self.lock.release()
 
-    def _settled(self) -> _Child:
-        """The child, which owes nothing."""
+    def _idle_child(self) -> _Child:
+        """The child, without outstanding replies."""
         child = self._started()
         try:
-            child.settle()
-        except (ConnectionError, Stopped):  # what it owed was the end of it
+            child.drain()
+        except (ConnectionError, Stopped):  # died before it replied
             self.stop()
         return self._started()
 
-    def _ask(self, limits: dict, source: str, body: bytes, patience: float | None = None) -> dict:
-        child, began, self._latest = self._settled(), time.monotonic(), math.inf
+    def _request(self, limits: dict, source: str, body: bytes, patience: float | None = None) -> dict:
+        child, began, self._latest = self._idle_child(), time.monotonic(), math.inf
         try:
-            reply = child.ask(limits, source, body, patience)
+            reply = child.request(limits, source, body, patience)
             self._latest = time.monotonic() - began if len(reply.get("text", "")) <= MUCH else math.inf
-        except Late:
+        except WouldBlock:
             raise
         except ConnectionError:
             with suppress(subprocess.TimeoutExpired):
@@ -247,11 +247,11 @@ class Renderer:
                 raise Stopped(_memory(limits["memory"])) from None
             if not child.ready:
                 raise TemplateError(
-                    f"the process that renders chat templates ends before its first ({_status(status)}); "
+                    f"the process that renders chat templates exits at start ({_status(status)}); "
                     f"check that `{sys.executable} -I` runs and that jinja2 is installed"
                 ) from None
             raise _Died(_status(status)) from None
-        except BaseException:  # also Ctrl-C: what it would answer now is no answer to the next question
+        except BaseException:  # including Ctrl-C: a pending reply must not answer the next request
             self.stop()
             raise
         if reply["last"]:
@@ -288,4 +288,4 @@ def _status(status: int) -> str:
 
 
 RENDERER = Renderer()
-LARGE_RENDERER = Renderer()  # for conversations of more than LARGE characters, so that short ones never wait for them
+LARGE_RENDERER = Renderer()  # for conversations above LARGE characters, so that short ones do not wait

@@ -1,12 +1,13 @@
-"""Renders chat templates in a process of its own, which `renderer.py` starts and limits:
+"""Process that renders chat templates, started and limited by `renderer.py`:
 
-    python -I -S sandbox.py FOLDER...
+python -I -S sandbox.py FOLDER...
 
-Jinja's sandbox closes the ways out of a template. It does not bound work: `'%(a)999999999s' % {'a': 1}` is one call that ends a
-process just as well as an endless loop does. That is what this process is for: the kernel ends it at a limit of memory or of processor time,
-whatever the template does. It imports Jinja from the folders named, nothing of this package, and talks through descriptor 0 only.
+Jinja's sandbox restricts access but not work: one expression can allocate gigabytes. The kernel kills this process at a limit of memory or
+CPU time.
+It imports Jinja from the given folders, nothing of this package, and communicates over descriptor 0.
 
-A request is two lines of JSON, the limits with the template's place, and what is to be done; a template comes with its first request. An answer is one line. What happens at a limit is not answered: the process is gone.
+A request is two JSON lines: limits with the template's slot, and the task; a template is sent once. A reply is one line; at a limit there
+is none.
 """
 
 import json
@@ -25,23 +26,23 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import SandboxedEnvironment, SecurityError
 
 KEPT = 8  # compiled templates
-SPARE = 32 << 20  # bytes that the process may have grown by; above, the next rendering gets a fresh one
-WARM = (  # everything that Jinja imports when it is first used
+SPARE = 32 << 20  # bytes of growth after which the process is replaced
+WARM = (  # triggers Jinja's lazy imports
     r"{% for x in [{'a': '\n\u00e4'}] %}{{ x | tojson(indent=1) }}{{ '{:>3} %d'.format(1) % 1 }}{{ strftime_now('%d %b %Y') }}{{ no.no }}{% endfor %}",
     "{{ 'a' | wordwrap(1) | striptags | pprint }}{{ lipsum(1) }}",
 )
 
 
 class Refusal(Exception):
-    """The template's own raise_exception."""
+    """The template called raise_exception."""
 
 
 class TooLong(Exception):
-    """More characters than the rendering may have."""
+    """The rendering exceeds its length limit."""
 
 
 class Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: for training on the assistant's turns; here only what it brackets counts."""
+    """{% generation %} ... {% endgeneration %}, used in training: only the contents count."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it for instances)
 
@@ -51,7 +52,7 @@ class Generation(Extension):
 
 
 class Lenient(Undefined):
-    """Nothing, where text is added to it, as llama.cpp has it; Jinja's undefined otherwise."""
+    """Undefined plus text is the text, as in llama.cpp; otherwise Jinja's undefined."""
 
     def __add__(self, other):
         return other if isinstance(other, str) else super().__add__(other)
@@ -61,10 +62,7 @@ class Lenient(Undefined):
 
 
 class Sandbox(SandboxedEnvironment):
-    """As the ecosystem's renderers set Jinja up, apart from constants: they are computed when they are needed, not while compiling.
-
-    Lists and mappings may be changed: all that a rendering can reach was made for it.
-    """
+    """Jinja as transformers configures it, without constant folding. Lists and mappings may be changed: they are copies."""
 
     def __init__(self):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation], optimized=False, undefined=Lenient)
@@ -80,12 +78,12 @@ class Sandbox(SandboxedEnvironment):
 
 
 def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """As the ecosystem's renderers have it: not escaped for HTML, not ASCII only."""
+    """JSON without HTML escapes and with non-ASCII characters, as in transformers."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed)
 
 
 def _listed(value) -> list:
-    """What filters like map make is a list to templates."""
+    """Iterators, which filters like map return, as lists."""
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is no value of JSON")
@@ -113,7 +111,7 @@ class Compiled:
 
 
 def answer(request: dict, limit: int, compiled: dict[str, Compiled]) -> dict:
-    """The text, or how the template failed; without values it is compiled only."""
+    """The rendering, or how the template failed; without "values" it is compiled only."""
     source, failed, line = request["source"], "fails", 0
     what: object
     try:
@@ -137,13 +135,13 @@ def answer(request: dict, limit: int, compiled: dict[str, Compiled]) -> dict:
         failed, what = "long", error
     except UndefinedError as error:
         failed, what = "undefined", error
-    except Exception as error:  # whatever an expression can raise, and Python's compiler at absurd nesting
+    except Exception as error:  # any exception of an expression, and of Python's compiler at extreme nesting
         what = error if failed == "compile" else f"{type(error).__name__} {error}"
     return {"failed": failed, "line": line, "what": str(what)[:1000]}
 
 
 class Memory:
-    """Bytes that this process has mapped, and the limit of them, where the kernel is told to hold it to one."""
+    """Mapped bytes of this process and their limit, where the kernel enforces it."""
 
     def __init__(self):
         self._file = os.open("/proc/self/statm", os.O_RDONLY) if os.path.exists("/proc/self/statm") else None
@@ -162,14 +160,14 @@ class Memory:
 
 
 def serve() -> None:
-    """Answers requests until the other end of descriptor 0 is closed."""
+    """Serves requests until descriptor 0 is closed."""
     compiled: dict[str, Compiled] = {}
-    sources: dict[int, str] = {}  # by the place that was said when each came
+    sources: dict[int, str] = {}  # by slot
     for source in WARM:
         answer({"source": source, "values": {"messages": []}, "now": "2000-01-01"}, 1 << 20, {})
     memory = Memory()
     asked, told = os.fdopen(0, "rb", 1 << 16), os.fdopen(os.dup(0), "wb")
-    for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):  # writes and opens no file, leaves none behind
+    for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):  # no files written or opened, no core dumps
         resource.setrlimit(what, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # both are inherited
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
@@ -184,7 +182,7 @@ def serve() -> None:
             sources[limits["place"]] = limits["source"]
         if limits["memory"] is not None:
             memory.allow(limits["memory"])
-        signal.setitimer(signal.ITIMER_PROF, limits["seconds"])  # its signal ends the process in the middle of whatever it does
+        signal.setitimer(signal.ITIMER_PROF, limits["seconds"])  # the signal kills the process anywhere
         reply = answer(json.loads(asked.readline()) | {"source": sources[limits["place"]]}, limits["characters"], compiled)
         signal.setitimer(signal.ITIMER_PROF, 0)
         reply["last"] = memory.grown()

@@ -1,4 +1,4 @@
-"""Tokens to text as they arrive: never half a character, never a part of a stop string."""
+"""Incremental detokenisation: whole characters only, and never part of a stop string."""
 
 import codecs
 import time
@@ -13,11 +13,11 @@ STOP, LENGTH = "stop", "length"
 
 @dataclass(frozen=True)
 class LineLimits:
-    """What editors ask of a completion.
+    """Limits of completions for editors.
 
     Attributes:
-        indent: it ends where a line behind the first is indented by fewer characters, 0 for no limit.
-        seconds: it ends with the first line break so long after its first token, 0 for no limit.
+        indent: stop at a line, not the first, with a smaller indent; 0 for no limit.
+        seconds: stop at the first line break this long after the first token; 0 for no limit.
     """
 
     indent: int = 0
@@ -28,7 +28,7 @@ class LineLimits:
 
 
 def stop_texts(stop: Sequence[str]) -> tuple[str, ...]:
-    """``stop``, if it is texts: of one str, every letter would be one."""
+    """``stop`` checked to be a list of texts."""
     if isinstance(stop, (str, bytes)) or not isinstance(stop, Iterable) or not all(isinstance(text, str) for text in stop):
         raise SamplingError(f"stop is {stop!r}; give a list of texts, like ['\\n\\n']")
     return tuple(stop)
@@ -38,11 +38,8 @@ ANY_LINES = LineLimits()
 
 
 class TextStream:
-    """Turns token bytes into text. ``push`` returns what may be shown; ``finish`` what was held back.
-
-    A character whose bytes are spread over tokens comes out when it is complete. Text that could be the beginning of a stop string is held
-    back until it is certain that it is not; ``stopped`` becomes True when a stop string is complete, and the text ends before it.
-    """
+    """Detokenises incrementally: ``push`` returns text that may be shown, ``finish`` the rest.
+    Text that may be the start of a stop string is held back; ``stopped`` is set at a complete stop string, and the text ends before it."""
 
     def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = (), lines: LineLimits = ANY_LINES):
         self._piece = piece
@@ -54,7 +51,7 @@ class TextStream:
 
     @property
     def ended(self) -> str:
-        """Why it has ended: STOP, or LENGTH by the limits of lines; "" while it goes on."""
+        """Why the text ended: STOP, LENGTH (line limits), or "" if it has not."""
         return "" if not self.stopped else LENGTH if self._lines is not None and self._lines.over else STOP
 
     def push(self, *tokens: int) -> str:
@@ -90,7 +87,7 @@ class TextStream:
         return out
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Length of the longest suffix that is a prefix of a stop string."""
         longest = max((len(s) for s in self.stops), default=0)
         for n in range(min(longest - 1, len(self._held)), 0, -1):
             if any(s.startswith(self._held[-n:]) for s in self.stops):
@@ -99,15 +96,15 @@ class TextStream:
 
 
 class _Lines:
-    """Follows a text line by line. ``over``: a limit is reached."""
+    """Applies ``LineLimits``. ``over``: a limit is reached."""
 
     def __init__(self, limits: LineLimits) -> None:
         self._limits, self.over = limits, False
         self._until = 0.0
-        self._indent = -1  # of the line so far, -1 where it is known to be enough, or is the first one
+        self._indent = -1  # of the current line; -1 if sufficient, or in the first line
 
     def cut(self, text: str) -> str:
-        """As much of the text that comes next as is within the limits."""
+        """The part of ``text`` within the limits."""
         now = time.monotonic() if self._limits.seconds else 0.0
         self._until = self._until or now + self._limits.seconds
         for i, character in enumerate(text):
@@ -123,18 +120,16 @@ class _Lines:
 
 
 class BlockText:
-    """The text of a sequence that comes out in blocks.
-
-    With stop texts, or limits of its lines, each token's text is made when ``completes`` is asked about it, which is before the next one is chosen; without, when
-    ``take`` is asked for the block, which need not hold up the next step (4 us per token).
+    """Detokenises a sequence block by block.
+    With stop strings or line limits ``completes`` detokenises each token before the next is sampled; otherwise ``take`` does it per block.
 
     Attributes:
-        completes: (token) -> why the text ends with it, STOP or LENGTH, or ""; None where nothing of the kind can end it.
+        completes: (token) -> why the text ends with it, STOP, LENGTH or ""; None if nothing can end it.
     """
 
     def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = (), lines: LineLimits = ANY_LINES):
         self._text = TextStream(piece, stops, lines)
-        self._made: deque[str] = deque()  # of tokens that were asked about and not taken yet
+        self._made: deque[str] = deque()  # text of tokens passed to ``completes`` and not yet taken
         self.completes = self._completes if self._text.stops or lines else None
 
     def _completes(self, token: int) -> str:
@@ -142,11 +137,11 @@ class BlockText:
         return self._text.ended
 
     def take(self, block: Sequence[int]) -> str:
-        """What may be shown of the next ``block`` of tokens."""
+        """Text that may be shown after the next ``block`` of tokens."""
         if self.completes is None:
             return self._text.push(*block)
         return "".join(self._made.popleft() for _ in block)
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text held back."""
         return self._text.finish()

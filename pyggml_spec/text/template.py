@@ -1,9 +1,8 @@
-"""Chat templates: messages to token ids, by the template that the GGUF brings.
+"""Chat templates of GGUF files: messages to token ids.
 
-The template's own text may name control tokens; a message's text may not. Every control token's text inside a message is split by a mark
-before rendering (a private-use character that appears nowhere else), so in the result only the template's are whole. What lies between
-them is encoded without control tokens, the marks removed. Harmless messages hold no marks, and are encoded exactly as llama.cpp would
-encode the rendered text: a message's first word still joins the line break before it, as in training.
+Only the template's own text becomes control tokens. Control-token text inside messages is split by a private-use mark before rendering and
+encoded without
+the mark as plain text. Messages without such text are encoded exactly as llama.cpp encodes the rendered text.
 """
 
 import json
@@ -17,21 +16,21 @@ from ..errors import TemplateError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
 from .formats import Format, format_of
-from .messages import Takes, adapted, plain
+from .messages import TemplateSupport, adapt, plain
 from .renderer import LARGE, LARGE_RENDERER, MIB, RENDERER, Stopped
 from .tokenizer import Tokenizer
 
 MAX_TEMPLATE = 1 << 18  # characters; real ones have up to 20,000
-SECONDS = 5.0  # of processor time, for one rendering
-OWN_MEMORY, MEMORY_PER_CHARACTER = 256 * MIB, 32  # what it may take besides the messages, and for each character of them
-OWN_CHARACTERS = 1 << 18  # what it may make besides four times the messages
+SECONDS = 5.0  # CPU time per rendering
+OWN_MEMORY, MEMORY_PER_CHARACTER = 256 * MIB, 32  # memory besides the messages, and per character of them
+OWN_CHARACTERS = 1 << 18  # output besides four times the messages
 KEY = "tokenizer.chat_template"
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of a file's templates
 NAME = re.compile(r"[\w.-]+")
-_KEEPS = ("preserve_thinking",)  # what templates call keeping the reasoning of earlier turns, and leaving it out
+_KEEPS = ("preserve_thinking",)  # names of template options that keep or drop the reasoning of earlier turns
 _DROPS = ("clear_thinking", "truncate_history_thinking", "drop_thinking")
 _PROBED = datetime(2000, 1, 1, tzinfo=UTC)
-_SENTENCES = {  # by what sandbox.py says of a failure
+_SENTENCES = {  # by the failure that sandbox.py reports
     "syntax": "is wrong in line {line} ({what}); use another model file",
     "compile": "cannot be compiled ({what}); use another model file",
     "security": "does what templates must not do: {what}; do not trust this model file",
@@ -43,10 +42,10 @@ _SENTENCES = {  # by what sandbox.py says of a failure
 
 
 def templates(file: GGUFFile) -> dict[str, str]:
-    """The templates of a model file by their names, without empty ones.
+    """The non-empty templates of a model file by name.
 
     Raises:
-        TemplateError: one of them is no text.
+        TemplateError: one of them is not text.
     """
     out: dict[str, str] = {}
     for key, value in file.metadata.items():
@@ -61,10 +60,10 @@ def templates(file: GGUFFile) -> dict[str, str]:
 
 
 class ChatTemplate:
-    """A compiled template. ``can_think`` tells whether it knows ``enable_thinking``.
+    """A compiled template. ``can_think``: it knows ``enable_thinking``.
 
     Raises:
-        TemplateError: too long, or not a template.
+        TemplateError: too long, or invalid.
     """
 
     def __init__(self, source: str, bos_token: str = "", eos_token: str = "", seconds: float = SECONDS) -> None:
@@ -76,16 +75,16 @@ class ChatTemplate:
         self.can_think = "enable_thinking" in source
         self.form: Format = format_of(source)
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._takes = Takes(self._probe)
+        self._supports = TemplateSupport(self._probe)
         self._names: tuple[Tokenizer, _Names] | None = None
-        self._text(self._ask({"source": source}, 0))
+        self._text(self._request({"source": source}, 0))
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, source: str | None = None) -> "ChatTemplate":
-        """The template of a model file, or another one for its vocabulary.
+        """The template of a model file, or ``source`` with its special tokens.
 
         Raises:
-            TemplateError: it has none, or one that is no template.
+            TemplateError: there is none, or it is invalid.
         """
         source = templates(file).get(DEFAULT) if source is None else source
         if not source:
@@ -108,26 +107,26 @@ class ChatTemplate:
         variables: Mapping | None = None,
         now: datetime | None = None,
     ) -> str:
-        """The text of a conversation. Not for encoding with control tokens: that is ``encode``.
+        """The text of a conversation, for display; ``encode`` returns its tokens.
 
         Args:
-            messages: mappings with "role" and "content", as in the chat APIs. A template that has no place for a system message gets its
-                text at the start of the next one.
-            add_generation_prompt: whether the assistant's turn is opened at the end.
+            messages: mappings with "role" and "content", as in the chat APIs. Without support for system messages, their text is put at the
+                start of the next one.
+            add_generation_prompt: open the assistant's turn at the end.
             thinking: sets ``enable_thinking``; None is True, as in llama-server.
-            tools: function descriptions, for templates that take them.
-            variables: further names that the template knows: "documents", "functions", "reasoning_effort", ...
-            now: the day that ``strftime_now``, ``date_string`` and ``datetime`` tell; None is today.
+            tools: function descriptions, for templates that use them.
+            variables: further template variables: "documents", "functions", "reasoning_effort", ...
+            now: date of ``strftime_now``, ``date_string`` and ``datetime``; None is today.
 
         Raises:
-            TemplateError: the template refuses the conversation, fails, or does what a template must not do.
+            TemplateError: the template refuses the conversation, fails, or exceeds a limit.
         """
         messages, told = plain(messages), plain(tools) if tools else []
         given = {"enable_thinking": thinking is not False, "add_generation_prompt": add_generation_prompt, **plain(variables or {})}
         if "messages" in given:
             raise TemplateError("the variables of a chat template name its messages; pass them as such")
         return self._text(
-            self._answer(adapted(messages, self._takes, "<|channel|>" in self.source), told, given, now or datetime.now().astimezone())
+            self._answer(adapt(messages, self._supports, "<|channel|>" in self.source), told, given, now or datetime.now().astimezone())
         )
 
     def _probe(self, messages: list[dict], tools: list[dict]) -> tuple[str, bool]:
@@ -147,12 +146,12 @@ class ChatTemplate:
             **given,
             "messages": messages,
         }
-        return self._ask({"source": self.source, "values": values, "now": now.isoformat()}, _length(values))
+        return self._request({"source": self.source, "values": values, "now": now.isoformat()}, _length(values))
 
-    def _ask(self, request: dict, length: int) -> dict:
+    def _request(self, request: dict, length: int) -> dict:
         limits = {"memory": OWN_MEMORY + MEMORY_PER_CHARACTER * length, "characters": OWN_CHARACTERS + 4 * length}
         try:
-            return (LARGE_RENDERER if length > LARGE else RENDERER).ask(request, seconds=self.seconds, **limits)
+            return (LARGE_RENDERER if length > LARGE else RENDERER).render(request, seconds=self.seconds, **limits)
         except Stopped as stopped:
             raise TemplateError(f"the chat template was stopped: {stopped}; do not trust this model file") from None
 
@@ -166,13 +165,13 @@ class ChatTemplate:
 
     @property
     def thinking(self) -> tuple[str, str]:
-        """What begins reasoning in an answer, and what stands between it and the content; as the template writes it where it does."""
+        """Start of reasoning in an answer, and the text between reasoning and content, as the template writes it."""
         begin, end = self.form.thinking
-        between = self._takes.between
+        between = self._supports.between
         return begin, between if between is not None and self.form.think[1] in between else end
 
     def prepare(self, tokenizer: Tokenizer) -> None:
-        """Makes ready what the first ``encode`` with this vocabulary would wait for: the patterns of 6,000 control tokens, as gemma4 has, take a second."""
+        """Builds what the first ``encode`` with this vocabulary needs; a second for 6,000 control tokens."""
         self.control_names(tokenizer)
 
     def control_names(self, tokenizer: Tokenizer) -> "_Names":
@@ -183,8 +182,8 @@ class ChatTemplate:
     def encode(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping], fits: Callable[[str], object] | None = None, **options: Any
     ) -> list[int]:
-        """Token ids of a conversation; ``options`` as for ``render``. Control tokens come from the template only. ``fits`` is called with its text before
-        that is encoded, and raises if it is too long.
+        """Token ids of a conversation; ``options`` as for ``render``. Control tokens come from the template only.
+        ``fits`` is called with the text before encoding, and raises if it is too long.
 
         Raises:
             TemplateError: as ``render``.
@@ -214,7 +213,7 @@ class ChatTemplate:
 
 
 class _Names:
-    """Control tokens' texts, as ``_Guard`` looks for them."""
+    """Patterns of control-token texts, for ``_Guard``."""
 
     def __init__(self, control: Mapping[str, int]) -> None:
         names = sorted((name for name in control if len(name) > 1), key=len, reverse=True)
@@ -227,7 +226,7 @@ class _Names:
 
 
 class _Guard:
-    """Puts ``mark`` into every control token's text inside messages, and where an edge could complete one with the text beside it."""
+    """Inserts ``mark`` into control-token texts of messages, and at edges that could complete one with adjacent text."""
 
     def __init__(self, names: _Names, *texts: Any) -> None:
         taken: set[str] = set()
@@ -237,7 +236,7 @@ class _Guard:
         self._names = names
 
     def split(self, value: Any) -> Any:
-        """``value`` with every text in it made harmless; roles stay as they are where they hold no whole control token."""
+        """``value`` with all its texts guarded; roles stay unless they contain a whole control token."""
         if isinstance(value, str):
             return self._split(value, edges=True)
         if isinstance(value, list):

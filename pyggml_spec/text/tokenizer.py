@@ -1,4 +1,4 @@
-"""llama.cpp's tokenizer over the vocabulary of a GGUF, through libllama (no weights are loaded)."""
+"""llama.cpp's tokenizer for the vocabulary of a GGUF, by libllama; no weights are loaded."""
 
 import os
 from collections.abc import Iterable
@@ -14,16 +14,16 @@ from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
 from ..large_stack import on_large_stack
 
-_MODELS = ("gpt2", "llama", "gemma4")  # llama.cpp has more, which assert more
+_MODELS = ("gpt2", "llama", "gemma4")  # llama.cpp has more types, which assert more
 _ID_KEYS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
 _SHORT_TEXT, _STACK_PER_BYTE = 4096, 512
 
 
-lib.keep_errors()  # llama.cpp's loader logs every key; only why something failed is of use
+lib.keep_errors()  # llama.cpp's loader logs every key
 
 
 def check_vocabulary(file: GGUFFile) -> int:
-    """Number of tokens, after checking everything about the vocabulary that llama.cpp would assert at load or while it encodes.
+    """Number of tokens, after checking all that llama.cpp asserts about a vocabulary.
 
     Raises:
         GGUFError: a key is missing, has another type, or contradicts the token list.
@@ -54,10 +54,10 @@ def check_vocabulary(file: GGUFFile) -> int:
 
 
 def _check_tokens(file: GGUFFile, model: str, tokens: StringArray) -> None:
-    """The token texts: all different, and with what encoding cannot do without."""
+    """Token texts are distinct, and every byte has a token."""
     seen: dict[bytes, int] = {}
     for i, raw in enumerate(tokens.raws()):
-        name = raw.split(b"\0", 1)[0] or b"[EMPTY_%d]" % i  # llama.cpp reads C strings, and names empty ones so
+        name = raw.split(b"\0", 1)[0] or b"[EMPTY_%d]" % i  # llama.cpp reads C strings and renames empty ones
         if (first := seen.setdefault(name, i)) != i:
             raise GGUFError(f"{file.path}: the tokens {first} and {i} are both {brief(tokens[i])}; the file is damaged")
     if model == "llama":
@@ -67,11 +67,11 @@ def _check_tokens(file: GGUFFile, model: str, tokens: StringArray) -> None:
 
 
 def vocabulary_note(file: GGUFFile) -> str | None:
-    """What is wrong with a vocabulary that can be used all the same, in a sentence."""
+    """A warning about a usable vocabulary, or None."""
     if file.metadata.get("tokenizer.ggml.model") == "gpt2" and not file.metadata.get("tokenizer.ggml.pre"):
         return (
-            f"{file.path.name} does not say how its text is cut into words (tokenizer.ggml.pre): it is cut as llama.cpp cuts by default, which "
-            "may not be how the model was trained, so that answers get worse; convert it again"
+            f"{file.path.name} names no pre-tokenizer (tokenizer.ggml.pre): llama.cpp's default is used, which "
+            "may differ from training and degrade answers; convert it again"
         )
     return None
 
@@ -80,8 +80,9 @@ _CONTROL = 3  # in tokenizer.ggml.token_type
 
 
 class Fim(NamedTuple):
-    """Control tokens between which a model that was taught to fill in finds what is there: what comes before the gap, what comes behind it, where its
-    text begins; in front of them the name of a repository, and of each file. None: the vocabulary has none."""
+    """Control tokens for fill-in-the-middle, where the vocabulary has them: around the text before the gap, the text after it, and the
+    middle;
+    before the names of the repository and of each file."""
 
     prefix: int | None
     suffix: int | None
@@ -98,7 +99,7 @@ class Tokenizer:
         self.n_vocab = check_vocabulary(file)
         params = lib.llama_model_default_params()
         params.vocab_only = True
-        lib.keep_errors()  # once more: the package llama_cpp keeps them for itself from the moment that somebody imports it
+        lib.keep_errors()  # importing llama_cpp replaces the log callback
         self._model = lib.llama_model_load_from_file(os.fsencode(file.path), params)
         if not self._model:
             why = text_of(lib.kept_errors()).partition("\n")[0] or "it does not say why"
@@ -107,7 +108,7 @@ class Tokenizer:
         self._control: dict[str, int] | None = None
         types = file.metadata.get("tokenizer.ggml.token_type")
         self._said_control = np.flatnonzero(types == _CONTROL).tolist() if isinstance(types, np.ndarray) else []
-        self._pieces = lru_cache(1 << 14)(self._piece)  # a text has the same ones again and again: 0.2 us instead of 1.7
+        self._pieces = lru_cache(1 << 14)(self._piece)  # 0.2 us instead of 1.7
         try:
             self._check_added()
         except BaseException:
@@ -115,15 +116,15 @@ class Tokenizer:
             raise
 
     def _check_added(self) -> None:
-        """Tokens that llama.cpp adds to every text have to exist: it asserts that when it encodes."""
+        """llama.cpp asserts that tokens added to every text exist."""
         for name in ("bos", "eos"):
             adds, token = (getattr(lib, f"llama_vocab_{part}{name}")(self.vocab) for part in ("get_add_", ""))
             if adds and not 0 <= token < self.n_vocab:
-                raise GGUFError(f"{self.path} asks for a {name} token in every text, but tokenizer.ggml.{name}_token_id names none")
+                raise GGUFError(f"{self.path} adds a {name} token to every text, but tokenizer.ggml.{name}_token_id is invalid")
 
     @property
     def vocab(self) -> Vocab:
-        """libllama's vocabulary, for its samplers; valid until ``close``."""
+        """libllama's vocabulary; valid until ``close``."""
         if not self._model:
             raise EngineError("the session is closed: load the model again")
         return self._vocab
@@ -132,17 +133,17 @@ class Tokenizer:
         """Token ids of ``text``.
 
         Args:
-            text: str (lone surrogates become "?") or bytes (what is not UTF-8 becomes U+FFFD, as in llama.cpp).
-            special: whether text like ``<|end|>`` becomes control tokens; off, so that a user's text never does.
-            bos: whether the tokens that the vocabulary adds at the start are added.
+            text: str (lone surrogates become "?") or bytes (invalid UTF-8 becomes U+FFFD, as in llama.cpp).
+            special: text like ``<|end|>`` becomes control tokens; off for user text.
+            bos: add the tokens that the vocabulary adds at the start.
 
         Raises:
-            ContextError: no text, or one of so many bytes that it cannot be encoded in this process.
+            ContextError: not a text, or too long to encode in this process.
         """
         if not isinstance(text, (str, bytes)):
             raise ContextError(f"a text of the type {type(text).__name__} cannot be encoded; give str or bytes")
         if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")  # llama.cpp ends the process on code points above U+10FFFF
+            text = text.decode("utf-8", "replace")  # llama.cpp aborts on code points above U+10FFFF
         data = text.encode("utf-8", "replace")
         if len(data) <= _SHORT_TEXT:
             return self._encode(data, special, bos)
@@ -158,7 +159,7 @@ class Tokenizer:
         return ffi.unpack(out, n)
 
     def _encode_on_large_stack(self, data: bytes, special: bool, bos: bool) -> list[int]:
-        """Several pre-tokenizers of llama.cpp run std::regex, which takes up to 335 bytes of stack per character of a long run."""
+        """llama.cpp's pre-tokenizers use std::regex, with up to 335 bytes of stack per character."""
         size = (1 << 20) + _STACK_PER_BYTE * len(data)
         try:
             return on_large_stack(size, lambda: self._encode(data, special, bos))
@@ -166,13 +167,13 @@ class Tokenizer:
             raise ContextError(f"a text of {len(data)} bytes cannot be encoded: there is no memory for it; shorten the prompt") from None
 
     def piece(self, token: int, special: bool = False) -> bytes:
-        """The bytes of one token; control tokens are empty unless ``special``. Bytes of one character may span several tokens."""
+        """Bytes of one token; control tokens are empty unless ``special``. A character may span several tokens."""
         return self._pieces(token, special)
 
     def _piece(self, token: int, special: bool) -> bytes:
         if not 0 <= token < self.n_vocab:
-            return b""  # llama.cpp would end the process
-        out = ffi.new("char[]", 256)  # one per call: several threads may ask
+            return b""  # llama.cpp would abort
+        out = ffi.new("char[]", 256)  # one per call, for thread safety
         n = lib.llama_token_to_piece(self.vocab, token, out, len(out), 0, special)
         if n < 0:
             out = ffi.new("char[]", -n)
@@ -180,25 +181,25 @@ class Tokenizer:
         return ffi.unpack(out, n)
 
     def pieces(self) -> list[bytes]:
-        """``piece`` of every token, control tokens by their names. One buffer for all: one for each takes twice as long."""
+        """``piece`` of every token, control tokens by name; one shared buffer halves the time."""
         size = 1 << 16
         out, call, vocab = ffi.new("char[]", size), lib.llama_token_to_piece, self.vocab
         return [ffi.unpack(out, max(0, call(vocab, i, out, size, 0, True))) for i in range(self.n_vocab)]
 
     @cached_property
     def longest_piece(self) -> int:
-        """Bytes of the longest one."""
+        """Bytes of the longest piece."""
         return max(map(len, self.pieces()))
 
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:
         return b"".join(self.piece(t, special) for t in tokens).decode("utf-8", "replace")
 
     def is_end(self, token: int) -> bool:
-        """Whether the model ends its text with this token."""
+        """Whether ``token`` ends the text."""
         return lib.llama_vocab_is_eog(self.vocab, token)
 
     def control_tokens(self) -> dict[str, int]:
-        """The texts that ``encode`` only recognises with ``special``, and the tokens that they are."""
+        """Texts that ``encode`` recognises only with ``special``, and their tokens."""
         if self._control is None:
             wanted = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
             ids = [i for i in range(self.n_vocab) if lib.llama_vocab_get_attr(self.vocab, i) & wanted]
@@ -208,19 +209,19 @@ class Tokenizer:
 
     @cached_property
     def exposed_tokens(self) -> dict[str, int]:
-        """Control tokens of the file that libllama takes for text, which ``encode`` recognises always: the markers of gpt-oss."""
+        """Control tokens of the file that libllama treats as text, so ``encode`` always recognises them: gpt-oss's markers."""
         left = set(self._said_control) - set(self.control_tokens().values())
         return {text: i for i in left if i < self.n_vocab and (text := text_of(lib.llama_vocab_get_text(self.vocab, i)))}
 
     def fim(self) -> "Fim":
-        """The tokens of filling in, of those that the vocabulary has."""
+        """The fill-in-the-middle tokens of the vocabulary."""
         names = ("pre", "suf", "mid", "rep", "sep")
         ids = [getattr(lib, f"llama_vocab_fim_{name}")(self.vocab) for name in names]
         return Fim(*(i if 0 <= i < self.n_vocab else None for i in ids))
 
     @property
     def bos(self) -> int | None:
-        """The token that the vocabulary adds at the start of a text, or None."""
+        """The token added at the start of a text, or None."""
         return lib.llama_vocab_bos(self.vocab) if lib.llama_vocab_get_add_bos(self.vocab) else None
 
     def close(self) -> None:
@@ -231,13 +232,13 @@ class Tokenizer:
 
 
 def first_difference(a: GGUFFile, b: GGUFFile) -> str | None:
-    """None if both files have the same token list; otherwise what differs, as a phrase."""
+    """None if both files have the same token list, else a phrase with the difference."""
     left, right = a.metadata.get("tokenizer.ggml.tokens"), b.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(left, StringArray) or not isinstance(right, StringArray):
-        return None  # a drafter without a vocabulary of its own uses the target's
+        return None  # a drafter without vocabulary uses the target's
     if len(left) != len(right):
         return f"{a.path.name} has {len(left)} tokens, {b.path.name} has {len(right)}"
-    if left.same(right):  # 250,000 tokens in 14 ms instead of 0.5 s
+    if left.same(right):  # compares 250,000 tokens in 14 ms
         return None
     for i in range(len(left)):
         if left.raw(i) != right.raw(i):

@@ -1,4 +1,4 @@
-"""Arguments of tool calls as models write them, as JSON that every client can read."""
+"""Tool-call arguments as models write them, converted to JSON."""
 
 import json
 import math
@@ -10,20 +10,20 @@ from typing import Any
 from .formats import GEMMA_QUOTE
 
 KINDS = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
-_MOST_DIGITS = 308  # more are beyond a double, which is what most clients read numbers into
+_MOST_DIGITS = 308  # longer integers exceed a double
 _HALVES = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A whole tool call; ``arguments`` is a JSON object."""
+    """A complete tool call; ``arguments`` is a JSON object."""
 
     name: str
     arguments: str
 
 
 def call(name: str, arguments: Any) -> Call | None:
-    """None if the arguments are no object. Halves of surrogate pairs become U+FFFD: they cannot be sent."""
+    """None if the arguments are not an object. Lone surrogates become U+FFFD."""
     if not isinstance(arguments, dict):
         return None
     try:
@@ -33,10 +33,10 @@ def call(name: str, arguments: Any) -> Call | None:
 
 
 def loads(text: str) -> Any:
-    """JSON that may have control characters in its texts. Numbers beyond a double, NaN and Infinity stay texts.
+    """JSON that may contain control characters in strings. Numbers beyond a double, NaN and Infinity stay text.
 
     Raises:
-        ValueError: it is none.
+        ValueError: invalid JSON.
     """
     try:
         return json.loads(text, strict=False, parse_constant=str, parse_float=_float, parse_int=_int)
@@ -52,7 +52,7 @@ def _int(text: str) -> int | str:
     return int(text) if len(text) <= _MOST_DIGITS else text
 
 
-# -- the types that a schema allows
+# -- types allowed by a schema
 
 _SAY_WHAT = ("type", "anyOf", "oneOf", "allOf", "$ref", "enum", "const", "not")
 _OF_OBJECTS, _OF_ARRAYS = ("properties", "required", "additionalProperties", "patternProperties"), ("items", "prefixItems")
@@ -60,8 +60,7 @@ _DEEPEST = 64
 
 
 def meant(schema: Any, depth: int = 0) -> Any:
-    """``schema`` with the types that it leaves out and that llama.cpp fills in: what has properties is an object, what has items an array. JSON Schema
-    alone would let any other value out in their places, a number for instance."""
+    """``schema`` with implied types, as in llama.cpp: "properties" implies an object, "items" an array."""
     if isinstance(schema, list) and depth < _DEEPEST:
         return [meant(part, depth + 1) for part in schema]
     if not isinstance(schema, dict) or depth >= _DEEPEST:
@@ -70,7 +69,7 @@ def meant(schema: Any, depth: int = 0) -> Any:
     if not any(name in schema for name in _SAY_WHAT):
         if any(name in schema for name in _OF_OBJECTS):
             out["type"] = "object"
-        elif isinstance(schema.get("items"), list):  # a tuple, as older drafts write it
+        elif isinstance(schema.get("items"), list):  # tuple syntax of older drafts
             out |= {"type": "array", "prefixItems": schema["items"], "items": False, "minItems": len(schema["items"])}
         elif any(name in schema for name in _OF_ARRAYS):
             out["type"] = "array"
@@ -84,7 +83,7 @@ def meant(schema: Any, depth: int = 0) -> Any:
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """What a ``$ref`` within ``root`` points to; True, which is any value, if nothing is there."""
+    """The target of a ``$ref`` within ``root``; True (any value) if there is none."""
     ref = schema["$ref"]
     if not isinstance(ref, str) or not ref.startswith("#"):
         return True
@@ -96,7 +95,7 @@ def resolved(schema: Any, root: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """The JSON type of a value."""
+    """JSON type of ``value``."""
     for kind, python in (("boolean", bool), ("integer", int), ("number", float), ("string", str), ("array", list), ("object", dict)):
         if isinstance(value, python):
             return kind
@@ -104,7 +103,7 @@ def kind_of(value: Any) -> str:
 
 
 def kinds(schema: Any, root: Any, seen: tuple[int, ...] = ()) -> frozenset[str]:
-    """The JSON types that ``schema`` allows, as far as it says; references are looked up in ``root``."""
+    """JSON types that ``schema`` allows; references are resolved in ``root``."""
     schema = meant(schema)
     if not isinstance(schema, dict) or len(seen) > 32:
         return KINDS
@@ -128,7 +127,7 @@ def kinds(schema: Any, root: Any, seen: tuple[int, ...] = ()) -> frozenset[str]:
 
 
 def typed(text: str, schema: Any, root: Any) -> Any:
-    """A parameter's text as a value that its schema allows; where a text is allowed, only what is of another allowed type is none."""
+    """A parameter's text as a value of an allowed type; it stays text if text is allowed and no other type matches."""
     allowed = kinds(schema, root)
     if allowed == {"string"} or (isinstance(schema, dict) and text in (schema.get("enum") or ())):
         return text
@@ -145,10 +144,10 @@ _WORD = re.compile(rf'{re.escape(GEMMA_QUOTE)}(.*?){re.escape(GEMMA_QUOTE)}|([^\
 
 
 def gemma(text: str) -> Any:
-    """The object that ``text`` is in Gemma 4's notation: names without quotes, texts between <|"|>.
+    """The object in Gemma 4's notation: names without quotes, texts between <|"|>.
 
     Raises:
-        ValueError: it is none.
+        ValueError: invalid.
     """
 
     def word(match: re.Match[str]) -> str:

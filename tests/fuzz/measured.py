@@ -36,7 +36,7 @@ class Measured(Renderer):
         self.figures = {"seconds": 0.0, "mapped_mib": 0.0, "resident_mib": 0.0, "renderings": 0, "ended": 0}
         self._first = 0
 
-    def _ask(self, limits: dict, source: str, body: bytes, patience: float | None = None) -> dict:
+    def _request(self, limits: dict, source: str, body: bytes, patience: float | None = None) -> dict:
         if self._child is None:
             child = self._started()
             child.ready = child._receive(60, None)["ready"]
@@ -44,7 +44,7 @@ class Measured(Renderer):
         pid = self._child.process.pid
         before, ended = _spent(pid), _ended()
         try:
-            return super()._ask(limits, source, body, patience)
+            return super()._request(limits, source, body, patience)
         finally:
             if self.pid == pid:
                 seconds, mapped = _spent(pid) - before, _mapped(pid, "VmPeak") - self._first

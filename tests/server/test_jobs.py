@@ -18,7 +18,7 @@ from pyggml_spec.server.errors import ApiError
 from pyggml_spec.server.jobs import AHEAD, Ask, Queue, QueueLimits
 from pyggml_spec.server.pool import Pool
 from pyggml_spec.server.reading import SMALL, Context
-from pyggml_spec.text.renderer import RENDERER, Late
+from pyggml_spec.text.renderer import RENDERER, WouldBlock
 
 
 class Engine:
@@ -74,9 +74,9 @@ def test_short_requests_are_read_in_the_event_loop_unless_a_template_keeps_it_wa
         context, here, hurries = Context(None, None, pool), threading.get_ident(), []
 
         def read(late=False):
-            hurries.append(getattr(RENDERER.haste, "seconds", None))
+            hurries.append(getattr(RENDERER.patience, "seconds", None))
             if late and hurries[-1] is not None:
-                raise Late
+                raise WouldBlock
             return threading.get_ident() == here
 
         assert await context.prepared(request_of(b"{}"), read) and hurries.pop() > 0

@@ -15,7 +15,7 @@ import pytest
 from pyggml_spec.cancel import Cancelled, cancelled_by
 from pyggml_spec.errors import TemplateError
 from pyggml_spec.text import renderer
-from pyggml_spec.text.renderer import MIB, RENDERER, Late
+from pyggml_spec.text.renderer import MIB, RENDERER, WouldBlock
 from pyggml_spec.text.template import MEMORY_PER_CHARACTER, OWN_CHARACTERS, OWN_MEMORY, SECONDS, ChatTemplate
 
 TALK = [{"role": "user", "content": "x"}]
@@ -136,26 +136,26 @@ def test_a_hurried_rendering_waits_for_nothing():
     slow = ChatTemplate("{% for i in range(99999) %}{% for j in range(9) %}{% endfor %}{% endfor %}slow")
     other = ChatTemplate("{{ messages[0].content }}")
     other.render(TALK)
-    with RENDERER.hurried(1.0):
+    with RENDERER.nonblocking(1.0):
         assert other.render(TALK) == "x"
     pid = RENDERER.pid
-    with RENDERER.hurried(0.01), pytest.raises(Late):
+    with RENDERER.nonblocking(0.01), pytest.raises(WouldBlock):
         slow.render(TALK)
     assert other.render(TALK) == "x" and RENDERER.pid == pid  # no answer to the question before it
     slow.render(TALK)
-    with RENDERER.hurried(0.01), pytest.raises(Late):
+    with RENDERER.nonblocking(0.01), pytest.raises(WouldBlock):
         other.render(TALK)  # the one before took longer
     endless = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", seconds=0.3)
     other.render(TALK)
-    with RENDERER.hurried(0.05), pytest.raises(Late):
+    with RENDERER.nonblocking(0.05), pytest.raises(WouldBlock):
         endless.render(TALK)
     assert other.render(TALK) == "x" and RENDERER.pid != pid  # what it owed was its end, and that is nobody else's loss
-    with RENDERER.lock, RENDERER.hurried(1.0), pytest.raises(Late):
+    with RENDERER.lock, RENDERER.nonblocking(1.0), pytest.raises(WouldBlock):
         other.render(TALK)
     os.kill(RENDERER.pid, signal.SIGKILL)
-    with RENDERER.hurried(1.0), pytest.raises(Late):
+    with RENDERER.nonblocking(1.0), pytest.raises(WouldBlock):
         other.render(TALK)
-    with RENDERER.hurried(1.0), pytest.raises(Late):
+    with RENDERER.nonblocking(1.0), pytest.raises(WouldBlock):
         other.render(TALK)  # a process is not started either
     assert other.render(TALK) == "x"
 
@@ -165,14 +165,14 @@ def test_a_hurried_rendering_returns_no_long_text():
     template = ChatTemplate("{{ messages[0].content * messages[0].times }}")
     short, long = ([{"role": "user", "content": "x", "times": times}] for times in (renderer.MUCH, renderer.MUCH + 1))
     template.render(short)
-    with RENDERER.hurried(1.0):
+    with RENDERER.nonblocking(1.0):
         assert len(template.render(short)) == renderer.MUCH
-        with pytest.raises(Late):
+        with pytest.raises(WouldBlock):
             template.render(long)
-        with pytest.raises(Late):
+        with pytest.raises(WouldBlock):
             template.render(short)  # the one before was long
     assert len(template.render(long)) == renderer.MUCH + 1
-    with RENDERER.hurried(1.0), pytest.raises(Late):
+    with RENDERER.nonblocking(1.0), pytest.raises(WouldBlock):
         template.render(short)
 
 
