@@ -372,8 +372,7 @@ def lark(rules: dict[str, Part], token_id: Callable[[str], int | None]) -> str:
     """The same language in llguidance's notation.
 
     A grammar without recursion becomes one regular expression. Otherwise terminals are single characters, and right recursion becomes a
-    repetition,
-    because llguidance keeps one item per level of recursion.
+    repetition, because llguidance keeps one item per level of recursion.
 
     Raises:
         SamplingError: a token that is not in the vocabulary.

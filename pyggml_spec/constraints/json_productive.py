@@ -87,8 +87,7 @@ def _name_keys(node: dict) -> None:
 
 def dead_end(schema: str) -> str:
     """The start of a document after which nothing is allowed, found by random tries; "" if none. Tried only where ``patternProperties`` are
-    combined with
-    the keys of other parts, which llguidance merges into one object."""
+    combined with the keys of other parts, which llguidance merges into one object."""
     if '"patternProperties"' not in schema or not any(f'"{key}"' in schema for key in ("allOf", "anyOf", "oneOf", "$ref")):
         return ""
     begin = _matcher(schema)

@@ -1,4 +1,4 @@
-"""What a pair is measured on: texts that the target wrote itself, and the hidden states it had while it read them."""
+"""Texts written by the target, with its hidden states."""
 
 import json
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ PROMPTS = DEMO / "prompts.jsonl"
 
 @dataclass(frozen=True)
 class Passage:
-    """A prompt and what the target greedily wrote behind it.
+    """A prompt and the target's greedy continuation.
 
     Attributes:
         tokens: I32 [T], prompt and continuation.
         n_prompt: tokens of the prompt.
-        features: F32 [n_embd, T] as numpy rows [T, n_embd], by target layer: the input of that layer.
+        features: F32 [T, n_embd] by target layer: the layer's input.
     """
 
     tokens: np.ndarray
@@ -31,13 +31,13 @@ class Passage:
 
 
 def held_out_prompts(count: int, path: Path = PROMPTS) -> list[str]:
-    """The first ``count`` prompts of the embedded set, which the embedded pair was not trained on."""
+    """The first ``count`` held-out prompts of the embedded set."""
     with open(path, encoding="utf-8") as lines:
         return [json.loads(line)["prompt"] for line in lines][:count]
 
 
 def write_passages(engine: ModelRunner, prompts: Sequence[Sequence[int]], layers: Sequence[int], tokens: int) -> list[Passage]:
-    """Lets the target continue each prompt by ``tokens`` tokens (end tokens do not end it), then captures the inputs of ``layers``."""
+    """Continues each prompt by ``tokens`` tokens (ignoring end tokens), then captures the inputs of ``layers``."""
     return [capture(engine, prompt, continued(engine, prompt, tokens), layers) for prompt in prompts]
 
 

@@ -1,4 +1,4 @@
-"""The order of the examination, and what is open while it goes on."""
+"""The sequence of checks, and the resources they share."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -24,19 +24,18 @@ from ..models.weights import Weights
 from ..multi_device.split import SplitWeights
 from ..text.tokenizer import Tokenizer
 from . import files, precision, readings, running, split, templates
-from .build import build
 from .evidence import Passage, held_out_prompts, write_passages
 from .opening import open_leniently
 from .probe import FLOOR, JUDGED, Measured, Probe, Reading
 from .report import FAIL, FEATURES, FIT, NOT_APPLICABLE, RUNNING, Check, Report, causes_only
 
 Done = Callable[[str, int, int], None]
-"""Called with (what goes on, checks done, checks in all)."""
+"""Called with (phase, checks done, checks in all)."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: prompts, tokens of each that are read and written, blocks of each text, tokens of each generation."""
+    """How much is measured: prompts, tokens read and written per prompt, blocks per text, tokens per generation."""
 
     prompts: int = 4
     prompt_tokens: int = 96
@@ -47,7 +46,7 @@ class Effort:
 
 
 class Subject:
-    """A loaded target and the texts that it writes; drafters are examined against it. Owns everything, ``close`` it."""
+    """A loaded target and its texts, against which drafters are examined. Owns its resources; ``close`` it."""
 
     def __init__(self, target: str | Path, *, device: str | None = None, threads: int | None = None, kernels: str | None = None,
                  n_ctx: int | None = None, prompts: Sequence[str] | None = None, effort: Effort = Effort(),
@@ -56,7 +55,7 @@ class Subject:
         self._passages: list[Passage] = []
         self._noisy: Passage | None = None
         try:
-            session = self._own(Session())  # only for what it makes of the devices
+            session = self._own(Session())  # only to open the devices
             backends = session._open(device, threads, kernels)
             self.backends, self.backend = session.backends, session.backend
             self.file = self._own(GGUFFile(target))
@@ -83,27 +82,27 @@ class Subject:
         return self._stack.enter_context(closing(part))
 
     def target_weights_of(self, target):
-        """Of the target, or of one like it, on its devices; the caller closes them."""
+        """Weights of the target, or of a perturbed copy, on its devices; the caller closes them."""
         if not self.segments:
             return self.weights_of(target)
         return SplitWeights(target, self.segments, None, None, None, lambda done, total: None, borrowed=True)
 
     def weights_of(self, model):
-        """Of a model on the one device, or the last; the caller closes them."""
+        """Weights of a model on the only or last device; the caller closes them."""
         return Weights(self.backend, model.file, model.specs(), model.groups(), model.fused_alike())
 
     def engine(self, target, drafter=None) -> ModelRunner:
-        """An engine over this subject's backend; the caller closes it.
+        """A new engine; the caller closes it.
 
         Raises:
-            PyspecError: the drafter does not fit the target, or there is no memory.
+            PyspecError: the drafter does not fit the target, or out of memory.
         """
         width = drafter.block_size if drafter is not None else 1
         return ModelRunner(self.backend, target, drafter, EngineOptions(n_ctx=self.n_ctx, width=width))
 
     @property
     def tokens(self) -> int:
-        """Tokens of a continuation that fit."""
+        """Tokens of a continuation that fit the context."""
         return min(self.effort.tokens, self.n_ctx - max(map(len, self.ids)) - 1)
 
     @cached_property
@@ -111,14 +110,14 @@ class Subject:
         return files.weights("target weights", self.target, files.SCANNED_TARGET)
 
     def passages(self, layers: Sequence[int]) -> list[Passage]:
-        """The texts with at least these layers' inputs."""
+        """The texts, with the inputs of at least these layers."""
         if not self._passages or set(layers) - set(self._passages[0].features):
             with closing(self.engine(self.target)) as engine:
                 self._passages, self._noisy = write_passages(engine, self.ids, sorted(set(layers)), self.tokens), None
         return self._passages
 
     def noisy_passage(self) -> Passage:
-        """The first text as the target would read it with twice the quantisation noise."""
+        """The first text as read with twice the quantisation noise."""
         if self._noisy is None:
             self._noisy = precision.noisy_passage(self.engine, self.target_weights_of, self.target, self._passages[0])
         return self._noisy
@@ -139,30 +138,30 @@ def examine(
     tensor_split: Sequence[float] | None = None,
     progress: Done = lambda what, done, total: None,
 ) -> Report:
-    """Examines a pair; without a target, the embedded one.
+    """Examines a pair; by default the embedded one.
 
     Args:
-        target, draft: GGUF files; a target with an MTP layer of its own needs no other.
-        device, threads, kernels, n_ctx, tensor_split: as for ``load``; the context defaults to 1024. On several devices the report says what the
-            split costs, too.
-        prompts: texts to measure on; None takes held-out prompts of the embedded set (Python code).
+        target, draft: GGUF files; a target with an MTP layer needs no drafter.
+        device, threads, kernels, n_ctx, tensor_split: as for ``load``; the context defaults to 1024. On several devices the report includes
+            the cost of the split.
+        prompts: texts to measure on; None for held-out prompts of the embedded set (Python code).
 
     Raises:
-        PyspecError: the target cannot be run at all, or one of the files cannot be read.
+        PyspecError: the target cannot run, or a file cannot be read.
     """
     if isinstance(draft, (list, tuple)):
-        raise PyspecError(f"the doctor examines one drafter at a time: name one of {', '.join(map(str, draft))} with `draft`")
+        raise PyspecError(f"doctor examines one drafter at a time: name one of {', '.join(map(str, draft))} with `draft`")
     if target is None and draft is None:
         target, draft = DEMO_TARGET, DEMO_DRAFTER
     if target is not None and draft is None:
         draft = target if _drafts_for_itself(target) else None
     if target is not None and draft is None:
         with GGUFFile(target) as file:
-            open_target(file)  # whatever is wrong with it comes first
-            raise PyspecError(f"the doctor examines a pair: name a drafter with `draft`; {drafters_for(file)}")
+            open_target(file)  # errors of the target come first
+            raise PyspecError(f"doctor examines a pair: name a drafter with `draft`; {drafters_for(file)}")
     if target is None or draft is None:
         raise PyspecError(
-            "the doctor examines a pair: name the target with `target` and the drafter with `draft`; without one, n-grams of the text are verified on CPUs"
+            "doctor examines a pair: name the target with `target` and the drafter with `draft`; without a drafter, CPUs use n-gram drafting"
         )
     progress("loading", 0, 1)
     with closing(
@@ -196,14 +195,14 @@ UNFIT = "use the drafter that was made for this target, or the target that it wa
 
 
 class _Examination:
-    """One drafter, check by check."""
+    """All checks of one drafter."""
 
     def __init__(self, subject: Subject, file: GGUFFile, progress: Done):
         self.subject, self.file, self.target, self.progress = subject, file, subject.target, progress
 
     def checks(self):
         self.progress("files", 0, 8)
-        yield from map(build, dict.fromkeys(backend.device for backend in self.subject.backends))
+        yield from map(files.build, dict.fromkeys(backend.device for backend in self.subject.backends))
         yield files.tokenizer(self.subject.file, self.file)
         try:
             opened = open_leniently(self.file, self.target)
@@ -236,7 +235,7 @@ class _Examination:
             yield from self._probed(drafter, probe)
 
     def _chain(self, drafter):
-        """What it does when it runs is all there is."""
+        """Drafters without alternative readings: generations only."""
         yield files.weights("drafter weights", drafter, files.SCANNED)
         yield self.subject.target_weights
         with ExitStack() as stack:
@@ -248,7 +247,7 @@ class _Examination:
                 yield from split.examine(engine)
 
     def _misfit(self, drafter) -> Check | None:
-        """Why this drafter cannot be measured at all with this target, if so. Layers and mask tokens out of range can still be swept."""
+        """Why the pair cannot be measured at all, or None. Layers and mask tokens out of range can still be swept."""
         if not _readable(drafter):
             return self._unfit(drafter)
         layers, mask = drafter.hp.target_layers, drafter.hp.mask_token
@@ -295,7 +294,7 @@ class _Examination:
             yield from self._running(drafter, probe, reading, base)
 
     def _measured(self, probe: Probe, reading: Reading) -> Measured | None:
-        """The pair as its files have it; None if the target has no such layers or token."""
+        """Acceptance with the hyper-parameters of the files; None if the target lacks a layer or the token."""
         return probe.measure(reading) if _fits(reading, probe) else None
 
     def _running(self, drafter, probe: Probe, reading: Reading, base: Measured):
@@ -331,11 +330,11 @@ def _possible(sweep: readings.Sweep, probe: Probe) -> readings.Sweep:
 
 
 def _nothing(probe: Probe) -> Measured:
-    """What a pair that cannot draft accepts."""
+    """The result of a pair that cannot draft."""
     blocks = sum(len(probe.anchors(p)) for p in probe.passages)
     return Measured(np.zeros(blocks, np.int32), np.zeros(0, np.int32), np.full((blocks, JUDGED), np.log(FLOOR), np.float32), True)
 
 
 def _readable(drafter: Drafter) -> bool:
-    """Whether other readings of its file can be compared: chains, selectors and heads of fewer tokens are measured while they run alone."""
+    """Whether other readings can be compared: sequential drafters, selectors and reduced vocabularies are measured in generations only."""
     return type(drafter) is DFlash and TOKEN_MAP not in drafter.file.tensors

@@ -1,16 +1,18 @@
-"""What the two files say and hold, before anything runs: tokenizers, the mask token's embedding, the drafter's weights."""
+"""Checks before anything runs: build, tokenizers, mask-token embedding, weights."""
 
 import numpy as np
 
-from ..ggml.library import lib
+from ..ggml.device import Device, build_notes
+from ..ggml.library import FITNESS, GGML_VERSION, lib
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
 from ..models.weights import MATMUL
+from ..pin import LLAMA_CPP_PYTHON, pip_command
 from ..text.tokenizer import first_difference
 from ..tools.quants import dequantise
 from .report import FAIL, FILES, NOT_APPLICABLE, OK, WARN, Check
 
-SCANNED, SCANNED_TARGET = 8 << 20, 1 << 20  # values of each tensor that are looked at
+SCANNED, SCANNED_TARGET = 8 << 20, 1 << 20  # values checked per tensor
 _BEHAVIOUR = ("model", "pre", "add_bos_token", "bos_token_id", "eos_token_id")
 
 
@@ -37,7 +39,7 @@ def tokenizer(target: GGUFFile, draft: GGUFFile) -> Check:
 
 
 def _lists_differ(a, b) -> int | None:
-    """The first place where two lists differ; None if they do not, or if the second is absent."""
+    """First index where the lists differ; None if they do not, or if ``b`` is absent."""
     if b is None:
         return None
     if a is None or len(a) != len(b):
@@ -48,7 +50,7 @@ def _lists_differ(a, b) -> int | None:
 
 
 def mask_embedding(target, drafter) -> Check:
-    """Is the mask token's embedding a finite vector of the usual size?"""
+    """Is the mask token's embedding finite and of the usual magnitude?"""
     own = "token_embd.weight" in drafter.file.tensors
     file, mask = (drafter if own else target).file, drafter.hp.mask_token
     info = file.tensors["token_embd.weight"]
@@ -70,7 +72,7 @@ def mask_embedding(target, drafter) -> Check:
     found = f"token {mask} ({text}) has an embedding of RMS {rms:.3g}, usual is {usual:.3g}"
     if rms == 0 or not 0.02 < rms / usual < 50:
         return Check(
-            "mask embedding", WARN, found, "see whether the drafter was trained with this token; some vocabularies have several that look unused",
+            "mask embedding", WARN, found, "check whether the drafter was trained with this token; some vocabularies have several unused ones",
             FILES, data,
         )  # fmt: skip
     return Check("mask embedding", OK, found, data=data)
@@ -83,10 +85,10 @@ def _row(file: GGUFFile, info, i: int) -> np.ndarray:
 
 
 def weights(name: str, model, most: int, known: Check | None = None) -> Check:
-    """Are all tensors of the model finite and not zero? Matrices up to ``most`` values each.
+    """Are all tensors finite and non-zero? At most ``most`` values per matrix.
 
-    ggml's CPU kernels round activations to integers, which makes a NaN some number: a damaged norm can give wrong text without a NaN in it.
-    ``known``: the verdict on the mask embedding, which is not repeated.
+    ggml's CPU kernels quantise activations, so NaN weights can give wrong text without NaN logits.
+    ``known``: the check of the mask embedding, which is not repeated.
     """
     bad, looked = [], 0
     for spec in model.specs():
@@ -106,4 +108,25 @@ def weights(name: str, model, most: int, known: Check | None = None) -> Check:
         more = f" (and {len(bad) - 1} tensors more)" if len(bad) > 1 else ""
         remedy = "fetch or convert the file again; `pyspec compare --weights` compares it with another copy"
         return Check(name, FAIL, bad[0] + more, remedy, FILES, {"bad": bad})
-    return Check(name, OK, f"{looked} values looked at, all finite, no tensor all zero")
+    return Check(name, OK, f"{looked} values checked, all finite, no tensor all zero")
+
+
+def build(device: Device) -> Check:
+    """Buffer types that crash, and faster kernels that are missing."""
+    data = {"features": list(FITNESS.features), "refused": dict(FITNESS.refused)}
+    if FITNESS.refused and device.kind == "cpu":
+        died = "; ".join(f"products in the buffer type {name} {how}, so it is not used" for name, how in FITNESS.refused.items())
+        return Check("build", WARN, died, f"build llama-cpp-python again without pip's cache: {pip_command()}", data=data)
+    notes = build_notes(device)
+    if any("ggml's own" in note for note in notes):
+        return Check(
+            "build",
+            WARN,
+            "verification uses ggml's stock kernels on this GPU",
+            "run `pyspec build --cuda`, which builds faster kernels",
+            data=data,
+        )
+    uses = f", with {' '.join(FITNESS.features)}" if FITNESS.features else ""
+    return Check(
+        "build", OK, f"llama-cpp-python {LLAMA_CPP_PYTHON}, ggml {GGML_VERSION}{uses}{''.join(f', {note}' for note in notes)}", data=data
+    )

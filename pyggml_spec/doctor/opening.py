@@ -1,4 +1,4 @@
-"""Opening a drafter that the engine refuses: with the offending keys mended in memory, so that the rest of it can still be measured."""
+"""Opens a drafter that the engine refuses, with wrong keys replaced in memory, so that the rest can be measured."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,8 @@ from .report import FAIL, FILES, Check
 
 
 @dataclass(frozen=True)
-class Mend:
-    """A key that can keep a drafter from being opened, the check that names it, and the value that is tried instead (None: no key)."""
+class Repair:
+    """A key that can prevent opening, the check that reports it, and the value tried instead (None: no key)."""
 
     check: str
     key: str
@@ -21,22 +21,24 @@ class Mend:
     remedy: str
 
 
-def _mends(file: GGUFFile, target) -> list[Mend]:
+def _repairs(file: GGUFFile, target) -> list[Repair]:
     again = "convert the drafter again"
     layers = np.unique(np.linspace(1, max(1, target.n_layer - 2), 4).round().astype(np.int32))
     return [
-        Mend("rope sections", "dflash.rope.dimension_sections", None, f"{again}: text needs one section that holds all rotated pairs"),
-        Mend(
+        Repair("rope sections", "dflash.rope.dimension_sections", None, f"{again}: text needs one section that holds all rotated pairs"),
+        Repair(
             "mask token",
             "tokenizer.ggml.mask_token_id",
             _mask_token(file, target),
             f"{again}, naming the mask token that it was trained with",
         ),
-        Mend("block size", "dflash.block_size", 16, f"{again} with the block size that it was trained with"),
-        Mend("sliding window", "dflash.attention.sliding_window", 0, f"{again}: the window needs a pattern that says which layers have it"),
-        Mend("rope base", "dflash.rope.freq_base", 10000.0, f"{again} with the rope base of its training"),
-        Mend("target layers", "dflash.target_layers", layers, f"{again}, naming the layers that it reads"),
-        Mend("activation", "dflash.hidden_activation", "silu", "use a drafter with silu or gelu; others are not supported"),
+        Repair("block size", "dflash.block_size", 16, f"{again} with the block size that it was trained with"),
+        Repair(
+            "sliding window", "dflash.attention.sliding_window", 0, f"{again}: the window needs a pattern that says which layers have it"
+        ),
+        Repair("rope base", "dflash.rope.freq_base", 10000.0, f"{again} with the rope base of its training"),
+        Repair("target layers", "dflash.target_layers", layers, f"{again}, naming the layers that it reads"),
+        Repair("activation", "dflash.hidden_activation", "silu", "use a drafter with silu or gelu; others are not supported"),
     ]
 
 
@@ -49,7 +51,7 @@ def _mask_token(file: GGUFFile, target) -> int:
 
 
 def mask_candidates(file: GGUFFile, target, limit: int = 8) -> list[int]:
-    """Tokens that could be the mask: by key, by text, or because they lie where unused tokens do."""
+    """Candidate mask tokens: by key, by text, or at the position of unused tokens."""
     found = []
     for one in (target.file, file):
         found += [one.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("mask", "padding", "unknown")]
@@ -62,35 +64,35 @@ def mask_candidates(file: GGUFFile, target, limit: int = 8) -> list[int]:
 
 @dataclass
 class Opened:
-    """A drafter, perhaps mended; ``refusals`` are the failed checks that name what was mended."""
+    """A drafter, possibly repaired; ``refusals``: failed checks of the repaired keys."""
 
     drafter: Drafter
     refusals: list[Check]
 
 
 def open_leniently(file: GGUFFile, target) -> Opened:
-    """Opens the drafter; where it is refused, tries each mend until the refusal changes.
+    """Opens the drafter; if refused, tries each repair until the refusal changes.
 
     Raises:
-        PyspecError: the refusal that no mend changes.
+        PyspecError: a refusal that no repair changes.
     """
     refusals: list[Check] = []
-    left = _mends(file, target)
+    left = _repairs(file, target)
     while True:
         try:
             return Opened(open_drafter(file, target.file), refusals)
         except PyspecError as error:
             refusal = str(error)
-        for mend in left:
-            before = file.metadata.get(mend.key)
-            _set(file, mend.key, mend.value)
+        for repair in left:
+            before = file.metadata.get(repair.key)
+            _set(file, repair.key, repair.value)
             if _refusal(file, target) != refusal:
                 break
-            _set(file, mend.key, before)
+            _set(file, repair.key, before)
         else:
             raise PyspecError(refusal)
-        left.remove(mend)
-        refusals.append(Check(mend.check, FAIL, f"the engine refuses the drafter: {refusal}", mend.remedy, FILES))
+        left.remove(repair)
+        refusals.append(Check(repair.check, FAIL, f"the engine refuses the drafter: {refusal}", repair.remedy, FILES))
 
 
 def _set(file: GGUFFile, key: str, value) -> None:

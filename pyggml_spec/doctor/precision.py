@@ -1,7 +1,6 @@
-"""What quantisation costs, measured: noise as large as the quantisation's own is added once more, and acceptance says how much it hurts.
+"""Cost of quantisation: noise of the quantisation's own magnitude is added once more, and the drop in acceptance measured.
 
-Quantisation errors of two passes are independent, so their squares add up: adding noise of the size that is already there loses about as much
-again as was lost before (embedded drafter in q2_K: 0.50 nats lost against q8_0, 0.4 more with its own noise added).
+Errors of two quantisations are independent, so adding the same noise again costs about as much as the first did.
 """
 
 from collections.abc import Callable
@@ -23,29 +22,29 @@ from .probe import Measured, Probe, Reading
 from .readings import MIN_Z, gain
 from .report import FAIL, NOT_APPLICABLE, OK, PRECISION, WARN, Check
 
-MOST_BYTES = 1 << 30  # of a perturbed copy of the weights
-LOSS_FAIL, LOSS_WARN = 0.15, 0.05  # share of the accepted drafts
+MOST_BYTES = 1 << 30  # of the perturbed copy
+LOSS_FAIL, LOSS_WARN = 0.15, 0.05  # share of accepted drafts
 NATS_FAIL = 0.15
 
 
 @cache
 def relative_error(kind: int) -> float:
-    """RMS error of a ggml type on normally distributed weights, relative to their RMS: measured where ggml can quantise without more data."""
+    """RMS relative error of a ggml type on normally distributed weights, where ggml can quantise without calibration data."""
     name = text(lib.ggml_type_name(kind))
     if name == "f32":
         return 0.0
     if name not in TYPES:
         bits = 8 * lib.ggml_type_size(kind) / lib.ggml_blck_size(kind)
-        return float(2.0**-bits)  # the least that any code of so many bits can have
+        return float(2.0**-bits)  # lower bound for any code with so many bits
     values = np.random.default_rng(0).standard_normal((16, 1024), np.float32)
     back = dequantise(quantise(values, kind).tobytes(), kind, values.size).reshape(values.shape)
     return float(np.sqrt(np.mean((back - values) ** 2)))
 
 
 class NoisyFile:
-    """An open GGUF whose matrices named in ``noisy`` carry as much noise as their type has already; they are stored as Q8_0 or F16.
+    """An open GGUF whose matrices in ``noisy`` get the quantisation noise of their type; stored as Q8_0 or F16.
 
-    A matrix has the same noise in whichever order matrices are read: over several devices that is another one.
+    The noise depends on a matrix's name, not on the reading order, but differs across devices.
     """
 
     def __init__(self, file, noisy: set[str], seed: int = 0):
@@ -74,13 +73,13 @@ class NoisyFile:
 
 
 def _matrices(model) -> set[str]:
-    """The names of the model's matrices in its file."""
+    """Names of the model's matrices in its file."""
     names = {spec.source or spec.name for spec in model.specs() if spec.use == MATMUL}
     return {n for n in names if n in model.file.tensors and len(model.file.tensors[n].shape) == 2}
 
 
 def _types(model, names: set[str]) -> tuple[float, float, str]:
-    """Mean bits per weight, RMS of the relative error, and the types by size."""
+    """Mean bits per weight, RMS relative error, and the types by size."""
     infos = [model.file.tensors[n] for n in names]
     counts = np.array([np.prod(i.shape, dtype=float) for i in infos])
     error = float(np.sqrt(np.average([relative_error(i.type) ** 2 for i in infos], weights=counts)))
@@ -91,7 +90,7 @@ def _types(model, names: set[str]) -> tuple[float, float, str]:
 
 
 def _noisy_model(weights_of: Callable[[Any], Any], model: Any) -> Any:
-    """The model with noisy weights, which ``weights_of`` makes of its file, and which the caller closes."""
+    """The model with noisy weights from ``weights_of``; the caller closes them."""
     noisy = copy(model)
     noisy.file = NoisyFile(model.file, _matrices(model))
     noisy.weights = weights_of(noisy)
@@ -129,7 +128,7 @@ def _described(model) -> tuple[str, dict, str | None]:
 
 
 def drafter(weights_of, backend, target, model, probe: Probe, reading: Reading, base: Measured) -> Check:
-    """What the drafter's quantisation costs."""
+    """Cost of the drafter's quantisation."""
     name, (what, data, reason) = "drafter quantisation", _described(model)
     if reason is not None:
         return Check(name, NOT_APPLICABLE, reason, stage=PRECISION, data=data)
@@ -137,15 +136,15 @@ def drafter(weights_of, backend, target, model, probe: Probe, reading: Reading, 
     with closing(noisy.weights), closing(Probe(backend, target, noisy, probe.passages, probe.blocks)) as other:
         measured = other.measure(reading)
     return _verdict(
-        name, what, base, measured, "use the drafter in Q8_0 or F16: it is small, and what it guesses wrong costs a whole target step", data
+        name, what, base, measured, "use the drafter in Q8_0 or F16: it is small, and each wrong draft costs part of a target step", data
     )
 
 
 def noisy_passage(make_engine, weights_of, model, passage: Passage) -> Passage:
-    """The passage as the target with noisy weights reads it. ``make_engine(target)``: an engine without a drafter; ``weights_of(target)``: its weights.
+    """The passage read with noisy target weights. ``make_engine(target)``: an engine without drafter; ``weights_of(target)``: its weights.
 
     Raises:
-        PyspecError: a copy of the weights with noise cannot be made.
+        PyspecError: no memory for a noisy copy.
     """
     noisy = _noisy_model(weights_of, model)
     try:
@@ -158,7 +157,7 @@ def noisy_passage(make_engine, weights_of, model, passage: Passage) -> Passage:
 
 
 def target(changed: Callable[[], Passage], model, probe: Probe, reading: Reading) -> Check:
-    """What the target's quantisation costs the drafter; ``changed()`` is the first passage with noise."""
+    """Cost of the target's quantisation for the drafter; ``changed()``: the first passage with noise."""
     name, (what, data, reason) = "target quantisation", _described(model)
     if reason is not None:
         return Check(name, NOT_APPLICABLE, reason, stage=PRECISION, data=data)

@@ -1,8 +1,7 @@
-"""Teacher-forced acceptance: how many drafts a drafter gets right at many places of a known text, all in one graph.
+"""Teacher-forced acceptance: drafts at many positions of a known text in one graph.
 
-The text is the target's own greedy one, so a draft is accepted exactly where it equals the text. Every block sees the context rows before
-its anchor and itself, as when it is drafted while running; because nothing is verified, a drafter read with other hyper-parameters costs
-one graph per text, and the same blocks are compared draft by draft.
+The text is the target's greedy output, so a draft is accepted where it equals the text. Each block sees the context before its anchor and
+itself, as in decoding. Nothing is verified, so a reading with other hyper-parameters costs one graph per text.
 """
 
 from collections.abc import Sequence
@@ -21,24 +20,24 @@ from ..ggml.graph import Graph, GraphAllocator
 from ..ggml.step_io import StepFields, StepIO
 from .evidence import Passage
 
-JUDGED = 6  # drafts of each block whose likelihood is compared
-FLOOR = 1e-6  # smallest probability that is told from 0
-BEST = 8  # of a row's choices, whose ranks are looked at
-KNOWN = 32  # tokens that are known behind every anchor
-MAX_LOGITS = 1 << 26  # values of one graph's draft logits
+JUDGED = 6  # drafts per block whose likelihood is compared
+FLOOR = 1e-6  # smallest probability distinguished from 0
+BEST = 8  # top choices per row whose rank is recorded
+KNOWN = 32  # known tokens after every anchor
+MAX_LOGITS = 1 << 26  # draft logits per graph
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read a drafter.
+    """How a drafter is read.
 
     Attributes:
-        hp: its hyper-parameters.
-        causal: whether a row of the block sees only rows before it.
-        feature_scale: what the target's hidden states are multiplied with first.
-        features_of: 1 gives every passage the hidden states of the next one.
-        capped: whether draft logits are capped as the files say.
-        ranked: whether the best choices of every row are looked at, too.
+        hp: hyper-parameters.
+        causal: causal attention inside the block.
+        feature_scale: factor on the target's hidden states.
+        features_of: 1 uses the hidden states of the next passage.
+        capped: apply the logit soft-cap of the files.
+        ranked: record the rank of the target's token as well.
     """
 
     hp: Hparams
@@ -56,11 +55,11 @@ class Reading:
 @dataclass(frozen=True)
 class Measured:
     """Attributes:
-    matched: I32 [blocks], accepted drafts of each block.
-    drafts: I32 [blocks * (width - 1)], the drafted ids.
-    likelihood: F32 [blocks, JUDGED], log of the probability that the drafter gives to what really comes, for the first drafts of each block.
-    finite: whether all hidden states of all blocks were finite.
-    ranks, behind: I32 [blocks], as ``ranks_of`` gives them, of readings that are ``ranked``; empty otherwise.
+    matched: I32 [blocks], accepted drafts per block.
+    drafts: I32 [blocks * (width - 1)], draft ids.
+    likelihood: F32 [blocks, JUDGED], log probability of the true tokens under the drafter.
+    finite: all hidden states are finite.
+    ranks, next_right: I32 [blocks], as ``ranks_of`` returns them, if ``ranked``; otherwise empty.
     """
 
     matched: np.ndarray
@@ -68,16 +67,16 @@ class Measured:
     likelihood: np.ndarray
     finite: bool
     ranks: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    behind: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    next_right: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
     def tokens_per_block(self) -> float:
-        """Mean tokens that a block yields, the target's own one included."""
+        """Mean tokens per block, including the target's own."""
         return 1.0 + float(self.matched.mean())
 
 
 class Probe:
-    """Measures readings of one drafter on passages. Owns its graph memory; borrows models, weights and the backend."""
+    """Measures readings of one drafter on passages. Owns its graph memory; borrows models, weights and backend."""
 
     def __init__(self, backend: Backend, target, drafter, passages: list[Passage], blocks: int = 24):
         self.backend, self.target, self.drafter, self.passages = backend, target, drafter, passages
@@ -85,19 +84,19 @@ class Probe:
         self.allocator = GraphAllocator(backend, "probe")
 
     def measure(self, reading: Reading, passages: slice = slice(None)) -> Measured:
-        """Reads the drafter as ``reading`` says, at the same anchors for every reading; ``passages`` restricts it to some.
+        """Measures ``reading`` at the same anchors for every reading; ``passages`` restricts the texts.
 
         Raises:
             EngineError: no memory for the blocks of one passage.
         """
         parts = [self._passage(reading, i) for i in range(len(self.passages))[passages]]
-        matched, drafts, likelihood, ranks, behind = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in ("matched", "drafts", "likelihood", "ranks", "behind")
+        matched, drafts, likelihood, ranks, next_right = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("matched", "drafts", "likelihood", "ranks", "next_right")
         )
-        return Measured(matched, drafts, likelihood, all(part.finite for part in parts), ranks, behind)
+        return Measured(matched, drafts, likelihood, all(part.finite for part in parts), ranks, next_right)
 
     def anchors(self, passage: Passage) -> np.ndarray:
-        """Positions of last tokens, spread over the continuation as far as the longest block's drafts are known."""
+        """Anchor positions, spread over the continuation."""
         last = max(passage.n_prompt, len(passage.tokens) - 1 - KNOWN)
         return np.unique(np.linspace(passage.n_prompt, last, self.blocks).astype(int))
 
@@ -123,12 +122,12 @@ class Probe:
             chances = fields.host["chances"].reshape(len(anchors), hp.block_size)[:, 1 : 1 + JUDGED]
             likelihood = np.log(np.maximum(np.nan_to_num(chances), FLOOR))
             finite = bool(np.isfinite(fields.host["sum"]).all())
-            ranks = behind = np.empty(0, np.int32)
+            ranks = next_right = np.empty(0, np.int32)
             if reading.ranked:
                 ids, values = (fields.host[name].reshape(len(anchors), hp.block_size, -1)[:, 1:] for name in ("best", "best_logits"))
                 best = np.take_along_axis(ids, np.argsort(-values, axis=-1, kind="stable"), -1)
-                ranks, behind = ranks_of(best, drafts, passage.tokens, anchors)
-        return Measured(_matched(drafts, passage.tokens, anchors), drafts.ravel(), likelihood, finite, ranks, behind)
+                ranks, next_right = ranks_of(best, drafts, passage.tokens, anchors)
+        return Measured(_matched(drafts, passage.tokens, anchors), drafts.ravel(), likelihood, finite, ranks, next_right)
 
     def _features(self, reading: Reading, index: int, n_context: int) -> np.ndarray:
         """F32 [n_context, n_embd * layers]."""
@@ -186,7 +185,7 @@ class Probe:
 
 
 def _as_read(model, hp):
-    """The model with other hyper-parameters over the same weights."""
+    """The model with other hyper-parameters and the same weights."""
     out = copy(model)
     out.hp = hp
     return out
@@ -208,7 +207,7 @@ def _mask(anchors: np.ndarray, width: int, n_context: int, span: int, window: in
 
 
 def _matched(drafted: np.ndarray, tokens: np.ndarray, anchors: np.ndarray) -> np.ndarray:
-    """How long the prefix of each block's drafts is that equals the text behind its anchor."""
+    """Length of the accepted prefix of each block's drafts."""
     out = np.zeros(len(anchors), np.int32)
     for b, anchor in enumerate(anchors):
         known = tokens[anchor + 1 : anchor + 1 + drafted.shape[1]]
@@ -220,10 +219,11 @@ def _matched(drafted: np.ndarray, tokens: np.ndarray, anchors: np.ndarray) -> np
 def ranks_of(
     best: np.ndarray, drafts: np.ndarray, tokens: np.ndarray, anchors: Sequence[int] | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of each block, I32 [blocks] each: the target's token's rank among the drafter's ``best``, I32 [blocks, drafts, BEST] from the best on, at
-    the first wrong one of its ``drafts``, I32 [blocks, drafts]: 2 to BEST, 0 if it is none of them, -1 if none was wrong where the text is
-    known; and whether the draft behind that one is right, -1 if nobody knows. ``tokens``: the text, ``anchors``: where blocks begin in it."""
-    ranks, behind = np.full(len(anchors), -1, np.int32), np.full(len(anchors), -1, np.int32)
+    """Per block, I32 [blocks] each: the rank of the target's token in ``best`` (I32 [blocks, drafts, BEST]) at the first wrong draft (2 to
+    BEST, 0 if not among them,
+    -1 if no known draft is wrong); and whether the next draft is right, -1 if unknown. ``tokens``: the text, ``anchors``: starts of blocks.
+    """
+    ranks, next_right = np.full(len(anchors), -1, np.int32), np.full(len(anchors), -1, np.int32)
     for b, anchor in enumerate(anchors):
         known = tokens[anchor + 1 : anchor + 1 + drafts.shape[1]]
         wrong = np.flatnonzero(drafts[b, : len(known)] != known)
@@ -233,5 +233,5 @@ def ranks_of(
         place = np.flatnonzero(best[b, at] == known[at])
         ranks[b] = place[0] + 1 if place.size else 0
         if at + 1 < len(known):
-            behind[b] = drafts[b, at + 1] == known[at + 1]
-    return ranks, behind
+            next_right[b] = drafts[b, at + 1] == known[at + 1]
+    return ranks, next_right

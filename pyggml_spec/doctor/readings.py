@@ -1,7 +1,7 @@
-"""Is the drafter read as it was trained? Every hyper-parameter that files get wrong is swept, and acceptance says which value is right.
+"""Is the drafter read as it was trained? Hyper-parameters that files often get wrong are swept.
 
-A reading is better if the drafts' log-likelihood rises by MIN_GAIN nats and MIN_Z standard errors over the same blocks: accepted tokens alone
-are a far coarser measure (embedded pair, layer ids + 1: 3.97 against 4.17 tokens per block is 0.8 standard errors, likelihood 7.6).
+A reading is better if the log-likelihood of the true tokens rises by MIN_GAIN nats and MIN_Z standard errors over the same blocks; accepted
+tokens alone are a much coarser measure.
 """
 
 from dataclasses import dataclass, replace
@@ -23,18 +23,18 @@ WINDOWS = (128, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True)
 class Sweep:
-    """Other readings of one hyper-parameter. ``now``: how the file has it; ``screen``: drop an alternative that is worse on one passage."""
+    """Alternatives for one hyper-parameter. ``now``: the file's value; ``screen``: drop alternatives that are worse on one passage."""
 
     check: str
     now: str
     alternatives: list[tuple[str, Reading]]
     remedy: str
     screen: bool = True
-    reason: str = ""  # why there is nothing to try
+    reason: str = ""  # why there are no alternatives
 
 
 def sweeps(reading: Reading, drafter, target, longest: int) -> list[Sweep]:
-    """All sweeps. ``longest``: positions that the passages reach, beyond which a window cannot be measured."""
+    """All sweeps. ``longest``: last position of the passages; longer windows cannot be measured."""
     hp, edit = reading.hp, "with gguf-set-metadata, or convert it again"
     layers = {shift: tuple(v + shift for v in hp.target_layers) for shift in (-1, 1)}
     shifted = [
@@ -109,13 +109,13 @@ def _windows(reading: Reading, target, longest: int, edit: str) -> Sweep:
 
 
 def gain(base: Measured, other: Measured) -> tuple[float, float]:
-    """How much likelier the drafts are under ``other``, in nats per draft, and that in standard errors. Same blocks, common drafts."""
+    """Gain in log-likelihood of ``other`` in nats per draft, and in standard errors. Same blocks, common drafts."""
     n, k = min(len(base.matched), len(other.matched)), min(base.likelihood.shape[1], other.likelihood.shape[1])
     return _paired((other.likelihood[:n, :k] - base.likelihood[:n, :k]).mean(axis=1))
 
 
 def _first(base: Measured, other: Measured) -> Measured:
-    """``base`` on the blocks that ``other`` was measured on."""
+    """``base`` on the blocks measured for ``other``."""
     return replace(base, matched=base.matched[: len(other.matched)], likelihood=base.likelihood[: len(other.matched)])
 
 
@@ -125,8 +125,7 @@ def _paired(differences: np.ndarray) -> tuple[float, float]:
 
 
 def better(base: Measured, other: Measured) -> bool:
-    """Whether drafts are really likelier under ``other``, and it shows in accepted tokens; where the likelihood leaves no doubt, their noise
-    may hide it."""
+    """Whether ``other`` is better: the likelihood rises, and accepted tokens confirm it unless the likelihood is decisive."""
     change, z = gain(base, other)
     rise = other.tokens_per_block - base.tokens_per_block
     return (
@@ -137,11 +136,7 @@ def better(base: Measured, other: Measured) -> bool:
 
 
 def longer_blocks_pay(base: Measured, other: Measured) -> bool:
-    """For another block size: accepted tokens have to rise by more than their noise, or by as much while the likelihood leaves no doubt.
-
-    Embedded pair, 36 to 42 blocks: a block cut to 4 or stretched to 32 rows costs 20 % and more; a two-bit drafter once gained 5 % at 2.4
-    standard errors from half its block.
-    """
+    """For block sizes: accepted tokens have to rise by more than their noise, or as much with a decisive likelihood."""
     n = min(len(base.matched), len(other.matched))
     rise, z = _paired((other.matched[:n] - base.matched[:n]).astype(float))
     change, likelihood_z = gain(base, other)
@@ -152,7 +147,7 @@ def longer_blocks_pay(base: Measured, other: Measured) -> bool:
 def run(sweep: Sweep, probe: Probe, reading: Reading, base: Measured) -> Check:
     """The verdict on one hyper-parameter."""
     if not sweep.alternatives:
-        return Check(sweep.check, NOT_APPLICABLE, sweep.reason or f"{sweep.now}: there is no other value to try", stage=READING)
+        return Check(sweep.check, NOT_APPLICABLE, sweep.reason or f"{sweep.now}: no alternative to try", stage=READING)
     rows: list[dict[str, Any]] = []
     best = None
     for label, other in sweep.alternatives:
@@ -196,7 +191,7 @@ def run(sweep: Sweep, probe: Probe, reading: Reading, base: Measured) -> Check:
 
 
 def features(probe: Probe, reading: Reading, base: Measured) -> Check:
-    """Size, NaN and overflow of the hidden states that the drafter reads."""
+    """Magnitude, NaN and overflow of the hidden states that the drafter reads."""
     rows: list[dict[str, Any]] = []
     for v in sorted(set(reading.hp.target_layers)):
         values = np.concatenate([p.features[v].ravel() for p in probe.passages])
@@ -226,39 +221,39 @@ def features(probe: Probe, reading: Reading, base: Measured) -> Check:
             "features", FAIL, f"{found}; {rises}", "use a conversion of the target whose hidden states stay in the range of F16, or a drafter "
             "that was trained for this one", FEATURES, data,
         )  # fmt: skip
-    return Check("features", WARN, f"{found}; acceptance does not suffer", "watch the acceptance on long texts", FEATURES, data)
+    return Check("features", WARN, f"{found}; acceptance is not affected", "watch acceptance on long texts", FEATURES, data)
 
 
 def fit(probe: Probe, reading: Reading, base: Measured) -> Check:
-    """Do the target's hidden states help the drafter at all? Compared with those of another text."""
+    """Do the target's hidden states help the drafter? Compared with those of another text."""
     if len(probe.passages) < 2:
-        return Check("fit to this target", NOT_APPLICABLE, "it takes two texts to compare", stage=FIT)
+        return Check("fit to this target", NOT_APPLICABLE, "needs two texts to compare", stage=FIT)
     strange = probe.measure(replace(reading, features_of=1))
     change, z = gain(strange, base)
     data = {"right_features": base.tokens_per_block, "other_features": strange.tokens_per_block, "nats": change, "z": z}
-    found = f"{base.tokens_per_block:.2f} tokens per block with the hidden states of the text, {strange.tokens_per_block:.2f} with those of another one"
+    found = f"{base.tokens_per_block:.2f} tokens per block with the hidden states of the text, {strange.tokens_per_block:.2f} with those of another text"
     if change < 0.25 or z < MIN_Z:
         return Check(
-            "fit to this target", FAIL, found + ": the drafter does not understand this target",
-            "use the drafter that was made for exactly this target (same release, same tuning), or the target that it was made for", FIT, data,
+            "fit to this target", FAIL, found + ": the drafter does not fit this target",
+            "use the drafter that was made for exactly this target (same release, same fine-tuning), or the matching target", FIT, data,
         )  # fmt: skip
     if base.tokens_per_block < 1.3:
         return Check(
             "fit to this target", WARN, found + ": hardly any draft is right",
-            "see whether these prompts are what the drafter was trained on (name others with `prompts`)", FIT, data,
+            "check that these prompts resemble the drafter's training data (name others with `prompts`)", FIT, data,
         )  # fmt: skip
     return Check("fit to this target", OK, found, "", FIT, data)
 
 
 def soft_cap(probe: Probe, reading: Reading, base: Measured, drafter, target) -> Check:
-    """Does the soft-cap on the draft logits change drafts? One that real logits reach makes the largest ones equal."""
+    """Does the soft-cap on draft logits change drafts? Saturated logits become ties."""
     theirs, ours = target.softcap, drafter.hp.softcap
     if not theirs and not ours:
         return Check("soft-cap", NOT_APPLICABLE, "neither file caps its logits", stage=READING)
     free = probe.measure(replace(reading, capped=False))
     changed, rise = float((base.drafts != free.drafts).mean()), free.tokens_per_block - base.tokens_per_block
     data = {"target_cap": theirs, "drafter_cap": ours, "changed_drafts": changed, "gain": gain(base, free)[0] + rise}
-    found = f"cap {theirs:g} in the target, {ours:g} in the drafter: {100 * changed:.1f} % of drafts would be others without"
+    found = f"cap {theirs:g} in the target, {ours:g} in the drafter: {100 * changed:.1f} % of drafts would differ without"
     key = f"{drafter.arch}.final_logit_softcapping"
     remedy = f"set {key} in the drafter to {theirs:g} (gguf-set-metadata)"
     if changed > 0.01 and rise >= MIN_RISE:

@@ -1,4 +1,4 @@
-"""What the doctor found: one verdict per check, and which failure is the cause rather than a consequence."""
+"""Verdicts, and which failure is the cause rather than a consequence."""
 
 from dataclasses import dataclass, field, replace
 
@@ -12,12 +12,12 @@ class Check:
     """One check.
 
     Attributes:
-        name: what was looked at.
+        name: subject.
         verdict: OK, WARN, FAIL or NOT_APPLICABLE.
-        found: what was measured, or why nothing could be; one sentence.
-        remedy: what to do about it, one sentence; empty where there is nothing to do.
-        stage: FILES to RUNNING; a failure explains the acceptance that later stages measure.
-        data: the figures, JSON-ready.
+        found: what was measured, or why not; one sentence.
+        remedy: what to do, one sentence; empty if nothing.
+        stage: FILES to RUNNING; a failure explains the results of later stages.
+        data: figures, JSON-ready.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks of one pair, in the order in which they were made."""
+    """All checks of one pair, in order."""
 
     target: str
     drafter: str
@@ -42,11 +42,11 @@ class Report:
 
     @property
     def failed(self) -> tuple[Check, ...]:
-        """The checks that failed."""
+        """The failed checks."""
         return tuple(check for check in self.checks if check.verdict == FAIL)
 
     def check(self, name: str) -> Check:
-        """The check of this name."""
+        """The check called ``name``."""
         return next(check for check in self.checks if check.name == name)
 
     def as_dict(self) -> dict:
@@ -61,11 +61,9 @@ class Report:
 
 
 def causes_only(checks: list[Check]) -> tuple[Check, ...]:
-    """The checks, with failures demoted to warnings that an earlier stage's failure explains, or a stronger one of the same sweep.
+    """Demotes failures to warnings that are explained by an earlier stage, or by a stronger one of the same sweep.
 
-    A drafter with NaN weights also has features that do not help it; only the weights are named as the cause. Of readings that would each
-    raise acceptance, the one that raises it most is named: two wrong keys show up one after the other. Of readings that raise it about
-    equally, the first one made is: rows beyond the trained block can be cut off, or hidden by reading the block causally (1.01 against 0.98).
+    Of readings that raise acceptance, the one with the largest gain counts; the first if gains are about equal.
     """
     out = []
     for check in checks:
@@ -76,6 +74,6 @@ def causes_only(checks: list[Check]) -> tuple[Check, ...]:
                 most = max(c.data["gain"] for c in rivals)
                 first = next(c for c in rivals if c.data["gain"] >= NEARLY * most)
             if first is not None and first is not check:
-                check = replace(check, verdict=WARN, remedy=f"mend {first.name!r} first, then run the doctor again")
+                check = replace(check, verdict=WARN, remedy=f"fix {first.name!r} first, then run doctor again")
         out.append(check)
     return tuple(out)

@@ -1,4 +1,4 @@
-"""What the pair does when it runs: prompts in pieces, repeated prompts, replay, where a step's time goes, and whether speculation pays."""
+"""Generations: chunked prompts, repeated prompts, graph replay, step times, and the speed-up."""
 
 import statistics
 import time
@@ -21,15 +21,15 @@ from .probe import Measured
 from .report import FAIL, NOT_APPLICABLE, OK, RUNNING, WARN, Check
 
 PIECE = 32
-AGREES = 0.6  # share of the accepted drafts that has to remain: two runs differ by the last bit of other batch shapes
-IN_LOOP = 0.35  # the same for a loop, whose blocks begin where the one before went wrong (embedded pair: 2.92 against 4.07 tokens)
+AGREES = 0.6  # share of accepted drafts that has to remain; batch shapes differ in the last bit
+IN_LOOP = 0.35  # the same for decoding, whose blocks start after a rejection
 RUNS = 9
 REPEATS = 4  # calls of a graph until the last ones are replays
 
 
 def speculate(engine: ModelRunner, prompt: Sequence[int], tokens: int, *, mode: str = SPECULATIVE, width: int | None = None, piece: int = 0,
               keep: bool = False, widths: SpeculationPolicy | None = None) -> Stats:  # fmt: skip
-    """One generation's statistics. ``piece``: prefill in pieces of so many tokens. ``keep``: go on with the sequence that is there."""
+    """Statistics of one generation. ``piece``: prefill chunk; ``keep``: continue the current sequence."""
     if not keep:
         engine.reset(drafting=mode == SPECULATIVE)
     prompt, stats = list(prompt), Stats()
@@ -50,36 +50,38 @@ def _same(name: str, usual: Stats, other: Stats, how: str, remedy: str) -> Check
 
 
 def micro_batches(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Check:
-    """A prompt in one piece and in pieces: does the drafter see all of it?"""
+    """Chunked prefill: does the drafter see the whole prompt?"""
     if len(prompt) <= PIECE:
-        return Check("micro-batches", NOT_APPLICABLE, f"the prompt has {len(prompt)} tokens, one piece holds {PIECE}", stage=RUNNING)
+        return Check("micro-batches", NOT_APPLICABLE, f"the prompt has {len(prompt)} tokens, one chunk holds {PIECE}", stage=RUNNING)
     usual, pieces = speculate(engine, prompt, tokens), speculate(engine, prompt, tokens, piece=PIECE)
-    how = f"with the prompt in {-(-len(prompt) // PIECE)} pieces"
-    return _same("micro-batches", usual, pieces, how, "report this: the hidden states of some pieces do not reach the drafter")
+    how = f"with the prompt in {-(-len(prompt) // PIECE)} chunks"
+    return _same("micro-batches", usual, pieces, how, "report this: the hidden states of some chunks do not reach the drafter")
 
 
 def repeated_prompt(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Check:
     """The same prompt again."""
     usual, again = speculate(engine, prompt, tokens), speculate(engine, prompt, tokens)
-    return _same("repeated prompt", usual, again, "for the same prompt again", "report this: the first run leaves something behind")
+    return _same(
+        "repeated prompt", usual, again, "for the same prompt again", "report this: the first run leaves state that changes the second"
+    )
 
 
 def cache_hit(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Check:
-    """A prompt whose beginning comes from a snapshot: are the drafter's rows part of it?"""
+    """Prefix reuse: are the drafter's rows restored?"""
     if len(prompt) < 2:
         return Check("cache hit", NOT_APPLICABLE, "the prompt is one token, so there is no prefix to keep", stage=RUNNING)
     usual = speculate(engine, prompt, tokens)
     engine.reset()
     engine.prefill(prompt[:-1])
     with closing(engine.snapshot()) as snapshot:
-        speculate(engine, prompt[::-1], tokens)  # something else lies in the caches now
+        speculate(engine, prompt[::-1], tokens)  # overwrites the caches
         engine.restore(snapshot)
         hit = speculate(engine, prompt[-1:], tokens, keep=True)
-    return _same("cache hit", usual, hit, "behind a restored prefix", "report this: the drafter does not see the restored tokens")
+    return _same("cache hit", usual, hit, "with a restored prefix", "report this: the drafter does not see the restored tokens")
 
 
 def loop_acceptance(stats: Sequence[Stats], base: Measured) -> Check:
-    """Tokens per step of real generations against the teacher-forced estimate."""
+    """Tokens per step of generations against the teacher-forced estimate."""
     steps, matched = sum(s.steps for s in stats), sum(s.matched for s in stats)
     nan, real = sum(s.nan_drafts for s in stats), 1 + matched / max(1, steps)
     data = {"tokens_per_step": real, "estimate": base.tokens_per_block, "nan_drafts": nan, "steps": steps}
@@ -89,7 +91,7 @@ def loop_acceptance(stats: Sequence[Stats], base: Measured) -> Check:
                      "and a drafter in another type", RUNNING, data)  # fmt: skip
     if real < 1 + IN_LOOP * (base.tokens_per_block - 1):
         return Check(
-            "acceptance", WARN, found, "a loop accepts less than single blocks do, but not that much less: report this", RUNNING, data
+            "acceptance", WARN, found, "decoding accepts less than single blocks, but not this much less: report this", RUNNING, data
         )
     if real < 1.5:
         return Check(
@@ -104,7 +106,7 @@ def loop_acceptance(stats: Sequence[Stats], base: Measured) -> Check:
 
 
 def replay(stats: Sequence[Stats]) -> Check:
-    """Steps that reused a kept graph, and on CUDA those that were replayed."""
+    """Share of steps with a cached graph, and on CUDA of replayed ones."""
     computes = sum(s.computes for s in stats)
     built, grown = (sum(getattr(s, name) for s in stats) for name in ("graphs_built_after_warmup", "buffer_growths_after_warmup"))
     cuda = [s.cuda_graphs for s in stats if s.cuda_graphs is not None]
@@ -130,8 +132,8 @@ def replay(stats: Sequence[Stats]) -> Check:
 
 
 def repeated_step(engine: ModelRunner, prompt: Sequence[int]) -> Check:
-    """The same step from the same state again and again: CUDA launches the first call kernel by kernel and replays the third and fourth."""
-    engine.read_candidates(None)  # graphs that nobody has run yet
+    """Repeats one step from the same state: CUDA launches the first call's kernels one by one and replays the third and fourth."""
+    engine.read_candidates(None)  # graphs not yet run
     replays = 0
     try:
         for width in sorted({1, engine.options.width}):
@@ -153,7 +155,7 @@ def repeated_step(engine: ModelRunner, prompt: Sequence[int]) -> Check:
 
 
 def _step_logits(engine: ModelRunner, prompt: Sequence[int], width: int) -> tuple[np.ndarray, int]:
-    """F32 [width, n_vocab]: logits after the rows of one step behind the prompt; and 1 if the step was a replay, as far as can be told."""
+    """F32 [width, n_vocab]: logits of one step after the prompt; and 1 if the step was a replay, where known."""
     engine.reset()
     engine.prefill(prompt)
     before = _replays(engine)
@@ -169,7 +171,7 @@ def _replays(engine: ModelRunner) -> int:
 
 
 def time_split(engine: ModelRunner, stats: Sequence[Stats], width: int) -> Check:
-    """Milliseconds of one speculative step by part: drafting, verification, commit of the recurrent state, the host's own work."""
+    """Milliseconds of one speculative step: drafting, verification, commit of recurrent state, host."""
     fused, verify = _median(engine, lambda: engine.fused_step(width)), _median(engine, lambda: engine.verify_step([0] * (width - 1)))
     commit = _commit(engine, width) if engine.delta is not None else 0.0
     steps = max(1, sum(s.steps for s in stats))
@@ -181,7 +183,7 @@ def time_split(engine: ModelRunner, stats: Sequence[Stats], width: int) -> Check
         return Check(
             "time split",
             WARN,
-            found + ": the host takes a quarter or more",
+            found + ": the host takes a quarter of it or more",
             "leave a core free for the process; use fewer threads (`threads`)",
             RUNNING,
             data,
@@ -194,13 +196,11 @@ def time_split(engine: ModelRunner, stats: Sequence[Stats], width: int) -> Check
 
 
 def other_work(backends: Sequence[Backend]) -> list[Check]:
-    """That other work has cores of the CPU's threads; nothing where none has."""
+    """Warns if other processes compete for the CPU."""
     if ThreadCounts([backend.rule for backend in backends if backend.rule is not None]).calm:
         return []
-    found = (
-        "other work had the processor while this was measured, so times, and what they are of each other, are not those of an idle machine"
-    )
-    return [Check("other work", WARN, found, "run it again when that has ended", RUNNING)]
+    found = "other processes used the CPU while this was measured; times and ratios are not those of an idle machine"
+    return [Check("other work", WARN, found, "run it again when they have ended", RUNNING)]
 
 
 def _median(engine: ModelRunner, step) -> float:
@@ -216,7 +216,7 @@ def _median(engine: ModelRunner, step) -> float:
 
 
 def _commit(engine: ModelRunner, width: int) -> float:
-    """The graph that commits a whole block and nothing else."""
+    """The graph that only commits a block."""
     engine.reset()
     engine.prefill([0] * 8)
     times = []
@@ -230,7 +230,7 @@ def _commit(engine: ModelRunner, width: int) -> float:
 
 
 def _costs(engine: ModelRunner, base: Measured) -> dict[int, float]:
-    """Step costs by width; measured again, and the lower ones taken, before they say that speculation does not pay."""
+    """Step costs by width; measured twice, taking the minimum, before speculation is called unprofitable."""
     widths = candidate_widths(engine.options.width)
     costs = step_costs(engine, widths)
     if max(_gains(costs, base).values()) <= 1:
@@ -240,7 +240,7 @@ def _costs(engine: ModelRunner, base: Measured) -> dict[int, float]:
 
 
 def _expected(width: int, base: Measured) -> float:
-    """Tokens of a block of ``width`` rows."""
+    """Expected tokens of a block of ``width`` rows."""
     return 1.0 + float(np.minimum(base.matched, width - 1).mean())
 
 
@@ -258,8 +258,7 @@ def pays(costs: dict[int, float], base: Measured, plain: Sequence[Stats], specul
     found = f"width {width} needs {needed[width]:.2f} tokens per step to pay and gets {expected[width]:.2f}"
     worth = gains[width] > 1
     even = Check(
-        "break-even", OK if worth else WARN, found, "" if worth else "speculation cannot pay here, and width control decodes plainly: use a smaller or "
-        "better drafter, or a device with more compute for its bandwidth", RUNNING, {"plain_ms": costs[1], "widths": rows},
+        "break-even", OK if worth else WARN, found, "" if worth else "speculation cannot pay here, and the policy decodes plainly: use a smaller or better drafter, or a device with more compute for its bandwidth", RUNNING, {"plain_ms": costs[1], "widths": rows},
     )  # fmt: skip
     speeds = [sum(s.emitted - 1 for s in legs) / sum(s.seconds["decode"] for s in legs) for legs in (plain, speculative)]
     measured, predicted = speeds[1] / speeds[0], max(1.0, gains[width])
@@ -271,7 +270,7 @@ def pays(costs: dict[int, float], base: Measured, plain: Sequence[Stats], specul
 
 
 def chain(engine: ModelRunner, prompts: Sequence[Sequence[int]], tokens: int) -> Measured:
-    """How many drafts of whole blocks are right while the target writes: what a drafter without readings to compare is judged by."""
+    """Acceptance of whole blocks while the target generates, for drafters without alternative readings."""
     matched, drafts, finite = [], [], True
     for prompt in prompts:
         engine.reset()
@@ -291,7 +290,7 @@ def chain(engine: ModelRunner, prompts: Sequence[Sequence[int]], tokens: int) ->
 def examine(
     engine: ModelRunner, prompts: Sequence[Sequence[int]], tokens: int, base: Measured, ranked: Measured | None = None
 ) -> list[Check]:
-    """All checks that run generations. ``ranked``: the same blocks with the drafter's best choices, where there are such."""
+    """All checks that run generations. ``ranked``: blocks with the drafter's top choices, if available."""
     costs = _costs(engine, base)
     longest = max(prompts, key=len)
     checks = [check(engine, longest, tokens) for check in (micro_batches, repeated_prompt, cache_hit)]
@@ -299,7 +298,7 @@ def examine(
     checks += [loop_acceptance(full, base), replay(full), repeated_step(engine, longest)]
     assert engine.drafter is not None
     plain, chosen = [], []
-    for prompt in prompts:  # interleaved: a machine that slows down does so to both
+    for prompt in prompts:  # interleaved, against drift of the machine
         plain.append(speculate(engine, prompt, tokens, mode=PLAIN))
         chosen.append(speculate(engine, prompt, tokens, widths=SpeculationPolicy.measured_for(engine.drafter.method, costs)))
     return [*checks, time_split(engine, full, engine.options.width), *pays(costs, base, plain, chosen), trees.check(ranked or base, costs)]

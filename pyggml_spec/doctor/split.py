@@ -1,7 +1,7 @@
-"""What layers on several devices cost: copies at the cuts, devices that wait for each other, and cuts that would be better elsewhere.
+"""Cost of layers on several devices: copies, waiting devices, and better cuts.
 
-One sequence's step goes through the devices one after the other, so it takes what all of them take together: layers are worth most on the fastest
-device that has room for them. Chunks of a prompt follow each other through the devices, so prompts take as long as the device that takes longest.
+A decode step takes the sum of all devices, so layers belong on the fastest device with room. Prefill chunks are pipelined, so a prompt
+takes as long as the slowest device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,25 +17,25 @@ from ..tools.split_steps import HOST_ONLY, CopySpeed, DeviceShare, SplitStep, co
 from .report import NOT_APPLICABLE, OK, RUNNING, WARN, Check
 
 DEAR = 0.1  # share of a step that copies may take
-WORTH = 0.1  # share of a step or chunk that another cut has to save: layers of one kind differ by less, and so do two measurements
-ROOM = 0.9  # of the free memory: compute buffers grow with the layers
+WORTH = 0.1  # least saving of a step or chunk that is reported
+ROOM = 0.9  # of free memory: compute buffers grow with the layers
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Of one device: how many there are, what one takes in milliseconds, and how many more there is memory for, of the largest. ``beside``: the memory
-    of how many what goes to the next device takes if this one is left out."""
+    """One device: number of layers, milliseconds of each, further layers that fit; ``next_layers``: how many layers' worth of memory the
+    next device needs if this one is removed."""
 
     device: str
     count: int
     each_ms: float
     room: int
-    beside: int = 0
+    next_layers: int = 0
 
 
 @dataclass(frozen=True)
 class Move:
-    """Other cuts: layers of each device, and what is said to be saved, in milliseconds. ``spare``: a device that nobody would miss."""
+    """Other cuts: layers per device, and milliseconds saved. ``spare``: a device that could be removed."""
 
     counts: tuple[int, ...]
     saved_ms: float
@@ -43,20 +43,20 @@ class Move:
 
 
 def layers_of(engine: ModelRunner, step: SplitStep, head: bool = True) -> list[Layers]:
-    """What a layer takes on each device in a step: by the bytes of layers among those that the device reads, which the drafter and, unless ``head``
-    says that few rows go there, the head are too."""
+    """Milliseconds of a layer on each device, by its share of the bytes read there; head and drafter count as well, unless ``head`` is
+    False."""
     target, drafter, segments = engine.target, engine.drafter, engine.resources.segments
     tensors = target.file.tensors
     sizes = [sum(info.nbytes for name, info in tensors.items() if name.startswith(f"blk.{layer}.")) for layer in range(target.n_layer)]
-    beside = tensors["output.weight" if "output.weight" in tensors else EMBEDDING].nbytes if head else 0
+    extra = tensors["output.weight" if "output.weight" in tensors else EMBEDDING].nbytes if head else 0
     if step.width > 1 and drafter is not None and head:
-        beside += sum(member.weights.nbytes for member in drafter.methods)
+        extra += sum(member.weights.nbytes for member in drafter.methods)
     states = engine.resources.delta.nbytes if engine.resources.delta is not None else 0
     whole, out = max(1, max(sizes) + (engine.resources.kv.nbytes + states) // target.n_layer), list[Layers]()
     of_first = sum(info.nbytes for name, info in tensors.items() if name.startswith(FIRST))
     for index, (segment, share) in enumerate(zip(segments, step.devices, strict=True)):
         mine, count = sum(sizes[segment.first : segment.end]), segment.end - segment.first
-        read = mine + (beside if index == len(segments) - 1 else 0)
+        read = mine + (extra if index == len(segments) - 1 else 0)
         room = int(ROOM * free_bytes(present(segment.backend.device)) / whole)
         each_ms = share.compute_ms * mine / max(1, read) / count
         out.append(Layers(share.device, count, each_ms, room, -(-of_first // whole) if index == 0 else 0))
@@ -64,13 +64,13 @@ def layers_of(engine: ModelRunner, step: SplitStep, head: bool = True) -> list[L
 
 
 def faster_step(layers: Sequence[Layers], last_cut: int) -> Move | None:
-    """Moving one cut, so that the faster neighbour has as many layers as it has memory for; None where no device is faster."""
+    """Moving one cut to give the faster neighbour as many layers as fit; None if no device is faster."""
     best: Move | None = None
     counts = [device.count for device in layers]
     for left in range(len(layers) - 1):
         slow, fast = (left, left + 1) if layers[left].each_ms > layers[left + 1].each_ms else (left + 1, left)
         n = min(counts[slow] - 1, layers[fast].room)
-        if fast < slow:  # the cut moves on, and must not move beyond the last place where it may be
+        if fast < slow:  # a cut may not move past last_cut
             n = min(n, last_cut - sum(counts[: left + 1]))
         if n <= 0:
             continue
@@ -83,15 +83,15 @@ def faster_step(layers: Sequence[Layers], last_cut: int) -> Move | None:
 
 
 def _spare(layers: Sequence[Layers], index: int) -> bool:
-    """Whether the others have memory for what a device has. Nobody says so of the last one, which has the head and the drafter too."""
+    """Whether the other devices have room for this one's layers. Never for the last device, which also holds head and drafter."""
     one, rooms = layers[index], {other.device: other.room for i, other in enumerate(layers) if i != index}
     if index == len(layers) - 1 or one.device in rooms:
         return False
-    return layers[index + 1].room >= one.beside and sum(rooms.values()) >= one.count + one.beside
+    return layers[index + 1].room >= one.next_layers and sum(rooms.values()) >= one.count + one.next_layers
 
 
 def level_chunks(layers: Sequence[Layers], last_cut: int) -> Move | None:
-    """Cuts with which every device takes about as long for a chunk; None where there is no memory for that."""
+    """Cuts that balance prefill chunks; None if they do not fit."""
     if not all(device.each_ms > 0 for device in layers):
         return None
     total = sum(device.count for device in layers)
@@ -114,7 +114,7 @@ def _moved(move: Move, takes: float, what: str) -> str:
 
 
 def cut_cost(step: SplitStep, copies: Sequence[CopySpeed]) -> Check:
-    """What copies at the cuts take of a step."""
+    """Share of a step spent on copies at cuts."""
     copying, whole = sum(d.copy_ms for d in step.devices), sum(d.copy_ms + d.compute_ms for d in step.devices)
     n = sum(d.copies for d in step.devices)
     what = f"a block of {step.width} rows" if step.width > 1 else "a plain step"
@@ -135,7 +135,7 @@ def cut_cost(step: SplitStep, copies: Sequence[CopySpeed]) -> Check:
 
 
 def waiting(engine: ModelRunner, step: SplitStep) -> Check:
-    """Which device waits for the others in a step, and whether another cut would take less."""
+    """Which device waits in a step, and whether another cut is faster."""
     layers = layers_of(engine, step)
     takes = sum(d.copy_ms + d.compute_ms for d in step.devices)
     shares = ", ".join(f"{_named(d)} computes {d.compute_ms:.2f} ms and waits {100 * d.waits:.0f} %" for d in step.devices)
@@ -150,13 +150,13 @@ def waiting(engine: ModelRunner, step: SplitStep) -> Check:
 
 
 def prompts(engine: ModelRunner, step: SplitStep | None) -> Check:
-    """Which device chunks of a prompt wait for."""
+    """Which device limits prefill."""
     if step is None:
         return Check("prompts on devices", NOT_APPLICABLE, "the context holds no chunk that could be measured", stage=RUNNING)
     layers = layers_of(engine, step, head=False)
     slowest = max(step.devices, key=lambda d: d.compute_ms)
     times = ", ".join(f"{d.compute_ms:.1f} ms on {_named(d)}" for d in step.devices)
-    found = f"a chunk of {step.width} rows computes {times}: chunks follow each other, and every one takes what {_named(slowest)} takes"
+    found = f"a chunk of {step.width} rows computes {times}: chunks are pipelined, so each takes as long as {_named(slowest)}"
     data = {"rows": step.width, "compute_ms": [d.compute_ms for d in step.devices]}
     move = level_chunks(layers, engine.target.last_cut())
     if move is None or move.saved_ms < WORTH * slowest.compute_ms:
@@ -167,7 +167,7 @@ def prompts(engine: ModelRunner, step: SplitStep | None) -> Check:
 
 
 def device_copies(copies: Sequence[CopySpeed]) -> Check:
-    """Latency, bandwidth and the way of copies between neighbours."""
+    """Latency, bandwidth and path of copies between neighbours."""
     said = []
     for one in copies:
         speed = f"{one.bandwidth / 1e9:.1f} GB/s" if one.bandwidth else "no memory to measure large ones"
@@ -183,7 +183,7 @@ def device_copies(copies: Sequence[CopySpeed]) -> Check:
 
 
 def examine(engine: ModelRunner) -> Iterator[Check]:
-    """All of them, of an engine whose layers are on several devices; none of any other. Forgets the sequence."""
+    """All checks of an engine on several devices; none otherwise. Discards the sequence."""
     if len(engine.resources.segments) < 2:
         return
     try:
@@ -192,10 +192,10 @@ def examine(engine: ModelRunner) -> Iterator[Check]:
         steps = split_steps(engine, tuple(sorted({1, block})), copies=copies)
         chunk = split_chunk(engine, copies)
     except PyspecError as error:
-        yield Check("cut cost", NOT_APPLICABLE, f"the step cannot be taken apart: {error}", stage=RUNNING)
+        yield Check("cut cost", NOT_APPLICABLE, f"the step cannot be measured by part: {error}", stage=RUNNING)
         return
     if not steps:
-        yield Check("cut cost", NOT_APPLICABLE, "the context has no room for the steps that are measured; raise `n_ctx`", stage=RUNNING)
+        yield Check("cut cost", NOT_APPLICABLE, "the context has no room for the measured steps; raise `n_ctx`", stage=RUNNING)
     else:
         yield cut_cost(steps[-1], copies)
         yield waiting(engine, steps[0])

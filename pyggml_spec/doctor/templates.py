@@ -1,4 +1,4 @@
-"""Template and thinking mode, A/B: the same requests as raw text, through the chat template, and with thinking on and off."""
+"""A/B of the same requests as raw text, through the chat template, and with thinking on and off."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from .evidence import write_passages
 from .probe import KNOWN, Probe, Reading
 from .report import NOT_APPLICABLE, OK, RUNNING, WARN, Check
 
-MATTERS = 0.8  # share of the best way's accepted drafts below which a way is pointed out
+MATTERS = 0.8  # share of the best variant's accepted drafts below which a variant is reported
 
 
 def ways(template: ChatTemplate, tokenizer: Tokenizer, prompts: Sequence[str]) -> dict[str, list[list[int]]]:
-    """Token ids of each prompt, by how it is put to the model."""
+    """Token ids of each prompt by variant."""
     modes = {"template, thinking": True, "template, no thinking": False} if template.can_think else {"template": None}
     out = {"raw text": [tokenizer.encode(prompt) for prompt in prompts]}
     for name, thinking in modes.items():
@@ -23,7 +23,7 @@ def ways(template: ChatTemplate, tokenizer: Tokenizer, prompts: Sequence[str]) -
 
 
 def compare(engine: ModelRunner, tokenizer: Tokenizer, probe: Probe, reading: Reading, prompts: Sequence[str], tokens: int) -> Check:
-    """Acceptance of the target's own text for each way of asking."""
+    """Acceptance of the target's own text for each variant."""
     name, file = "template and thinking", engine.target.file
     if KEY not in file.metadata:
         return Check(name, NOT_APPLICABLE, "the target has no chat template", stage=RUNNING)
@@ -51,6 +51,6 @@ def compare(engine: ModelRunner, tokenizer: Tokenizer, probe: Probe, reading: Re
     poor = [way for way, value in found.items() if value - 1 < MATTERS * (found[best] - 1)]
     if poor:
         return Check(
-            name, WARN, text, f"the drafter was trained for {best!r}: ask that way where the task allows it", RUNNING, {"ways": found}
+            name, WARN, text, f"the drafter was trained for {best!r}: prompt that way where the task allows it", RUNNING, {"ways": found}
         )
     return Check(name, OK, text, "", RUNNING, {"ways": found})

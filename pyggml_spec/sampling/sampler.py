@@ -1,10 +1,8 @@
 """Sampling by libllama's sampler chain, lossless under speculation.
 
 Row j is sampled from the target's processed distribution; verification continues with row j + 1 while the sample equals the draft. The
-emitted token is
-always the target's sample, and each row is sampled once, when its token is emitted: penalties, grammar and random numbers advance as in
-plain decoding.
-The chain is that of llama.cpp's common_sampler: same logits and seed, same token.
+emitted token is always the target's sample, and each row is sampled once, when its token is emitted: penalties, grammar and random numbers
+advance as in plain decoding. The chain is that of llama.cpp's common_sampler: same logits and seed, same token.
 """
 
 import math
@@ -201,8 +199,7 @@ class Sampling:
         """How many of a row's largest logits determine the choice; None: all.
 
         If bias and penalties lower at most n logits and raise none, the k largest after them are among the k + n largest before. Under a
-        constraint the same
-        holds for the allowed tokens.
+        constraint the same holds for the allowed tokens.
         """
         if self.constrained and self.is_allowed_argmax:
             return 0

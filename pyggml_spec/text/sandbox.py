@@ -3,8 +3,7 @@
 python -I -S sandbox.py FOLDER...
 
 Jinja's sandbox restricts access but not work: one expression can allocate gigabytes. The kernel kills this process at a limit of memory or
-CPU time.
-It imports Jinja from the given folders, nothing of this package, and communicates over descriptor 0.
+CPU time. It imports Jinja from the given folders, nothing of this package, and communicates over descriptor 0.
 
 A request is two JSON lines: limits with the template's slot, and the task; a template is sent once. A reply is one line; at a limit there
 is none.

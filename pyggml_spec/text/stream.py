@@ -120,8 +120,8 @@ class _Lines:
 
 
 class BlockText:
-    """Detokenises a sequence block by block.
-    With stop strings or line limits ``completes`` detokenises each token before the next is sampled; otherwise ``take`` does it per block.
+    """Detokenises a sequence block by block. With stop strings or line limits ``completes`` detokenises each token before the next is
+    sampled; otherwise ``take`` does it per block.
 
     Attributes:
         completes: (token) -> why the text ends with it, STOP, LENGTH or ""; None if nothing can end it.

@@ -1,8 +1,7 @@
 """Chat templates of GGUF files: messages to token ids.
 
 Only the template's own text becomes control tokens. Control-token text inside messages is split by a private-use mark before rendering and
-encoded without
-the mark as plain text. Messages without such text are encoded exactly as llama.cpp encodes the rendered text.
+encoded without the mark as plain text. Messages without such text are encoded exactly as llama.cpp encodes the rendered text.
 """
 
 import json

@@ -81,8 +81,7 @@ _CONTROL = 3  # in tokenizer.ggml.token_type
 
 class Fim(NamedTuple):
     """Control tokens for fill-in-the-middle, where the vocabulary has them: around the text before the gap, the text after it, and the
-    middle;
-    before the names of the repository and of each file."""
+    middle; before the names of the repository and of each file."""
 
     prefix: int | None
     suffix: int | None

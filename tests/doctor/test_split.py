@@ -84,13 +84,13 @@ def test_layers_go_to_the_faster_device_as_far_as_it_has_memory():
 def test_devices_that_could_be_left_out():
     """The last device has the head and the drafter: their bytes were not counted. The first has the embedding, and of the others only a neighbour was asked."""
 
-    def spare(*rooms, slow, beside=0):
-        devices = [Layers(f"D{i}", 8, 3.0 if i == slow else 1.0, room, beside if i == 0 else 0) for i, room in enumerate(rooms)]
+    def spare(*rooms, slow, next_layers=0):
+        devices = [Layers(f"D{i}", 8, 3.0 if i == slow else 1.0, room, next_layers if i == 0 else 0) for i, room in enumerate(rooms)]
         return faster_step(devices, 8 * len(rooms) - 1).spare
 
     assert spare(100, 100, slow=1) == "" and spare(100, 8, slow=0) == "D0" and spare(100, 7, slow=0) == ""
-    assert spare(0, 10, slow=0, beside=2) == "D0" and spare(0, 9, slow=0, beside=2) == ""
-    assert spare(0, 1, 100, slow=0, beside=2) == ""  # what is beside goes to the next device, whole
+    assert spare(0, 10, slow=0, next_layers=2) == "D0" and spare(0, 9, slow=0, next_layers=2) == ""
+    assert spare(0, 1, 100, slow=0, next_layers=2) == ""  # what this device holds goes to the next device, whole
     assert spare(4, 0, 4, slow=1) == "D1" and spare(4, 0, 3, slow=1) == "" and spare(9, 9, 0, slow=2) == ""
     twice = [Layers("D0", 8, 3.0, 100), Layers("D0", 8, 1.0, 100)]
     assert faster_step(twice, 15) == Move((1, 15), 14.0)  # a device that has others of the layers too is not left out
@@ -107,7 +107,7 @@ def test_room_is_that_of_the_largest_layer(session, monkeypatch):
     shares = tuple(DeviceShare(f"D{i}", "layers", 1.0, 1, 4096, 0.1, 0.5) for i in range(2))
     first, last = split.layers_of(engine, SplitStep(1, 2.0, shares))
     assert (first.room, last.room) == (9, 9)
-    assert first.beside == -(-engine.target.file.tensors["token_embd.weight"].nbytes // each) and last.beside == 0
+    assert first.next_layers == -(-engine.target.file.tensors["token_embd.weight"].nbytes // each) and last.next_layers == 0
 
 
 def test_copies_that_go_through_the_host_have_a_remedy():

@@ -14,9 +14,9 @@ from pyggml_spec.doctor.probe import BEST, Measured, Probe, Reading, ranks_of
 COSTS = {1: 10.0, 2: 11.0, 4: 12.0, 8: 14.0, 16: 18.0}
 
 
-def scripted(second, behind, blocks=400, drafts=15, seed=1):
+def scripted(second, next_right, blocks=400, drafts=15, seed=1):
     """A drafter whose third draft is always wrong: the target's token is its second choice there in this share of the blocks, and the draft
-    behind it is right in that share."""
+    after it is right in that share."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(100, 200, 20 * blocks + 40)
     anchors = np.arange(blocks) * 20
@@ -26,17 +26,17 @@ def scripted(second, behind, blocks=400, drafts=15, seed=1):
         best[b, 2, 0] = 7
         if b < second * blocks:
             best[b, 2, 1] = tokens[anchor + 3]
-        if b % 10 >= 10 * behind:
+        if b % 10 >= 10 * next_right:
             best[b, 3, 0] = 8
     ranks, right = ranks_of(best, best[:, :, 0], tokens, anchors)
     return Measured(np.full(blocks, 2, np.int32), best[:, :, 0].ravel(), np.empty((0, 0)), True, ranks, right)
 
 
-@pytest.mark.parametrize("second, behind", [(0.4, 0.2), (0.75, 0.5), (0.0, 0.3)])
-def test_the_shares_are_those_of_the_drafter(second, behind):
-    check = trees.check(scripted(second, behind), COSTS)
+@pytest.mark.parametrize("second, next_right", [(0.4, 0.2), (0.75, 0.5), (0.0, 0.3)])
+def test_the_shares_are_those_of_the_drafter(second, next_right):
+    check = trees.check(scripted(second, next_right), COSTS)
     assert check.data["rank_shares"]["2"] == pytest.approx(second) and check.data["among_best"] == pytest.approx(second)
-    assert check.data["right_behind_sibling"] == pytest.approx(behind if second else 0.0, abs=0.01)
+    assert check.data["right_behind_sibling"] == pytest.approx(next_right if second else 0.0, abs=0.01)
     assert check.data["tokens_of_path"] == 3.0 and check.data["tokens_of_tree"] == pytest.approx(3.0 + second)  # a sibling is one leaf
     assert check.data["tree_ms"] == 18.0 + 0.5 * 16 and check.data["best_width"] == 4
     assert check.data["speed_of_tree"] == pytest.approx((3.0 + second) / 26.0 / (3.0 / 12.0))

@@ -53,7 +53,7 @@ def test_a_buffer_type_whose_products_end_the_process_is_not_used(fake, tmp_path
     assert "buffer type FAKE is not used" in done.stderr and "SIGILL" in done.stderr and REBUILD in done.stderr
     devices = pyspec(fake, tmp_path, "devices", **bad)
     assert devices.returncode == 0 and "FAKE is not used" in devices.stderr and REBUILD in devices.stderr
-    doctor = pyspec(fake, tmp_path, "-c", "from pyggml_spec.doctor.build import build; from pyggml_spec.ggml.device import devices; "
+    doctor = pyspec(fake, tmp_path, "-c", "from pyggml_spec.doctor.files import build; from pyggml_spec.ggml.device import devices; "
                     "print(build(devices()[0]))", **bad)  # fmt: skip
     assert "verdict='warn'" in doctor.stdout and "FAKE" in doctor.stdout and REBUILD in doctor.stdout
     quiet = pyspec(fake, tmp_path, *RUN, "-q", **bad)

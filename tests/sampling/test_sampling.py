@@ -333,14 +333,14 @@ def test_filling_in_chooses_as_llama_cpp_does(demo):
 
 def test_filling_in_that_would_take_minutes_or_end_the_process_is_refused(demo):
     for values in ({"top_k": 0}, {"top_k": 257}, {"samplers": ("infill", "top_k")}, {"samplers": ("top_p", "infill")}):
-        with pytest.raises(SamplingError, match="a top_k from 1 to 256 has to stand before it"):
+        with pytest.raises(SamplingError, match="it needs a top_k from 1 to 256 before it"):
             Sampling(**{"samplers": FILLING, **values})
     with pytest.raises(SamplingError, match="a constraint may not"):
         Sampling(samplers=FILLING, grammar='root ::= "a"')
     sampling, n = Sampling(samplers=FILLING), demo.tokenizer.n_vocab
     with pytest.raises(SamplingError, match="a token of 513 bytes"):
         Sampler(sampling, SimpleNamespace(vocab=demo.tokenizer.vocab, longest_piece=513), n)
-    with pytest.raises(SamplingError, match="needs the vocabulary"):
+    with pytest.raises(SamplingError, match="needs a tokenizer"):
         Sampler(sampling, None, n)
 
 

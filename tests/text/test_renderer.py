@@ -190,7 +190,7 @@ def test_threads_may_render_at_once():
     assert len(told) == 8 and all(texts == {name} for name, texts in told.items())
 
 
-@pytest.mark.parametrize("python, why", [("/nowhere/python", "cannot be started"), ("/bin/false", "ends before its first .exit status 1")])
+@pytest.mark.parametrize("python, why", [("/nowhere/python", "cannot be started"), ("/bin/false", "exits at start .exit status 1")])
 def test_a_process_that_cannot_be_started_is_a_sentence(monkeypatch, python, why):
     RENDERER.stop()
     monkeypatch.setattr(sys, "executable", python)
