@@ -1,4 +1,4 @@
-"""The command line: `pyspec`. Only this folder prints. stdout carries the result and nothing else; stderr carries the rest."""
+"""The `pyspec` command line. Only this folder prints: results to stdout, everything else to stderr."""
 
 from .main import main
 

@@ -27,7 +27,7 @@ _HEADER = ["category", "thinking", "prompts", "runs", "acceptance %", "deviation
 
 
 def chosen_prompts(name: str) -> tuple[list[Prompt], dict]:
-    """The prompts of a file, or included ones, and what is noted about the file.
+    """The prompts of a file or the included ones, and a description of the file.
 
     Raises:
         PyspecError: as ``read_prompts``.
@@ -46,7 +46,7 @@ def modes(thinking: bool | None) -> tuple[bool, ...]:
 def measure(
     session: Session, chosen: tuple[list[Prompt], dict], options: PromptsOptions, interrupt: Interrupt, output: str, as_json: bool
 ) -> int:
-    """Measures ``chosen_prompts`` and writes; returns the exit code. After Ctrl-C what was complete is written."""
+    """Measures ``chosen_prompts`` and prints; returns the exit code. After Ctrl-C complete runs are printed."""
     prompts, source = chosen
     if not options.sampling.is_greedy and options.sampling.seed is None:
         options = replace(options, sampling=replace(options.sampling, seed=0))
@@ -73,7 +73,7 @@ def measure(
         say(BUSY)
     if any(row.runs and not row.acceptance for row in rows):
         say(
-            "no draft was verified where acceptance is empty: plain decoding was expected to be faster; --draft-width W measures it all the same"
+            "acceptance is empty where no draft was verified, because plain decoding was expected to be faster; --draft-width W measures it anyway"
         )
     if interrupt.asked:
         say(f"stopped after {len(rows[0].runs)} of {options.repetitions} runs")
@@ -81,7 +81,7 @@ def measure(
 
 
 def _conditions(session: Session, source: dict, options: PromptsOptions, progress) -> dict:
-    """What somebody needs who wants to see the same figures."""
+    """Everything needed to reproduce the figures."""
     files = {"target": session.target.file}
     for at, member in enumerate(session.drafter.methods if session.drafter is not None else ()):
         files["drafter" if at == 0 else f"drafter {at + 1}"] = member.file

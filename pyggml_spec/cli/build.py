@@ -14,34 +14,32 @@ from .terminal import progress_line, say
 
 @click.command("build", cls=Command)
 @click.option("--cuda", is_flag=True, help="For NVIDIA GPUs; needs CUDA's compiler.")
-@click.option(
-    "--arch", metavar="LIST", help="GPUs to build for, like 90, 86;89 or native. Default: the one of this machine, without one all."
-)
+@click.option("--arch", metavar="LIST", help="GPUs to build for, like 90, 86;89 or native. Default: this machine's, without one all.")
 @click.option(
     "--patches/--no-patches", "patched", default=None, help="With the patches that `pyspec patches list` names. Default: with --cuda."
 )
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write the wheel there, and install nothing.")
-@click.option("--rpc", is_flag=True, help="Only the library that `pyspec worker` and devices of workers need; seconds.")
-@click.option("--fresh", is_flag=True, help="Build even if the same build was kept from an earlier time.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write the wheel to DIR and install nothing.")
+@click.option("--rpc", is_flag=True, help="Only the RPC library for `pyspec worker` and remote devices; seconds.")
+@click.option("--fresh", is_flag=True, help="Build even if the same build is cached.")
 def command(cuda: bool, arch: str | None, patched: bool | None, out: Path | None, rpc: bool, fresh: bool):
-    """Builds the llama-cpp-python that this package is made for, and puts its libraries in the place of the installed ones.
+    """Builds the llama-cpp-python that this package needs, and replaces the installed libraries.
 
-    For this machine's processor; minutes, half an hour with --cuda. The libraries are exchanged in one step when they are built and have been
-    started once: what fails or is interrupted leaves the environment as it was. Without --cuda it goes back to a build for the CPU alone.
+    Optimised for this machine's processor; takes minutes, half an hour with --cuda. Libraries are replaced atomically after a test run: a
+    failed or interrupted build leaves the environment unchanged. Without --cuda the build is for CPUs only.
     """
     if rpc:
         if cuda or arch is not None or patched is not None or out is not None:
-            raise click.UsageError("--rpc builds a library of its own, which goes with every build: give it alone, or with --fresh")
+            raise click.UsageError("--rpc builds a library of its own that fits every build: give it alone, or with --fresh")
         say(f"in place in {_rpc(fresh)}")
         return
     if arch is not None and not cuda:
-        raise click.UsageError("--arch names GPUs: give --cuda, too")
+        raise click.UsageError("--arch names GPUs: add --cuda")
     libraries = installed_libraries()
     if out is None and libraries is None:
         raise BuildError(f"llama-cpp-python {LLAMA_CPP_PYTHON} is not installed in this environment; run: {pip_command()}")
     if out is None and cuda and building.driver_version() is None:
         raise BuildError(
-            "there is no NVIDIA driver on this machine, and without one nothing that is built with CUDA starts; give --out to get a wheel for another machine"
+            "this machine has no NVIDIA driver, so a CUDA build would not start; give --out to build a wheel for another machine"
         )
     plan = building.plan(cuda, arch, cuda if patched is None else patched)
     say(f"llama-cpp-python {LLAMA_CPP_PYTHON} for {plan.description}")

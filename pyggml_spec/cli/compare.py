@@ -12,17 +12,14 @@ from .options import cache_type_options, kernels_option, text_of
 from .tables import json_line
 from .terminal import printable, progress_line, say
 
-# NMSE. ggml-cuda gives 4e-6 on the embedded target and 1e-5 at most on tiny models: fused matrices are summed otherwise. Native kernels sum everything
-# otherwise, and a last bit can flip the rounding of an activation to 8 bits: 9e-5 on the embedded target, 6e-5 where attention alone is ours.
+# NMSE. ggml-cuda: 4e-6 on the embedded target, up to 1e-5 on tiny models. Native kernels sum in another order, which can flip the 8-bit
+# rounding of activations: 9e-5.
 GGML_ON_CPU, GGML_ELSEWHERE, OWN = 1e-10, 1e-4, 1e-3
 EQUAL, ROUNDING, DIFFERS = "equal", "rounding", "differs"
 _VERDICTS = {
-    EQUAL: "equal bit for bit: with this file, this engine computes what llama.cpp computes",
-    ROUNDING: "equal to rounding: the NMSE of {nmse} is within the tolerance of {tolerance}. Both sum the same products in another order, so a near-tie may fall "
-    "the other way; there is nothing to do. On a CPU, --kernels ggml gives llama.cpp's bits",
-    DIFFERS: "differs: the NMSE of {nmse} is above the tolerance of {tolerance}, which rounding does not explain; texts will not be llama.cpp's. Compare with --device CPU "
-    "--kernels ggml to tell a kernel from a bug: where that is equal, a kernel of this device is wrong; where it is not, fetch the file again, and "
-    "report it with what `pyspec inspect` prints",
+    EQUAL: "equal bit for bit: this engine computes what llama.cpp computes",
+    ROUNDING: "equal to rounding: the NMSE of {nmse} is within the tolerance of {tolerance}. Both sum the same products in another order, so near-ties may resolve differently. On a CPU, --kernels ggml gives llama.cpp's bits",
+    DIFFERS: "differs: the NMSE of {nmse} is above the tolerance of {tolerance}, so rounding does not explain it and texts will differ from llama.cpp's. Compare with --device CPU --kernels ggml: if that is equal, a kernel of this device is wrong; if not, fetch the file again, and report it with the output of `pyspec inspect`",
 }
 
 
@@ -30,16 +27,14 @@ _VERDICTS = {
 @click.option("--logits", "file", type=click.Path(), metavar="FILE", help="Target GGUF to run in both engines.")
 @click.option("--nodes", type=click.Path(), metavar="FILE", help="Target GGUF to run in both engines: the first node whose values differ.")
 @click.option("--weights", "files", type=click.Path(), nargs=2, metavar="A B", help="Two GGUFs of one model; A is the reference.")
-@click.option(
-    "--tokens", default=64, show_default=True, help="Tokens to feed to both engines: so many random ones, and the first ones of a text."
-)
-@click.option("-p", "--prompt", help="Text to compare on. Default: some lines of prose, code and a table.")
+@click.option("--tokens", default=64, show_default=True, help="Tokens per comparison: random ids, and the start of a text.")
+@click.option("-p", "--prompt", help="Text to compare on. Default: prose, code and a table.")
 @click.option("-f", "--file", "text_file", type=click.Path(), help="File with that text.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the random tokens.")
 @click.option(
     "--tolerance",
     type=click.FloatRange(0),
-    help="Largest NMSE that passes; 0 asks for bit-equality. Default: 1e-10 with ggml's kernels on the CPU, 1e-4 with those of a GPU, 1e-3 with our own.",
+    help="Largest NMSE that passes; 0 requires bit-equality. Default: 1e-10 with ggml's kernels on the CPU, 1e-4 on a GPU, 1e-3 with native kernels.",
 )
 @click.option("--device", help="Device for both engines. Default: the first GPU, or the CPU.")
 @click.option("-t", "--threads", type=click.IntRange(1, 512), help="CPU threads for both engines.")
@@ -60,11 +55,11 @@ def command(
     as_json: bool,
     **types,
 ):
-    """Is this engine, or this file, right? Exit code 3 if not.
+    """Checks this engine against llama.cpp, or one file against another. Exit code 3 if they differ.
 
-    --logits feeds the same tokens to pyspec and to llama.cpp, random ones and a text's, compares all logits, and ends with a verdict: equal bit for bit, equal to
-    rounding, or different (exit code 3). --nodes prints the first node of the graph whose values differ from llama.cpp's, with ggml's kernels: where to
-    look when logits differ. --weights compares two files tensor by tensor.
+    --logits feeds random ids and a text to pyspec and llama.cpp, compares all logits and ends with a verdict: equal bit for bit, equal to
+    rounding, or different. --nodes prints the first node of the graph that differs, with ggml's kernels. --weights compares two files
+    tensor by tensor.
     """
     if tolerance is not None and math.isnan(tolerance):
         raise click.UsageError("--tolerance is nan, but it has to be a number from 0 up")

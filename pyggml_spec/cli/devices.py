@@ -11,7 +11,7 @@ from .terminal import say, size
 @click.command("devices", cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def command(as_json: bool):
-    """Lists the devices that this build of llama-cpp-python offers."""
+    """Lists the devices of this build of llama-cpp-python."""
     found = devices()
     for d in found:
         if as_json:
@@ -19,7 +19,7 @@ def command(as_json: bool):
         else:
             click.echo(f"{d.name:<12} {d.kind:<6} {size(d.memory_free):>10} free of {size(d.memory_total):>10}  {d.description}")
     if all(d.kind in ("cpu", "accel") for d in found):
-        say("note: this build of llama-cpp-python finds no GPU, so everything runs on the CPU; docs/guide.md says how to build it for one")
+        say("note: this build of llama-cpp-python finds no GPU, so everything runs on the CPU; see docs/guide.md for a GPU build")
     for device in found:
         for note in build_notes(device):
             say(f"note: {device.name}: {note}")

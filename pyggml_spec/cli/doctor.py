@@ -26,10 +26,10 @@ _MAX_PROMPTS = 1 << 24
 @click.option("--prompts", "prompts_file", type=click.Path(), metavar="FILE", help='JSON lines with a "prompt" each. Default: Python code.')
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
 def command(target, draft, device, threads, kernels, n_ctx, tensor_split, prompts_file, as_json):
-    """Says why acceptance is low or speed is missing, by measuring each known cause. Exit code 3 if a check fails.
+    """Measures known causes of low acceptance and missing speed. Exit code 3 if a check fails.
 
-    The target continues some prompts, and the drafter drafts at many places of these texts: as its file says, and with each hyper-parameter
-    that files get wrong at other values. A value that raises acceptance is named, with what to do about it.
+    The target continues some prompts, and the drafter drafts at many positions of these texts: with the file's hyper-parameters, and with
+    others that files often get wrong. A value that raises acceptance is reported with a remedy.
     """
     prompts = _prompts(prompts_file) if prompts_file is not None else None
     with progress_line() as progress:

@@ -1,6 +1,7 @@
-"""Every other option of llama.cpp's tools: taken where it asks for what happens here anyway, or answered with what to use instead.
+"""llama.cpp options without an effect of their own here: accepted where they request the default behaviour, otherwise refused with the
+alternative.
 
-A line of the tables: names, how many values, and a sentence for all names of the lines above it. Options of `llama_cpp.py` do something here.
+A line of the tables: names and number of values; a sentence applies to all lines above it. Options of `llama_cpp.py` have an effect.
 """
 
 from collections.abc import Iterator
@@ -148,7 +149,7 @@ REFUSED = """
 
 @dataclass(frozen=True)
 class Foreign:
-    """``names`` of one kind, the ``values`` that follow each, and what is said: nothing, a note, or an error."""
+    """``names`` of one kind, the number of ``values``, and the text: none, a note, or an error."""
 
     names: tuple[str, ...]
     values: int
@@ -171,22 +172,22 @@ def _read(table: str, refused: bool) -> Iterator[Foreign]:
 KNOWN = {
     name: one for table, refused in ((SAME, False), (NOTED, False), (REFUSED, True)) for one in _read(table, refused) for name in one.names
 }
-OPTIONAL = {  # options whose value may be left out: what it is then; "" drops the option, which a flag of that name would ask for
+OPTIONAL = {  # options with an optional value: the default; "" drops the option, which may be a flag here
     "-fa": "on", "--flash-attn": "on", "-co": "auto", "--color": "auto", "-fit": "on", "--fit": "on", "--log-colors": "auto",
 }  # fmt: skip
 _WORDS = {"on", "off", "auto", "true", "false", "enabled", "disabled", "0", "1"}
 
 
 def known_to(command: click.Command) -> dict[str, click.Option]:
-    """The options of a command by all of their names."""
+    """Options of a command by all their names."""
     return {name: p for p in command.params if isinstance(p, click.Option) for name in (*p.opts, *p.secondary_opts)}
 
 
 def resolve(ctx: click.Context, args: list[str]) -> list[str]:
-    """``args`` without llama.cpp's options that are not the command's own, of which it is said what they do.
+    """``args`` without foreign options; prints a note for those without effect.
 
     Raises:
-        click.UsageError: an option that cannot be had, with what to use instead, or one that nobody knows, with what was perhaps meant.
+        click.UsageError: an unsupported option with its alternative, or an unknown one with a suggestion.
     """
     own, rest = known_to(ctx.command), list(args)
     out: list[str] = []
@@ -201,7 +202,7 @@ def resolve(ctx: click.Context, args: list[str]) -> list[str]:
             if name in own:
                 out += [name, OPTIONAL[name]]
         elif name == "--slots" and name in own and not given and not (rest and rest[0][:1].isdecimal()):
-            continue  # llama-server's flag; /slots is there unless --no-slots
+            continue  # llama-server's flag; /slots exists unless --no-slots
         elif name in own:
             count = 0 if given or own[name].is_flag or own[name].count else own[name].nargs
             out += [word, *rest[:count]]
@@ -223,13 +224,13 @@ def _is_option(word: str) -> bool:
 def _answer(ctx: click.Context, name: str) -> None:
     one = KNOWN[name]
     if one.refused:
-        raise click.UsageError(f"{name} is llama.cpp's: {one.said}", ctx)
+        raise click.UsageError(f"{name} is a llama.cpp option: {one.said}", ctx)
     if one.said:
-        say(f"note: {name} changes nothing here: {one.said}")
+        say(f"note: {name} has no effect here: {one.said}")
 
 
 def unknown(ctx: click.Context, name: str) -> click.UsageError:
-    """Names what was perhaps meant, or which commands have the option."""
+    """Suggests similar options, or commands that have the option."""
     from difflib import get_close_matches
 
     from .main import cli

@@ -1,4 +1,4 @@
-"""Help in groups: forty options are read by what they are about."""
+"""Grouped help texts."""
 
 import re
 
@@ -18,7 +18,7 @@ OWN = "Options"
 
 
 def grouped(params: list[click.Parameter]) -> dict[str, list[click.Option]]:
-    """Visible options by group, those of no group first; groups that would be empty are left out."""
+    """Visible options by group, ungrouped ones first, without empty groups."""
     of = {name: title for title, names in GROUPS.items() for name in names}
     out: dict[str, list[click.Option]] = {title: [] for title in (OWN, *GROUPS)}
     for param in params:
@@ -28,7 +28,7 @@ def grouped(params: list[click.Parameter]) -> dict[str, list[click.Option]]:
 
 
 class Command(click.Command):
-    """Answers llama.cpp's options that are not its own, and says what an option or a value was perhaps meant to be."""
+    """A command that handles llama.cpp's other options, and suggests corrections of options and values."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -42,7 +42,7 @@ class Command(click.Command):
 
 
 class GroupedCommand(Command):
-    """``words``: what to do with words that are no options, which the command does not take."""
+    """``words``: the hint for positional arguments, which the command does not take."""
 
     def __init__(self, *args, words: str | None = None, **more):
         super().__init__(*args, **more)
@@ -52,7 +52,7 @@ class GroupedCommand(Command):
         super().parse_args(ctx, args)
         if ctx.args:
             shown = ctx.args[0] if len(ctx.args[0]) < 60 else ctx.args[0][:57] + "..."
-            raise click.UsageError(f"{shown!r} belongs to no option; {self.words}", ctx)
+            raise click.UsageError(f"unexpected argument {shown!r}; {self.words}", ctx)
         return ctx.args
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

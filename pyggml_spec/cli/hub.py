@@ -1,4 +1,4 @@
-"""-hf and -hfd: models of the Hugging Face hub in the place of files, as llama.cpp's tools take them."""
+"""-hf and -hfd: models from the Hugging Face hub, as in llama.cpp's tools."""
 
 from functools import wraps
 
@@ -8,7 +8,7 @@ from .terminal import progress_line
 
 
 def hub_options(command):
-    """-hf, -hff, -hfd: they become ``target`` and ``draft``."""
+    """-hf, -hff, -hfd: they set ``target`` and ``draft``."""
 
     @wraps(command)
     def wrapped(*args, hf_repo, hf_file, hf_repo_draft, target, draft, **more):
@@ -18,7 +18,7 @@ def hub_options(command):
                 raise click.UsageError(f"the name that {name} gives is empty; name a GGUF file")
         for name, repo, file in (("-hf", hf_repo, target), ("-hfd", hf_repo_draft, draft)):
             if repo is not None and file is not None:
-                raise click.UsageError(f"{name} {repo} and {'-m' if name == '-hf' else '-md'} {file} name two models; give one of them")
+                raise click.UsageError(f"{name} {repo} and {'-m' if name == '-hf' else '-md'} {file} both name a model; give one of them")
         if hf_file is not None and hf_repo is None:
             raise click.UsageError("-hff names a file of a repository, so it needs -hf")
         if hf_repo is not None or hf_repo_draft is not None:
@@ -31,8 +31,8 @@ def hub_options(command):
 
     for option in (
         click.option("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf", "hf_repo_draft", metavar="REPO[:QUANT]",
-                     help="The same for the drafter; files named dflash-*, dspark-*, eagle3-* or mtp-* come first."),
-        click.option("-hff", "--hf-file", metavar="NAME", help="This file of the repository, whatever QUANT says."),
+                     help="The same for the drafter; prefers files named dflash-*, dspark-*, eagle3-* or mtp-*."),
+        click.option("-hff", "--hf-file", metavar="NAME", help="This file of the repository, instead of QUANT."),
         click.option("-hf", "-hfr", "--hf-repo", metavar="REPO[:QUANT]",
                      help="Target from the Hugging Face hub (USER/MODEL). Default of QUANT: Q4_K_M, else Q8_0, else the first file."),
     ):  # fmt: skip

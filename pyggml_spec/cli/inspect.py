@@ -10,7 +10,7 @@ from .names import in_options
 from .tables import json_line
 from .terminal import printable, size
 
-WIDEST = 60  # a longer name pushes its own line to the right, not all of them
+WIDEST = 60  # longer names shift their own line only
 
 
 @click.command("inspect", cls=Command)
@@ -18,7 +18,7 @@ WIDEST = 60  # a longer name pushes its own line to the right, not all of them
 @click.option("--tensors/--no-tensors", default=True, help="List the tensors.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def command(file: str, tensors: bool, as_json: bool):
-    """Shows a GGUF's metadata and tensors, and what pyspec would do with it."""
+    """Shows a GGUF's metadata and tensors, and how pyspec uses it."""
     seen = inspect_file(file)
     if as_json:
         click.echo(json_line(seen.as_dict()))

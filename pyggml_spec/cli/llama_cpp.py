@@ -1,7 +1,4 @@
-"""Options of llama.cpp's tools that are not ours, so that its command lines can be pasted.
-
-They are taken where they ask for what happens here anyway, and refused by name where they do not. `--help` does not show them.
-"""
+"""llama.cpp options that map to ours, hidden from `--help`, so that its command lines can be pasted."""
 
 from functools import wraps
 
@@ -11,18 +8,18 @@ from ..errors import PyspecError
 
 
 def llama_cpp_options(command):
-    """-ngl, -ngld, -fa, --spec-draft-n-max: they become ``device`` and ``draft_width``."""
+    """-ngl, -ngld, -fa, --spec-draft-n-max: they set ``device`` and ``draft_width``."""
 
     @wraps(command)
     def wrapped(*args, gpu_layers, draft_gpu_layers, flash_attn, n_max, **more):
         if flash_attn == "off":
-            raise click.UsageError("attention is always flash attention here; leave out -fa off")
+            raise click.UsageError("attention is always flash attention; leave out -fa off")
         if n_max is not None:
             from ..engine.options import AtMost
 
             if more["draft_width"] not in (None, n_max + 1):
                 raise click.UsageError(
-                    f"--spec-draft-n-max {n_max} and --draft-width {more['draft_width']} contradict each other: the width counts the pending token too"
+                    f"--spec-draft-n-max {n_max} and --draft-width {more['draft_width']} contradict each other: the width includes the last token"
                 )
             more["draft_width"] = more["draft_width"] or AtMost(n_max + 1)
         if gpu_layers == 0:
@@ -65,7 +62,7 @@ class _Layers(click.ParamType):
 
 
 def _place_layers(asked: int, more: dict) -> None:
-    """Fewer layers than there are: the first ones are computed by the CPU, as llama.cpp has it, for which the head is a layer too."""
+    """Layers for the CPU if fewer than all are offloaded: the first ones, as in llama.cpp, which counts the head as a layer."""
     from ..api import DEMO_TARGET
     from ..ggml.devices import pick_devices
     from ..gguf_io import GGUFFile
@@ -76,6 +73,5 @@ def _place_layers(asked: int, more: dict) -> None:
     if on_cpu <= 0 or all(device.kind == "cpu" for device in found):
         return
     if len(found) > 1 or more.get("tensor_split") is not None or on_cpu >= there:
-        raise PyspecError(f"-ngl {asked} would leave {on_cpu} of {there} layers in host memory; with several devices say which share the CPU gets: "
-                          "--device CPU,GPU --tensor-split")  # fmt: skip
+        raise PyspecError(f"-ngl {asked} would leave {on_cpu} of {there} layers in host memory; with several devices give the CPU's share: --device CPU,GPU --tensor-split")  # fmt: skip
     more["device"], more["tensor_split"] = f"CPU,{found[0].name}", [on_cpu, there - on_cpu]

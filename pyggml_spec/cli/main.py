@@ -1,6 +1,6 @@
-"""The command group and what every command shares: errors as one sentence, exit codes, interrupts.
+"""The command group, and what all commands share: one-sentence errors, exit codes, interrupts.
 
-Exit codes: 0 done; 1 an error, one sentence on stderr; 2 usage; 3 a check that failed; 130 interrupted; 141 the reader of stdout went away.
+Exit codes: 0 done; 1 error, one sentence on stderr; 2 usage; 3 a check failed; 130 interrupted; 141 stdout was closed.
 """
 
 import errno
@@ -13,12 +13,12 @@ import click
 from ..errors import PyspecError
 from ..suggest import meant
 
-_OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}  # what a write that nobody caught ends with
+_OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}  # raised by an uncaught write error
 EXIT_ERROR, EXIT_CHECK, EXIT_INTERRUPT, EXIT_PIPE = 1, 3, 130, 141
 
 
 TALKS = {"-cnv", "--conversation", "-sys", "--system-prompt", "-sysf", "--system-prompt-file", "-st", "--single-turn"}  # of llama-cli
-LLAMA_CPP = {  # its tools, and words that other programs have for the same
+LLAMA_CPP = {  # llama.cpp's tools, and names used by other programs
     "llama-cli": "run", "llama-completion": "run", "cli": "run", "complete": "run", "generate": "run", "main": "run", "llama-server": "serve",
     "server": "serve", "start": "serve", "llama-bench": "bench", "llama-batched-bench": "bench --slots", "perplexity": "compare",
     "llama-perplexity": "compare", "show": "inspect", "info": "inspect", "gguf-dump": "inspect", "list": "devices", "fit-params": "plan",
@@ -27,23 +27,23 @@ LLAMA_CPP = {  # its tools, and words that other programs have for the same
 
 
 class Commands(click.Group):
-    """Imports a command's module only when it is used: `pyspec --help` needs no ggml."""
+    """Imports a command's module on use: `pyspec --help` needs no ggml."""
 
-    names: ClassVar = {  # and what `pyspec --help` says about them
+    names: ClassVar = {  # and its line in `pyspec --help`
         "run": "Generates text.",
-        "chat": "Talks with a model: a line is a turn.",
-        "serve": "Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do.",
+        "chat": "Chats with a model.",
+        "serve": "Serves a model over HTTP with the APIs of OpenAI, Anthropic and llama.cpp.",
         "bench": "Measures speed, or acceptance on real prompts.",
-        "doctor": "Says why acceptance is low or speed is missing.",
-        "plan": "Says how many bytes a pair will take, before it is loaded.",
-        "inspect": "Shows what a GGUF holds and what pyspec would do with it.",
+        "doctor": "Finds causes of low acceptance and missing speed.",
+        "plan": "Predicts the memory of a pair without loading it.",
+        "inspect": "Shows the contents of a GGUF and how pyspec uses it.",
         "compare": "Compares logits with llama.cpp's, or the weights of two files.",
         "convert": "Converts a published drafter in safetensors to GGUF.",
-        "experts": "Counts which routed experts a text needs.",
-        "devices": "Lists the devices that this build of llama-cpp-python offers.",
+        "experts": "Profiles which routed experts a text uses.",
+        "devices": "Lists the devices of this build of llama-cpp-python.",
         "worker": "Serves this machine's devices to other machines.",
-        "build": "Builds llama-cpp-python again, for this processor or for NVIDIA GPUs.",
-        "patches": "The patch set for those who build llama.cpp themselves.",
+        "build": "Builds llama-cpp-python for this processor or for NVIDIA GPUs.",
+        "patches": "The patch set for builds of llama.cpp.",
     }
 
     def list_commands(self, ctx):
@@ -64,23 +64,19 @@ class Commands(click.Group):
         if name == "run" and TALKS.intersection(args):
             from .terminal import say
 
-            say("note: a conversation is what `pyspec chat` runs, with the same options")
+            say("note: `pyspec chat` runs conversations, with the same options")
             args = ["chat", *(arg for arg in args[1:] if arg not in ("-cnv", "--conversation"))]
         elif name.lower().endswith(".gguf"):
-            raise click.UsageError(f"{name} is a file and no command; give it with -m: pyspec run -m {name}, or pyspec inspect {name}", ctx)
+            raise click.UsageError(f"{name} is a file, not a command; give it with -m: pyspec run -m {name}, or pyspec inspect {name}", ctx)
         elif name not in self.names:
-            hint = (
-                f"; `pyspec {LLAMA_CPP[name]}` does that here"
-                if name in LLAMA_CPP
-                else meant(name, self.names) or "; `pyspec --help` lists them"
-            )
+            hint = f"; use `pyspec {LLAMA_CPP[name]}`" if name in LLAMA_CPP else meant(name, self.names) or "; `pyspec --help` lists them"
             raise click.UsageError(f"there is no command {name!r}{hint}", ctx)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # click would make it 1, which is an error
+        except BrokenPipeError:  # click would exit with 1, which is an error
             _drop_stdout()
             raise click.exceptions.Exit(EXIT_PIPE) from None
         except PyspecError as error:
@@ -93,11 +89,11 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="pyggml_spec", prog_name="pyspec")
 def cli():
-    """Runs GGUF models with speculative decoding, proves that the tokens are the same, and says why when it is not faster."""
+    """Runs GGUF models with speculative decoding, bit-equal to llama.cpp."""
 
 
 def _drop_stdout() -> None:
-    """What is still buffered has nowhere to go; the interpreter must not try again when it ends."""
+    """Drops buffered output, so that the interpreter does not write it at exit."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -105,7 +101,7 @@ def _drop_stdout() -> None:
 def main(args: list[str] | None = None) -> None:
     """Entry point of `pyspec`."""
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names in files can be what the locale cannot write
+        sys.stdout.reconfigure(errors="backslashreplace")  # names in files may not fit the locale
     try:
         code = cli.main(args, prog_name="pyspec", standalone_mode=False)
         if sys.stdout is not None:
@@ -128,7 +124,7 @@ def main(args: list[str] | None = None) -> None:
         code = EXIT_ERROR
     except OSError as error:
         _drop_stdout()
-        what = error.filename or ("the output cannot be written" if error.errno in _OUTPUT else "the system refused what was asked of it")
+        what = error.filename or ("the output cannot be written" if error.errno in _OUTPUT else "the system refused the operation")
         click.echo(f"pyspec: {what}: {error.strerror or error}", err=True)
         code = EXIT_ERROR
     sys.exit(code or 0)

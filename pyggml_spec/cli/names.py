@@ -1,4 +1,4 @@
-"""The library speaks of arguments, in backticks; the command line of its options: "raise `n_ctx`" is said as "raise -c" here."""
+"""Maps argument names in library messages (in backticks) to options: "raise `n_ctx`" becomes "raise -c"."""
 
 import re
 
@@ -6,12 +6,12 @@ import click
 
 from .options import target_options
 
-_EVERY = click.command(target_options(lambda **_: None))  # what every command calls its arguments
+_EVERY = click.command(target_options(lambda **_: None))  # arguments shared by all commands
 _NAME = re.compile(r"`(\w+)`")
 
 
 def in_options(text: str, command: click.Command | None = None) -> str:
-    """``text`` with options in the place of arguments: those of ``command`` (the running one), and for the others what every command calls them."""
+    """``text`` with options instead of arguments, of ``command`` (default: the running one), else of any command."""
     if command is None:
         context = click.get_current_context(silent=True)
         command = context.command if context is not None else None
@@ -20,7 +20,7 @@ def in_options(text: str, command: click.Command | None = None) -> str:
 
 
 def _names(command: click.Command) -> dict[str, str]:
-    """The options by the arguments that they become, and by their own long names; those of all commands of a group."""
+    """Options by argument name and by long name; for a group, of all its commands."""
     if isinstance(command, click.Group):
         return {name: option for one in command.commands.values() for name, option in _names(one).items()}
     options = [p for p in command.params if isinstance(p, click.Option)]

@@ -1,4 +1,4 @@
-"""The sampling options, named and with defaults as in llama.cpp."""
+"""Sampling options, with llama.cpp's names and defaults."""
 
 import math
 import re
@@ -12,23 +12,21 @@ from .options import text_of
 
 _SAMPLING = [
     click.option("--temp", "--temperature", "temperature", type=float, help="Temperature; 0 takes the most likely token."),
-    click.option("--top-k", type=int, help="Only the k most likely tokens; 0 for all."),
-    click.option("--top-p", type=float, help="Only the most likely tokens that together have this probability; 1 for all."),
-    click.option("--min-p", type=float, help="Only tokens at least this likely relative to the most likely one; 0 for all."),
-    click.option("--typical", "--typical-p", "typical_p", type=float, help="Only tokens of typical information; 1 for all."),
-    click.option(
-        "--samplers", help="Order of the samplers, with ; between them. Default: penalties; top_k; typ_p; top_p; min_p; temperature"
-    ),
+    click.option("--top-k", type=int, help="Keep the k most likely tokens; 0 for all."),
+    click.option("--top-p", type=float, help="Keep the most likely tokens up to this total probability; 1 for all."),
+    click.option("--min-p", type=float, help="Keep tokens at least this likely relative to the most likely one; 0 for all."),
+    click.option("--typical", "--typical-p", "typical_p", type=float, help="Keep locally typical tokens; 1 for all."),
+    click.option("--samplers", help="Order of the samplers, separated by ;. Default: penalties; top_k; typ_p; top_p; min_p; temperature"),
     click.option(
         "-s",
         "--seed",
         type=click.IntRange(-1, (1 << 32) - 1),
-        help="Of the random numbers. Default, or -1: a random one, which the footer tells.",
+        help="Random seed. Default, or -1: a random one, shown in the footer.",
     ),
     click.option("--repeat-penalty", type=float, help="Divides positive logits of recent tokens, multiplies negative ones; 1 for none."),
-    click.option("--repeat-last-n", type=int, help="How many tokens are recent, the prompt's included. Default: 64"),
-    click.option("--presence-penalty", type=float, help="Taken off the logits of recent tokens, once."),
-    click.option("--frequency-penalty", type=float, help="Taken off the logits of recent tokens, per occurrence."),
+    click.option("--repeat-last-n", type=int, help="Number of recent tokens, prompt included. Default: 64"),
+    click.option("--presence-penalty", type=float, help="Subtracted from the logits of recent tokens, once."),
+    click.option("--frequency-penalty", type=float, help="Subtracted from the logits of recent tokens, per occurrence."),
     click.option(
         "-l", "--logit-bias", multiple=True, metavar="ID(+/-)BIAS", help="Added to the logit of a token, as in 15043-1.5 or 15043-inf."
     ),
@@ -42,22 +40,22 @@ _CONSTRAINTS = [
         "--additional-properties",
         is_flag=True,
         default=None,
-        help="In the schema, objects allow keys that they do not describe, unless they say otherwise.",
+        help="Objects of the schema allow undescribed keys, unless they forbid them.",
     ),
-    click.option("--regex", help="Regular expression that the whole text has to match, as in '[0-9]{4}-[0-9]{2}'."),
+    click.option("--regex", help="Regular expression for the whole text, as in '[0-9]{4}-[0-9]{2}'."),
     click.option("--lark-file", type=click.Path(), help="File with a grammar in llguidance's variant of Lark."),
 ]
 
 
 def sampler_options(command):
-    """The sampler chain, seed and bias; `take_sampling` makes one value of them."""
+    """Adds the sampler chain, seed and bias; `take_sampling` collects the values."""
     for option in reversed(_SAMPLING):
         command = option(command)
     return command
 
 
 def sampling_options(command):
-    """The same, and grammar and schema."""
+    """The same with grammar and schema."""
     for option in reversed(_CONSTRAINTS):
         command = option(command)
     return sampler_options(command)
@@ -65,22 +63,22 @@ def sampling_options(command):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a command's options ask for: fields of ``Sampling``."""
+    """Fields of ``Sampling`` set by a command's options."""
 
     values: dict
 
     @property
     def constrained(self) -> bool:
-        """Whether the text has to match something."""
+        """Whether there is a constraint."""
         from ..constraints.grammar import KINDS
 
         return any(kind in self.values for kind in KINDS)
 
     def sampling(self, file=None):
-        """The Sampling; what the model file recommends counts where nothing was asked for, unless decoding is greedy.
+        """The Sampling; recommended values of the model file are defaults, unless decoding is greedy.
 
         Returns:
-            It, and notes for people.
+            The Sampling, and notes.
         """
         from ..sampling.recommended import chosen
 
@@ -88,7 +86,7 @@ class Asked:
 
 
 def take_sampling(options: dict, **more) -> Asked:
-    """Takes the sampling options out of ``options``.
+    """Removes the sampling options from ``options``.
 
     Raises:
         click.UsageError: a value out of range.
@@ -100,12 +98,12 @@ def take_sampling(options: dict, **more) -> Asked:
     values = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}
     biases: dict[int, float] = {}
     for token, bias in map(_bias, values["logit_bias"]):
-        biases[token] = biases.get(token, 0.0) + bias  # several of one token add up, as in llama.cpp
+        biases[token] = biases.get(token, 0.0) + bias  # repeated ones add up, as in llama.cpp
     values["logit_bias"] = biases
     if values["samplers"] is not None:
         values["samplers"] = tuple(name.strip() for name in values["samplers"].split(";") if name.strip())
     asked = Asked({name: value for name, value in {**values, **texts, **more}.items() if value is not None})
-    if values["seed"] in (-1, (1 << 32) - 1):  # llama.cpp's ways to ask for a random one
+    if values["seed"] in (-1, (1 << 32) - 1):  # llama.cpp's values for a random seed
         asked.values["seed"] = None
     try:
         asked.sampling()

@@ -1,4 +1,4 @@
-"""Tables for people, spreadsheets and programs."""
+"""Tables as Markdown, CSV or JSON lines."""
 
 import csv
 import io
@@ -7,7 +7,7 @@ import math
 
 
 def json_line(value, indent: int | None = None) -> str:
-    """One line of JSON, which has no NaN and no infinity: null stands for them. ``indent``: several lines."""
+    """One line of JSON; NaN and infinity become null. ``indent``: several lines."""
     try:
         return json.dumps(value, allow_nan=False, indent=indent)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Writing to a terminal: sizes in words, one progress line, text that is flushed as it comes."""
+"""Terminal output: sizes, one progress line, unbuffered text."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def size(nbytes: int) -> str:
 
 @contextmanager
 def progress_line():
-    """A progress callback (what, done, total) that shows one bar on stderr, if stderr is a terminal, and clears it at the end."""
+    """A progress callback (what, done, total): one bar on stderr if that is a terminal, cleared at the end."""
     if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda what, done, total: None
         return
@@ -45,7 +45,7 @@ def progress_line():
 
 
 class Interrupt:
-    """The first Ctrl-C asks the loop to stop after the running step; the second one ends the process as usual."""
+    """The first Ctrl-C stops the loop after the current step; the second one ends the process."""
 
     def __init__(self):
         self.asked = False
@@ -68,16 +68,16 @@ class Interrupt:
 
 
 def printable(text: str) -> str:
-    """``text`` from a file, harmless on a terminal: control characters, escape sequences among them, are spelled out."""
+    """``text`` from a file with control characters escaped."""
     return text if text.isprintable() else repr(text)[1:-1]
 
 
 class TextOut:
-    """stdout as UTF-8 bytes, flushed after every write, whatever the locale says."""
+    """stdout as UTF-8 bytes, flushed after every write, regardless of the locale."""
 
     is_terminal = property(lambda self: sys.stdout is not None and sys.stdout.isatty())
 
     def write(self, text: str) -> None:
-        if text and sys.stdout is not None:  # None: started with stdout closed
+        if text and sys.stdout is not None:  # None if stdout is closed
             sys.stdout.buffer.write(text.encode("utf-8", "replace"))
             sys.stdout.buffer.flush()

@@ -1,5 +1,4 @@
-"""What stands behind the commands: library functions that return values and print nothing."""
+"""Library functions of the commands: they return values and print nothing."""
 
-# ggml is mapped before numpy is: a CUDA build that carries a C++ runtime of its own otherwise takes over symbols of the system's, and
-# llama.cpp dies while it prints a number (seen with pyspec compare on a GPU)
+# ggml is loaded before numpy: a CUDA build with its own C++ runtime otherwise breaks symbols of the system's and crashes llama.cpp
 from ..ggml import library as _library  # noqa: F401

@@ -1,4 +1,4 @@
-"""What a step consists of: its phases, its nodes, and the bytes it moves against what the device could move in that time."""
+"""Cost of a step: phases, nodes, and bytes moved relative to the device's bandwidth."""
 
 import statistics
 import time
@@ -10,24 +10,24 @@ from ..ggml.graph import Graph, GraphAllocator
 from ..ggml.library import check, ffi, lib, new_err
 
 WARMUP, RUNS = 3, 8
-COPY_CPU, COPY_GPU = 256 << 20, 2 << 30  # bytes read and written by the bandwidth test: beyond every cache
+COPY_CPU, COPY_GPU = 256 << 20, 2 << 30  # bytes per bandwidth test, larger than every cache
 VIEWS = {"VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE"}
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """One step at one width. Times are medians in milliseconds, at the current depth.
+    """One step at one width. Times are medians in milliseconds at the current depth.
 
     Attributes:
         width: rows; 1 is plain decoding.
-        step_ms: the whole step, host work included.
-        commit_ms: replay of the uncommitted block by a graph of its own. It is part of ``verify_ms`` too.
-        draft_ms: the fused step minus verification of given drafts.
-        verify_ms: verification of given drafts, commit and drafter context rows included.
-        host_ms: the part of the step that is neither launch nor waiting.
-        nodes: operations of the step's graph that launch something (views left out).
+        step_ms: the whole step, host included.
+        commit_ms: commit of the last block by a graph of its own; also part of ``verify_ms``.
+        draft_ms: the fused step minus verification.
+        verify_ms: verification of given drafts, with commit and drafter context rows.
+        host_ms: time outside of launch and waiting.
+        nodes: operations that launch kernels (no views).
         bytes: weights, K/V and state moved at least, see ``Graph.traffic``.
-        bandwidth_share: ``bytes`` over ``step_ms``, relative to the copy bandwidth measured on this device.
+        bandwidth_share: ``bytes`` / ``step_ms``, relative to the measured copy bandwidth.
     """
 
     width: int
@@ -45,7 +45,7 @@ class Anatomy:
 
 
 def copy_bandwidth(backend: Backend) -> float:
-    """Bytes per second of a large copy on the device, read and written bytes counted. The median of RUNS copies."""
+    """Bytes per second of a large copy on the device, reads and writes counted; median of RUNS."""
     half = (COPY_CPU if backend.device.kind == "cpu" else COPY_GPU) // 2
     params = ffi.new("struct ggml_init_params *", {"mem_size": 2 * lib.ggml_tensor_overhead(), "no_alloc": True})
     ctx, allocator, err = lib.ggml_init(params[0]), GraphAllocator(backend, "copy"), new_err()
@@ -76,10 +76,7 @@ def copy_bandwidth(backend: Backend) -> float:
 
 
 def anatomy(session: Session, widths: tuple[int, ...], depth: int = 8) -> list[Anatomy]:
-    """Takes a step of each width apart, behind a prompt of ``depth`` tokens. Forgets the sequence.
-
-    Widths that do not fit the context are left out.
-    """
+    """Measures a step of each width after a prompt of ``depth`` tokens. Discards the sequence. Widths beyond the context are left out."""
     bandwidth = copy_bandwidth(session.backend)
     room = session.engine.options.n_ctx
     return [_dissect(session, width, depth, bandwidth) for width in widths if depth + 3 * (WARMUP + RUNS) + width < room]
@@ -105,7 +102,7 @@ def _dissect(session: Session, width: int, depth: int, bandwidth: float) -> Anat
 
 
 def _median(engine, run) -> tuple[float, float]:
-    """(milliseconds of a step, milliseconds of it that are the host's own), one row accepted each time."""
+    """(milliseconds of a step, of which host), with one accepted row per step."""
     whole, host = [], []
     for _ in range(WARMUP + RUNS):
         began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Benchmarks of one loaded pair: prompt processing, plain decoding, speculative decoding, at several depths.
+"""Benchmarks of one loaded pair: prefill, plain and speculative decoding at several depths.
 
-Every figure is the mean and the sample deviation of repetitions in one process; the legs are interleaved, so that a machine that warms up
-or slows down does it to all of them. Speculation is measured against the plain decoding of the same session.
+Figures are mean and sample deviation of repetitions in one process, interleaved against drift of the machine. The baseline is plain
+decoding in the same session.
 """
 
 import statistics
@@ -20,13 +20,13 @@ from ..speculation.synthetic import SyntheticAcceptance
 @dataclass(frozen=True)
 class BenchOptions:
     """Attributes:
-    prompts: prompt lengths for prompt processing; empty for none.
-    tokens: tokens to generate per repetition; 0 for none.
+    prompts: prompt lengths for prefill; empty for none.
+    tokens: tokens generated per repetition; 0 for none.
     depths: tokens in the context before each measurement.
-    repetitions: measured runs of every leg, after one that is not measured.
-    synthetic: mean tokens per step that are accepted at random; None uses the real drafter.
-    rates: shares of blocks in which each position's draft is accepted at random, instead of ``synthetic``.
-    width: rows per block; None lets width control choose.
+    repetitions: measured runs per test, after one warm-up run.
+    synthetic: mean accepted tokens per step, drawn at random; None for real acceptance.
+    rates: acceptance rate per draft position, drawn at random, instead of ``synthetic``.
+    width: rows per block; None for the policy's choice.
     """
 
     prompts: tuple[int, ...] = (512,)
@@ -38,14 +38,14 @@ class BenchOptions:
     rates: tuple[float, ...] = ()
 
     def acceptance(self, drafts: int, seed: int) -> SyntheticAcceptance | None:
-        """What blocks of at most ``drafts`` drafts are accepted by, if not by the target."""
+        """Synthetic acceptance for blocks of at most ``drafts`` drafts, or None."""
         if self.rates:
             return SyntheticAcceptance.of_rates(self.rates, seed)
         return SyntheticAcceptance(self.synthetic, drafts, seed) if self.synthetic is not None else None
 
 
 class Repeated:
-    """What dataclasses with ``runs``, a figure per repetition, say of them."""
+    """Statistics of dataclasses with ``runs``, one figure per repetition."""
 
     runs: list[float]
 
@@ -65,7 +65,7 @@ class Repeated:
 
 @dataclass
 class BenchRow(Repeated):
-    """One leg: ``test`` as llama-bench names it (pp512, tg128, spec128, with @d4096 for a depth); tokens per second."""
+    """One test, named as in llama-bench (pp512, tg128, spec128, @d4096 for a depth); tokens per second."""
 
     test: str
     runs: list[float] = field(default_factory=list)
@@ -78,10 +78,10 @@ class BenchRow(Repeated):
 
 
 def bench(session: Session, options: BenchOptions, done=lambda row: None) -> list[BenchRow]:
-    """Runs every leg; ``done(row)`` after each repetition.
+    """Runs every test; ``done(row)`` after each repetition.
 
     Raises:
-        ContextError: a depth and a prompt that do not fit the context together.
+        ContextError: depth and prompt exceed the context.
     """
     room = session.engine.options.n_ctx
     need = max(options.depths) + max([*options.prompts, options.tokens + 8])

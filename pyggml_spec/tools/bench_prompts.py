@@ -1,7 +1,7 @@
 """AcceptanceTracker and speed on real prompts, by category and thinking mode, over several runs.
 
-Each prompt of each run is decoded plainly and speculatively in turn, so that a machine that slows down does it to both. A generation ends
-with the end token: behind it no acceptance means anything. Prompts are encoded as `pyspec chat` encodes them.
+Plain and speculative decoding alternate per prompt, against drift of the machine. Generations stop at the end token. Prompts are encoded as
+in `pyspec chat`.
 """
 
 import math
@@ -19,16 +19,16 @@ from ..text.template import ChatTemplate
 from .prompts import Prompt
 
 Pair = tuple[Stats, Stats]
-"""Of one prompt: decoded plainly, and speculatively."""
+"""Statistics of one prompt: plain, speculative."""
 
 
 @dataclass(frozen=True)
 class PromptsOptions:
     """Attributes:
-    tokens: at most this many per generation.
+    tokens: limit per generation.
     repetitions: runs over all prompts.
-    sampling: how tokens are chosen; run i, counted from 0, uses ``seed + i``.
-    thinking: modes to measure messages in, if the template can think; None leaves it to the template.
+    sampling: run i uses ``seed + i``.
+    thinking: modes to measure, if the template supports thinking; None for the template's default.
     """
 
     tokens: int = 128
@@ -38,14 +38,14 @@ class PromptsOptions:
 
     @property
     def seeds(self) -> list[int]:
-        """Of the runs; none where nothing is random."""
+        """Seeds of the runs; none for greedy decoding."""
         first = self.sampling.seed
         return [] if first is None else [(first + run) % RANDOM_SEED for run in range(self.repetitions)]
 
 
 @dataclass
 class PromptsRow:
-    """What one category did in one thinking mode; ``runs`` holds, for each run, the statistics of each prompt."""
+    """One category in one thinking mode; ``runs``: per run, the statistics of each prompt."""
 
     category: str
     thinking: bool | None
@@ -54,22 +54,22 @@ class PromptsRow:
 
     @property
     def acceptance(self) -> list[float]:
-        """Accepted per verified draft, of each run that verified any."""
+        """Accepted per verified draft, for runs that verified any."""
         return self._each(lambda run: _ratio(run, lambda plain, spec: (spec.matched, spec.drafted)))
 
     @property
     def tokens_per_step(self) -> list[float]:
-        """Of speculative decoding, the target's own token included."""
+        """Of speculative decoding, with the target's own token."""
         return self._each(lambda run: _ratio(run, lambda plain, spec: (spec.steps + spec.matched, spec.steps)))
 
     @property
     def plain_speed(self) -> list[float]:
-        """Of plain decoding, in tokens per second."""
+        """Tokens per second of plain decoding."""
         return self._each(lambda run: _speed(run, 0))
 
     @property
     def speed(self) -> list[float]:
-        """Of speculative decoding, in tokens per second."""
+        """Tokens per second of speculative decoding."""
         return self._each(lambda run: _speed(run, 1))
 
     @property
@@ -81,7 +81,7 @@ class PromptsRow:
         return [value for run in self.runs if not math.isnan(value := figure(run))]
 
     def as_dict(self) -> dict:
-        """JSON-ready: mean, deviation and single values of each figure; accepted and offered drafts by position of the block."""
+        """JSON-ready: mean, deviation and values of each figure; accepted and offered drafts by position."""
         spec = [spec for run in self.runs for _, spec in run]
         figures = {name: summary(getattr(self, name)) for name in ("acceptance", "tokens_per_step", "plain_speed", "speed", "speedup")}
         return {
@@ -92,7 +92,7 @@ class PromptsRow:
 
 
 def summary(values: Sequence[float]) -> dict:
-    """Mean and sample deviation; None where there are too few values."""
+    """Mean and sample deviation; None where undefined."""
     return {
         "mean": statistics.fmean(values) if values else None,
         "deviation": statistics.stdev(values) if len(values) > 1 else None,
@@ -129,19 +129,19 @@ def bench_prompts(
     interrupted: Callable[[], bool] = lambda: False,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> list[PromptsRow]:
-    """One row per category and thinking mode, and one per mode for all categories together if there are several.
+    """One row per category and thinking mode, and one per mode for all categories.
 
-    An interrupt ends the measurement; the rows then hold the runs that were complete.
+    After an interrupt, rows hold the complete runs.
 
     Raises:
-        PairError: nothing drafts in the session.
-        ContextError: a prompt and its tokens do not fit the context.
-        TemplateError: the template refuses messages, or has no thinking mode and one was asked for.
+        PairError: the session has no drafting method.
+        ContextError: a prompt and its tokens exceed the context.
+        TemplateError: the template refuses messages, or lacks a requested thinking mode.
     """
     if not session.methods:
-        raise PairError("acceptance needs something that drafts: give a drafter with `draft`, or a method with `spec`")
+        raise PairError("acceptance needs a drafting method: give a drafter with `draft`, or a method with `spec`")
     if options.thinking in ((True,), (False,)) and not template.can_think:
-        raise TemplateError("one thinking mode was asked for, but the chat template has none; leave out `thinking`")
+        raise TemplateError("a thinking mode is selected, but the chat template has none; leave out `thinking`")
     legs = list(_legs(session, prompts, options, template))
     need = max(len(leg.ids) for leg in legs) + options.tokens
     if need > session.engine.options.n_ctx:
@@ -153,7 +153,7 @@ def bench_prompts(
 
     def measured(leg: _Leg, run: int) -> Pair | None:
         sampling = replace(options.sampling, seed=options.seeds[run]) if options.seeds else options.sampling
-        if session.lookup is not None:  # or each run would repeat the one before
+        if session.lookup is not None:  # otherwise runs would start from the last run's state
             session.lookup.pool.forget()
         plain, spec = (
             session.generate(leg.ids, options.tokens, mode=mode, sampling=sampling, interrupted=interrupted)[1]

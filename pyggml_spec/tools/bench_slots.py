@@ -1,7 +1,7 @@
-"""Benchmark of several sequences at once: tokens per second of all of them together, by the number of slots.
+"""Throughput of concurrent sequences, by the number of slots.
 
-Every sequence starts behind a short prompt of its own and is still going when the measurement ends, so that each step has all slots in it;
-what a prompt costs is not part of it. One slot is measured on the one-sequence engine, which is what one slot uses.
+Sequences have short prompts and outlast the measurement, so every step has all slots; prefill is excluded. One slot uses the
+single-sequence engine.
 """
 
 import time
@@ -20,12 +20,12 @@ ENDLESS = 1 << 30
 
 @dataclass
 class SlotsRow(Repeated):
-    """One leg: ``test`` is tg or spec, tokens per sequence and slots (spec128x4).
+    """One test: tg or spec, tokens per sequence and slots (spec128x4).
 
     Attributes:
-        runs: tokens per second of all sequences together.
-        tokens_per_step: mean tokens of one sequence per step.
-        used: part of the computed rows that a sequence had work for.
+        runs: total tokens per second.
+        tokens_per_step: mean tokens per sequence and step.
+        used: share of computed rows that belong to a sequence.
         slot_bytes: K/V rows and recurrent state of one slot.
     """
 
@@ -41,15 +41,15 @@ class SlotsRow(Repeated):
 
 
 def tokens_needed(options: BenchOptions) -> int:
-    """Context per slot: no sequence may end before the others have their tokens, whoever is luckiest."""
+    """Context per slot, sufficient for the sequence with the highest acceptance."""
     return max(options.depths) + 3 * options.tokens + 64
 
 
 def bench_slots(session: Session, slots: tuple[int, ...], options: BenchOptions, done: Callable = lambda row: None) -> list[SlotsRow]:
-    """Runs plain and speculative legs for each number of slots; ``done(row)`` when a leg is finished. The first depth counts.
+    """Plain and speculative tests for each number of slots, at the first depth; ``done(row)`` after each.
 
     Raises:
-        ContextError: a depth that does not fit the context of a slot.
+        ContextError: a depth that exceeds the context of a slot.
     """
     room = session.engine.options.n_ctx
     if tokens_needed(options) > room:

@@ -1,4 +1,4 @@
-"""A drafter's checkpoint as it was published: its config.json, read with range checks, what the target's file adds to it, and what is written."""
+"""Published drafter checkpoints: config.json with range checks, keys of the target, and the description of the GGUF to write."""
 
 import math
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from ..gguf_io.reader import StringArray, brief
 from ..gguf_io.safetensors import SafetensorsFile
 
 SUPPORTED = "DFlash, DFlash2 and DSpark drafters in the z-lab layout, and EAGLE-3 drafters, are supported"
-TOKENS = "d2t"  # of a head that knows fewer tokens than the target: which of the target's each is, less its own number
+TOKENS = "d2t"  # for reduced vocabularies: the target's id of each entry minus its index
 Meta = dict[str, tuple]
 Files = Mapping[str, SafetensorsFile]
 
 
 class Source(NamedTuple):
-    """Where a tensor comes from: its ``name`` in the checkpoint, its ``shape``, outermost first. ``head``: rows of a head in two halves that are rotated
-    against each other, and are to lie in pairs; 0 for rows that stay where they are."""
+    """Source of a tensor: its ``name`` in the checkpoint, its ``shape`` (outermost first). ``head``: rows per head whose halves are
+    interleaved; 0 for none."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What to write for ``arch``: ``metadata`` key -> (type, value), ``tensors`` by their names in the GGUF, and those that were ``made``, F32 or I64."""
+    """A GGUF of ``arch`` to write: ``metadata`` key -> (type, value), ``tensors`` by GGUF name, and ``made`` tensors, F32 or I64."""
 
     arch: str
     metadata: Meta
@@ -40,7 +40,7 @@ class Layout:
 
 
 class Config:
-    """config.json with what it nests: the keys of the object ``own`` come first. Values are read with range checks."""
+    """config.json; keys of the nested object ``own`` take precedence. Values are range-checked."""
 
     def __init__(self, values: dict, own: str) -> None:
         inner, nested = values.get(own, {}), values.get("transformer_layer_config", {})
@@ -52,7 +52,7 @@ class Config:
         self.rope = rope if isinstance(rope, dict) else {}
 
     def get(self, *keys: str):
-        """The first of the keys that is there and not null, in the inner object before the top level."""
+        """The first key that is present and not null, nested object first."""
         for key in keys:
             for where in (self.inner, self.top):
                 if where.get(key) is not None:
@@ -91,7 +91,7 @@ class Config:
         return self.rope.get("rope_type", self.rope.get("type", "default"))
 
     def of_rope(self, key: str, default: float | None = None, low: float = 0.0) -> float:
-        """A number above ``low`` of the rope's object."""
+        """A rope parameter above ``low``."""
         value = self.rope.get(key, default)
         if value is None:
             raise ConvertError(
@@ -104,21 +104,20 @@ class Config:
 
 
 def finite(value: Any, what: str) -> float:
-    """A number that a GGUF can hold."""
+    """A number that fits a GGUF."""
     if type(value) not in (int, float) or not math.isfinite(value) or not abs(value) < 1e30:
         raise ConvertError(f"config.json: {what} is {brief(value)}, but it has to be a finite number")
     return float(value)
 
 
 def architectures(config: dict) -> list[str]:
-    """What config.json calls the model."""
+    """The "architectures" of config.json."""
     named = config.get("architectures")
     return [str(one) for one in named] if isinstance(named, list) else []
 
 
 def sizes(c: Config, arch: str, target: GGUFFile, n_layer: int, share: float = 1.0) -> tuple[Meta, dict[str, tuple[int, ...]]]:
-    """Keys of the sizes of ``n_layer`` layers of attention and a gated FFN, and the shapes of their tensors over rows of hidden_size.
-    ``share``: of a head's values, that are rotated."""
+    """Metadata and tensor shapes of ``n_layer`` layers of attention and gated FFN; ``share``: fraction of a head that is rotated."""
     n_embd, n_head = c.integer("hidden_size"), c.integer("num_attention_heads", high=4096)
     n_kv = c.integer("num_key_value_heads", default=n_head, high=4096)
     size = c.integer("head_dim", default=n_embd // n_head, high=4096)
@@ -167,7 +166,7 @@ def sizes(c: Config, arch: str, target: GGUFFile, n_layer: int, share: float = 1
     return meta, shapes
 
 
-# -- the target
+# -- target
 
 
 def target_number(target: GGUFFile, key: str) -> int:
@@ -175,12 +174,12 @@ def target_number(target: GGUFFile, key: str) -> int:
 
 
 def target_layers(target: GGUFFile) -> int:
-    """How many layers it has, without those that only draft."""
+    """Number of layers, without MTP layers."""
     return target_number(target, "block_count") - target.get(f"{target.get('general.architecture', str)}.nextn_predict_layers", int, 0)
 
 
 def vocabulary(c: Config, target: GGUFFile) -> int:
-    """How many tokens the target has, which have to be as many as the drafter was made for."""
+    """Number of tokens, checked against the drafter's."""
     tokens = target.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, StringArray) or not len(tokens):
         raise ConvertError(f"{target.path.name} has no token list; name a complete target")
@@ -202,13 +201,13 @@ def check_hidden(size: int, target: GGUFFile) -> None:
 
 
 def tokenizer(target: GGUFFile) -> Meta:
-    """The target's tokenizer keys as the writer takes them."""
+    """The target's tokenizer keys."""
     out: Meta = {}
     numpy_kinds = {"u1": Kind.UINT8, "i1": Kind.INT8, "u2": Kind.UINT16, "i2": Kind.INT16, "u4": Kind.UINT32, "i4": Kind.INT32}
     numpy_kinds |= {"f4": Kind.FLOAT32, "u8": Kind.UINT64, "i8": Kind.INT64, "f8": Kind.FLOAT64, "b1": Kind.BOOL}
     for key, value in target.metadata.items():
         if not key.startswith("tokenizer.ggml."):
-            continue  # a drafter renders no chat template
+            continue  # drafters use no chat template
         if isinstance(value, StringArray):
             if len(value):
                 out[key] = (Kind.ARRAY, [value.raw(i) for i in range(len(value))], Kind.STRING)
@@ -228,10 +227,10 @@ def tokenizer(target: GGUFFile) -> Meta:
 
 
 def plain_names(files: Files) -> dict[str, str]:
-    """What the checkpoint calls its tensors, by their names without the prefix of whole models, and without what nothing reads.
+    """The checkpoint's tensor names by name without the model prefix, without unused tensors.
 
     Raises:
-        ConvertError: a tensor that is there with the prefix and without it.
+        ConvertError: a tensor exists with and without prefix.
     """
     out: dict[str, str] = {}
     for name in files:
@@ -240,14 +239,14 @@ def plain_names(files: Files) -> dict[str, str]:
         plain = name.removeprefix("model.")
         if plain in out:
             raise ConvertError(
-                f"the checkpoint has the tensors {brief(out[plain])} and {brief(name)}, and only one of them can be meant; remove the other"
+                f"the checkpoint has the tensors {brief(out[plain])} and {brief(name)}, which are the same one; remove one of them"
             )
         out[plain] = name
     return out
 
 
 def match(wanted: dict[str, Source], files: Files, unread: tuple[str, ...] = ()) -> dict[str, Source]:
-    """Each wanted tensor under the name that the checkpoint has for it; every tensor has to be used, but those that are ``unread``."""
+    """The wanted tensors under their checkpoint names; all others must be in ``unread``."""
     plain = plain_names(files)
     for name in unread:
         plain.pop(name, None)
@@ -264,10 +263,10 @@ def match(wanted: dict[str, Source], files: Files, unread: tuple[str, ...] = ())
 
 
 def draft_vocabulary(c: Config, files: Files, n_vocab: int) -> tuple[int, dict[str, np.ndarray]]:
-    """How many tokens the drafter's head chooses among, and which of the target's they are (d2t, I64): none where they are all of them.
+    """Size of the drafter's vocabulary, and its d2t tensor (I64) unless it is the target's.
 
     Raises:
-        ConvertError: a list that names tokens which the target does not have, or one twice, or none at all.
+        ConvertError: token ids that are missing, repeated or outside the target's vocabulary.
     """
     count = c.integer("draft_vocab_size", default=n_vocab)
     if count > n_vocab:
@@ -286,7 +285,7 @@ def draft_vocabulary(c: Config, files: Files, n_vocab: int) -> tuple[int, dict[s
         raise ConvertError(
             f"the tensor {TOKENS!r} has the shape {list(offsets.shape)}, but config.json calls for {[count]}; fetch the checkpoint again"
         )
-    ids = np.clip(offsets, -n_vocab - 1, n_vocab) + np.arange(count, dtype=np.int64)  # so that no sum overflows
+    ids = np.clip(offsets, -n_vocab - 1, n_vocab) + np.arange(count, dtype=np.int64)  # avoids overflow
     wrong = ids[(ids < 0) | (ids >= n_vocab)]
     if wrong.size:
         raise ConvertError(

@@ -1,4 +1,4 @@
-"""Is this engine right for this file? The same token ids through our engine and through llama.cpp, and how far the logits are apart."""
+"""Parity check: the same token ids through this engine and llama.cpp."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -21,7 +21,7 @@ from ..text.tokenizer import Tokenizer
 from .reference import LlamaReference
 
 CHUNK = 512
-# Words, code, numbers and letters outside ASCII: what logits of a trained model are sharp on, as they are not on random ids.
+# Words, code, numbers and non-ASCII letters: a trained model is sharper on them than on random ids.
 TEXT = """The lighthouse at the end of the harbour was built in 1862. Every evening, when the boats came home, its keeper counted them and wrote the number
 into a book: 14 on the 3rd of May, 12 on the 4th, and none on the night of the storm. "They will be here tomorrow," she said - and they were.
 
@@ -41,13 +41,13 @@ def primes(limit):
 
 @dataclass(frozen=True)
 class Comparison:
-    """How our logits differ from llama.cpp's on the same tokens.
+    """Differences of the logits on the same tokens.
 
     Attributes:
-        nmse: sum of squared differences over the sum of squared reference logits; 0.0 means bit-equal.
-        max_abs: largest difference of any logit.
-        argmax_agree: fraction of rows with the same greedy token.
-        greedy_agree: equal tokens of 64 that each side then generates greedily, as a fraction, up to the first difference.
+        nmse: squared error over squared reference; 0.0 means bit-equal.
+        max_abs: largest difference.
+        argmax_agree: share of rows with the same argmax.
+        greedy_agree: common prefix of 64 greedy tokens, as a share.
         tokens: tokens compared.
     """
 
@@ -74,13 +74,13 @@ def compare_logits(
     greedy: int = 64,
     text: str | None = None,
 ) -> Comparison:
-    """Feeds ``tokens`` random ids, or the first ``tokens`` of ``text``, to both engines, in graphs of exactly the same number of rows, then decodes ``greedy`` tokens greedily on both.
-
-    ``kernels``, ``rope``: as for ``load``. ggml's give llama.cpp's logits bit for bit; our own sum in another order.
+    """Feeds ``tokens`` random ids, or the first ones of ``text``, to both engines with the same batch shapes, then decodes ``greedy``
+    tokens on both.
+    ``kernels``, ``rope``: as for ``load``. ggml's kernels give llama.cpp's logits bit for bit; native kernels sum in another order.
 
     Raises:
-        ContextError: more tokens than the model's context.
-        PyspecError: the file cannot be run here.
+        ContextError: more tokens than the context.
+        PyspecError: the file cannot run here.
     """
     if tokens < 1:
         raise ContextError(f"{tokens} tokens cannot be compared; use `tokens` 1 or more")
@@ -104,7 +104,7 @@ def _ids(engine: ModelRunner, tokens: int, seed: int, text: str | None) -> list[
 
 @dataclass(frozen=True)
 class NodeDifference:
-    """A node of both graphs by llama.cpp's name, which ends in the number of its layer. ``nmse`` 0.0 means bit-equal, NaN another shape."""
+    """A node by llama.cpp's name, with its layer number. ``nmse`` 0.0 means bit-equal, NaN another shape."""
 
     name: str
     nmse: float
@@ -114,11 +114,11 @@ class NodeDifference:
 def compare_nodes(
     path: str | Path, tokens: int = 16, seed: int = 0, device: str | None = None, threads: int | None = None, kernels: str | None = "ggml"
 ) -> list[NodeDifference]:
-    """The nodes that a model of ours names and llama.cpp's graph has too, in the order of the graph, behind one batch of random ``tokens``.
+    """Compares the nodes named in both graphs, in graph order, after one batch of random ``tokens``.
 
     Raises:
-        ContextError: more tokens than the context or than one graph takes.
-        PyspecError: the file cannot be run here.
+        ContextError: more tokens than the context or one graph takes.
+        PyspecError: the file cannot run here.
     """
     if not 0 < tokens <= CHUNK:
         raise ContextError(f"{tokens} tokens cannot be compared node by node; use `tokens` from 1 to {CHUNK}")
@@ -172,7 +172,7 @@ def _argmax_agreement(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def _greedy_agreement(engine: ModelRunner, reference: LlamaReference, ours: int, theirs: int, tokens: int) -> float:
-    """Fraction of ``tokens`` that agree before the first difference; both sides decode one row at a time."""
+    """Common prefix of greedy decoding on both sides, as a share of ``tokens``."""
     agreed = 0
     while ours == theirs and agreed < tokens:
         agreed += 1

@@ -1,4 +1,4 @@
-"""Are these the same weights? Two GGUFs tensor by tensor, dequantised by ggml: rules a converter or a quantiser in or out in a minute."""
+"""Compares two GGUFs tensor by tensor after dequantisation, to check a converter or quantiser."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,13 +13,13 @@ from ..gguf_io import GGUFFile, TensorInfo
 from .quants import dequantise
 
 OUTLIER = 3.0  # times the median of its type
-UNRELATED = 0.5  # the coarsest quantisations stay below 0.3; two independent tensors are at 1.4
+UNRELATED = 0.5  # quantisation stays below 0.3; independent tensors have 1.4
 CHUNK_VALUES = 4 << 20
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor. ``relative_rms``: rms(b - a) / rms(a), or None where it cannot be formed; ``flag``: why it stands out, or empty."""
+    """One tensor. ``relative_rms``: rms(b - a) / rms(a), or None; ``flag``: why it is an outlier, or empty."""
 
     name: str
     types: tuple[str, str]
@@ -29,7 +29,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class WeightComparison:
-    """All tensors in the order of the first file, those that only one file has at the end."""
+    """Tensors in the order of the first file; those in one file only come last."""
 
     a: str
     b: str
@@ -37,7 +37,7 @@ class WeightComparison:
 
     @property
     def flagged(self) -> tuple[TensorDifference, ...]:
-        """The tensors that stand out."""
+        """The outliers."""
         return tuple(t for t in self.tensors if t.flag)
 
     def as_dict(self) -> dict:
@@ -52,7 +52,7 @@ def _shape(info: TensorInfo) -> tuple[int, ...]:
 
 
 def _relative_rms(a: GGUFFile, b: GGUFFile, name: str) -> float:
-    """In double precision, a few million values at a time; NaN if either tensor holds NaN or Inf."""
+    """In double precision, in pieces; NaN if a tensor holds NaN or Inf."""
     left, right = a.tensors[name], b.tensors[name]
     row = left.shape[0]
     count = int(np.prod(left.shape))
@@ -87,7 +87,7 @@ def _compare(a: GGUFFile, b: GGUFFile, name: str) -> TensorDifference:
 
 
 def _flag_outliers(tensors: list[TensorDifference]) -> list[TensorDifference]:
-    """Tensors that are more than OUTLIER times the median of the tensors with the same pair of types."""
+    """Outliers: more than OUTLIER times the median of tensors with the same types."""
     by_types: dict[tuple, list[float]] = {}
     for t in tensors:
         if t.relative_rms is not None:
@@ -97,7 +97,7 @@ def _flag_outliers(tensors: list[TensorDifference]) -> list[TensorDifference]:
         if t.relative_rms is not None and not t.flag:
             usual = median(by_types[t.types])
             if t.relative_rms > OUTLIER * usual:
-                more = f"{t.relative_rms / usual:.1f} times the median of its type" if usual else "differs, where its type is equal"
+                more = f"{t.relative_rms / usual:.1f} times the median of its type" if usual else "differs, although its type is the same"
                 t = TensorDifference(t.name, t.types, t.relative_rms, more)
         out.append(t)
     return out
@@ -106,11 +106,11 @@ def _flag_outliers(tensors: list[TensorDifference]) -> list[TensorDifference]:
 def compare_weights(
     a: str | Path, b: str | Path, progress: Callable[[str, int, int], None] = lambda what, done, total: None
 ) -> WeightComparison:
-    """Every tensor of ``a`` (the reference) against the one of the same name in ``b``.
+    """Compares every tensor of ``a`` (the reference) with the one of that name in ``b``.
 
     Raises:
         GGUFError: a file cannot be read.
-        ModelError: the files have no tensor in common.
+        ModelError: no common tensors.
     """
     with GGUFFile(a) as left, GGUFFile(b) as right:
         common = [name for name in left.tensors if name in right.tensors]

@@ -1,4 +1,4 @@
-"""A DFlash, DFlash2, DSpark or EAGLE-3 drafter in safetensors and its target to a drafter GGUF. No torch; one tensor in memory at a time."""
+"""Converts DFlash, DFlash2, DSpark and EAGLE-3 drafters from safetensors to GGUF, without torch, one tensor in memory at a time."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +32,8 @@ _FILE_TYPES = {
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written. ``types``: tensors by type; ``block_size``, ``mask_token``: None of drafters that draft one by one; ``target_layers``: as the
-    GGUF counts them (inputs); ``draft_vocab``: tokens that its head chooses among, None for all of the target's."""
+    """What was written. ``types``: tensors by type; ``block_size``, ``mask_token``: None for sequential drafters; ``target_layers``: layer
+    inputs; ``draft_vocab``: size of a reduced vocabulary, or None."""
 
     path: str
     nbytes: int
@@ -46,7 +46,7 @@ class Conversion:
 
 
 def _sources(source: Path) -> tuple[Path, list[Path]]:
-    """config.json and the safetensors files that it describes."""
+    """config.json and its safetensors files."""
     folder = source if source.is_dir() else source.parent
     files = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
     if not source.exists():
@@ -66,7 +66,7 @@ def _read_config(path: Path) -> dict:
             data = file.read(MAX_CONFIG + 1)
     except OSError as error:
         raise ConvertError(
-            f"{path} cannot be read ({error.strerror}); the checkpoint's config.json has to lie beside its tensors"
+            f"{path} cannot be read ({error.strerror}); the checkpoint's config.json has to be in the folder of its tensors"
         ) from None
     return parse_json(data, str(path), MAX_CONFIG)
 
@@ -84,7 +84,7 @@ def _place(files: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
 
 
 def _choose(name: str, shape: tuple[int, ...], kind: int, notes: list[str]) -> int:
-    """The type a tensor is stored in: vectors, single rows and kernels of convolutions F32; rows that the type's blocks do not divide Q8_0 or F16."""
+    """Storage type of a tensor: F32 for vectors, single rows and convolution kernels; Q8_0 or F16 if rows do not fill the type's blocks."""
     if len(shape) < 2 or shape[0] == 1 or not name.endswith(".weight"):
         return lib.GGML_TYPE_F32
     if shape[1] % lib.ggml_blck_size(kind) == 0:
@@ -97,7 +97,7 @@ def _choose(name: str, shape: tuple[int, ...], kind: int, notes: list[str]) -> i
 
 
 def _chunk(file: SafetensorsFile, source: str, first: int, count: int, kind: int, head: int = 0) -> np.ndarray:
-    """Rows of a tensor as they are stored; whole heads of ``head`` rows, whose halves are to lie in pairs."""
+    """Rows of a tensor as stored; halves of each head of ``head`` rows are interleaved."""
     values = file.rows(source, first, count)
     if head:
         values = values.reshape(-1, 2, head // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
@@ -111,7 +111,7 @@ def _chunk(file: SafetensorsFile, source: str, first: int, count: int, kind: int
 
 @contextmanager
 def written_whole(out: Path, replace: bool):
-    """A path beside ``out`` that becomes ``out`` if the block ends well, and is removed if it does not, Ctrl-C included.
+    """A temporary path that replaces ``out`` on success and is removed otherwise, also on Ctrl-C.
 
     Raises:
         ConvertError: ``out`` exists and may not be replaced, or cannot be written.
@@ -119,7 +119,7 @@ def written_whole(out: Path, replace: bool):
     if out.exists() and not replace:
         raise ConvertError(f"{out} exists; name another output, or `replace` it")
     if out.exists() and not out.is_file():
-        raise ConvertError(f"{out} is no file; name another output")
+        raise ConvertError(f"{out} is not a file; name another output")
     try:
         part, handle = new_file(out.parent, 0o666)
         os.close(handle)
@@ -147,13 +147,13 @@ def convert_drafter(
     """Writes ``out``, a GGUF with the drafter of ``source`` and the tokenizer of ``target``.
 
     Args:
-        source: a folder with config.json and safetensors files, or one safetensors file with config.json beside it.
-        target: the GGUF of the model that the drafter was trained for.
+        source: a folder with config.json and safetensors files, or one safetensors file beside its config.json.
+        target: GGUF of the drafter's target.
         kind: type of the matrices, one of ``quants.TYPES``; vectors stay F32.
-        replace: whether an existing ``out`` may be replaced; it is replaced whole, at the end.
+        replace: replace an existing ``out``, atomically.
 
     Raises:
-        ConvertError: a layout that is not supported, a checkpoint that contradicts itself or the target, or nowhere to write.
+        ConvertError: an unsupported layout, an inconsistent checkpoint, or ``out`` cannot be written.
     """
     names = {name.lower(): name for name in TYPES}
     if kind.lower() not in names:
@@ -162,7 +162,7 @@ def convert_drafter(
     config_path, paths = _sources(Path(source))
     for read in (Path(target), config_path, *paths):
         if out.exists() and read.exists() and out.samefile(read):
-            raise ConvertError(f"the output {out} is a file that is read ({read}), and would take its place; name another output")
+            raise ConvertError(f"the output {out} is also an input ({read}); name another output")
     with ExitStack() as stack:
         config = _read_config(config_path)
         places = _place([stack.enter_context(SafetensorsFile(path)) for path in paths])

@@ -1,10 +1,8 @@
-"""The layout of EAGLE-3 drafters: what its config.json and tensors become in a GGUF.
+"""Layout of EAGLE-3 drafters (source: llama.cpp, conversion/llama.py).
 
-One layer, called `midlayer` or, by the speculators library, `layers.0`; `d2t` holds for each choice of a head with fewer tokens than the target how much
-larger the target's id is. The ids of the hidden states that it reads count layers by their inputs, as the GGUF does; without any they are
-those of the paper's: 2, the middle one, and the third from the end.
-The checkpoint rotates the halves of a head against each other, the GGUF pairs of neighbours: rows of q and k change places.
-Source: llama.cpp, conversion/llama.py.
+One layer, `midlayer` or `layers.0`; `d2t` holds target id minus drafter id. Hidden-state ids are layer inputs, as in the GGUF; the defaults
+are the paper's: 2, the middle one, and the third from the end. The checkpoint rotates halves of a head, the GGUF adjacent pairs: rows of q
+and k are permuted.
 """
 
 import math
@@ -36,7 +34,7 @@ from .checkpoint import (
 
 ARCH = "eagle3"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-PLAIN = "LlamaForCausalLM"  # what some call themselves, with a draft_vocab_size
+PLAIN = "LlamaForCausalLM"  # variants with a draft_vocab_size
 _LAYERS = ("midlayer.", "layers.0.")
 LAYER_TENSORS = {
     "input_layernorm": "attn_norm",
@@ -55,7 +53,7 @@ _YARN = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", 
 
 
 def is_eagle3(config: dict, files: Files) -> bool:
-    """By what it is called, or by its one layer."""
+    """Recognised by name, or by its single layer."""
     named = {*architectures(config)}
     layer = any(name.startswith(_LAYERS[0]) for name in plain_names(files))
     return (
@@ -111,11 +109,11 @@ def _yarn(c: Config) -> Meta:
 
 
 def _llama3_factors(c: Config, base: float, size: int) -> np.ndarray:
-    """What the rope's frequencies are divided by, F32 [size / 2], as Llama 3.1 stretches its context."""
+    """Frequency divisors of Llama 3.1's rope scaling, F32 [size / 2]."""
     factor, original = c.of_rope("factor", 8.0), c.of_rope("original_max_position_embeddings", 8192.0)
     low, high = c.of_rope("low_freq_factor", 1.0), c.of_rope("high_freq_factor", 4.0)
     if low == high:
-        raise ConvertError(f"config.json: low_freq_factor and high_freq_factor are both {low:g}; the second one has to be larger")
+        raise ConvertError(f"config.json: low_freq_factor and high_freq_factor are both {low:g}; the second has to be larger")
     waves = 2 * math.pi * np.float32(base) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
     smooth = (original / waves - low) / (high - low)
     between = 1 / ((1 - smooth) / factor + smooth)
@@ -123,10 +121,10 @@ def _llama3_factors(c: Config, base: float, size: int) -> np.ndarray:
 
 
 def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
-    """What the drafter of ``config`` with the tensors of ``files`` becomes for ``target``.
+    """The GGUF for ``target`` from ``config`` and the tensors of ``files``.
 
     Raises:
-        ConvertError: a feature that is not supported, or a drafter that was made for another target.
+        ConvertError: an unsupported feature, or a drafter for another target.
     """
     c = Config(config, "eagle_config")
     _refuse_features(c)

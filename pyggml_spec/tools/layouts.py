@@ -1,4 +1,4 @@
-"""Which layout a published drafter has, and what it becomes in a GGUF; layouts that are not supported are refused by name."""
+"""Layouts of published drafters; unsupported ones are refused by name."""
 
 from ..errors import ConvertError
 from ..gguf_io import GGUFFile
@@ -8,10 +8,10 @@ from .checkpoint import SUPPORTED, Files, Layout, architectures
 
 
 def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
-    """What the drafter of ``config`` with the tensors of ``files`` (by name, with prefix) becomes for ``target``.
+    """The GGUF for ``target`` from ``config`` and the tensors of ``files`` (by name, with prefix).
 
     Raises:
-        ConvertError: another layout, a feature that is not supported, or a drafter that was made for another target.
+        ConvertError: an unsupported layout or feature, or a drafter for another target.
     """
     _refuse_other_layouts(config, files)
     return (eagle3 if eagle3.is_eagle3(config, files) else zlab).read_layout(config, files, target)

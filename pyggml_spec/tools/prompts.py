@@ -1,4 +1,4 @@
-"""Prompts to measure on: JSON lines, each a text as it is or messages for the chat template, with a category and a name."""
+"""Prompt files: JSON lines with a text or chat messages, a category and a name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from ..errors import PyspecError
 from ..gguf_io.safetensors import parse_json
 
 INCLUDED = Path(__file__).parent / "prompts.jsonl"
-CATEGORIES = ("code", "chat", "reasoning")  # of the included ones
+CATEGORIES = ("code", "chat", "reasoning")  # of the included prompts
 MAX_FILE = 1 << 24  # bytes
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """``text`` goes to the model as it is, ``messages`` go through its chat template; one of the two is None."""
+    """``text`` is used as is, ``messages`` through the chat template; one of them is None."""
 
     category: str
     name: str
@@ -23,16 +23,16 @@ class Prompt:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """The prompts of a file, as ``parse_prompts`` takes them.
+    """Reads and parses a prompt file.
 
     Raises:
-        PyspecError: the file cannot be read, and as ``parse_prompts``.
+        PyspecError: the file cannot be read, or is invalid.
     """
     return parse_prompts(prompt_file(path), path)
 
 
 def prompt_file(path: str | Path) -> bytes:
-    """The content of a file of prompts, which may be a pipe: it is read once.
+    """Content of a prompt file, read once because it may be a pipe.
 
     Raises:
         PyspecError: it cannot be read, or is too long.
@@ -48,11 +48,11 @@ def prompt_file(path: str | Path) -> bytes:
 
 
 def parse_prompts(data: bytes, path: str | Path) -> list[Prompt]:
-    """The prompts in the content of the file ``path``. A line is ``{"prompt": TEXT}`` or ``{"messages": [{"role": ..., "content": ...}, ...]}``, with ``category``
-    (without it, "prompts") and ``name`` (without it, the line's number) if you like.
+    """Parses prompts. A line is ``{"prompt": TEXT}`` or ``{"messages": [{"role": ..., "content": ...}, ...]}``, with optional ``category``
+    (default: "prompts") and ``name`` (default: the line number).
 
     Raises:
-        PyspecError: there is no prompt, or a line of another form.
+        PyspecError: no prompts, or an invalid line.
     """
     prompts = [_prompt(line, i, path) for i, line in enumerate(data.splitlines(), 1) if line.strip()]
     if not prompts:
@@ -61,7 +61,7 @@ def parse_prompts(data: bytes, path: str | Path) -> list[Prompt]:
 
 
 def included_prompts(categories: tuple[str, ...] = CATEGORIES) -> list[Prompt]:
-    """Those that come with the package, six of each category."""
+    """The included prompts, six per category."""
     return [prompt for prompt in read_prompts(INCLUDED) if prompt.category in categories]
 
 
@@ -78,7 +78,5 @@ def _prompt(line: bytes, number: int, path: str | Path) -> Prompt:
         and all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in messages)
     )
     if not (isinstance(text, str) and text if messages is None else turns and text is None):
-        raise PyspecError(
-            f'{where} has to hold either a text named "prompt", or "messages" as in the chat APIs: a list of objects with "role" and "content"'
-        )
+        raise PyspecError(f'{where} needs a text "prompt", or "messages" as in the chat APIs: a list of objects with "role" and "content"')
     return Prompt(category, name, text, tuple(messages) if messages and turns else None)

@@ -1,4 +1,4 @@
-"""ggml's own quantisers and dequantisers on numpy arrays."""
+"""ggml's quantisers and dequantisers for numpy arrays."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ TYPES = (
     "mxfp4",
     "nvfp4",
 )
-"""Types that need no importance matrix (ggml ends the process when one that does is asked for without)."""
+"""Types that need no importance matrix; ggml aborts on the others."""
 
 
 def type_id(name: str, offered: tuple[str, ...] = TYPES) -> int:
@@ -43,7 +43,7 @@ def type_id(name: str, offered: tuple[str, ...] = TYPES) -> int:
 
 
 def _known(kind: int) -> str:
-    """The name of the type. Raises ModelError if there is none."""
+    """The type's name. Raises ModelError for unknown types."""
     kind = whole(kind, "a tensor type", 0, lib.GGML_TYPE_COUNT - 1, ModelError)
     if not lib.ggml_blck_size(kind):
         raise ModelError(f"there is no tensor type {kind}; use one of {', '.join(TYPES)}")
@@ -51,10 +51,10 @@ def _known(kind: int) -> str:
 
 
 def quantise(values: np.ndarray, kind: int) -> np.ndarray:
-    """F32 [rows, n] -> the bytes of the ggml type, U8 [rows, row bytes], by ggml's own quantiser.
+    """F32 [rows, n] to U8 [rows, row bytes] of the ggml type.
 
     Raises:
-        ModelError: a type that is none of TYPES, or rows that are no whole blocks of it.
+        ModelError: the type is not in TYPES, or rows are not whole blocks.
     """
     name = _known(kind)
     if name not in TYPES:
@@ -73,10 +73,10 @@ def quantise(values: np.ndarray, kind: int) -> np.ndarray:
 
 
 def dequantise(data, kind: int, count: int) -> np.ndarray:
-    """``count`` values of the ggml type from their bytes, as F32 [count]; ``count`` is a multiple of the type's block.
+    """F32 [count] from the bytes of a ggml type; ``count`` is a multiple of its block size.
 
     Raises:
-        ModelError: no type, or one without a conversion to float (integers, and types that only exist inside kernels).
+        ModelError: unknown type, or one without conversion to float.
     """
     name, count = _known(kind), whole(count, "the number of values", 0, 1 << 62, ModelError)
     if count % lib.ggml_blck_size(kind) or len(data) < lib.ggml_row_size(kind, count):

@@ -1,4 +1,4 @@
-"""llama.cpp itself, through libllama: the reference that every architecture is compared with, on the same file and the same device."""
+"""llama.cpp through libllama: the reference for parity checks."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -12,23 +12,23 @@ from ..ggml.device import Device, devices
 from ..ggml.library import FITNESS, ffi, lib
 from ..models.rope import KINDS, RopeOptions
 
-PER_HEAD = ffi.new("char[]", rb"attn_[kv]_b\.weight$")  # stacks of matrices
+PER_HEAD = ffi.new("char[]", rb"attn_[kv]_b\.weight$")  # expert matrices
 
 
 def stacks_as_they_are() -> Any:
-    """Overrides of ``llama_model_params`` with which llama.cpp repacks no stack of matrices.
+    """Overrides of ``llama_model_params`` that keep llama.cpp from repacking expert matrices, where ggml's AMX kernels abort on permuted
+    rows (patches/0012).
 
-    ggml's AMX kernels say that they take those, and end the process over the first permuted rows (patches/0012). Where the CPU's own type of memory
-    is asked for, llama.cpp looks for such kernels all the same; that of a caller's memory it takes at its word.
+    A buffer type of caller memory prevents it; the CPU's own type would still be repacked.
     """
-    buffer = lib.ggml_backend_cpu_buffer_from_ptr(ffi.cast("void *", 4096), 0)  # nobody looks there
+    buffer = lib.ggml_backend_cpu_buffer_from_ptr(ffi.cast("void *", 4096), 0)  # not inspected
     plain = lib.ggml_backend_buffer_get_type(buffer)
     lib.ggml_backend_buffer_free(buffer)
-    return ffi.new("struct llama_model_tensor_buft_override[2]", [(PER_HEAD, plain)])  # ends where the pattern is NULL
+    return ffi.new("struct llama_model_tensor_buft_override[2]", [(PER_HEAD, plain)])  # terminated by a NULL pattern
 
 
 class LlamaReference:
-    """A llama.cpp model and context: flash attention on, micro-batches as large as the chunk. Owns both."""
+    """A llama.cpp model and context with flash attention and micro-batches as large as the chunk. Owns both."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class LlamaReference:
         rope: RopeOptions | None = None,
         watch: bool = False,
     ):
-        """``watch``: values of the nodes of the names ``watched`` are kept in ``nodes``, the last ones of each name."""
+        """``watch``: keep the last values of nodes named in ``watched`` in ``nodes``."""
         lib.keep_errors()  # llama.cpp logs every tensor
         params = lib.llama_model_default_params()
-        here = device.kind not in ("cpu", "rpc")  # of a worker, the processor of this machine is the reference
+        here = device.kind not in ("cpu", "rpc")  # workers are compared with this machine's CPU
         params.n_gpu_layers = -1 if here else 0
-        # all of them or none; a worker computes with weights as the file has them
+        # a worker computes with weights as in the file, so none are repacked
         params.use_extra_bufts = device.kind != "rpc" and not FITNESS.refused
         if here:
             gpus = [d.name for d in devices() if d.kind in ("gpu", "igpu")]
@@ -56,7 +56,7 @@ class LlamaReference:
             params.tensor_buft_overrides = overrides
         self._model = lib.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
-            raise ModelError(f"llama.cpp cannot load {path}, so there is nothing to compare with")
+            raise ModelError(f"llama.cpp cannot load {path}, so there is no reference to compare with")
         options = lib.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch = n_ctx, chunk, chunk
         options.n_threads = options.n_threads_batch = max(1, threads)
@@ -97,7 +97,7 @@ class LlamaReference:
         return True
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
-        """Logits of every token, behind what was computed before. F32 [T, n_vocab]."""
+        """Logits of every token after the previous ones. F32 [T, n_vocab]."""
         out = np.empty((len(tokens), self.n_vocab), np.float32)
         for first in range(0, len(tokens), self.chunk):
             part = tokens[first : first + self.chunk]

@@ -1,4 +1,4 @@
-"""What the steps of a split model are made of: what each device computes, what a cut costs, which device waits, and how fast devices copy to each other."""
+"""Steps of a split model by device: compute, copies at cuts, waiting, and copy speeds."""
 
 import os
 import statistics
@@ -14,18 +14,18 @@ from ..ggml.library import ffi, lib
 
 WARMUP, RUNS = 3, 8
 HOST_ONLY = "without peer access"
-SMALL, LARGE, OVER_NETWORK = 4096, 64 << 20, 1 << 20  # bytes of the copies that are timed
+SMALL, LARGE, OVER_NETWORK = 4096, 64 << 20, 1 << 20  # bytes of the timed copies
 
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """What one device does in a step; milliseconds are medians, ``copied_bytes`` of one step.
+    """One device's share of a step; milliseconds are medians.
 
     Attributes:
-        layers: of the target, in words.
-        compute_ms: uploads and, on the last device, drafts and the read included.
-        copies, copied_bytes, copy_ms: what it sends to other devices.
-        waits: share of what all devices take together in which it neither computes nor copies.
+        layers: as text.
+        compute_ms: with uploads and, on the last device, drafts and the read.
+        copies, copied_bytes, copy_ms: sent to other devices per step.
+        waits: share of the step in which the device neither computes nor copies.
     """
 
     device: str
@@ -39,7 +39,7 @@ class DeviceShare:
 
 @dataclass(frozen=True)
 class SplitStep:
-    """A step of ``width`` rows, 1 for plain decoding: ``step_ms`` as it is run, and its devices' shares, run part by part."""
+    """A step of ``width`` rows (1: plain): ``step_ms`` as run, and its devices' shares, measured part by part."""
 
     width: int
     step_ms: float
@@ -47,7 +47,7 @@ class SplitStep:
 
     @property
     def cut_share(self) -> float:
-        """Part of what all devices take together that copies between them are."""
+        """Share of copies in all devices' time."""
         copying = sum(share.copy_ms for share in self.devices)
         return copying / (copying + sum(share.compute_ms for share in self.devices)) if copying else 0.0
 
@@ -57,7 +57,7 @@ class SplitStep:
 
 @dataclass(frozen=True)
 class CopySpeed:
-    """Copies from one device to the next: microseconds of a small one, bytes per second of a large one, and how they go, in words."""
+    """Copies between two devices: microseconds of a small one, bytes per second of a large one, and their path as text."""
 
     source: str
     target: str
@@ -70,10 +70,11 @@ class CopySpeed:
 
 
 def split_steps(engine: ModelRunner, widths: tuple[int, ...], depth: int = 8, copies: Sequence[CopySpeed] | None = None) -> list[SplitStep]:
-    """Takes steps of these widths apart, behind a prompt of ``depth`` tokens. Forgets the sequence. Widths that do not fit the context are left out.
+    """Measures steps of these widths by part, after a prompt of ``depth`` tokens. Discards the sequence. Widths beyond the context are left
+    out.
 
     Args:
-        copies: what ``copy_speeds`` gave; None measures them.
+        copies: result of ``copy_speeds``; None measures it.
 
     Raises:
         EngineError: the layers are on one device.
@@ -85,7 +86,7 @@ def split_steps(engine: ModelRunner, widths: tuple[int, ...], depth: int = 8, co
 
 
 def told_apart(step: SplitStep, copies: Sequence[CopySpeed]) -> SplitStep:
-    """A worker does not say when it has computed, so its copies wait for that: what they take beyond the same copies alone is computing."""
+    """A worker does not report completion, so copies include waiting: their excess over idle copies is compute time."""
     alone, shares = {one.source: one for one in copies if "network" in one.way}, []
     for share in step.devices:
         copying = share.copy_ms
@@ -105,9 +106,8 @@ def _taken_apart(engine: ModelRunner, width: int, depth: int) -> SplitStep:
 
 
 def split_chunk(engine: ModelRunner, copies: Sequence[CopySpeed] | None = None) -> SplitStep | None:
-    """The widest chunk of a prompt that fits the context, taken apart as ``split_steps`` does; ``step_ms`` is what chunks take one after the other.
-    Forgets the sequence. None if there is no room for one.
-    """
+    """The widest prefill chunk that fits the context, by part; ``step_ms`` is the sequential time. Discards the sequence. None if no chunk
+    fits."""
     rows = max((n for n in engine.resources.chunks if n < engine.options.n_ctx), default=0)
     if not rows:
         return None
@@ -146,7 +146,7 @@ def _by_device(engine: ModelRunner, width: int, whole: float, step: Callable[[],
 
 
 def _step(engine: ModelRunner, width: int) -> float:
-    """One step, of which one row counts; milliseconds."""
+    """Milliseconds of one step with one accepted row."""
     began = time.perf_counter()
     if width == 1:
         result = engine.plain_step()
@@ -160,7 +160,7 @@ def _step(engine: ModelRunner, width: int) -> float:
 
 
 def copy_speeds(engine: ModelRunner) -> list[CopySpeed]:
-    """Of every device to the next one, and of the last to the first, which drafts go."""
+    """From each device to the next, and from the last to the first (drafts)."""
     backends = [segment.backend for segment in engine.resources.segments]
     engine.resources.synchronize()
     pairs = [*zip(backends, backends[1:]), (backends[-1], backends[0])]  # noqa: RUF007
@@ -175,7 +175,7 @@ def _copy_speed(source: Backend, target: Backend) -> CopySpeed:
 
 
 def way_of_copies(source: str, target: str) -> str:
-    """How rows go from one of these devices to the other."""
+    """Path of copies between two devices."""
     if source.startswith("CUDA") and target.startswith("CUDA"):
         if peer.BY_GGML in os.environ:
             return f"directly where the driver can, {peer.BY_GGML} is set"
@@ -187,7 +187,7 @@ def way_of_copies(source: str, target: str) -> str:
 
 
 def _copy_us(source: Backend, target: Backend, nbytes: int) -> float:
-    """Microseconds of a copy, the median of RUNS; 0 where there is no memory for it."""
+    """Microseconds of a copy, median of RUNS; 0 if memory is short."""
     params = ffi.new("struct ggml_init_params *", {"mem_size": 2 * lib.ggml_tensor_overhead(), "no_alloc": True})
     ends = []
     try:

@@ -1,8 +1,7 @@
-"""A machine's devices for other machines: ggml's RPC server in processes of its own, each of which is started anew where it ends.
+"""Serves this machine's devices over ggml's RPC: one server process per client, restarted when it exits.
 
-One process serves one program at a time, and several take turns at one socket, which belongs to this process: programs that wait are not turned
-away where a server ends. That happens by an assertion of ggml, or worse, on a graph that makes no sense, and there is no other way to end one: it
-never comes back to Python.
+The listening socket belongs to this process, so clients in the queue survive a server's exit. ggml's server ends only by an assertion or a
+signal, on invalid graphs for example.
 """
 
 import os
@@ -26,12 +25,12 @@ from ..ggml.rpc import library
 from ..ggml.workers import PROTOCOL
 
 MOST_PROGRAMS = 64
-IN_VAIN = 3  # ends of a server behind each other that nobody had connected to
+IN_VAIN = 3  # exits in a row without a client
 LOCAL = "127."
 
 
 class Worker:
-    """What ``pyspec worker`` serves."""
+    """The server of ``pyspec worker``."""
 
     def __init__(
         self,
@@ -43,12 +42,12 @@ class Worker:
         programs: int = 1,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """``programs``: how many are served at a time, each by a process of its own; others wait.
+        """``programs``: clients served at a time, each by its own process; others wait.
 
         Raises:
-            DeviceError: no such device or host, the port is taken, or ggml's RPC backend was not built.
+            DeviceError: unknown device or host, the port is taken, or ggml's RPC backend is missing.
         """
-        library()  # before anything is promised
+        library()  # checked first
         self.port, self._tell = port, say
         self.devices = _served(names)
         self.threads = threads or default_threads()
@@ -62,14 +61,14 @@ class Worker:
         self._asked = False
 
     def _asked_to_end(self, *_: object) -> None:
-        """As a signal: it comes to the thread that waits for the event, which cannot set it while it holds its lock."""
+        """Runs in a signal handler: must not take the event's lock in the waiting thread."""
         self._asked = True
 
     def serve(self) -> None:
-        """Until SIGINT or SIGTERM, from the main thread; or ``end``, from any.
+        """Serves until SIGINT or SIGTERM (main thread), or ``end`` (any thread).
 
         Raises:
-            DeviceError: a server ends before it listens, or again and again although nobody uses it.
+            DeviceError: a server exits before it listens, or repeatedly without a client.
         """
         before = {number: signal.signal(number, self._asked_to_end) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -102,12 +101,12 @@ class Worker:
         return self._over.is_set()
 
     def say(self, line: str) -> None:
-        """It goes on serving where nobody reads any more what it says."""
+        """Keeps serving if the output is closed."""
         with suppress(OSError):
             self._tell(line)
 
     def listens(self) -> None:
-        """A server does; the first time, what is served where is said."""
+        """A server listens; the first time, prints the addresses."""
         with self._greeting:
             first, self._greeted = not self._greeted, True
         if first:
@@ -118,30 +117,30 @@ class Worker:
             name = f"RPC:{self.host}:{self.port}{f'/{i}' if i else ''}"
             self.say(f"{device.name} ({device.description}, {free_bytes(device) >> 20} MiB free) is the device {name}")
         self.say(
-            f"protocol {'.'.join(map(str, PROTOCOL))}; nothing is encrypted, and whoever reaches the port may use it"
-            + ("" if self.host.startswith(LOCAL) else ": have only machines that you trust on this network (docs/workers.md)")
+            f"protocol {'.'.join(map(str, PROTOCOL))}; no encryption and no authentication"
+            + ("" if self.host.startswith(LOCAL) else ": use a trusted network only (docs/workers.md)")
         )
         if self.cache is not None:
             self.say(f"weights of 10 MiB and more are kept in {self.cache} ({_bytes_in(self.cache) >> 20} MiB now)")
 
     def fail(self, why: str) -> None:
-        """Ends all of it."""
+        """Stops everything with an error."""
         self._failure = self._failure or f"ggml's RPC server at {self.host}:{self.port} {why}"
         self._over.set()
 
     def command(self) -> list[str]:
-        """Of a server."""
+        """Command line of a server."""
         arguments = [f"fd:{self._socket.fileno()}", str(self.threads), str(self.cache or ""), *(device.name for device in self.devices)]
         return [sys.executable, "-P", "-m", "pyggml_spec.ggml.rpc_server", *arguments]
 
     @property
     def fds(self) -> tuple[int]:
-        """What a server inherits."""
+        """Environment of a server."""
         return (self._socket.fileno(),)
 
 
 class _Server:
-    """One of them: what it says, and another process where one ended."""
+    """Runs one server process after the other and forwards its output."""
 
     def __init__(self, worker: Worker, index: int) -> None:
         self.worker, self.index = worker, index
@@ -150,7 +149,7 @@ class _Server:
     def run(self) -> None:
         try:
             self._run()
-        except Exception as error:  # nobody else would notice that this thread serves nothing any more
+        except Exception as error:  # otherwise the failed thread would go unnoticed
             self.worker.fail(f"cannot be run: {type(error).__name__}: {error}")
 
     def _run(self) -> None:
@@ -168,14 +167,14 @@ class _Server:
 
     def end(self) -> None:
         if self._process is not None and self._process.poll() is None:
-            self._process.kill()  # it has nothing to put away: a weight is in the cache whole, or not at all
+            self._process.kill()  # cached weights are written atomically
 
     def _say(self, line: str) -> None:
         self.worker.say(line if self.worker.programs == 1 else f"[{self.index + 1} of {self.worker.programs}] {line}")
 
     def _serve(self) -> str:
-        """One process, until it ends; how it did."""
-        errors = deque[str](maxlen=50)  # who sends nonsense may have it complain without an end
+        """Runs one process to its end; returns how it ended."""
+        errors = deque[str](maxlen=50)  # invalid input may cause endless complaints
         with subprocess.Popen(
             self.worker.command(),
             stdin=subprocess.PIPE,
@@ -186,7 +185,7 @@ class _Server:
             pass_fds=self.worker.fds,
         ) as process:
             self._process = process
-            if self.worker.ended:  # a signal came before it was there
+            if self.worker.ended:  # a signal arrived before the process existed
                 process.kill()
             reader = threading.Thread(target=_read, args=(process.stderr, errors))
             reader.start()
@@ -194,7 +193,7 @@ class _Server:
                 for line in process.stdout or ():
                     self._heard(line.decode("utf-8", "replace").strip())
             except BaseException:
-                process.kill()  # or it would be waited for
+                process.kill()  # otherwise the stream is waited for
                 raise
             reader.join()
         said = next((line for line in errors if "GGML_ASSERT" in line or "error" in line.lower()), errors[-1] if errors else "")
@@ -222,7 +221,7 @@ def _read(pipe: object, lines: deque[str]) -> None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Of its files; one that is renamed meanwhile, because it is whole, is left out."""
+    """Bytes of its files; renamed files are skipped."""
     total = 0
     for path in folder.iterdir():
         with suppress(FileNotFoundError):
@@ -231,7 +230,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """ggml's way of printing a stack is to run gdb on itself, which takes seconds."""
+    """ggml prints stacks by running gdb, which takes seconds."""
     return {**os.environ, "GGML_NO_BACKTRACE": "1"}
 
 
@@ -250,7 +249,7 @@ def _served(names: str | None) -> Sequence[Device]:
 
 
 def _bind(host: str, port: int) -> tuple[str, socket.socket]:
-    """The number of ``host``, and a socket that has ``port`` there."""
+    """The IP of ``host``, and a socket bound to ``port``."""
     try:
         ip = str(socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:

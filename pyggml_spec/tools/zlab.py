@@ -1,8 +1,7 @@
-"""The z-lab layout of DFlash, DFlash2 and DSpark drafters: what its config.json and tensors become in a GGUF.
+"""The z-lab layout of DFlash, DFlash2 and DSpark drafters (sources: llama.cpp's conversion/qwen.py; the reference implementation).
 
-config.json counts layers by their outputs: id k is what layer k returns. The GGUF counts by inputs, so it holds k + 1. Drafters of the
-speculators library nest the sizes and count by inputs already (`aux_hidden_state_layer_ids`); their blocks begin with the last token's row, which drafts nothing.
-Sources: llama.cpp's conversion/qwen.py for keys and names; the reference implementation for what the config means.
+config.json counts layers by output, the GGUF by input: id k becomes k + 1. Drafters of the speculators library nest their sizes and count
+by input (`aux_hidden_state_layer_ids`); the first row of their blocks drafts nothing.
 """
 
 import math
@@ -59,7 +58,7 @@ _HEADS = {"embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.
 
 
 def _refuse_features(c: Config) -> None:
-    """What this engine would silently compute otherwise."""
+    """Refuses features that would be computed wrongly."""
     act, rope = c.get("hidden_act", "hidden_activation") or "silu", c.rope_type
     wrong = (
         (act not in ("silu", *GELU), f"the activation {brief(act)} (silu and GELU are supported)"),
@@ -87,7 +86,9 @@ def _target_layers(c: Config, target: GGUFFile) -> list[int]:
     inputs = c.list("aux_hidden_state_layer_ids")
     ids = [i - 1 if type(i) is int else i for i in inputs] if inputs else c.list("target_layer_ids")
     if not ids:
-        raise ConvertError("config.json has no target_layer_ids: a drafter that does not say which hidden states it reads is unusable")
+        raise ConvertError(
+            "config.json has no target_layer_ids, so the hidden states that the drafter reads are unknown; fetch the complete checkpoint"
+        )
     bad = [i for i in ids if type(i) is not int or not 0 <= i < n_target]
     if bad:
         raise ConvertError(
@@ -97,10 +98,8 @@ def _target_layers(c: Config, target: GGUFFile) -> list[int]:
 
 
 def _windows(c: Config, n_layer: int, notes: list[str]) -> tuple[int, list[bool]]:
-    """(window, per layer whether it applies); (0, []) for none.
-
-    ``layer_types`` decides. An explicit use_sliding_window = false switches the window off, as it does in the reference.
-    """
+    """(window, whether it applies per layer); (0, []) for none. ``layer_types`` decides; use_sliding_window = false disables it, as in the
+    reference."""
     if c.get("use_swa") is True:
         return c.integer("swa_window_size", "sliding_window", high=(1 << 31) - 1), [True] * n_layer
     types = c.list("layer_types")
@@ -131,7 +130,7 @@ def _mask_token(c: Config, target: GGUFFile, n_vocab: int) -> int:
 
 
 def _scales(c: Config, target: GGUFFile, n_embd: int, notes: list[str]) -> dict[str, tuple]:
-    """Scales and soft-cap. Gemma targets multiply their embedding by sqrt(n_embd), which configs leave unsaid."""
+    """Scales and soft-cap. Gemma targets scale embeddings by sqrt(n_embd), which configs omit."""
     arch = target.get("general.architecture", str)
     out: dict[str, tuple] = {}
     scale, cap = c.number("input_embedding_scale"), c.number("final_logit_softcapping")
@@ -149,10 +148,10 @@ def _scales(c: Config, target: GGUFFile, n_embd: int, notes: list[str]) -> dict[
 
 
 def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
-    """What the drafter of ``config`` with the tensors of ``files`` becomes for ``target``.
+    """The GGUF for ``target`` from ``config`` and the tensors of ``files``.
 
     Raises:
-        ConvertError: a feature that is not supported, or a drafter that was made for another target.
+        ConvertError: an unsupported feature, or a drafter for another target.
     """
     c = Config(config, "dflash_config")
     notes: list[str] = []
@@ -169,7 +168,7 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
     meta[f"{ARCH}.attention.causal"] = (Kind.BOOL, bool(c.get("is_causal", "causal")))
     meta[f"{ARCH}.target_layers"] = (Kind.ARRAY, layers, Kind.UINT32)
     if target.array(f"{target.get('general.architecture', str)}.rope.dimension_sections") is not None:
-        # a multi-axis target: the drafter turns with the first axis, time
+        # multi-axis rope: the drafter uses the first axis (time)
         meta[f"{ARCH}.rope.dimension_sections"] = (Kind.ARRAY, [n_rot // 2, 0, 0, 0], Kind.INT32)
     window, pattern = _windows(c, n_layer, notes)
     if window:
@@ -196,17 +195,16 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
 
 
 def is_dspark(config: dict, files: Files) -> bool:
-    """By what it is called, or by its heads."""
+    """Recognised by name, or by its heads."""
     return bool({*architectures(config)} & {*DSPARK}) or any(name.startswith((_MARKOV, _CONFIDENCE)) for name in plain_names(files))
 
 
 def _ends(files: Files, n_embd: int, n_vocab: int, count: int) -> dict[str, Source]:
-    """Embedding and head, where they are not the target's."""
+    """Embedding and head, if not the target's."""
     plain = plain_names(files)
     if "embed_tokens.weight" in plain and "lm_head.weight" not in plain:
         raise ConvertError(
-            "the drafter has an embedding of its own (embed_tokens) but no lm_head, so it is not clear which head drafts; "
-            "remove one or add the other"
+            "the drafter has an embedding of its own (embed_tokens) but no lm_head, so its head is ambiguous; remove one or add the other"
         )
     rows = {"embed_tokens.weight": n_vocab, "lm_head.weight": count}
     if count < n_vocab and "lm_head.weight" not in plain:
@@ -217,7 +215,7 @@ def _ends(files: Files, n_embd: int, n_vocab: int, count: int) -> dict[str, Sour
 
 
 def _dspark(c: Config, files: Files, n_embd: int, n_vocab: int, count: int) -> tuple[Meta, dict[str, Source]]:
-    """Keys and tensors that a DSpark has besides; ``count``: tokens that its head chooses among."""
+    """Keys and tensors specific to DSpark; ``count``: size of its vocabulary."""
     if (kind := c.get("markov_head_type") or "vanilla") != "vanilla":
         raise ConvertError(f"config.json: markov_head_type is {brief(kind)}; Markov heads of the type vanilla are supported")
     nested = "transformer_layer_config" in c.top or "aux_hidden_state_layer_ids" in c.top
@@ -241,7 +239,7 @@ def _dspark(c: Config, files: Files, n_embd: int, n_vocab: int, count: int) -> t
 
 
 def _selector(c: Config, files: Files, n_layer: int, n_embd: int, n_vocab: int) -> tuple[Meta, dict[str, Source]]:
-    """Keys and tensors that a DFlash2 has besides, none for a DFlash."""
+    """Keys and tensors specific to DFlash2; none for DFlash."""
     plain = plain_names(files)
     if c.get("selector_rank") is None and not any(name.startswith("candidate_selector.") for name in plain):
         return {}, {}
