@@ -12,8 +12,8 @@ from pyggml_spec.cli.names import in_options
 
 ROOT = Path(__file__).parents[1]
 PAGE = " ".join((ROOT / "docs" / "troubleshooting.md").read_text("utf-8").replace("*", "").split())
-REMEDY = {"Check": 3, "Sweep": 3, "Mend": 3, "_same": 4, "_verdict": 4}  # which argument it is
-NAME = {"Check": 0, "Sweep": 0, "Mend": 0, "_same": 0}
+REMEDY = {"Check": 3, "Sweep": 3, "Repair": 3, "_same": 4, "_verdict": 4}  # which argument it is
+NAME = {"Check": 0, "Sweep": 0, "Repair": 0, "_same": 0}
 SHORT = 12  # characters of words between two values that need no place of their own
 
 
