@@ -19,7 +19,7 @@ def command(as_json: bool):
         else:
             click.echo(f"{d.name:<12} {d.kind:<6} {size(d.memory_free):>10} free of {size(d.memory_total):>10}  {d.description}")
     if all(d.kind in ("cpu", "accel") for d in found):
-        say("note: this build of llama-cpp-python finds no GPU, so everything runs on the CPU; see docs/guide.md for a GPU build")
+        say("note: this build of llama-cpp-python finds no GPU, so everything runs on the CPU; see docs/install.md for a GPU build")
     for device in found:
         for note in build_notes(device):
             say(f"note: {device.name}: {note}")

@@ -77,7 +77,7 @@ def pick_device(name: str | None = None) -> Device:
         if device.name.lower() == str(name).lower():
             return device
     names = [d.name for d in found]
-    remedy = "" if any(d.kind in ("gpu", "igpu") for d in found) else "; a GPU needs a build that was made for it (docs/guide.md)"
+    remedy = "" if any(d.kind in ("gpu", "igpu") for d in found) else "; a GPU needs a build that was made for it (docs/install.md)"
     raise DeviceError(
         f"no device is called {name!r}; this build of llama-cpp-python offers {', '.join(names)}{meant(name, names) or remedy}"
     )
