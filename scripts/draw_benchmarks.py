@@ -56,7 +56,9 @@ def cpu_svg(data: dict) -> str:
         out.append(f'<text x="{left - 8}" y="{y + BAR - 3}" text-anchor="end">{row["machine"]}</text>')
         for value, colour in ((row["high"], "#93c5fd"), (row["low"], "#2563eb")):
             out.append(f'<rect x="{left}" y="{y}" width="{value * scale:.1f}" height="{BAR}" fill="{colour}"/>')
-        out.append(f'<text x="{left + row["high"] * scale + 6:.1f}" y="{y + BAR - 3}" font-size="11">{mean}, lowest prompt {row["worst"]:.2f}</text>')
+        out.append(
+            f'<text x="{left + row["high"] * scale + 6:.1f}" y="{y + BAR - 3}" font-size="11">{mean}, lowest prompt {row["worst"]:.2f}</text>'
+        )
     x = left + scale
     out.append(f'<line x1="{x:.1f}" y1="{GAP / 2}" x2="{x:.1f}" y2="{height - 2 * GAP}" stroke="#111827" stroke-dasharray="4 3"/>')
     out.append(f'<text x="{x:.1f}" y="{height - GAP / 2}" text-anchor="middle" font-size="11">plain decoding</text>')
