@@ -39,7 +39,7 @@ def test_a_signal_ends_it_and_its_server(number):
     assert worker.process.returncode == 0 and "Traceback" not in err
     first, second = err.splitlines()[:2]
     assert re.match(rf"CPU \(.*MiB free\) is the device RPC:127\.0\.0\.1:{worker.port}$", first)
-    assert f"protocol {'.'.join(map(str, PROTOCOL))}; nothing is encrypted" in second
+    assert f"protocol {'.'.join(map(str, PROTOCOL))}; no encryption and no authentication" in second
     assert not listens(worker.port) and not os.path.exists(f"/proc/{server}")
 
 
