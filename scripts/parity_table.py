@@ -149,7 +149,15 @@ def main() -> None:
                 if args.all:
                     print(f"| {arch} | {weight} | {k}, {v} | " + " | ".join(cells) + " |", flush=True)
                 for i, r in enumerate(results):
-                    name = "no ring" if i >= len(lengths) else "long" if i == len(lengths) - 1 else "weights" if (k, v) == ("f16", "f16") else "caches"
+                    name = (
+                        "no ring"
+                        if i >= len(lengths)
+                        else "long"
+                        if i == len(lengths) - 1
+                        else "weights"
+                        if (k, v) == ("f16", "f16")
+                        else "caches"
+                    )
                     largest[name] = max(largest.get(name, 0.0), r.nmse)
                 for r, wrapped in zip(results, wraps, strict=True):
                     others = round((1 - r.argmax_agree) * r.tokens)
