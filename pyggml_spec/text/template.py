@@ -174,6 +174,7 @@ class ChatTemplate:
         self.control_names(tokenizer)
 
     def control_names(self, tokenizer: Tokenizer) -> "_Names":
+        """Patterns of the control tokens, cached per tokenizer."""
         if self._names is None or self._names[0] is not tokenizer:
             self._names = tokenizer, _Names({**tokenizer.control_tokens(), **tokenizer.exposed_tokens})
         return self._names[1]
