@@ -1,10 +1,10 @@
-"""ChunkStore of parts of prompts on the device, within a budget.
+"""Copies of prompt chunks on the device, within a budget.
 
-A prompt is cut into chunks. A chunk's key is the hash of its tokens and of the key before it, so prompts that begin alike share the chunks
-of their beginning. What a chunk can have a copy of:
+A prompt is cut into chunks. A chunk's key is the hash of its tokens and of the previous key, so prompts with a common prefix share its chunks.
+Kinds of data of a chunk:
 
     rows    K/V rows of its tokens
-    state   what the tokens up to its end left besides rows; only for models where rows are not enough (recurrent, or with a ring)
+    state   state after its last token besides rows; only for recurrent models and those with a ring
 """
 
 import hashlib
@@ -16,13 +16,13 @@ import numpy as np
 from .snapshot import Pieces
 
 ROWS, STATE = "rows", "state"
-REMEMBERED = 1 << 12  # chunks, of 0.5 kB each; beyond them those without copies, whose keys say where prompts part, are forgotten
+REMEMBERED = 1 << 12  # chunk keys kept (0.5 kB each); beyond that the oldest without data are dropped
 
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """``index`` whole chunks come before it, the last one with the key ``before``; it has ``count`` tokens, whose ``ids`` are known where they were asked
-    for. ``used``: when each kind of copy was last of use."""
+    """A chunk of ``count`` tokens after ``index`` whole chunks, the last one with key ``before``; ``ids`` where known. ``used``: clock of the last use
+    of each kind of data."""
 
     key: bytes
     index: int
@@ -33,7 +33,7 @@ class Chunk:
     ids: np.ndarray | None = None
 
     def alike(self, ids: np.ndarray) -> int:
-        """How many of its first tokens are the first of ``ids``."""
+        """Length of the common prefix with ``ids``."""
         if self.ids is None:
             return 0
         n = min(self.count, ids.size)
@@ -42,7 +42,7 @@ class Chunk:
 
 
 def chunk_keys(ids: np.ndarray, grain: int, seed: bytes) -> list[bytes]:
-    """One key per whole chunk of ``grain`` tokens of I64 ``ids``; ``seed`` is what else has to be alike."""
+    """One key per whole chunk of ``grain`` tokens of I64 ``ids``; ``seed`` hashes everything else that has to match."""
     key, keys = seed, []
     for start in range(0, ids.size - grain + 1, grain):
         key = hashlib.sha256(key + ids[start : start + grain].tobytes()).digest()
@@ -51,7 +51,7 @@ def chunk_keys(ids: np.ndarray, grain: int, seed: bytes) -> list[bytes]:
 
 
 def end_keys(ids: np.ndarray, before: bytes) -> list[bytes]:
-    """Keys of the beginnings of what is behind the chunk with the key ``before``: of the first 1, 2, .. tokens of I64 ``ids``."""
+    """Keys of the first 1, 2, ... tokens of I64 ``ids`` after the chunk with key ``before``."""
     sofar, keys = hashlib.sha256(b"end" + before), []
     for token in ids:
         sofar.update(token.tobytes())
@@ -60,7 +60,7 @@ def end_keys(ids: np.ndarray, before: bytes) -> list[bytes]:
 
 
 class ChunkStore:
-    """Owns the copies. ``clock`` is the time that they are marked with; the longest unused ones make room for others."""
+    """Owns the copies; least recently used ones are dropped for new ones. ``clock``: logical time of uses."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -74,14 +74,14 @@ class ChunkStore:
         return chunk
 
     def begins(self, before: bytes, ids: np.ndarray) -> tuple[Chunk, int] | None:
-        """Of the chunks behind the one with the key ``before`` whose rows are here, the one that begins most like ``ids``, and for how many tokens."""
+        """Of the stored chunks after the key ``before``: the one with the longest common prefix with ``ids``, and its length."""
         found = [(chunk.alike(ids), chunk) for chunk in self.chunks.values() if chunk.before == before and ROWS in chunk.data]
         n, chunk = max(found, key=lambda item: item[0], default=(0, None))
         return (chunk, n) if chunk is not None and n else None
 
     def keep(self, chunk: Chunk, kind: str, pieces: Pieces, spare: Iterable[Chunk] = (), wait: bool = True) -> bool:
-        """ChunkStore ``pieces`` (``wait`` as in ``Pieces.copy``); False if that does not fit the budget without the chunks to ``spare``, or the device has no memory."""
-        if self.chunks.setdefault(chunk.key, chunk) is not chunk:  # it was forgotten, and somebody came with the same tokens
+        """Stores a copy of ``pieces`` (``wait`` as of ``Pieces.copy``); False if it does not fit without the chunks in ``spare``, or memory is out."""
+        if self.chunks.setdefault(chunk.key, chunk) is not chunk:  # dropped meanwhile, and entered again by another prompt
             return False
         chunk.used.setdefault(kind, 0)
         if kind == STATE:
@@ -96,7 +96,7 @@ class ChunkStore:
         return True
 
     def _make_room(self, need: int, spare: set[int]) -> bool:
-        """Drops the least recently used copies until ``need`` bytes are free; of equally old ones the deepest, which least depends on."""
+        """Drops the least recently used copies, deepest first, until ``need`` bytes are free."""
         if need > self.budget:
             return False
         found = [(c.used[kind], -c.index, kind, c) for c in self.chunks.values() for kind in c.data if id(c) not in spare]
@@ -118,7 +118,7 @@ class ChunkStore:
                 self._drop(chunk, kind)
 
     def forget(self, needed: Iterable[Chunk] = ()) -> None:
-        """Forgets the oldest keys that nothing is known of, except those that are ``needed``."""
+        """Drops the oldest keys without data, except ``needed`` ones."""
         surplus = len(self.chunks) - REMEMBERED
         if surplus > 0:
             used = {id(c) for c in needed}
@@ -126,6 +126,6 @@ class ChunkStore:
                 del self.chunks[key]
 
     def clear(self) -> None:
-        """Forgets every chunk and frees the copies."""
+        """Drops all chunks."""
         self.drop(self.chunks.values())
         self.chunks = {}

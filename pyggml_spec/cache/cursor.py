@@ -1,4 +1,4 @@
-"""The cursor: how many tokens count, which token comes next, and the one function that moves it."""
+"""The cursor of a sequence: committed tokens and the next token to compute."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ class Cursor:
 
     Invariant: committed + (1 if last_token) <= n_ctx + 1; a step may start while committed < n_ctx.
 
-    ``min_committed``: the fewest tokens that counted since somebody set it to ``committed``; rows of positions below it were not written since.
-    ``max_committed``: the most since somebody set it: rows behind it and one step's were not written since.
+    ``min_committed``, ``max_committed``: extremes of ``committed`` since they were last set to it. Rows below the first, and those more than one
+    step above the second, were not written since.
     """
 
     n_ctx: int
@@ -35,7 +35,7 @@ class Cursor:
             )
 
     def advance(self, rows: int, last_token: int | None) -> None:
-        """Commits ``rows`` more tokens; ``last_token`` is the token that the target chose after them."""
+        """Commits ``rows`` more tokens; ``last_token`` is the target's choice after them."""
         committed = self.committed + rows
         if rows < 0 or committed > self.n_ctx:
             raise EngineError(f"the cursor cannot move by {rows} tokens: {self.room} are left")
@@ -45,7 +45,7 @@ class Cursor:
         self.place(0, None)
 
     def place(self, committed: int, last_token: int | None) -> None:
-        """Moves it, also back: for those who know that the caches hold the tokens before (a slot within its last block)."""
+        """Moves the cursor, also back; the caches must hold the tokens before (a slot within its last block)."""
         self.min_committed = min(self.min_committed, committed)
         self.max_committed = max(self.max_committed, committed)
         self.committed, self.last_token = committed, last_token

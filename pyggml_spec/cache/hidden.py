@@ -1,8 +1,7 @@
-"""The target's hidden state of each sequence's last committed token, which a chain of drafts begins with (``drafters.mtp``).
+"""The target's hidden state of each sequence's last committed token: the first input of a drafter that drafts token by token (``drafters.mtp``).
 
-Of every slot the rows are: what stood before the last block, the block's own rows, and one for what counts nowhere. Which of them belongs to the
-last committed token is known when rows of the block were accepted, so it is an index that the host gives: nothing is copied, and a
-rollback to before the block finds what it needs.
+Rows of a slot: the state before the last block, one row per row of the block, and a trash row. The host selects a row by index once the number of
+accepted rows is known, so nothing is copied and a rollback to before the block works.
 """
 
 from typing import Any
@@ -30,16 +29,16 @@ class LastHiddenState:
         self.at = np.zeros(slots, np.int64)
 
     def reset(self, slot: int) -> None:
-        """Before the first token stands zero."""
+        """The state before the first token is zero."""
         lib.ggml_backend_tensor_memset(self.table, 0, slot * self.rows * self.table.nb[1], self.rows * self.table.nb[1])
         self.at[slot] = 0
 
     def row(self, slot: int) -> int:
-        """Of the table: the one that belongs to the slot's last committed token."""
+        """Row of the table for the slot's last committed token."""
         return slot * self.rows + int(self.at[slot])
 
     def fill(self, slot: int, rows: int, out: np.ndarray) -> None:
-        """Where hidden states of the slot go, I64 ``out``: the first ``rows`` into its rows, the others count nowhere."""
+        """Writes the target rows of a step into I64 ``out``: the first ``rows`` are the slot's, the others are trash."""
         first = slot * self.rows
         out[:rows] = first + np.arange(rows)
         out[rows:] = first + self.rows - 1

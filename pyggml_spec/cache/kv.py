@@ -1,10 +1,9 @@
-"""K/V rows of one model: row = absolute position, a few trash rows behind the live ones, everything zeroed at creation.
+"""K/V rows of one model: row = absolute position, with a few trash rows at the end, zeroed at creation.
 
-Layers with a sliding window keep a ring instead: row = position mod ring. It holds the window and the widest block or chunk, so that a
-row that is overwritten, rejected tokens included, is one that no later query sees.
+Sliding-window layers keep a ring: row = position mod ring, which holds the window and the widest block or chunk, so that no overwritten row,
+rejected or not, is visible to a later query.
 
-A row is live for positions below the cursor. Rows of rejected tokens are not cleared: the mask hides every position that a query may not
-see, and the next block writes over them.
+Rows below the cursor are live. Rejected rows are not cleared: the mask hides them, and the next block overwrites them.
 """
 
 from collections.abc import Sequence
@@ -20,33 +19,28 @@ from ..ggml.library import Buffer, Context, Tensor, ffi, lib
 from ..models.base import KVLayer, KVShape
 from .kv_types import KVTypes, hadamard
 
-KV_BUCKET = 256  # attention reads a multiple of this many rows; the fast CUDA kernels ask for it
-GPU_KV_BUCKET = 1024  # what steps of a generation read there at least, see least_bucket
+KV_BUCKET = 256  # attention reads a multiple of this many rows, as the fast CUDA kernels require
+GPU_KV_BUCKET = 1024  # minimum for generation on GPUs, see least_bucket
 MAX_ROWS = 1 << 16  # rows that one graph may write
-NOWHERE = -1073741824.0  # of a ring's row that holds no position: as if behind every query
+NOWHERE = -1073741824.0  # mask base of an empty ring row: later than every query
 
 
 def padded(n: int) -> int:
-    """n rounded up to a whole kv_bucket."""
+    """n rounded up to a multiple of KV_BUCKET."""
     return (n + KV_BUCKET - 1) // KV_BUCKET * KV_BUCKET
 
 
-@lru_cache(maxsize=1 << 12)  # a step asks three times, mostly about lengths that it has just asked about: 0.1 us instead of 0.9
+@lru_cache(maxsize=1 << 12)  # called three times per step
 def bucket_for(n: int, least: int = KV_BUCKET) -> int:
-    """Rows that attention reads for ``n`` tokens: a multiple of ``least``, and beyond 8 times that of an eighth of the next power of two.
-
-    Each new kv_bucket costs a graph, and on a GPU more than that: see least_bucket.
-    """
+    """KV bucket of ``n`` tokens: a multiple of ``least``, above 8 times that of an eighth of the next power of two."""
     step = max(least, (1 << (n - 1).bit_length()) // 8)
     return (n + step - 1) // step * step
 
 
 def least_bucket(row_bytes: int) -> int:
-    """The ``least`` of a GPU's generations, for K/V rows of so many bytes in all layers together: 1,024, above 64 KiB 512, above 256 KiB 256.
+    """The ``least`` for generation on GPUs, by bytes of K/V per token: 1,024, above 64 KiB 512, above 256 KiB 256.
 
-    Each new kv_bucket costs ggml-cuda one launch kernel by kernel and one capture, 10 ms more than two replays at 4B on one H200, where a row of 32
-    KiB that is read and hidden costs a step 13 ns: 4,096 tokens are 4 buckets instead of 12. The cost of the hidden rows between two buckets grows
-    with the square of their distance.
+    A new bucket costs ggml-cuda one eager launch and one capture; the cost of masked rows grows with the square of the bucket size.
     """
     least = KV_BUCKET
     while least < GPU_KV_BUCKET and (2 * least) ** 2 * row_bytes <= GPU_KV_BUCKET**2 << 16:
@@ -55,7 +49,7 @@ def least_bucket(row_bytes: int) -> int:
 
 
 def buckets_up_to(live: int) -> list[int]:
-    """Every kv_bucket of a cache of ``live`` rows, ascending; the last one is all of it."""
+    """All KV buckets of a cache of ``live`` rows, ascending; the last one is ``live``."""
     out = [min(KV_BUCKET, live)]
     while out[-1] < live:
         out.append(min(bucket_for(out[-1] + 1), live))
@@ -64,7 +58,7 @@ def buckets_up_to(live: int) -> list[int]:
 
 @dataclass
 class _Home:
-    """The rows on one device, and the constants that its masks are computed from."""
+    """The rows on one device, and the constants for its masks."""
 
     backend: Backend
     ctx: Context
@@ -75,15 +69,18 @@ class _Home:
 
 
 class KVCache:
-    """One K and one V tensor [size * n_head_kv, rows] per attention layer, of the types that ``types`` names. Owns its buffer.
+    """One K and one V tensor [size * n_head_kv, rows (, slots)] per attention layer, of ``types``. Owns its buffers.
 
-    A latent layer has one tensor, and V is a view of its first values. A layer with an indexer has the rows of that beside them, of K's type.
+    A latent layer has one tensor, with V a view of its first values; a layer with an indexer has its rows in addition, of K's type.
 
-    ``ring`` rows are live in sliding layers, 0 if they keep every position (no window, or a context that is no longer than the ring).
-    ``mask_base`` is F32 [rows] = 0.5 - position of each row, the constant that masks are computed from.
-    With ``slots`` sequences the tensors are [size * n_head_kv, rows, slots], each slot with trash rows of its own.
+    Args:
+        trash: rows at the end for padding.
+        window, widest: sizes of the ring of sliding layers: the window and the widest block or chunk.
+        homes: (device, layers) in order, of a model split over several devices.
 
-    ``homes``: where the layers are split over several devices, how many are on each, in order; ``mask_bases`` has the constant of each device then.
+    Attributes:
+        ring: live rows of sliding layers; 0 if they keep every position.
+        mask_base: F32 [rows] = 0.5 - position of each row; ``mask_bases`` per device.
     """
 
     def __init__(
@@ -160,11 +157,11 @@ class KVCache:
         return KVLayer(k, v, of_k, of_v, index, of_index)
 
     def bucket(self, n: int, least: int | None = None) -> int:
-        """Rows that attention reads for ``n`` tokens, by default in a step of a generation on this device; see bucket_for."""
+        """KV bucket of ``n`` tokens; ``least`` defaults to that of generation on this device."""
         return min(bucket_for(n, least or self._least), self.live)
 
     def fill(self, value: int) -> None:
-        """Sets every byte of every row (0 at creation; tests poison with 0xff, which is NaN, and 0x3e)."""
+        """Sets every byte of every row; tests poison with 0xff (NaN) and 0x3e."""
         for home in self._homes:
             lib.ggml_backend_buffer_clear(home.buffer, value)
         self._write_constants()
@@ -177,9 +174,9 @@ class KVCache:
                 lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, values.nbytes)
 
     def fill_slot(self, slot: int, value: int, rows: int | None = None) -> None:
-        """Sets every byte of the rows of one slot: 0 between two sequences, because a masked row of NaN poisons attention (0 * NaN).
+        """Sets every byte of a slot's rows: 0 between sequences, because a masked NaN still poisons attention (0 * NaN).
 
-        ``rows``: of the first positions, where no others were written; trash rows and rings are set whole.
+        ``rows``: the number of written positions; trash rows and rings are always set.
         """
         for tensor in (t for layer in self.layers for t in layer.stored):
             begin, row = slot * tensor.nb[2], tensor.nb[1]
@@ -197,7 +194,7 @@ class KVCache:
             out[visible:] = self.live + self._iota[: count - visible] % self.trash
 
     def positions_of_ring(self, n: int, out: np.ndarray) -> None:
-        """Writes into F32 ``out`` what masks of the ring's first rows are computed from, 0.5 - position, while ``n`` tokens count."""
+        """Writes the mask base of the ring's first rows with ``n`` committed tokens into F32 ``out``."""
         last = n - 1
         held = last - last % self.ring + self._iota[: out.size]
         held[held > last] -= self.ring
@@ -205,7 +202,7 @@ class KVCache:
         out[held < 0] = NOWHERE
 
     def backend_of(self, tensor: Tensor) -> Backend:
-        """Whose memory one of the layers' tensors is in."""
+        """The backend of one of the layers' tensors."""
         return next(home.backend for home in self._homes if tensor in home.tensors)
 
     @property

@@ -1,9 +1,8 @@
-"""What K and V rows are stored as.
+"""Types of stored K and V rows.
 
-Rows of a quantised type are rotated first: every stretch of n values of a head is multiplied by an orthonormal Hadamard matrix, which
-spreads outliers over the stretch, so that a block's scale fits all of it. q is rotated like K, and what attention returns is rotated back
-(the matrix is its own inverse), so the result differs by rounding only. Types, sizes and the order of operations are llama.cpp's
-(src/llama-kv-cache.cpp), which keeps logits comparable bit for bit.
+Rows of quantised types are first rotated: every n values of a head are multiplied by an orthonormal Hadamard matrix, which spreads outliers. q is
+rotated like K, and the output of attention is rotated back, so results differ by rounding only. Types, sizes and the order of operations are
+llama.cpp's (src/llama-kv-cache.cpp).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,15 +18,15 @@ from ..ggml.library import Tensor, ffi, lib, text
 from ..models.base import KVShape
 
 TYPES = ("f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-# f32 is left out: llama.cpp rounds such rows to f16 before it attends, which makes them twice the memory for nothing
+# no f32: llama.cpp rounds such rows to f16 before attention
 _IDS = {text(lib.ggml_type_name(i)): i for i in range(lib.GGML_TYPE_COUNT) if lib.ggml_blck_size(i)}
-MOST_CONTEXT = 1 << 23  # rows of a sequence: masks compare positions and halves between them as F32, which has all of these
-SMALLEST_ROTATION = 64  # values; heads that it does not divide are stored as they are
+MOST_CONTEXT = 1 << 23  # rows: masks compare positions and halves as F32, exact up to here
+SMALLEST_ROTATION = 64  # values; heads that it does not divide are stored unrotated
 
 
 @dataclass(frozen=True)
 class KVTypes:
-    """ggml's names of the types of K rows and of V rows, each one of ``TYPES``."""
+    """ggml's type names of K and V rows, each one of ``TYPES``."""
 
     k: str = "f16"
     v: str = "f16"
@@ -46,14 +45,14 @@ class KVTypes:
         return _IDS[self.k], _IDS[self.v]
 
     def row_bytes(self, shape: KVShape) -> int:
-        """Bytes of one position of one layer, K and V and what an indexer reads together."""
+        """Bytes per position and layer: K, V and an indexer's row."""
         attended = sum(lib.ggml_row_size(kind, shape.size * shape.n_head_kv) for kind in (self.ids[:1] if shape.latent else self.ids))
         return attended + (lib.ggml_row_size(self.ids[0], shape.index) if shape.index else 0)
 
     def rotations(self, shape: KVShape) -> tuple[int, int]:
-        """Values that one rotation mixes in K and in V of such a layer, 0 for none: in K as many as a power of two in the head allows.
+        """Sizes of the rotations of K and V, 0 for none: of K the largest power of two that divides the head, of V SMALLEST_ROTATION.
 
-        Latent rows are not rotated: V would have to be turned back out of what K was turned into, and llama.cpp does not do it either.
+        Latent rows are not rotated, as in llama.cpp.
         """
         if shape.latent:
             return 0, 0
@@ -70,11 +69,11 @@ def hadamard(n: int) -> np.ndarray:
 
 
 def check_types(types: KVTypes, shapes: Iterable[KVShape], backend: Backend, draft: bool) -> None:
-    """Whether rows of these types can hold these heads, and whether the device can write them and attend over them.
+    """Checks that rows of these types can hold these heads, and that the device can write and attend to them.
 
     Raises:
-        ModelError: a head is not a whole number of the type's blocks.
-        DeviceError: this device, or this build of its backend, lacks a kernel.
+        ModelError: a head is not a whole number of blocks.
+        DeviceError: the backend lacks a kernel.
     """
     whose, option = ("the drafter's", "draft_cache_type") if draft else ("the target's", "cache_type")
     for shape in set(shapes):
@@ -102,7 +101,7 @@ def check_types(types: KVTypes, shapes: Iterable[KVShape], backend: Backend, dra
 
 
 def _other_type(types: KVTypes, shape: KVShape, backend: Backend, option: str) -> str:
-    """How to go on where an indexer's rows cannot be of this type."""
+    """The remedy where an indexer's rows cannot have this type."""
     if types.k != "f16" and _scores(KVTypes(), shape, backend):
         return f"; use `{option}_k` and `{option}_v` f16"
     return "; use another device, the CPU scores any"
@@ -110,7 +109,7 @@ def _other_type(types: KVTypes, shape: KVShape, backend: Backend, option: str) -
 
 @contextmanager
 def _shapes() -> Iterator[tuple[Any, Callable[..., Tensor]]]:
-    """A context of tensors without memory, which devices are asked about, and what makes one there: of a type and its sizes."""
+    """A context of unallocated tensors for support queries, and a constructor (type, *ne)."""
     ctx = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 32 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
     try:
         yield ctx, lambda kind, *ne: lib.ggml_new_tensor(ctx, kind, len(ne), ne)
@@ -119,7 +118,7 @@ def _shapes() -> Iterator[tuple[Any, Callable[..., Tensor]]]:
 
 
 def _scores(types: KVTypes, s: KVShape, backend: Backend) -> bool:
-    """Whether the device has the kernels that an indexer needs."""
+    """Whether the device supports an indexer's operations."""
     with _shapes() as (ctx, new):
         q, k, mask = (
             new(lib.GGML_TYPE_F32, s.index, s.index_heads, 2),

@@ -1,24 +1,20 @@
-"""Prompts that begin alike are computed once, for one slot or for many.
+"""Prefix caching: prompts with a common prefix are computed once, for one slot or many.
 
-A prompt is cut into chunks; see chunk_store.py. A chunk's rows can be in place (the prompt before in this slot had it too), a copy on the device, or
-in a file; its state a copy or in a file. A prompt goes on behind the deepest chunk that has a state and whose rows, and those of all chunks
-before it, are there.
+A prompt is cut into chunks (chunk_store.py). A chunk's rows are in place (left by the slot's previous prompt), on the device, or in a file; its state
+on the device or in a file. A prompt resumes after the deepest chunk with a state, if the rows of all chunks up to it are available.
 
-                        one slot, begun by hand                               shared by a scheduler
-    grain               the prefill's chunk                                   at most GRAIN: what a pass beside decoding sequences takes
-    rows are reused     by whole chunks                                       to the token, where rows are all there is
-    rows are copied     when another prompt is about to overwrite them        as soon as a state behind them is kept: the slot is given to
-                                                                              the next sequence at any time, and others wait for them
-    states are kept     every 4th chunk, at the last two, and where a         every 16th chunk, before or after a prompt's last pass, where
-                        prompt is seen to leave an older one                  prompts part, if a pass ends a chunk there, and at ends
-    ends                none                                                  of answers, for the next turn, and of prompts that several
-                                                                              sequences have: in the middle of a chunk, with their own key
-    files               written after the text is out                         what a sequence left, by a thread of their own
+                        one slot, by hand                            slots of a scheduler
+    grain               the prefill chunk                            at most GRAIN: the prefill next to decoding sequences
+    rows are reused     by whole chunks                              by tokens, where the model needs rows only
+    rows are copied     before another prompt overwrites them        as soon as a later state is kept: the slot can change hands at any time
+    states are kept     every 4th chunk, the last two, and where     every 16th chunk, around a prompt's last pass, where prompts diverge at a
+                        prompts diverge                              chunk boundary, and at ends
+    ends                none                                         of responses, for the next turn, and of shared prompts: within a chunk,
+                                                                     under their own key
+    files               written after the response                   what a sequence left, in a writer thread
 
-Of one slot, every part was computed by the graph that would have computed it now, with the same rows in it: cached and uncached runs are equal
-bit for bit. That is why the grain is a whole chunk, and why tokens that were generated are computed again: a step of one row rounds otherwise.
-A pass that several slots share can round otherwise than the same rows alone: there, what is reused is what some pass of this engine computed,
-generated tokens among them.
+With one slot, reused rows come from the graph that would compute them now, so cached and uncached runs are equal bit for bit; hence the grain of a
+whole chunk, and generated tokens are recomputed because a one-row step rounds differently. With several slots, rows of any pass are reused.
 """
 
 import hashlib
@@ -45,9 +41,9 @@ class Reuse:
     """What a prompt did not have to compute.
 
     Attributes:
-        tokens: leading tokens of the prompt that are in the caches.
-        chunks: how many of its chunks were "in place", copied from "memory", read from "disk".
-        notes: sentences about what could not be used.
+        tokens: leading prompt tokens in the caches.
+        chunks: number of chunks by source: "in place", "memory", "disk".
+        notes: sentences about data that could not be used.
     """
 
     tokens: int = 0
@@ -57,13 +53,12 @@ class Reuse:
 
 @dataclass
 class SlotPrefix:
-    """The prompt of a slot: the first ``done`` of its chunks are in place, of one slot as long as the engine is still in ``epoch``.
+    """The prompt of a slot; its first ``done`` chunks are in place (with one slot: while the engine is in ``epoch``).
 
     Attributes:
-        keys: of its whole chunks.
-        owner: whose prompt it is: other owners' are not alike.
-        usable: how many of them it may go on behind: a token has to be left to compute.
-        known: how many some prompt before had as well.
+        owner: prefixes are not shared between owners.
+        usable: number of chunks that it may resume after; one token has to be left to compute.
+        known: number of leading chunks that an earlier prompt shares.
     """
 
     ids: np.ndarray
@@ -74,12 +69,12 @@ class SlotPrefix:
     known: int
     epoch: int = -1
     done: int = 0
-    resumed: int = 0  # chunks that were brought back, not computed
-    wanted: set[int] = field(default_factory=set)  # depths at which a state is to be kept
-    kept: list[Chunk] = field(default_factory=list)  # whose copies were made of what this slot computed
-    damaged: bool = False  # a file was refused: the deeper ones were not looked at, and are written again
+    resumed: int = 0  # chunks restored, not computed
+    wanted: set[int] = field(default_factory=set)  # depths whose state is to be kept
+    kept: list[Chunk] = field(default_factory=list)  # copied from this slot
+    damaged: bool = False  # a file was refused: deeper ones were not read, and are written again
     saved: bool = False
-    # behind so many chunks: what this prompt goes on from that is known to end, or to begin alike, there, and how many tokens of it; most first
+    # after so many chunks: chunks within which this prompt can resume, and the number of tokens; longest first
     ends: tuple[int, list[tuple[Chunk, int]]] = (-1, [])
 
     @property
@@ -88,13 +83,15 @@ class SlotPrefix:
 
 
 class PrefixCache:
-    """Borrows the engine; owns its copies.
+    """Borrows the engine; owns the copies.
 
-    Of one slot, call ``begin`` in place of ``engine.reset``; of several, ``enter`` once per admitted prompt and ``restore`` before each of its
-    passes. Then ``computed`` after every pass; at the end ``save``, of several slots ``store_end`` before the slot is released.
+    One slot: call ``begin`` instead of ``engine.reset``. Several: ``enter`` per admitted prompt and ``restore`` before each of its passes. Then
+    ``computed`` after every pass; at the end ``save``, or with several slots ``store_end`` before the slot is released.
 
-    ``budget``: bytes on the device for copies; the least recently used ones go first. ``files``: where they outlive the process.
-    ``shared``: the slots, or the only one, are given to sequence after sequence by a scheduler.
+    Args:
+        budget: bytes on the device; least recently used copies go first.
+        files: persistent storage.
+        shared: the slots belong to a scheduler.
     """
 
     def __init__(self, engine: Any, budget: int, files: PrefixFiles | None = None, shared: bool = False) -> None:
@@ -112,7 +109,7 @@ class PrefixCache:
     # -- a prompt
 
     def begin(self, tokens: Sequence[int], drafting: bool = True) -> Reuse:
-        """Resets the engine and brings back as much of ``tokens`` as there is; the caller computes the others (at least one)."""
+        """Resets the engine and restores as much of ``tokens`` as possible; the caller computes the rest (at least one)."""
         engine, drafting = self.engine, drafting and self.engine.drafter is not None
         old = self._in_place()
         engine.reset(drafting)
@@ -128,11 +125,11 @@ class PrefixCache:
         return reuse
 
     def known(self, tokens: Sequence[int], drafting: bool, owner: str = "") -> int:
-        """How many leading chunks of these tokens some prompt before had as well."""
+        """Number of leading chunks that an earlier prompt shares."""
         return self._seen(self.keys_of(np.asarray(tokens, np.int64), drafting, owner))
 
     def enter(self, slot: int, tokens: Sequence[int], drafting: bool, owner: str = "") -> SlotPrefix:
-        """Registers the prompt of a slot, before anything of it is computed. What other owners left is not found."""
+        """Registers the prompt of a slot before its computation. Data of other owners is not used."""
         ids = np.asarray(tokens, np.int64)
         keys = self.keys_of(ids, drafting, owner)
         known = self._seen(keys)
@@ -147,7 +144,7 @@ class PrefixCache:
         return place
 
     def restore(self, slot: int = 0) -> Reuse:
-        """Fills the slot as far as there are copies; says how many tokens of its prompt it then has."""
+        """Restores the slot as far as possible; returns the tokens that it then has."""
         engine, place, reuse = self.engine, self._places[slot], Reuse()
         reuse.tokens = had = engine.slots[slot].cursor.committed
         if had % self.grain:
@@ -162,12 +159,12 @@ class PrefixCache:
         return reuse
 
     def resume(self, tokens: int) -> None:
-        """Of one slot: the first ``tokens`` tokens of the prompt are in place, whatever brought them there."""
+        """One slot: the first ``tokens`` tokens are in place, from wherever."""
         self.engine.resume(tokens)
         self._places[0].done = tokens // self.grain
 
     def computed(self, slot: int = 0, wanted: bool = False) -> None:
-        """Notes that the prompt came this far, and keeps what is wanted here; ``wanted``: also the state, whatever the depth."""
+        """Notes the prompt's progress and keeps wanted data; ``wanted``: also the state at this depth."""
         place, now = self._in_place(slot), self.engine.slots[slot].cursor.committed
         depth, stateful = now // self.grain, self.engine.sequence.stateful
         if place is None or not self.engine.slots[slot].sound:
@@ -176,37 +173,36 @@ class PrefixCache:
             if now % self.grain or depth != place.done + 1 or depth > len(place.chunks):
                 return
             place.done, wanted = depth, depth in place.wanted
-        elif self.engine.rollback_range(slot) != (now, now):  # it came with a block, and its state is still pending
+        elif self.engine.rollback_range(slot) != (now, now):  # computed in a block whose state is not committed yet
             return
         if stateful and (now % self.grain or not (wanted or (not self._alone and depth % SHARED_STATE_EVERY == 0))):
             return
         chunks = place.chunks[:depth]
         if not self._alone:
-            self.engine.settle(slot)  # a last token that came with others' plain ones left rows for drafters to compute
+            self.engine.settle(slot)  # drafters may lack the rows of the last tokens
         if not self._alone and not self._keep_rows(slot, place, chunks, chunks):
             return
         if stateful and chunks and STATE not in chunks[-1].data:
             self._keep_state(slot, place, chunks, depth * self.grain, () if self._alone else chunks)
 
     def discard(self, slot: int) -> None:
-        """Drops the copies of what the slot's prompt computed, also before and between what it was brought back: over several devices, only its last
-        chunk says whether all of them were finite."""
+        """Drops the copies made from the slot's prompt: on several devices only its last chunk shows whether all values are finite."""
         place = self._places.get(slot)
         if place is not None:
             self._store.drop(place.kept)
             place.kept = []
 
     def store_end(self, slot: int, ids: Sequence[int], write: bool = False) -> None:
-        """Keeps what the slot's sequence has left so far, whose tokens ``ids`` begin with: the next turn of a conversation goes on behind it.
+        """Keeps the state of the slot's sequence, whose tokens begin ``ids``, for the next turn of a conversation.
 
-        ``write``: also in files, if there are any. Of several slots; the engine's accepted rows are committed.
+        ``write``: also in files. For several slots; accepted rows have to be committed.
         """
         place, engine = self._places.get(slot), self.engine
         n = engine.slots[slot].cursor.committed
         if place is None or self._alone or not 0 < n <= len(ids):
             return
         if not engine.slots[slot].sound:
-            self._note("what a sequence left is not kept for later prompts: its drafter or its target gave NaN or Inf")
+            self._note("a sequence is not kept for later prompts: its drafter or its target gave NaN or Inf")
             return
         settled = np.asarray(ids[:n], np.int64)
         seed = self._seed(place.drafting, place.owner)
@@ -226,18 +222,18 @@ class PrefixCache:
             self._write(chunks, place.resumed if place.damaged else len(chunks))
 
     def _write(self, chunks: list[Chunk], again: int) -> None:
-        """Hands what is kept of ``chunks`` to the writer, as far as anything can go on behind it; from chunk ``again`` on whatever there is."""
+        """Queues data of ``chunks`` for the writer up to the last state; from chunk ``again`` on, existing files are overwritten."""
         assert self.writer is not None
         last = max((i + 1 for i, c in enumerate(chunks) if not self.engine.sequence.stateful or STATE in c.data), default=0)
         for chunk in chunks[:last]:
-            if ROWS not in chunk.data:  # what lies behind it could not be used
+            if ROWS not in chunk.data:  # later chunks would be unusable
                 return
             for kind, copy in chunk.data.items():
                 if self.writer.wants(chunk.key, kind, copy.nbytes, chunk.index >= again):
                     self.writer.put(chunk.key, kind, copy.read())
 
     def save(self) -> None:
-        """Writes what the last prompt added to the files, if there are any. What cannot be written is noted, and goes unwritten."""
+        """Writes new data of the last prompt to the files, if any; failures become notes."""
         place = self._in_place()
         if self.files is None or place is None or place.saved or not self._alone:
             return
@@ -255,17 +251,16 @@ class PrefixCache:
             self.notes.append(str(refused))
 
     def take_notes(self) -> list[str]:
-        """What could not be used or written since they were taken last, one sentence each."""
+        """Sentences about data that could not be used or written, since the last call."""
         notes, self.notes = self.notes, []
         for source in (self.files, self.writer):
             notes += source.take_notes() if source is not None else []
         return notes
 
-    # -- bringing back
+    # -- restoring
 
     def _restore(self, slot: int, place: SlotPrefix, reuse: Reuse, had: int) -> int:
-        """Fills the caches beyond the ``had`` tokens that the sequence has; returns how many are there. A file that is refused is left out, and
-        the next best place is tried."""
+        """Fills the caches beyond the first ``had`` tokens; returns the tokens in place. A refused file is skipped, and the next best one is used."""
         in_place = place.done
         while True:
             depth, end, of_end = self._deepest(place)
@@ -288,8 +283,7 @@ class PrefixCache:
                 self.notes.append(str(refused))
 
     def _bring_rows(self, slot: int, chunks: list[Chunk], drafting: bool, first: int = 0) -> Iterator[str]:
-        """Fills the rows of ``chunks``, which have as many tokens each, one after the other; says from where. ``first``: only of so many tokens of each, of
-        what has a copy."""
+        """Fills the rows of ``chunks`` of equal size in order; yields their sources. ``first``: only so many tokens of each, of copies."""
         missing = [chunk for chunk in chunks if ROWS not in chunk.data]
         nbytes = 0
         if missing:
@@ -312,7 +306,7 @@ class PrefixCache:
             yield "memory" if ROWS in chunk.data else "disk"
 
     def _deepest(self, place: SlotPrefix) -> tuple[int, Chunk | None, int]:
-        """How many chunks the prompt can go on behind, and what goes further behind them, if there is something, with how many of its tokens."""
+        """(chunks to resume after, a partial chunk after them or None, its number of usable tokens)."""
         depth, rows, stateful = 0, 0, self.engine.sequence.stateful
         for i, chunk in enumerate(place.chunks):
             if i >= place.done and not self._has(chunk, ROWS):
@@ -331,8 +325,8 @@ class PrefixCache:
         return depth, None, 0
 
     def _ends(self, place: SlotPrefix, rows: int) -> list[tuple[Chunk, int]]:
-        """What this prompt can go on from within the chunk behind ``rows`` others, and how many tokens of it: what is known to end there, and where rows are
-        all there is, what begins alike. A token has to be left to compute."""
+        """Partial chunks after ``rows`` others that this prompt can resume within, with the number of tokens: known ends, and where rows suffice
+        the longest common prefix. One token has to be left to compute."""
         first, before = rows * self.grain, place.chunks[rows - 1].key if rows else self._seed(place.drafting, place.owner)
         ids = place.ids[first : min(first + self.grain, place.ids.size) - 1]
         keys = end_keys(ids, before)
@@ -342,22 +336,22 @@ class PrefixCache:
             found.append(begun)
         return sorted(found, key=lambda item: -item[1])
 
-    def _behind(self, chunk: Chunk) -> int:
-        """Tokens up to the end of ``chunk``."""
+    def _end_of(self, chunk: Chunk) -> int:
+        """Number of tokens up to the end of ``chunk``."""
         return chunk.index * self.grain + chunk.count
 
     def _fill_state(self, slot: int, chunk: Chunk) -> None:
         chunk.used[STATE] = self._store.clock
-        with self.engine.sequence.state(self._behind(chunk), slot) as pieces:
+        with self.engine.sequence.state(self._end_of(chunk), slot) as pieces:
             if STATE in chunk.data:
                 chunk.data[STATE].write_to(pieces)
             else:
-                assert self.files is not None  # or _deepest would not have come here
+                assert self.files is not None  # _deepest checked it
                 pieces.write(self.files.load(chunk.key, STATE, pieces.nbytes))
                 self._keep(chunk, STATE, pieces)
 
     def _useful(self, place: SlotPrefix) -> int:
-        """How many of the chunks in place a prompt can ever go on behind: rows after the deepest state are of no use."""
+        """Number of chunks in place that a prompt can resume after: rows after the deepest state are useless."""
         if not self.engine.sequence.stateful:
             return place.done
         return max((i + 1 for i, chunk in enumerate(place.chunks[: place.done]) if self._has(chunk, STATE)), default=0)
@@ -368,11 +362,11 @@ class PrefixCache:
     # -- copies and their budget
 
     def _rescue(self, old: SlotPrefix, same: int, keep: list[Chunk]) -> None:
-        """ChunkStore rows that the new prompt will overwrite. The beginnings first: the others are of no use without them."""
+        """Copies rows that the new prompt will overwrite, in order: later chunks need the earlier ones."""
         self._keep_rows(0, old, old.chunks[same : self._useful(old)], keep)
 
     def _keep_rows(self, slot: int, place: SlotPrefix, chunks: Sequence[Chunk], keep: Sequence[Chunk]) -> bool:
-        """ChunkStore the rows of ``chunks`` that have no copy; False if that does not fit without those to ``keep``."""
+        """Copies the rows of ``chunks`` without a copy; False if they do not fit without the chunks in ``keep``."""
         for chunk in chunks:
             if ROWS not in chunk.data:
                 with self._rows(slot, chunk, place.drafting) as pieces:
@@ -382,13 +376,13 @@ class PrefixCache:
         return True
 
     def _keep_state(self, slot: int, place: SlotPrefix, chunks: Sequence[Chunk], n: int, keep: Sequence[Chunk]) -> None:
-        """ChunkStore the state that the slot's ``n`` tokens left, those of ``chunks``."""
+        """Copies the state after the slot's ``n`` tokens, the last of ``chunks``."""
         with self.engine.sequence.state(n, slot) as pieces:
             self._keep(chunks[-1], STATE, pieces, keep)
         place.kept.append(chunks[-1])
 
     def _forget(self) -> None:
-        """What is known of more prompts than are remembered; the slots' own ones may still get copies."""
+        """Limits the number of known chunk keys; those of slots stay."""
         self._store.forget(chunk for place in self._places.values() for chunk in chain(place.chunks, (end for end, _ in place.ends[1])))
 
     def _keep(self, chunk: Chunk, kind: str, pieces: Pieces, keep: Sequence[Chunk] = ()) -> bool:
@@ -408,23 +402,22 @@ class PrefixCache:
     # -- helpers
 
     def _in_place(self, slot: int = 0) -> SlotPrefix | None:
-        """The slot's prompt; of one slot, unless somebody else has begun another sequence since."""
+        """The slot's prompt; with one slot, unless another sequence was begun since."""
         place = self._places.get(slot)
         return place if place is not None and (not self._alone or place.epoch == self.engine.epoch) else None
 
     def _seed(self, drafting: bool, owner: str = "") -> bytes:
-        """What chunks have to have in common besides tokens. Rows made while drafting and while not are kept apart: graphs that capture features
-        may round otherwise."""
+        """Everything besides tokens that chunks have to share. Rows with and without capture are kept apart: the graphs may round differently."""
         return (self.files.layout_digest if self.files is not None else b"") + bytes([drafting]) + owner.encode()
 
     def keys_of(self, ids: np.ndarray, drafting: bool, owner: str = "") -> list[bytes]:
-        """One key per whole chunk; none of what is no prompt that fits, which whoever computes it refuses."""
+        """One key per whole chunk; none if the prompt is invalid, which its computation reports."""
         if ids.ndim != 1 or ids.size > self.engine.options.n_ctx:
             return []
         return chunk_keys(ids, self.grain, self._seed(drafting, owner))
 
     def _chunks(self, keys: list[bytes], ids: np.ndarray, seed: bytes) -> list[Chunk]:
-        """The chunks with these keys, of these tokens, which are of use now."""
+        """The chunks of these keys and tokens, marked as used."""
         self._store.clock += 1
         grain, befores = self.grain, [seed, *keys]
         chunks = [self._store.chunk(key, i, grain, befores[i], ids[i * grain : (i + 1) * grain]) for i, key in enumerate(keys)]
@@ -433,7 +426,7 @@ class PrefixCache:
         return chunks
 
     def _seen(self, keys: list[bytes]) -> int:
-        """How many leading chunks some prompt before had as well."""
+        """Number of leading chunks that are known."""
         return next(
             (i for i, key in enumerate(keys) if key not in self._store.chunks and not (self.files and self.files.has(key, ROWS))),
             len(keys),
@@ -443,13 +436,13 @@ class PrefixCache:
         return self.engine.sequence.rows(chunk.index * self.grain, chunk.count, drafting, slot)
 
     def clear(self) -> None:
-        """Forgets every prompt and frees the copies. Files stay."""
+        """Drops all prompts and copies. Files stay."""
         self._store.clear()
         self._places.clear()
 
     def close(self) -> None:
-        """Writes what is still to be written, and frees the copies."""
-        if not self.engine.graphs.closed and lost_reason(self.engine.io.workers) is None:  # nothing can be read of a worker that is lost
+        """Writes outstanding data and frees the copies."""
+        if not self.engine.graphs.closed and lost_reason(self.engine.io.workers) is None:  # a lost worker cannot be read
             try:
                 self.save()
             finally:
@@ -468,17 +461,17 @@ class PrefixCache:
 def layout_of(
     engine: Any, versions: dict[str, str], progress: Callable[[str, int, int], None] = lambda what, done, total: None, shared: bool = False
 ) -> str:
-    """Everything that rows and states depend on, one "what: value" per line: what differs in any of them is never mixed.
+    """Everything that rows and states depend on, one "what: value" per line; data of different layouts is never mixed.
 
-    The model files are named by a hash of all their bytes; ``progress`` (which file, bytes done, all) is told while one is computed. ``shared``:
-    by a scheduler's slots, whatever their number.
+    Model files are identified by a hash of their contents; ``progress`` receives (file, bytes done, total) while it is computed. ``shared``: slots of a
+    scheduler.
     """
     files = {"target": engine.target.file}
     members = engine.drafter.methods if engine.drafter is not None else ()
     files |= {"drafter" if at == 0 else f"drafter {at + 1}": member.file for at, member in enumerate(members)}
-    placement = engine.target.weights.placement  # beside a GPU, the host's experts round in another way
+    placement = engine.target.weights.placement  # the host's experts round differently
     experts = {"experts": hashlib.sha256(repr(placement).encode()).hexdigest()[:32]} if placement is not None else {}
-    if streams := engine.target.weights.streams:  # and wide chunks as the device does
+    if streams := engine.target.weights.streams:  # wide chunks are computed on the device
         experts["copies of the host's weights"] = f"for chunks of {min(stream.rows for stream in streams)} rows"
     lines = {
         **experts,
@@ -504,5 +497,5 @@ def layout_of(
 
 
 def _alike(a: list[Chunk], b: list[Chunk]) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x is not y), min(len(a), len(b)))

@@ -1,13 +1,11 @@
-"""The prefix cache's files: one per chunk and kind, ``<layout>-<key>.rows`` and ``.state``.
+"""Files of the prefix cache: one per chunk and kind, ``<layout>-<key>.rows`` and ``.state``.
 
-    4096 bytes   header: magic, version, kind, key, layout digest, payload size, SHA-256 of the payload; the layout in words; at the end
+    4096 bytes   header: magic, version, kind, key, layout digest, payload size, SHA-256 of the payload; the layout as text; at the end
                  the SHA-256 of the header itself
-    payload      the bytes of the tensors, one behind the other
+    payload      the concatenated bytes of the tensors
 
-A file is written under a name that nobody can guess, synced and renamed: it is there whole or not at all. Nothing is believed that a file says: its size
-has to be what this engine's own layout makes it, so that nothing is allocated for a file's sake, and both checksums have to fit. They find
-damage, not malice: whoever may write to the folder can put other rows into it, so what others can write is not used. Files are their user's
-alone, and so is the folder if it is made here.
+A file is written under an unguessable name, synced and renamed. On reading, its size has to match this engine's layout before anything is allocated,
+and both checksums have to match. Checksums detect damage, not malice, so files or folders that other users can write are not used.
 """
 
 import hashlib
@@ -30,13 +28,12 @@ from ..errors import PyspecError
 from ..files import PART, make_private, replacing, why_not_private
 
 MAGIC, VERSION, HEADER = b"pyspecPC", 1, 4096
-_FIELDS = struct.Struct("<8sI8s32s32sQ32sI")  # magic, version, kind, key, layout, payload bytes, its SHA-256, bytes of the layout's words
+_FIELDS = struct.Struct("<8sI8s32s32sQ32sI")  # magic, version, kind, key, layout, payload bytes, its SHA-256, bytes of the layout text
 _NAME = re.compile(r"([0-9a-f]{16})-[0-9a-f]{48}\.(rows|state)")
 PART_NAME = re.compile(PART)
-ABANDONED_S = 3600  # a part file this old has no writer any more
-# Files read and checked at once: SHA-256 of one core, about 2 GB/s, would be slower than a GPU computes the prompt of a small model.
-READERS = 8
-MOST_UNWRITTEN = 1 << 28  # bytes in host memory that wait for the disk
+ABANDONED_S = 3600  # age of a part file whose writer is gone
+READERS = 8  # files read and hashed concurrently: one core's SHA-256 (about 2 GB/s) can be slower than prefill of a small model
+MOST_UNWRITTEN = 1 << 28  # bytes queued in host memory
 
 
 class Refused(PyspecError):
@@ -44,13 +41,14 @@ class Refused(PyspecError):
 
 
 class PrefixFiles:
-    """The files of one layout in ``folder``, which is made if it is not there.
+    """The files of one layout in ``folder``, which is created if missing.
 
-    ``layout``: everything that rows and states depend on, one "what: value" per line. ``budget``: bytes that all files of the folder may
-    take; the longest unused ones go first.
+    Args:
+        layout: text of ``layout_of``.
+        budget: bytes of all files in the folder; least recently used ones are deleted first.
 
     Raises:
-        PyspecError: the folder cannot be made or listed, or others can write it.
+        PyspecError: the folder cannot be created or listed, or others can write to it.
     """
 
     def __init__(self, folder: str | Path, layout: str, budget: int) -> None:
@@ -75,7 +73,7 @@ class PrefixFiles:
     # -- reading
 
     def has(self, key: bytes, kind: str) -> bool:
-        """Whether there is a file that has not been refused. A folder that cannot be looked into has none, and a note says so, once."""
+        """Whether a usable file exists. An unreadable folder has none, with one note."""
         path = self.path_of(key, kind)
         if path in self._refused:
             return False
@@ -93,7 +91,7 @@ class PrefixFiles:
             return False
 
     def take_notes(self) -> list[str]:
-        """What there was to say since they were taken last, one sentence each; not what there was at first."""
+        """Notes since the last call, one sentence each, without those of ``__init__``."""
         notes, self._said = self._said, []
         return notes
 
@@ -101,7 +99,7 @@ class PrefixFiles:
         """The payload, U8 [nbytes].
 
         Raises:
-            Refused: the file is damaged, cut short, or made for something else; ``has`` is False from then on.
+            Refused: the file is damaged, truncated, or of another layout; ``has`` is False from then on.
         """
         path = self.path_of(key, kind)
         try:
@@ -117,7 +115,7 @@ class PrefixFiles:
             raise
 
     def load_each(self, keys: Iterable[bytes], kind: str, nbytes: int) -> Iterator[np.ndarray]:
-        """``load`` of one after the other; the next ones are read meanwhile."""
+        """``load`` of each key in order, with read-ahead."""
         with ThreadPoolExecutor(READERS) as pool:
             coming: deque = deque()
             for key in keys:
@@ -175,7 +173,7 @@ class PrefixFiles:
     # -- writing
 
     def store(self, key: bytes, kind: str, payload: np.ndarray) -> None:
-        """Writes one file; a reader sees all of it or none.
+        """Writes one file atomically.
 
         Raises:
             Refused: the folder cannot be written, or the disk is full.
@@ -193,7 +191,7 @@ class PrefixFiles:
         self._refused.discard(path)
 
     def trim(self) -> None:
-        """Deletes the longest unused files until all of them fit the budget."""
+        """Deletes the least recently used files until the rest fits the budget."""
         try:
             entries = sorted(self.entries(), key=lambda entry: entry[1].st_mtime_ns)
             total = sum(what.st_size for _, what in entries)
@@ -225,7 +223,7 @@ class PrefixFiles:
         return self.folder / f"{self.name_prefix}-{key.hex()[:48]}.{kind}"
 
     def entries(self) -> list[tuple[Path, os.stat_result]]:
-        """Our files with what the folder says about them; one that goes away meanwhile is left out."""
+        """The cache's files with their status; files that vanish meanwhile are skipped."""
         out = []
         with os.scandir(self.folder) as found:
             for entry in found:
@@ -239,10 +237,10 @@ class PrefixFiles:
         return out
 
     def _sweep(self) -> None:
-        """Deletes what writers that were killed left behind."""
+        """Deletes part files of killed writers."""
         with os.scandir(self.folder) as found:
             for entry in found:
-                with suppress(FileNotFoundError):  # its writer was just done
+                with suppress(FileNotFoundError):  # its writer has just finished
                     if PART_NAME.fullmatch(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > ABANDONED_S:
                         os.unlink(entry.path)
 
@@ -251,12 +249,12 @@ class PrefixFiles:
             with _open(path) as file:
                 why = _difference(self._header(file.read(HEADER), path)["words"], self.layout)
         except (OSError, Refused):
-            why = "the one that was looked at is damaged"
+            why = "a sampled file is damaged"
         return f"none of the {count} files in the prefix cache {self.folder} was made for this model and layout ({why}); they are not used"
 
 
 class PrefixWriter:
-    """Writes files in a thread of its own, so that nobody's step waits for a disk. What comes while MOST_UNWRITTEN bytes wait is not taken."""
+    """Writes files in a thread of its own, so that no step waits for the disk. Drops data beyond MOST_UNWRITTEN queued bytes."""
 
     def __init__(self, files: PrefixFiles) -> None:
         self._files, self._changed = files, threading.Condition()
@@ -266,7 +264,7 @@ class PrefixWriter:
         self._thread: threading.Thread | None = None
 
     def wants(self, key: bytes, kind: str, nbytes: int, again: bool = False) -> bool:
-        """Whether ``put`` is of use: there is no such file (or it may be damaged: ``again``), and none is under way, and it fits."""
+        """Whether ``put`` is useful: no such file (or ``again``: it may be damaged), not queued yet, and within the limit."""
         with self._changed:
             if self._closing or (key, kind) in self.under_way or (self.waiting_bytes and self.waiting_bytes + nbytes > MOST_UNWRITTEN):
                 return False
@@ -283,13 +281,13 @@ class PrefixWriter:
             self._changed.notify_all()
 
     def take_notes(self) -> list[str]:
-        """What could not be written since they were taken last, one sentence each."""
+        """Failures since the last call, one sentence each."""
         with self._changed:
             notes, self._notes = self._notes, []
         return notes
 
     def close(self) -> None:
-        """Waits until everything that was put is written. Closing twice is fine."""
+        """Waits until the queue is written. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -309,7 +307,7 @@ class PrefixWriter:
                     self._files.trim()
             except Refused as refused:
                 self._note(str(refused))
-            except Exception as error:  # otherwise the thread would end, and what waits would never be written
+            except Exception as error:  # keep the thread alive for the rest of the queue
                 why = f"{type(error).__name__}: {error}".replace("\n", " ")
                 self._note(f"the prefix cache {self._files.folder} cannot be written: {why}; the text is not affected")
             with self._changed:
@@ -327,7 +325,7 @@ def _refuse(path: Path, why: str) -> Refused:
 
 
 def _difference(theirs: str, ours: str) -> str:
-    """The first line of the layout that differs, in both versions."""
+    """The first line that differs, in both versions."""
     for a, b in zip(theirs.splitlines(), ours.splitlines()):
         if a != b:
             return f"{a[:120]!r} there, {b[:120]!r} here"
@@ -335,12 +333,12 @@ def _difference(theirs: str, ours: str) -> str:
 
 
 def _open(path: Path) -> FileIO:
-    """Opens for reading; a pipe does not wait for its other end, a link is not followed."""
+    """Opens for reading without blocking on pipes or following links."""
     return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW))
 
 
 def _close_to_others(path: Path, what: os.stat_result) -> None:
-    """Takes the group's and the others' permissions from a file of ours: older versions wrote what the umask allowed."""
+    """Removes group and other permissions from a file of this user."""
     if what.st_mode & 0o077 and what.st_uid == os.geteuid():
         with suppress(OSError), _open(path) as file:
             os.fchmod(file.fileno(), 0o600)

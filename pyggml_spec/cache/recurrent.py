@@ -1,12 +1,10 @@
-"""The recurrent states of the delta-net layers of N slots, and which part of each slot's last block still has to be committed.
+"""Recurrent states of delta-net layers of N slots, and the part of each slot's last block that is not committed yet.
 
-The states themselves are on the device (csrc/delta_net.c). Here is the host's side: the width for which the pools are laid out, and how many
-rows of each slot's last block were accepted. All slots share one block width at a time, because the pools are compact per width. A slot that
-has nothing to do in a step takes part with rows that are switched off: its state is then committed up to what was accepted, and otherwise left
-as it is, bit for bit.
+The states are on the device (csrc/delta_net.c); this is the host side: the block width of the pools, and the accepted rows of each slot's last block.
+All slots share one block width, because the pools are compact per width. A slot without work in a step takes part with rows switched off: its
+state is committed up to the accepted rows and otherwise unchanged, bit for bit.
 
-One slot has its history right before its block (``inline``), which several cannot have: their rows are gathered from a table, and a change of
-the width needs no graph but cleared pools. This is decided here and nowhere else.
+One slot has its history directly before its block (``inline``). Several slots gather rows from a table; a change of width only clears the pools.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +21,7 @@ from .slots import SlotRange
 
 
 class DeltaSegment(NamedTuple):
-    """Some neighbouring layers' states: the ``segment`` of a split model that has them, how many ``layers``, and floats per projected ``row``."""
+    """Recurrent states of consecutive layers: the ``segment`` of a split model, the number of ``layers``, and floats per projected ``row``."""
 
     segment: int
     backend: Backend
@@ -32,7 +30,7 @@ class DeltaSegment(NamedTuple):
 
 
 class _Pool(NamedTuple):
-    """The states of one device: C's handle, the first of its layers, and the step's field that says which rows become its histories."""
+    """The states of one device: C's handle, the first of its layers, and the step field that selects the next histories."""
 
     home: DeltaSegment
     handle: Any
@@ -41,13 +39,13 @@ class _Pool(NamedTuple):
 
 
 class DeltaState:
-    """Owns the device pools, or with ``planned`` only their sizes. ``homes``: where the layers are, in order.
+    """Owns the device pools, or with ``planned`` only their sizes. ``homes``: the placement of the layers, in order.
 
     Attributes:
-        width: rows of the blocks that the pools are laid out for; of one slot 0 after a prompt, and 1 after plain tokens.
-        accepted: I64 [slots] rows of each slot's last block that count. They are still to be replayed, or, where the step has written the state
-            itself (``uncommitted`` False, one slot), only say where the history lies.
-        uncommitted: whether the last step has left blocks that are not in the states.
+        width: rows of the blocks that the pools are laid out for; with one slot 0 after a prompt, and 1 after plain tokens.
+        accepted: I64 [slots] accepted rows of each slot's last block, to be replayed; with one slot and ``uncommitted`` False only the position of
+            the history.
+        uncommitted: whether the last step left blocks that are not part of the states.
     """
 
     def __init__(self, homes: Sequence[DeltaSegment], shape: DeltaShape, max_width: int, slots: int = 1, planned: bool = False) -> None:
@@ -59,7 +57,7 @@ class DeltaState:
             self._pools.append(_Pool(home, self._new(home, planned), first, "tail" if not self._pools else f"tail_{home.segment}"))
             first += home.layers
         self._every = np.arange(slots).reshape(-1, 1)
-        self._taken: dict[tuple, np.ndarray] = {}  # what fill_take has been asked for
+        self._taken: dict[tuple, np.ndarray] = {}  # cache of fill_take
         self.width, self.accepted, self.uncommitted = 0, np.zeros(slots, np.int64), False
         self._accepted = ffi.cast("int64_t *", self.accepted.ctypes.data)
 
@@ -74,20 +72,20 @@ class DeltaState:
         return handle
 
     def pool(self, segment: int) -> _Pool | None:
-        """The states of one segment's layers; None where it has none. A model that is not split has one pool, whatever it is asked for."""
+        """The states of a segment; None without any. A model that is not split has one pool for every argument."""
         if segment < 0:
             return self._pools[0]
         return next((pool for pool in self._pools if pool.home.segment == segment), None)
 
     @property
     def segments(self) -> list[int]:
-        """Those that have states."""
+        """Segments with states."""
         return [pool.home.segment for pool in self._pools]
 
     # -- host side
 
     def lay_out(self, width: int) -> None:
-        """Blocks of ``width`` rows from now on; nothing may be left to fold."""
+        """Sets the block width; nothing may be uncommitted."""
         if not self.inline and width != self.width:
             for pool in self._pools:
                 lib.pgs_delta_clear_blocks(pool.handle, width)
@@ -96,21 +94,21 @@ class DeltaState:
             self.accepted[0] = 0
 
     def after_block(self, covered: SlotRange) -> None:
-        """A step has left blocks of these slots; none of their rows counts until somebody says so."""
+        """After a step with blocks in these slots: none of their rows is accepted yet."""
         self.accepted[covered.part] = 0
         self.uncommitted = True
 
     def after_rows(self, width: int) -> None:
-        """A step has written the states itself: chunks (``width`` 0), or a plain token of one slot."""
+        """After a step that wrote the states itself: prefill (``width`` 0), or a plain token of one slot."""
         if self.inline:
             self.width, self.accepted[0], self.uncommitted = width, width, False
 
     def needs_commit(self, covered: SlotRange) -> bool:
-        """Whether these slots' states, or where they lie, are not yet those of everything that was accepted."""
+        """Whether accepted rows of these slots are not part of the states yet."""
         return self.width != 0 if self.inline else bool(self.accepted[covered.part].any())
 
     def fill_slot(self, slot: int, value: int) -> None:
-        """Sets every byte that belongs to one slot: 0 is the state before the first token, by a write and not by 0 * what was there."""
+        """Sets every byte of a slot: 0 is the initial state, written and not multiplied because of NaN."""
         if self.inline:
             for pool in self._pools:
                 lib.pgs_delta_fill(pool.handle, value)
@@ -125,20 +123,19 @@ class DeltaState:
         return self.shape.conv - 1
 
     def tail_shape(self, covered: SlotRange, pool: _Pool) -> tuple[int, ...]:
-        """Of the input "tail", in ggml order: a row per layer, or rows of the whole table."""
+        """Shape of the input "tail" in ggml order: a row per layer, or rows of the whole table."""
         hist, layers = self.history_rows, pool.home.layers
         return (hist, layers) if self.inline else (hist * covered.count * layers,)
 
     def fill_commit(self, at: Mapping[str, Any], covered: SlotRange) -> None:
-        """Fills in the inputs of a commit, C's pointers ``at`` a step's fields: of each pool its tail, I32, the rows that become the histories,
-        which are the d_conv - 1 before the first that is not accepted, of [history ; block] or of the table; of all ``keep`` F32, 1 for the rows
-        of blocks that count (not there: no input)."""
+        """Fills the inputs of a commit through the C pointers ``at`` of a step's fields: per pool "tail", I32, the d_conv - 1 rows before the first
+        row that is not accepted, of [history ; block] or of the table; and "keep", F32, 1 for accepted rows (optional)."""
         replay, keep = self.uncommitted or not self.inline, at.get("keep", ffi.NULL)
         for _, handle, _, tail in self._pools:
             lib.pgs_delta_fill_commit(handle, self._accepted, replay, covered.first, covered.count, self.width, at[tail], keep)
 
     def fill_take(self, take: np.ndarray, width: int, covered: SlotRange, single: bool = False) -> None:
-        """Of one layer's table, the rows [history ; block of ``width`` rows] of every slot; ``single``: the block is one plain token."""
+        """Table rows [history ; block of ``width`` rows] of every slot for one layer; ``single``: the block is one plain token."""
         key = width, covered, single
         if key not in self._taken:
             start = self.max_width * self.slots if single else 0
@@ -146,15 +143,14 @@ class DeltaState:
         take.reshape(covered.count, -1)[:] = self._taken[key]
 
     def _table(self, numbers: np.ndarray, width: int, covered: SlotRange, start: int = 0) -> np.ndarray:
-        """Where the rows ``numbers`` of [history ; block] of each slot lie in a layer's table, whose blocks begin ``start`` rows late."""
+        """Table rows of the rows ``numbers`` of each slot's [history ; block]; blocks begin at ``start``."""
         hist, slots = self.history_rows, self._every[covered.part]
         return np.where(numbers < hist, slots * hist + numbers, start + self.slots * hist + slots * width + numbers - hist)
 
     # -- device side
 
     def begin(self, g: Graph, covered: SlotRange, width_from: int, width_to: int, keep: Tensor | None, tail: Tensor | None) -> None:
-        """Adds the commit of these slots' last blocks, and the convolution histories of the next; ``keep`` and ``tail`` None where there is
-        nothing to commit."""
+        """Adds the commit of these slots' last blocks and the next convolution histories; ``keep`` and ``tail`` None if nothing is uncommitted."""
         keep, tail = (x if x is not None else ffi.NULL for x in (keep, tail))
         pool = self.pool(g.segment)
         if pool is None:
@@ -163,14 +159,14 @@ class DeltaState:
         check(status, self._err)
 
     def kept(self, ctx: Context, slot: int, layer: int) -> tuple[Tensor, Tensor, Backend]:
-        """Views of one layer's state and convolution history, and whose memory they are in."""
+        """Views of one layer's state and convolution history, and their backend."""
         pool = next(pool for pool in reversed(self._pools) if pool.first <= layer)
         out = ffi.new("struct ggml_tensor *[2]")
         lib.pgs_delta_kept(pool.handle, ctx, slot, layer - pool.first, out, out + 1)
         return out[0], out[1], pool.home.backend
 
     def read(self) -> np.ndarray:
-        """The committed states, F32, as one flat array (tests)."""
+        """The committed states, F32, flat (tests)."""
         out = []
         for pool in self._pools:
             out.append(np.empty(lib.pgs_delta_state_bytes(pool.handle) // 4, np.float32))
@@ -192,10 +188,10 @@ class DeltaState:
 
 
 class DeltaInputs:
-    """The recurrent state in one graph: what ``models.base.DeltaLayers`` asks for.
+    """The recurrent state as input of one graph (``models.base.DeltaLayers``).
 
-    ``width`` is 0 for prefill, where ``on`` F32 [1, T] switches padding rows off and ``last`` I32 [d_conv - 1] names the next history.
-    ``take`` is for several slots, see DeltaState.fill_take.
+    ``width`` 0: prefill, with ``on`` F32 [1, T] 0 for padding rows and ``last`` I32 [d_conv - 1] the rows of the next history. ``take``: rows of
+    several slots, see ``DeltaState.fill_take``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which neighbouring slots a step covers. A slot is one sequence for its whole life and never moves."""
+"""Ranges of slots. A slot holds one sequence for its whole life."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class SlotRange:
-    """The slots [first, first + count) that one graph covers; ``slots`` and ``part`` are the same as a range and as a slice."""
+    """The slots [first, first + count) of a graph, also as a range (``slots``) and a slice (``part``)."""
 
     first: int
     count: int
@@ -18,15 +18,14 @@ class SlotRange:
         object.__setattr__(self, "slots", range(self.first, self.first + self.count))
         object.__setattr__(self, "part", slice(self.first, self.first + self.count))
 
-    def __hash__(self) -> int:  # graphs are looked up by it in every step
+    def __hash__(self) -> int:  # part of every graph lookup
         return self.first << 8 | self.count
 
 
 def covering(slots: Collection[int], n_slots: int) -> SlotRange:
-    """The smallest range of 1, 2, 4, 8, ... slots, aligned to its size, that holds all of ``slots``; without its last quarter if nothing is in
-    that; cut at the last slot there is.
+    """The smallest aligned range of 1, 2, 4, 8, ... slots with all of ``slots``, without its last quarter if that is unused, cut at ``n_slots``.
 
-    Few graphs follow from it (less than 3 N ranges), and few rows that are switched off, as long as the lowest slots are taken first.
+    This keeps the number of graphs below 3 N.
     """
     return _covering(min(slots), max(slots), n_slots)
 

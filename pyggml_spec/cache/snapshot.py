@@ -1,10 +1,7 @@
-"""Which memory a sequence lies in, and copies of it.
+"""Views of a sequence's memory, and copies of it on the device.
 
-rows    K/V rows of the layers that keep every position, target and drafter: row = position, written once, the same whatever follows
-state   what only the last token leaves: recurrent states, convolution histories, the window's rows of layers that keep a ring, and the
-        hidden state that a chain of drafts begins with
-
-ChunkStore stay on the device, where they cost a fraction of a millisecond; through the host they go only on their way to and from files.
+rows    K/V rows of layers that keep every position, target and drafter: row = position, written once
+state   state of the last token only: recurrent states, convolution histories, ring rows within the window, the last hidden state
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,11 +19,7 @@ from .recurrent import DeltaState
 
 
 class Pieces:
-    """Contiguous tensors in a fixed order: views of where a part of a sequence lies, or a copy of it with memory of its own.
-
-    Attributes:
-        tensors, backends: the tensors, and whose memory each is in.
-    """
+    """Contiguous tensors in a fixed order: views of a part of a sequence, or a copy that owns its memory. ``backends``: of each tensor."""
 
     def __init__(self, most: int) -> None:
         params = ffi.new("struct ggml_init_params *", {"mem_size": (most + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
@@ -47,7 +40,7 @@ class Pieces:
             self.add_view(view, backend)
 
     def add_delta(self, delta: DeltaState, slot: int, layer: int) -> None:
-        """The state and the convolution history of one delta-net layer."""
+        """State and convolution history of one recurrent layer."""
         state, history, backend = delta.kept(self._ctx, slot, layer)
         self.add_view(state, backend)
         self.add_view(history, backend)
@@ -57,7 +50,7 @@ class Pieces:
         return sum(lib.ggml_nbytes(t) for t in self.tensors)
 
     def copy(self, wait: bool = True) -> "Pieces | None":
-        """The same contents in memory of their own, on the same devices; None if one has none left. ``wait`` as in ``write_to``."""
+        """A copy on the same devices; None without memory. ``wait`` as of ``write_to``."""
         out = Pieces(0)
         out.tensors, out.backends = list(self.tensors), list(self.backends)
         for backend in dict.fromkeys(self.backends):
@@ -68,7 +61,7 @@ class Pieces:
         return out
 
     def _copy_on(self, backend: Backend) -> bool:
-        """Puts new tensors in the place of those on ``backend``."""
+        """Replaces the tensors on ``backend`` with newly allocated ones."""
         mine = [i for i, other in enumerate(self.backends) if other is backend]
         params = ffi.new("struct ggml_init_params *", {"mem_size": (len(mine) + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
         ctx = lib.ggml_init(params[0])
@@ -86,8 +79,7 @@ class Pieces:
         return out
 
     def write_to(self, other: "Pieces", wait: bool = True) -> None:
-        """ChunkStore into ``other``, which has the same shapes on the same devices. ``wait``: False between steps that nobody waits for; the copies
-        are queued among them."""
+        """Copies into ``other``, of the same shapes and devices. ``wait`` False only queues the copies."""
         for mine, theirs, backend in zip(self.tensors, other.tensors, self.backends, strict=True):
             lib.ggml_backend_tensor_copy_async(backend.handle, backend.handle, mine, theirs)
         if wait:
@@ -98,7 +90,7 @@ class Pieces:
             backend.synchronize()
 
     def read(self) -> np.ndarray:
-        """The contents as bytes, U8 [nbytes], one tensor behind the other."""
+        """The contents as bytes, U8 [nbytes], concatenated."""
         self._synchronize()
         out, at = np.empty(self.nbytes, np.uint8), 0
         for t, backend in zip(self.tensors, self.backends, strict=True):
@@ -108,7 +100,7 @@ class Pieces:
         return out
 
     def write(self, contents: np.ndarray) -> None:
-        """Overwrites the contents with what ``read`` gave for the same shapes."""
+        """Overwrites the contents with bytes of ``read``."""
         if contents.nbytes != self.nbytes:
             raise ValueError(f"{contents.nbytes} bytes for tensors of {self.nbytes}")
         self._synchronize()
@@ -125,7 +117,7 @@ class Pieces:
     def close(self) -> None:
         if self._ctx is not None:
             for backend, _, _ in self._store:
-                if backend.handle is not None:  # a session frees its devices, and the copies are still somebody's
+                if backend.handle is not None:  # a session closes its devices before the copies
                     backend.synchronize()
             for backend, ctx, buffer in self._store:
                 backend.free_temporary(buffer)
@@ -141,10 +133,9 @@ class Pieces:
 
 
 class SequenceMemory:
-    """Where the caches of an engine keep the sequence of a slot. Borrows the caches.
+    """The memory of a slot's sequence in the caches of an engine, which it borrows.
 
-    ``shapes``: of the target's attention layers, in the order of ``kv.layers``; ``window``: positions that its sliding layers see. ``first``: only of the
-    first so many of the attention layers, and of the delta-net layers.
+    ``shapes``: of the target's attention layers; ``window``: of its sliding layers; ``first``: only the first (attention, recurrent) layers.
     """
 
     def __init__(
@@ -164,19 +155,19 @@ class SequenceMemory:
 
     @property
     def stateful(self) -> bool:
-        """Whether rows alone are not enough to go on from a position."""
+        """Whether a position needs state besides rows to continue from."""
         return self._delta is not None or bool(self._ringed) or self._last_hidden is not None
 
     def rows(self, first: int, count: int, drafting: bool, slot: int = 0) -> Pieces:
-        """Rows of positions first .. first + count - 1; those of the drafter only if ``drafting``."""
+        """Rows of positions first .. first + count - 1, of the drafter only if ``drafting``."""
         return self._pieces(slot, first, count, drafting, None)
 
     def state(self, n: int, slot: int = 0) -> Pieces:
-        """What ``n`` committed tokens left besides rows, without a last token. Of a ring, the rows that position n can still see."""
+        """State of ``n`` committed tokens besides rows, without a last token; of a ring, the rows visible at position n."""
         return self._pieces(slot, 0, 0, False, n)
 
     def whole(self, n: int, drafting: bool, slot: int = 0) -> Pieces:
-        """All that ``n`` committed tokens left, without a last token."""
+        """Everything of ``n`` committed tokens, without a last token."""
         return self._pieces(slot, 0, n, drafting, n)
 
     def _pieces(self, slot: int, first: int, count: int, drafting: bool, state_of: int | None) -> Pieces:
@@ -204,7 +195,7 @@ class SequenceMemory:
             pieces.add_rows(tensor, self._backends[tensor], slot, 0, count - before_wrap)
 
     def describe(self) -> str:
-        """The layout in words: types, widths and the ring."""
+        """Types, widths and rings as text."""
 
         def kinds(tensors: Sequence[Tensor]) -> str:
             names = [f"{ffi.string(lib.ggml_type_name(t.type)).decode()}[{t.ne[0]}]" for t in tensors]
@@ -218,8 +209,7 @@ class SequenceMemory:
 
 @dataclass
 class Snapshot:
-    """A whole sequence of ``engine`` at one moment: a copy of what its ``committed`` tokens left, and the ``last_token`` token behind them. ``sound``: as
-    of a slot."""
+    """A copy of a whole sequence of ``engine``: ``committed`` tokens and the ``last_token``. ``sound`` as of a slot."""
 
     pieces: Pieces
     committed: int
