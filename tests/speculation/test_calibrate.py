@@ -15,8 +15,9 @@ from pyggml_spec.errors import BuildError, ContextError, PyspecError
 from pyggml_spec.folders import build_folder, cache_folder, why_nothing_is_kept
 from pyggml_spec.ggml import cores
 from pyggml_spec.ggml.cores import CpuUsage
+from pyggml_spec.ggml.kernels import levels
 from pyggml_spec.speculation import calibrate
-from pyggml_spec.speculation.calibrate import FILL, START, cached_costs, keep_drafts, known_drafts, step_cost, step_costs
+from pyggml_spec.speculation.calibrate import FILL, START, cached_costs, cost_key, keep_drafts, known_drafts, step_cost, step_costs
 from pyggml_spec.speculation.policy import SpeculationPolicy
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
@@ -40,6 +41,19 @@ def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp
             entry.write_text(damage)
             assert not cached_costs(engine, widths)[1]
         assert [p.name for p in tmp_path.iterdir()] == [entry.name]
+
+
+def test_costs_under_other_conditions_have_another_key(pair):
+    keys = []
+    for conditions in ({}, {}, {"threads": 2}, {"n_ctx": 512}, {"kernels": "ggml"}, {"draft": None}):
+        files = (
+            {"target": pair[0], "draft": pair[1]}
+            | {"device": "CPU", "threads": 1, "n_ctx": 256, "kernels": None, "spec": None}
+            | conditions
+        )
+        with ps.load(**files) as session:
+            keys.append(cost_key(session.engine, (2, 4)))
+    assert keys[0] == keys[1] and len(set(keys)) == len(keys) - (1 if levels() else 2)
 
 
 def test_costs_of_a_busy_moment_are_used_but_not_kept(pair, tmp_path, monkeypatch):
