@@ -283,7 +283,7 @@ class DFlash(Drafter):
         scale = hp.embedding_scale or (1.0 if own else target.embedding_scale)
         if scale != 1.0:
             x = g.scale(x, scale)
-        rows = self._prepared(g, x, rows)
+        rows = self.prepared(g, x, rows)
         for i in range(hp.n_layer):
             h, told = self._into(g, i, "attn", g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps), rows)
             q = g.heads(product(g, w.matrix(f"blk.{i}.attn_q.weight"), h), hp.head_size, hp.n_head)
@@ -307,7 +307,7 @@ class DFlash(Drafter):
                 x = g.mul(x, w[f"blk.{i}.layer_output_scale.weight"])
         return g.rms_norm(x, w["output_norm.weight"], hp.eps)
 
-    def _prepared(self, g: Graph, x: Tensor, rows: BlockInputs) -> BlockInputs:
+    def prepared(self, g: Graph, x: Tensor, rows: BlockInputs) -> BlockInputs:
         """The rows with what the layers ask for besides; x F32 [n_embd, B] is what enters the first one."""
         return rows
 

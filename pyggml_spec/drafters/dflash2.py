@@ -74,20 +74,20 @@ class DFlash2(DFlash):
 
     # -- the graphs
 
-    def _prepared(self, g: Graph, x: Tensor, rows: BlockInputs) -> BlockInputs:
+    def prepared(self, g: Graph, x: Tensor, rows: BlockInputs) -> BlockInputs:
         """With zeros, a row of each block, that stand left of it."""
         width = x.ne[1] // rows.slots
         return replace(rows, zeros=g.scale(g.group_tails(x, width, width - 1), 0.0))
 
     def _into(self, g: Graph, i: int, part: str, x: Tensor, rows: BlockInputs) -> tuple[Tensor, Tensor | None]:
         moving = product(g, self.weights.matrix(f"blk.{i}.{part}_conv_proj.weight"), x)
-        return self._convolved(g, i, part, 0, x, moving, rows), moving
+        return self.convolved(g, i, part, 0, x, moving, rows), moving
 
     def _out_of(self, g: Graph, i: int, part: str, x: Tensor, moving: Tensor | None, rows: BlockInputs) -> Tensor:
         assert moving is not None
-        return self._convolved(g, i, part, 1, x, moving, rows)
+        return self.convolved(g, i, part, 1, x, moving, rows)
 
-    def _convolved(self, g: Graph, i: int, part: str, side: int, x: Tensor, moving: Tensor, rows: BlockInputs) -> Tensor:
+    def convolved(self, g: Graph, i: int, part: str, side: int, x: Tensor, moving: Tensor, rows: BlockInputs) -> Tensor:
         """x F32 [n_embd, T], ``moving`` F32 [2 * taps * groups, T] -> F32 [n_embd, T]."""
         groups, size, total = self.groups_of_values, self.group_size, x.ne[1]
         base = g.plane(self.weights[f"blk.{i}.{part}_conv_base"], side)

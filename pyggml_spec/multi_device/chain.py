@@ -31,7 +31,7 @@ class ChainGraph(Graph):
     def __init__(self, io: StepIO, role_of: Callable[[int, int], GraphAllocator], entered: Callable[[int], None]) -> None:
         """``role_of``: the role of a part, by its number and segment. ``entered`` is told which segment is being built."""
         self._io, self._role_of, self._entered = io, role_of, entered
-        self._segments: list[int] = []
+        self.segments: list[int] = []
         self._graphs: list[Graph] = []
         self._hops: list[tuple[int, int, Tensor, Tensor]] = []
         self._brought: dict[tuple[int, int], Tensor] = {}
@@ -48,7 +48,7 @@ class ChainGraph(Graph):
         self.part, self.segment = self.part + 1, segment
         graph = Graph(self._role_of(self.part, segment))
         self._graphs.append(graph)
-        self._segments.append(segment)
+        self.segments.append(segment)
         self.allocator, self.backend, self.handle, self.ctx, self.gf, self._err = (
             graph.allocator,
             graph.backend,
@@ -82,7 +82,7 @@ class ChainGraph(Graph):
         read = [hop for hop in self._hops if hop[3].data != ffi.NULL]
         hops = ffi.new("pgs_hop[]", [list(hop) for hop in sorted(read, key=lambda hop: hop[0])])
         parts = ffi.new("pgs_graph *[]", [graph.handle for graph in self._graphs])
-        ios = ffi.new("pgs_io *[]", [self._io.handles[segment] for segment in self._segments])
+        ios = ffi.new("pgs_io *[]", [self._io.handles[segment] for segment in self.segments])
         self._chain = lib.pgs_chain_new(parts, ios, len(self._graphs), hops, len(read), self._err)
         if self._chain == ffi.NULL:
             raise EngineError(text(self._err))

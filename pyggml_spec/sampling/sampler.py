@@ -299,8 +299,8 @@ class Sampler:
         if (outside := max(sampling.logit_bias, default=0)) >= n_vocab:
             raise SamplingError(f"there is a logit bias for token {outside}, but the vocabulary has {n_vocab} tokens")
         self._all_ids = np.arange(n_vocab, dtype=np.int32)
-        self._tokens = np.zeros(n_vocab, TOKEN_DATA)
-        self._array = ffi.new("llama_token_data_array *")
+        self.tokens = np.zeros(n_vocab, TOKEN_DATA)
+        self.array = ffi.new("llama_token_data_array *")
         self.grammar: Grammar | LazyGrammar | None = None
         if INFILL in sampling.samplers:
             _filled(tokenizer)
@@ -363,7 +363,7 @@ class Sampler:
         self.take(token)
         if self.sampling.logprobs is not None:
             count = self.sampling.logprobs
-            self.logprobs.append(self._logprob_after(token, count) if self.sampling.logprobs_after else _logprob(token, logits, count))
+            self.logprobs.append(self.logprob_after(token, count) if self.sampling.logprobs_after else _logprob(token, logits, count))
         return token
 
     def _largest(self, logits: np.ndarray, allowed: np.ndarray) -> int:
@@ -408,10 +408,10 @@ class Sampler:
             raise EngineError("the target's logits hold NaN or Inf: the weights are damaged or overflow on this device")
 
     def _draw(self, ids: np.ndarray | None, logits: np.ndarray, allowed: np.ndarray | None = None) -> int:
-        tokens = self._tokens[: logits.size]
+        tokens = self.tokens[: logits.size]
         tokens["id"] = self._all_ids if ids is None else ids
         tokens["logit"] = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
-        array = self._array
+        array = self.array
         array.data = ffi.from_buffer("llama_token_data[]", tokens)
         array.size, array.selected, array.sorted = logits.size, -1, False
         lib.llama_sampler_apply(self._chain, array)
@@ -420,15 +420,15 @@ class Sampler:
             raise self._nothing_left()
         return int(chosen["id"])
 
-    def _logprob_after(self, token: int, count: int) -> TokenLogprob:
+    def logprob_after(self, token: int, count: int) -> TokenLogprob:
         """Probabilities of the last draw, which libllama leaves in place of the logits."""
-        drawn = self._tokens[: self._array.size]
+        drawn = self.tokens[: self.array.size]
         p = drawn["p"]
         least = np.partition(p, -count)[-count] if 0 < count < p.size else 0  # a full sort of 250,000 takes as long as a step
         left = drawn[(p > 0) & (p >= least)]
         best = left[np.lexsort((left["id"], -left["p"]))][:count]
         top = TopTokens(best["id"], np.array([math.log(p) for p in best["p"]]))
-        chosen = p[self._array.selected]  # 0 if the rounded sum is below the random number
+        chosen = p[self.array.selected]  # 0 if the rounded sum is below the random number
         return TokenLogprob(token, math.log(chosen) if chosen > 0 else -math.inf, top)
 
     def _nothing_left(self) -> ConstraintError:
@@ -456,7 +456,7 @@ class Sampler:
         if self._chain:
             lib.llama_sampler_free(self._chain)
             self._chain = ffi.NULL
-        self._tokens, self._all_ids = np.zeros(0, TOKEN_DATA), np.zeros(0, np.int32)  # 4 MB at 250,000 tokens
+        self.tokens, self._all_ids = np.zeros(0, TOKEN_DATA), np.zeros(0, np.int32)  # 4 MB at 250,000 tokens
 
 
 def _filled(tokenizer: Tokenizer | None) -> Any:

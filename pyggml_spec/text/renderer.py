@@ -84,7 +84,7 @@ class _Child:
         place = self._given % PLACES if new else self._places.index(source)
         told = json.dumps(limits | {"place": place} | ({"source": source} if new else {}) | ({"memory": None} if WATCHED else {})).encode()
         if not self.ready:
-            self.ready = self._receive(START_SECONDS, None)["ready"]
+            self.ready = self.receive(START_SECONDS, None)["ready"]
         self.socket.settimeout(WALL_SECONDS)
         try:
             self.socket.sendall(b"%b\n%b\n" % (told, body))
@@ -94,9 +94,9 @@ class _Child:
             self._places[place : place + 1] = [source]
             self._given += 1
         if patience is None:
-            return self._receive(WALL_SECONDS, watched)
+            return self.receive(WALL_SECONDS, watched)
         try:
-            return self._receive(patience, None)
+            return self.receive(patience, None)
         except Stopped:
             self.outstanding = True
             raise WouldBlock from None
@@ -104,10 +104,10 @@ class _Child:
     def drain(self) -> None:
         """Reads and discards the outstanding reply. Raises ConnectionError or Stopped if none comes."""
         if self.outstanding:
-            self._receive(WALL_SECONDS, None)
+            self.receive(WALL_SECONDS, None)
             self.outstanding = False
 
-    def _receive(self, seconds: float, watched: int | None) -> dict:
+    def receive(self, seconds: float, watched: int | None) -> dict:
         line, deadline = self._line, time.monotonic() + seconds
         while not line.endswith(b"\n"):
             left = max(0.001, deadline - time.monotonic())

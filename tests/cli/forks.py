@@ -34,7 +34,7 @@ class Forks:
 
     def __init__(self, env: dict[str, str], timeout: float = 120) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = None
+        self.process: subprocess.Popen | None = None
         self._env, self._timeout = {**env, "OPENBLAS_NUM_THREADS": "1"}, timeout  # numpy's threads would not come along
         self._driver: bool | None = None
 
@@ -51,7 +51,7 @@ class Forks:
             if self._has_driver():
                 return None
             try:
-                if self._process is None or self._process.poll() is not None:
+                if self.process is None or self.process.poll() is not None:
                     self.close()
                     self._start()
                 return self._run(stdin, {"args": args, "env": env, **more})
@@ -61,7 +61,7 @@ class Forks:
 
     def close(self) -> None:
         """Ends the process, and the command that runs."""
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is None:
             return
         self._asked.close()
@@ -83,7 +83,7 @@ class Forks:
         self._asked, theirs = socket.socketpair()
         pipe = subprocess.PIPE
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-P", __file__, str(theirs.fileno())], start_new_session=True,
                 env=self._env, pass_fds=[theirs.fileno()], stdin=pipe, stdout=pipe, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )  # fmt: skip

@@ -116,8 +116,8 @@ def test_an_interrupted_command_is_ended_and_the_next_gets_its_own_status(forks,
 
 def test_where_the_forked_process_has_died_another_is_started(forks):
     run(forks, "pass")
-    forks._process.kill()
-    os.waitid(os.P_PID, forks._process.pid, os.WEXITED | os.WNOWAIT)
+    forks.process.kill()
+    os.waitid(os.P_PID, forks.process.pid, os.WEXITED | os.WNOWAIT)
     assert run(forks, "import sys; sys.exit(6)") == (6, b"", b"")
 
 
@@ -135,4 +135,4 @@ def test_where_there_is_a_gpu_nothing_is_forked(monkeypatch):
     listed = device.devices()
     monkeypatch.setattr(device, "devices", lambda: [*listed, gpu])
     forks = Forks(environment())
-    assert forks.run(["--version"], None, environment(), cwd=os.getcwd(), one_core=False) is None and forks._process is None
+    assert forks.run(["--version"], None, environment(), cwd=os.getcwd(), one_core=False) is None and forks.process is None

@@ -196,7 +196,7 @@ WRONG = {
     "a visible last token": ("assistant", {"n_embd": 64, "layers": 2}, BorrowingDrafting, "fill", one_more("draft_last")),
     "the next position": ("assistant", {"n_embd": 64, "layers": 2}, BorrowingDrafting, "fill", one_more("draft_positions")),
     "no selector": ("dflash2", {}, DFlash2, "drafts", largest_logit),
-    "no convolutions": ("dflash2", {}, DFlash2, "_convolved", lambda self, g, i, part, side, x, moving, rows: x),
+    "no convolutions": ("dflash2", {}, DFlash2, "convolved", lambda self, g, i, part, side, x, moving, rows: x),
     "no Markov head": ("dspark", {}, DSpark, "drafts", largest_logit),
     "the hidden state after the norm": ("eagle3", {}, Eagle3, "step", state_behind_the_norm(Eagle3.step)),
     "the hidden state before the norm": ("mtp", {}, MTP, "step", state_before_the_norm(MTP.step)),
@@ -299,7 +299,7 @@ def test_a_convolution_of_dflash2_is_that_of_numpy(tmp_path):
             fields = StepFields(io, graph)
             values, told = fields.input("x", "f32", n, width * slots), fields.input("moving", "f32", 96, width * slots)
             rows = BlockInputs(values, values, values, (), 0, (), slots)
-            out = drafter._convolved(graph, 0, "ffn", 1, values, told, drafter._prepared(graph, values, rows))
+            out = drafter.convolved(graph, 0, "ffn", 1, values, told, drafter.prepared(graph, values, rows))
             fields.output("y", "f32", out)
             graph.plan()
             fields.host["x"][:], fields.host["moving"][:] = x.ravel(), moving.ravel()

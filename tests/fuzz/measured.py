@@ -37,11 +37,11 @@ class Measured(Renderer):
         self._first = 0
 
     def _request(self, limits: dict, source: str, body: bytes, patience: float | None = None) -> dict:
-        if self._child is None:
+        if self.child is None:
             child = self._started()
-            child.ready = child._receive(60, None)["ready"]
+            child.ready = child.receive(60, None)["ready"]
             self._first = _mapped(child.process.pid, "VmSize")
-        pid = self._child.process.pid
+        pid = self.child.process.pid
         before, ended = _spent(pid), _ended()
         try:
             return super()._request(limits, source, body, patience)

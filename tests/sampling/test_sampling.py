@@ -493,9 +493,9 @@ def test_probabilities_after_the_samplers_are_those_of_the_draw(demo):
         logits[list(peaks)] = 2
         token = even.choose(None, logits)
         assert [i for i, _ in even.take_logprobs()[0].top] == first
-    assert even._logprob_after(token, 0).top == () and len(even._logprob_after(token, n + 1).top) == n
-    even._tokens["p"][even._array.selected] = 0  # what rounding can leave: it was an error of mathematics
-    assert even._logprob_after(token, 2).logprob == -math.inf
+    assert even.logprob_after(token, 0).top == () and len(even.logprob_after(token, n + 1).top) == n
+    even.tokens["p"][even.array.selected] = 0  # what rounding can leave: it was an error of mathematics
+    assert even.logprob_after(token, 2).logprob == -math.inf
     even.close()
     logits = rng.normal(0, 3, n).astype(np.float32)
     greedy = Sampler(Sampling(temperature=0, logprobs=3, logprobs_after=True), demo.tokenizer, n)

@@ -36,7 +36,7 @@ def test_each_devices_part_of_a_step_is_measured(session):
         engine.reset(drafting=width > 1)
         engine.prefill([1, 2, 3])
         chain = engine.step_graph("fused" if width > 1 else "plain", width)
-        sent = [sum(nbytes for after, _, nbytes in chain.hops if chain._segments[after] == index) for index in range(2)]
+        sent = [sum(nbytes for after, _, nbytes in chain.hops if chain.segments[after] == index) for index in range(2)]
         assert step.width == width and [d.copied_bytes for d in step.devices] == sent
         assert [d.layers for d in step.devices] == ["layers 0 to 2", "layer 3"]
         assert all(d.compute_ms > 0 for d in step.devices) and sum(d.waits for d in step.devices) == pytest.approx(1)
