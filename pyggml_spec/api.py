@@ -37,7 +37,7 @@ from .ggml.devices import execution_order, open_backends, pick_devices
 from .ggml.library import versions
 from .ggml.peer import enable_peer_access
 from .gguf_io import GGUFFile
-from .models.base import Target
+from .models.decoder import Decoder
 from .models.placement import ExpertOptions, Placement
 from .models.registry import embedded_drafter, open_drafter, open_target
 from .models.rope import RopeOptions, ignored_yarn
@@ -141,7 +141,7 @@ class Session:
 
     backend: Backend  # the last of ``backends``, the devices that a step goes through
     backends: tuple[Backend, ...]
-    target: Target
+    target: Decoder
     tokenizer: Tokenizer
     engine: ModelRunner
     scheduler: Scheduler  # of the engine's only slot
@@ -320,7 +320,7 @@ class Session:
 
     def _weights(
         self,
-        model: Target | Drafter,
+        model: Decoder | Drafter,
         progress: Callable[[int, int], None],
         placement: Placement | None = None,
         host: Backend | None = None,
@@ -368,7 +368,7 @@ class Session:
     ) -> tuple[Placement | None, Backend | None]:
         """Where the target's experts go, and the CPU that computes those of the host; ``copied``: for prompts, they are to be copied to the device."""
         placement = options.placement(self.target, rows, copied) if options is not None else None
-        none_hosted = placement is None or all(len(hot) == self.target.experts.n_expert for hot in placement.hot.values())  # type: ignore[attr-defined]
+        none_hosted = placement is None or all(len(hot) == self.target.experts.n_expert for hot in placement.hot.values())  # type: ignore[union-attr]
         if copied and none_hosted and not self._hosts_layers:
             raise EngineError(
                 "`offload_prompts` is for routed experts and layers that lie in host memory, and none do: keep some there (`n_cpu_moe`, or a CPU beside "

@@ -15,8 +15,9 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from ..models.archs.gemma4 import Gemma4, Kind, kinds
-from ..models.base import KVLayer, KVShape, Target
+from ..models.base import KVLayer, KVShape
 from ..models.blocks import attend, geglu_ffn, head_product, product
+from ..models.decoder import Decoder
 from ..models.keys import epsilon, per_layer, positive, sliding_layers, vocabulary
 from ..models.layers import ROPE_FREQS
 from ..models.weights import MATMUL, VECTOR, Spec
@@ -90,7 +91,7 @@ class Gemma4Assistant(Drafter):
     def kv_shapes(self) -> list[KVShape]:
         return []
 
-    def check_pair(self, target: Target) -> None:
+    def check_pair(self, target: Decoder) -> None:
         pair = f"{self.file.path.name} cannot draft for {target.file.path.name}"
         if not isinstance(target, Gemma4):
             raise PairError(f"{pair}: it reads the K/V of gemma4 models, and that one is {target.arch}")
@@ -119,10 +120,10 @@ class Gemma4Assistant(Drafter):
 
     # -- the graphs
 
-    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Target) -> None:
+    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Decoder) -> None:
         """The target has written them."""
 
-    def step(self, g: Graph, rows: ChainInputs, target: Target) -> tuple[Tensor, Tensor]:
+    def step(self, g: Graph, rows: ChainInputs, target: Decoder) -> tuple[Tensor, Tensor]:
         w, eps = self.weights, self.eps
         assert isinstance(target, Gemma4) and rows.sliding is not None
         e = g.scale(target.embed(g, rows.tokens), target.embedding_scale)
@@ -143,5 +144,5 @@ class Gemma4Assistant(Drafter):
         y = g.rms_norm(x, w[NORM], eps)
         return y, product(g, w.matrix(BEHIND), y)
 
-    def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
+    def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
         return head_product(g, self.weights.matrix(EMBEDDING), hidden, self.draft_tokens)

@@ -17,7 +17,8 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.base import AttentionInputs, KVLayer, KVShape, Target
+from ..models.base import AttentionInputs, KVLayer, KVShape
+from ..models.decoder import Decoder
 from ..models.model import Model
 from ..models.weights import INDEX, Spec, Weights
 
@@ -139,15 +140,15 @@ class Drafter(Model):
     def kv_shapes(self) -> list[KVShape]:
         raise NotImplementedError
 
-    def check_pair(self, target: Target) -> None:
+    def check_pair(self, target: Decoder) -> None:
         """Raises PairError unless this drafter can read the target's hidden states and draft for it."""
         raise NotImplementedError
 
-    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Target) -> None:
+    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Decoder) -> None:
         """Writes the K/V rows of ``rows``."""
         raise NotImplementedError
 
-    def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
+    def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
         """F32 [n_embd, T] -> F32 [tokens of the head, T]."""
         raise NotImplementedError
 
@@ -159,21 +160,21 @@ class Drafter(Model):
 
     # -- of chains
 
-    def carry_size(self, target: Target) -> int:
+    def carry_size(self, target: Decoder) -> int:
         """Values of what a row leaves to the next one."""
         return target.n_embd
 
-    def carry(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Target) -> Tensor:
+    def carry(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Decoder) -> Tensor:
         """What the target's rows leave to the next ones, F32 [carried, T]: by default ``hidden``, F32 [n_embd, T] behind its last norm."""
         return hidden
 
-    def step(self, g: Graph, rows: ChainInputs, target: Target) -> tuple[Tensor, Tensor]:
+    def step(self, g: Graph, rows: ChainInputs, target: Decoder) -> tuple[Tensor, Tensor]:
         """Of the tokens of ``rows``: what the head reads, and what they leave to the next draft, F32 [carried, S]."""
         raise NotImplementedError
 
     # -- heads with fewer tokens than the target
 
-    def limit_vocab(self, count: int, target: Target) -> None:
+    def limit_vocab(self, count: int, target: Decoder) -> None:
         """Drafts none but the first ``count`` tokens from now on: in vocabularies of merges the frequent ones come first. Before graphs are built.
 
         Raises:

@@ -20,8 +20,9 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.base import KVLayer, KVShape, Target
+from ..models.base import KVLayer, KVShape
 from ..models.blocks import attend, geglu_ffn, head_product, product, project, softplus_gated, swiglu_ffn, write_kv
+from ..models.decoder import Decoder
 from ..models.keys import epsilon, inverse_root, kv_heads, positive, size_of_heads
 from ..models.model import SCALED
 from ..models.rope import Rope
@@ -219,7 +220,7 @@ class DFlash(Drafter):
         """The last position that each row of a block at ``first`` sees, I64 [width]; one number where it is the same for all."""
         return first + np.arange(width) if self.hp.causal else first + width - 1
 
-    def check_pair(self, target: Target) -> None:
+    def check_pair(self, target: Decoder) -> None:
         hp, pair = self.hp, f"{self.file.path.name} cannot draft for {target.file.path.name}"
         if hp.n_embd != target.n_embd:
             raise PairError(f"{pair}: it was made for hidden states of {hp.n_embd} values, the target's have {target.n_embd}")
@@ -253,7 +254,7 @@ class DFlash(Drafter):
 
     # -- the graphs
 
-    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Target) -> None:
+    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Decoder) -> None:
         hp, w = self.hp, self.weights
         f, normed = g.concat(rows.features), FEATURE_NORMS in w
         if normed:
@@ -274,7 +275,7 @@ class DFlash(Drafter):
     def _rotate(self, g: Graph, x: Tensor, positions: Tensor) -> Tensor:
         return self.hp.rope(g, x, positions, self.weights.get(FACTORS))
 
-    def denoise(self, g: Graph, rows: BlockInputs, target: Target) -> Tensor:
+    def denoise(self, g: Graph, rows: BlockInputs, target: Decoder) -> Tensor:
         """The block's hidden states before the head, F32 [n_embd, B]."""
         hp, w = self.hp, self.weights
         own = EMBEDDING in w
@@ -319,7 +320,7 @@ class DFlash(Drafter):
         """What attention or FFN gives."""
         return x
 
-    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> DraftOutput:
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Decoder) -> DraftOutput:
         """The drafts of those of each slot's rows that draft, whose hidden states are ``hidden``, F32 [n_embd, T], of the ``block`` I32."""
         logits = self.logits(g, hidden, target)
         return DraftOutput((self.choose(g, logits),), logits)
@@ -327,7 +328,7 @@ class DFlash(Drafter):
     def _norm_if_any(self, g: Graph, x: Tensor, i: int, name: str) -> Tensor:
         return g.rms_norm(x, self.weights[f"blk.{i}.{name}.weight"], self.hp.eps) if self._has(i, name) else x
 
-    def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
+    def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
         """By the drafter's own head or the target's, capped once (a target caps for itself)."""
         own = HEAD in self.weights
         n = self.draft_tokens

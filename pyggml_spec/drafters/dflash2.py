@@ -16,8 +16,8 @@ from ..errors import ModelError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.base import Target
 from ..models.blocks import head_product, product
+from ..models.decoder import Decoder
 from ..models.keys import positive
 from ..models.weights import ROWS, VECTOR, Spec
 from .base import TOKEN_MAP, DraftOutput, clamp_nan
@@ -105,14 +105,14 @@ class DFlash2(DFlash):
         assert out is not None
         return out
 
-    def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
+    def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
         """Scaled and capped as this file says, whatever the target does with its own."""
         logits = head_product(g, (self.weights if HEAD in self.weights else target.weights).matrix(HEAD), hidden, self.draft_tokens)
         if self.logit_scale:
             logits = g.scale(logits, self.logit_scale)
         return g.soft_cap(logits, self.hp.softcap)
 
-    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> DraftOutput:
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Decoder) -> DraftOutput:
         w, k, rank, count = self.weights, self.top_k, self.rank, hidden.ne[1] // slots
         logits = clamp_nan(g, self.logits(g, hidden, target))
         candidates, scores = g.top_k_unordered(logits, min(k, logits.ne[0]))

@@ -11,8 +11,8 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.base import Target
 from ..models.blocks import product
+from ..models.decoder import Decoder
 from ..models.weights import ROWS, VECTOR, Spec
 from .base import TOKEN_MAP, DraftOutput
 from .dflash import HEAD, DFlash
@@ -68,14 +68,14 @@ class DSpark(DFlash):
 
     # -- the graph
 
-    def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
+    def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
         """Those that the Markov head adds to: neither scaled nor capped."""
         return product(g, (self.weights if HEAD in self.weights else target.weights).matrix(HEAD), hidden)
 
-    def limit_vocab(self, count: int, target: Target) -> None:
+    def limit_vocab(self, count: int, target: Decoder) -> None:
         raise PairError(f"{self.title} adds to the logits of every token: its head cannot be cut, so leave `draft_vocab` out")
 
-    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Target) -> DraftOutput:
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Decoder) -> DraftOutput:
         w, count = self.weights, hidden.ne[1] // slots
         logits = self.logits(g, hidden, target)
         token, ids, said = g.group_firsts(block, block.ne[0] // slots), [], []

@@ -15,8 +15,9 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.base import KVLayer, KVShape, Target
+from ..models.base import KVLayer, KVShape
 from ..models.blocks import attend, head_product, product, project, swiglu_ffn, write_kv
+from ..models.decoder import Decoder
 from ..models.hparams import Hparams
 from ..models.keys import inverse_root, positive
 from ..models.weights import MATMUL, ROWS, VECTOR, Spec
@@ -105,7 +106,7 @@ class Eagle3(Drafter):
     def kv_shapes(self) -> list[KVShape]:
         return [KVShape(self.kv_heads, self.head_dim)]
 
-    def check_pair(self, target: Target) -> None:
+    def check_pair(self, target: Decoder) -> None:
         pair, tensors, n = f"{self.file.path.name} cannot draft for {target.file.path.name}", self.file.tensors, self.n_embd
         if self.n_embd_target != target.n_embd:
             raise PairError(f"{pair}: it was made for hidden states of {self.n_embd_target} values, the target's have {target.n_embd}")
@@ -130,22 +131,22 @@ class Eagle3(Drafter):
 
     # -- the graphs
 
-    def carry_size(self, target: Target) -> int:
+    def carry_size(self, target: Decoder) -> int:
         return self.n_embd
 
-    def carry(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Target) -> Tensor:
+    def carry(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Decoder) -> Tensor:
         """g of the rows, F32 [n_embd, T]."""
         f = g.concat(features)
         # some targets have activations beyond F16; an Inf here would poison every later draft
         f = g.rms_norm(f, self.weights[FEATURE_NORM], self.eps) if self.norm_before_fc else g.clamp(f, -F16_MAX, F16_MAX)
         return product(g, self.weights.matrix(FC), f)
 
-    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Target) -> None:
+    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Decoder) -> None:
         assert rows.tokens is not None and rows.prev_hidden is not None
         joined, _ = self._pair(g, rows.tokens, rows.prev_hidden, target)
         write_kv(g, *self._keys_values(g, joined, rows.positions), kv[0], rows.kv_rows)
 
-    def step(self, g: Graph, rows: ChainInputs, target: Target) -> tuple[Tensor, Tensor]:
+    def step(self, g: Graph, rows: ChainInputs, target: Decoder) -> tuple[Tensor, Tensor]:
         """The head reads what is behind the norm, the next draft what is before it."""
         w = self.weights
         joined, normed = self._pair(g, rows.tokens, rows.prev_hidden, target)
@@ -160,13 +161,13 @@ class Eagle3(Drafter):
         x = g.add(swiglu_ffn(g, w.group(f"{LAYER}ffn"), w.matrix(f"{LAYER}ffn_down.weight"), n), x)
         return g.rms_norm(x, w[NORM], self.eps), x
 
-    def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
+    def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
         """By the drafter's own head or the target's."""
         if HEAD in self.weights:
             return head_product(g, self.weights.matrix(HEAD), hidden, self.draft_tokens)
         return target.logits(g, hidden, self.draft_tokens)
 
-    def _pair(self, g: Graph, tokens: Tensor, before: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+    def _pair(self, g: Graph, tokens: Tensor, before: Tensor, target: Decoder) -> tuple[Tensor, Tensor]:
         """[e ; n] of tokens I32 [T] and of what the tokens before left, F32 of as many rows: F32 [2 n_embd, T], and n alone."""
         w, eps = self.weights, self.eps
         e = g.rows(w[EMBEDDING], tokens) if EMBEDDING in w else target.embed(g, tokens)

@@ -16,9 +16,9 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.base import AttentionInputs, KVLayer, KVShape, Target
+from ..models.base import AttentionInputs, KVLayer, KVShape
 from ..models.blocks import head_product, product, write_kv
-from ..models.decoder import ARCHITECTURES
+from ..models.decoder import ARCHITECTURES, Decoder
 from ..models.layers import Attention, LayerContext
 from ..models.model import ATTENTION, SCALED
 from ..models.weights import MATMUL, ROWS, VECTOR, Spec, Weights
@@ -116,7 +116,7 @@ class MTP(Drafter):
     def kv_shapes(self) -> list[KVShape]:
         return [self._attention.kv]
 
-    def check_pair(self, target: Target) -> None:
+    def check_pair(self, target: Decoder) -> None:
         pair = f"the MTP layer of {self.file.path.name} cannot draft for {target.file.path.name}"
         if target.arch != self.arch:
             raise PairError(f"{pair}: it belongs to {self.arch} models, and that one is {target.arch}")
@@ -129,13 +129,13 @@ class MTP(Drafter):
 
     # -- the graphs
 
-    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Target) -> None:
+    def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Decoder) -> None:
         assert rows.tokens is not None and rows.prev_hidden is not None
         c = self._context(g, rows.positions, None, kv)
         h = c.rms_norm(self._pair(g, rows.tokens, rows.prev_hidden, target), self._layer.mixer_norm)
         write_kv(g, *self._attention.keys_values(c, *c.project("kv", h)), kv[0], rows.kv_rows)
 
-    def step(self, g: Graph, rows: ChainInputs, target: Target) -> tuple[Tensor, Tensor]:
+    def step(self, g: Graph, rows: ChainInputs, target: Decoder) -> tuple[Tensor, Tensor]:
         """The head reads what the next draft does."""
         c = self._context(g, rows.positions, rows.attention, rows.kv)
         x = self._pair(g, rows.tokens, rows.prev_hidden, target)
@@ -150,12 +150,12 @@ class MTP(Drafter):
     def _context(self, g: Graph, positions: Tensor, attention: AttentionInputs | None, kv: tuple[KVLayer, ...]) -> LayerContext:
         return LayerContext(g, self.weights, self.layer, self.eps, positions, attention, {self.layer: kv[0]})
 
-    def logits(self, g: Graph, hidden: Tensor, target: Target) -> Tensor:
+    def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
         if HEAD in self._own:
             return head_product(g, self.weights.matrix(HEAD), hidden, self.draft_tokens)
         return target.logits(g, hidden, self.draft_tokens)
 
-    def _pair(self, g: Graph, tokens: Tensor, before: Tensor, target: Target) -> Tensor:
+    def _pair(self, g: Graph, tokens: Tensor, before: Tensor, target: Decoder) -> Tensor:
         """eh_proj of tokens I32 [T] and hidden states F32 of as many rows; F32 [n_embd, T]."""
         w, b, eps = self.weights, self.prefix, self.eps
         e = g.rows(w[EMBEDDING], tokens) if EMBEDDING in self._own else target.embed(g, tokens)

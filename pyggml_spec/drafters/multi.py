@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from ..errors import PairError
-from ..models.base import KVShape, Target
+from ..models.base import KVShape
+from ..models.decoder import Decoder
 from .base import Drafter
 
 
@@ -51,11 +52,11 @@ class MultiDrafter:
     def kv_shapes(self) -> list[KVShape]:
         return [shape for drafter in self.methods for shape in drafter.kv_shapes()]
 
-    def check_pair(self, target: Target) -> None:
+    def check_pair(self, target: Decoder) -> None:
         for drafter in self.methods:
             drafter.check_pair(target)
 
-    def carry_size(self, target: Target) -> int:
+    def carry_size(self, target: Decoder) -> int:
         assert self._chain is not None
         return self._chain.carry_size(target)
 

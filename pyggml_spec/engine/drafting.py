@@ -17,7 +17,8 @@ from ..drafters.dflash import BlockInputs, DFlash
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields
-from ..models.base import AttentionInputs, Target
+from ..models.base import AttentionInputs
+from ..models.decoder import Decoder
 from .batch import BatchItem, Draft
 from .slot import Slot
 
@@ -63,7 +64,7 @@ class Drafting(Protocol):
 class BlockDrafting:
     """Borrows the drafter and its caches; ``alone``: the engine has one slot, whose rows the drafter shares with the target."""
 
-    def __init__(self, drafter: DFlash, target: Target, kv: KVCache, alone: bool) -> None:
+    def __init__(self, drafter: DFlash, target: Decoder, kv: KVCache, alone: bool) -> None:
         self.drafter, self.target, self.kv, self.alone = drafter, target, kv, alone
         self._windows = [(window, f"draft_first_{window}") for window in sorted(set(drafter.hp.window) - {0})]
 
@@ -132,7 +133,7 @@ class BlockDrafting:
 class ChainDrafting:
     """Borrows the drafter and its caches. The inputs of a draft are those of all slots, one draft behind the other."""
 
-    def __init__(self, drafter: Drafter, target: Target, kv: KVCache) -> None:
+    def __init__(self, drafter: Drafter, target: Decoder, kv: KVCache) -> None:
         self.drafter, self.target, self.kv = drafter, target, kv
 
     def nodes(self, g: Graph, f: StepFields, asked: Asked, rows: dict, span: int, kv: tuple, before: Tensor | None) -> Drafted:
@@ -209,7 +210,7 @@ class BorrowingDrafting(ChainDrafting):
                 self.kv.positions_of_ring(n if real else 1, near[at])
 
 
-def drafting_of(drafter: Drafter, target: Target, kv: KVCache, draft_kv: KVCache, alone: bool) -> Drafting:
+def drafting_of(drafter: Drafter, target: Decoder, kv: KVCache, draft_kv: KVCache, alone: bool) -> Drafting:
     """How ``drafter`` takes part in the steps of an engine. ``kv``: the target's caches."""
     if drafter.shares_kv:
         return BorrowingDrafting(drafter, target, kv)

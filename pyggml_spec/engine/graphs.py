@@ -37,7 +37,8 @@ from ..errors import EngineError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields, StepIO
-from ..models.base import AttentionInputs, DeltaLayers, Target, TargetInputs
+from ..models.base import AttentionInputs, DeltaLayers, TargetInputs
+from ..models.decoder import Decoder
 from ..multi_device.chain import ChainGraph
 from ..multi_device.offload_cache import Guests
 from ..multi_device.split import Segment, SplitWeights
@@ -92,7 +93,7 @@ class Done(NamedTuple):
     given: Given
 
 
-def most_nodes(target: Target, drafter: AnyDrafter | None) -> int:
+def most_nodes(target: Decoder, drafter: AnyDrafter | None) -> int:
     """Nodes that no step of this pair exceeds: layers take 28 to 66, and three for each expert that a token uses; slots, scales, biases and
     the rotation of quantised rows take at most 40 more.
     """
@@ -110,7 +111,7 @@ class StepGraphs(GraphCache):
         self,
         segments: Sequence[Segment],
         io: StepIO,
-        target: Target,
+        target: Decoder,
         drafter: AnyDrafter | None,
         kv: KVCache,
         draft_kv: KVCache | None,

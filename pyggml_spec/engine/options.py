@@ -9,7 +9,7 @@ from ..checks import whole
 from ..drafters.multi import AnyDrafter
 from ..errors import ContextError, PairError
 from ..ggml.device import Backend
-from ..models.base import Target
+from ..models.decoder import Decoder
 
 WIDTHS = (2, 4, 8, 16)
 MOST_SLOTS, MOST_WIDTH, WIDEST_CHUNK = 64, 1024, 1 << 14
@@ -78,7 +78,7 @@ def check_masks(options: EngineOptions, backends: Iterable[Backend]) -> None:
         )
 
 
-def check_options(options: EngineOptions, target: Target, drafter: AnyDrafter | None) -> None:
+def check_options(options: EngineOptions, target: Decoder, drafter: AnyDrafter | None) -> None:
     """Raises ContextError, EngineError or PairError for options that no engine can have, or a pair that does not fit."""
     whole(options.slots, "the number of slots", 1, MOST_SLOTS)
     whole(options.n_ctx, "the context (`n_ctx`)", 1, MOST_CONTEXT, ContextError)

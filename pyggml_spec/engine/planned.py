@@ -9,7 +9,7 @@ from ..ggml.device import Backend
 from ..ggml.graph import GraphAllocator
 from ..ggml.library import Buffer, BufferType, Context, Tensor, ffi, lib
 from ..ggml.weight_stream import WeightStream
-from ..models.base import Target
+from ..models.decoder import Decoder
 from ..models.placement import Placement
 from ..models.weights import Weights
 from ..multi_device.offload import GuestWeights
@@ -169,7 +169,7 @@ class PlannedEngine(ModelRunner):
 
 
 def plan_weights(
-    target: Target, drafter: AnyDrafter | None, backend: Backend, segments: tuple[Segment, ...], placed: Placed, own: Callable[[Any], Any]
+    target: Decoder, drafter: AnyDrafter | None, backend: Backend, segments: tuple[Segment, ...], placed: Placed, own: Callable[[Any], Any]
 ) -> None:
     """Gives the models weights without memory, which ``own`` takes care of."""
     if segments:
@@ -182,7 +182,7 @@ def plan_weights(
         member.weights = own(PlannedWeights(backend, member))
 
 
-def bytes_taken(backend: Backend, target: Target, drafter: AnyDrafter | None, options: EngineOptions, weights: bool = True) -> list[int]:
+def bytes_taken(backend: Backend, target: Decoder, drafter: AnyDrafter | None, options: EngineOptions, weights: bool = True) -> list[int]:
     """Bytes that an engine takes on each device, with the models' ``weights`` or beside them.
 
     Raises:

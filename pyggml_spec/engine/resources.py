@@ -18,7 +18,8 @@ from ..errors import DeviceError, EngineError
 from ..ggml.cores import ThreadRule
 from ..ggml.device import Backend
 from ..ggml.step_io import StepIO
-from ..models.base import KVShape, Target
+from ..models.base import KVShape
+from ..models.decoder import Decoder
 from ..multi_device.chain import Turns
 from ..multi_device.lanes import GROUPS, Lane, half_of, ready_for
 from ..multi_device.offload_cache import Guests
@@ -61,7 +62,7 @@ class Resources:
 
     kv_class, graphs_class, planned = KVCache, StepGraphs, False  # planning puts classes without memory here
 
-    def __init__(self, backend: Backend, target: Target, drafter: AnyDrafter | None, options: EngineOptions) -> None:
+    def __init__(self, backend: Backend, target: Decoder, drafter: AnyDrafter | None, options: EngineOptions) -> None:
         check_options(options, target, drafter)
         self.segments: tuple[Segment, ...] = target.weights.segments or (Segment(backend, 0, target.n_layer),)
         check_masks(options, [segment.backend for segment in self.segments])

@@ -25,7 +25,7 @@ from ..errors import EngineError
 from ..ggml.cores import CORE_MONITOR, ThreadCounts
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
-from ..models.base import Target
+from ..models.decoder import Decoder
 from ..multi_device.lanes import Flight
 from . import exact
 from .batch import Batch, BatchItem, Draft, Prefill, StepOutput, Verify
@@ -44,7 +44,7 @@ class ModelRunner:
 
     resources_class = Resources  # planning has some without memory
 
-    def __init__(self, backend: Backend, target: Target, drafter: AnyDrafter | None, options: EngineOptions) -> None:
+    def __init__(self, backend: Backend, target: Decoder, drafter: AnyDrafter | None, options: EngineOptions) -> None:
         self.resources = p = self.resources_class(backend, target, drafter, options)
         self.backend, self.target, self.drafter, self.options, self.slots = backend, target, drafter, options, p.slots
         self.graphs, self.io, self.sequence = p.graphs, p.io, p.sequence

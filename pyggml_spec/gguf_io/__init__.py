@@ -1,4 +1,4 @@
-"""GGUF files: reading with every limit checked before ggml sees a byte, and writing."""
+"""GGUF and safetensors files, with every limit checked before ggml sees a byte."""
 
 from ..ggml import library as _library  # noqa: F401  (mapped before numpy; see tools/__init__.py)
 from .reader import GGUFFile, TensorInfo

@@ -1,4 +1,4 @@
-"""What names the contents of a file: a hash of all of it. It is computed once per file and remembered, because model files are large."""
+"""Identity of a file: a hash of its contents, computed once and cached."""
 
 import hashlib
 import json
@@ -15,9 +15,9 @@ from ..errors import GGUFError
 from ..files import make_private, replacing, why_not_private
 from ..folders import cache_folder
 
-PIECE = 64 << 20  # bytes hashed between two reports of progress
+PIECE = 64 << 20  # bytes hashed between progress reports
 DIGITS = 64
-SETTLED_NS = 3_000_000_000  # a younger change may be followed by one with the same time: file systems count in ticks of 4 ms to 2 s
+SETTLED_NS = 3_000_000_000  # a file changed more recently may change again within one timestamp tick (4 ms to 2 s)
 
 Progress = Callable[[int, int], None]
 
@@ -25,12 +25,10 @@ Progress = Callable[[int, int], None]
 def content_hash(path: Path, data: mmap, opened: os.stat_result, progress: Progress = lambda done, total: None) -> str:
     """BLAKE3 of ``data``, the map of the file ``path``, in hex.
 
-    It is remembered in the cache folder by path, size, device, inode and the times of the last change in nanoseconds: of the contents
-    (mtime), and of anything (ctime), which programs that set mtime back cannot; not of a file that was changed a moment ago. ``opened``: what
-    fstat said when the map was made.
+    Cached by path, size, device, inode, mtime and ctime, unless the file has just changed. ``opened``: fstat when the map was made.
 
     Raises:
-        GGUFError: the file was written to or replaced since, so what was read of it may not be what was hashed.
+        GGUFError: the file was modified or replaced since.
     """
     facts = [os.path.realpath(path), opened.st_size, opened.st_dev, opened.st_ino, opened.st_mtime_ns, opened.st_ctime_ns]
     entry = cache_folder() / f"content-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
@@ -65,7 +63,7 @@ def _check_unchanged(path: Path, opened: os.stat_result) -> None:
 
 
 def _remembered(entry: Path, facts: list) -> str | None:
-    """What the entry says, if only this user could have written it and it is about these facts."""
+    """The entry's hash, if it matches these facts and only this user can have written it."""
     try:
         if why_not_private(os.stat(entry.parent)) or why_not_private(os.lstat(entry)):
             return None
@@ -78,7 +76,7 @@ def _remembered(entry: Path, facts: list) -> str | None:
 
 
 def _remember(entry: Path, facts: list, found: str) -> None:
-    with suppress(OSError):  # a read-only home or a full disk only means hashing again next time
+    with suppress(OSError):  # with a read-only home or a full disk the file is hashed again next time
         make_private(entry.parent)
         with replacing(entry) as file:
             file.write(json.dumps({"file": facts, "blake3": found}).encode())

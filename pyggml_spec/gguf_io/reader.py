@@ -1,8 +1,7 @@
 """Reads a GGUF (versions 2 and 3, little endian) from a memory map.
 
 Layout: magic, version u32, n_tensors u64, n_kv u64, key-values, tensor infos, padding to `general.alignment`, tensor data.
-ggml ends the process on a file that contradicts itself, so everything that it would assert is checked here first, and nothing is
-allocated that the file's own size does not justify.
+ggml aborts on an inconsistent file, so everything that it asserts is checked here first, and allocations are bounded by the file's size.
 """
 
 import contextlib
@@ -36,14 +35,13 @@ _NUMPY = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7:
 MAX_NAME = 64  # GGML_MAX_NAME, with the terminating zero
 MAX_TENSORS = 1 << 16
 MAX_KEYS = 1 << 16
-LONG_STRING = 1 << 20  # a longer value (an embedded tokenizer.json) stays in the file, as a StringArray of one
-MAX_TEXT = 12 << 20  # bytes of all keys, names and shorter values; as Python strings they can take four times as much
+LONG_STRING = 1 << 20  # longer values (an embedded tokenizer.json) stay in the file, as a StringArray of one
+MAX_TEXT = 12 << 20  # bytes of keys, names and shorter values; Python strings can take four times as much
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of the file: ``shape`` in ggml order (innermost first), ``offset`` and ``nbytes`` absolute in the file, which is part ``part``
-    (from 0) of a model in several."""
+    """A tensor: ``shape`` in ggml order (innermost first); ``offset`` and ``nbytes`` absolute in the file, which is ``part`` (from 0) of a split model."""
 
     name: str
     type: int
@@ -58,10 +56,7 @@ class TensorInfo:
 
 
 class StringArray:
-    """A string array that stays in the file until it is asked for (a vocabulary has up to 250,000 entries).
-
-    ``bounds``: where each string's length field starts, and where the array ends.
-    """
+    """A string array that stays in the file until accessed. ``bounds``: the offset of each string's length field, and the end of the array."""
 
     __slots__ = ("_bounds", "_data")
 
@@ -78,11 +73,11 @@ class StringArray:
         return bytes(self._data[int(self._bounds[i]) + 8 : int(self._bounds[i + 1])])
 
     def raws(self) -> Iterator[bytes]:
-        """``raw`` of every string in turn, in a third of the time."""
+        """``raw`` of every string, in a third of the time."""
         return (bytes(self._data[start + 8 : end]) for start, end in itertools.pairwise(self._bounds.tolist()))
 
     def same(self, other: "StringArray") -> bool:
-        """Whether both hold the same strings: their bytes in the files, lengths included, are the same then."""
+        """Whether both arrays are equal: their bytes, lengths included, are the same."""
         return bool(self._bytes() == other._bytes())
 
     def _bytes(self) -> Any:
@@ -136,12 +131,10 @@ class _Cursor:
 class GGUFFile:
     """An open GGUF: ``metadata`` (str keys), ``tensors`` (name to TensorInfo). Close it, or use it in a ``with`` block.
 
-    A model in several files is opened by any of them, and is one: ``path`` is then that of the first part.
-    ``rope``: what a caller asks for in place of its keys of positions, see ``models.rope.RopeOptions``.
+    A split model is opened by any of its parts; ``path`` is then the first one. ``rope``: overrides, see ``models.rope.RopeOptions``.
 
     Raises:
-        GGUFError: the file is missing, is not a GGUF, or contradicts itself; a part of the model is missing or of another one. One sentence
-            with the value that is wrong.
+        GGUFError: the file is missing, no GGUF, or inconsistent, or a part is missing or of another model; with the offending value.
     """
 
     path: Path
@@ -151,7 +144,7 @@ class GGUFFile:
     rope: Any = None
 
     def __init__(self, path: str | Path) -> None:
-        self._parts: list[GGUFFile] = []  # of a model in several files
+        self._parts: list[GGUFFile] = []  # of a split model
         self._open(path)
         if split.COUNT in self.metadata:
             try:
@@ -175,7 +168,7 @@ class GGUFFile:
 
     @classmethod
     def _alone(cls, path: Path) -> "GGUFFile":
-        """A file by itself, part of something or not."""
+        """A single file, whether part of a model or not."""
         file = cls.__new__(cls)
         file._parts = []
         file._open(path)
@@ -184,7 +177,7 @@ class GGUFFile:
     def _open(self, path: str | Path) -> None:
         self.path, self.metadata, self.tensors = Path(path), {}, {}
         try:
-            if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a pipe would wait for its other end
+            if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a pipe would block
                 raise GGUFError(f"{self.path} is not a file; name a GGUF file")
             with open(self.path, "rb") as file:
                 if file.read(4) != b"GGUF":
@@ -246,7 +239,7 @@ class GGUFFile:
             if count == 0:
                 return np.empty(0, dtype)
             start = cur.need(count * dtype.itemsize, f"the array {key} of {count} values")
-            if dtype.kind == "b":  # any byte but 0 is true; numpy would keep a 2 as it is
+            if dtype.kind == "b":  # any byte but 0 is true; numpy would keep a 2
                 return np.frombuffer(cur.data, np.uint8, count, start) != 0
             return np.frombuffer(cur.data, dtype, count, start).copy()
         if item != _STRING:
@@ -300,7 +293,7 @@ class GGUFFile:
         total = 1
         for n in shape:
             total *= n
-        if not 0 < total < 1 << 46:  # 64 Ti elements; also keeps every product below in 63 bits
+        if not 0 < total < 1 << 46:  # 64 Ti elements; keeps the products below in 63 bits
             cur.fail(f"tensor {name!r} has the impossible shape {list(shape)}")
         block = lib.ggml_blck_size(kind)
         if shape[0] % block:
@@ -310,16 +303,16 @@ class GGUFFile:
     # -- access
 
     def under_other_names(self, metadata: dict, tensors: dict[str, TensorInfo]) -> "GGUFFile":
-        """A view of this file with these keys and tensor names. It borrows the memory: only this file has to be closed."""
+        """A view of this file with other metadata and tensor names. Borrows the memory: only this file has to be closed."""
         view = copy.copy(self)
         view.metadata, view.tensors = metadata, {name: replace(info, name=name) for name, info in tensors.items()}
         return view
 
     def read(self, name: str) -> memoryview:
-        """The tensor's bytes as they lie in the file. Valid until ``close``.
+        """The tensor's bytes in the file. Valid until ``close``.
 
         Raises:
-            GGUFError: the file was cut since it was opened.
+            GGUFError: the file was truncated since it was opened.
         """
         info = self.tensors[name]
         file = self._parts[info.part] if self._parts else self
@@ -331,7 +324,7 @@ class GGUFFile:
         return memoryview(data)[info.offset : info.offset + info.nbytes]
 
     def forget(self, name: str) -> None:
-        """Pages of a tensor that was copied are memory of this process no longer; they come back if it is read again."""
+        """Releases the pages of a copied tensor; they are read again on the next access."""
         info = self.tensors[name]
         data = (self._parts[info.part] if self._parts else self)._map
         first, end = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE, (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -339,10 +332,10 @@ class GGUFFile:
             data.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The metadata value of ``key`` if it has the type ``kind``; ``default`` if the key is absent.
+        """The value of ``key``, of type ``kind``; ``default`` if the key is absent.
 
         Raises:
-            GGUFError: the key is there with another type, or as NaN or Inf, or absent without a default.
+            GGUFError: another type, NaN or Inf, or absent without a default.
         """
         if key not in self.metadata:
             if default is None:
@@ -358,10 +351,10 @@ class GGUFFile:
         return value
 
     def array(self, key: str, kinds: str = "iub") -> np.ndarray | None:
-        """The numeric array ``key`` (numpy kinds i, u, b or f), or None if the key is absent.
+        """The numeric array ``key`` (numpy kinds i, u, b or f); None if absent.
 
         Raises:
-            GGUFError: the key holds something else.
+            GGUFError: another type.
         """
         value = self.metadata.get(key)
         if value is not None and not (isinstance(value, np.ndarray) and value.dtype.kind in kinds):
@@ -369,13 +362,10 @@ class GGUFFile:
         return value
 
     def identity(self, progress: Progress = lambda done, total: None) -> str:
-        """Names the contents: BLAKE3 of the whole file, in hex, computed once and then remembered in the cache folder; of
-        a model in several files, of those of its parts.
-
-        ``progress`` (bytes done, bytes of the file) is called while it is computed.
+        """BLAKE3 of the file in hex, cached; of a split model, of its parts' hashes. ``progress`` receives (bytes done, bytes of the file).
 
         Raises:
-            GGUFError: the file has been written to or replaced since it was opened.
+            GGUFError: the file was modified or replaced since it was opened.
         """
         if not self._parts:
             return content_hash(self.path, self._map, self._opened, progress)
@@ -391,11 +381,11 @@ class GGUFFile:
 
     @property
     def nbytes(self) -> int:
-        """Of the file, or of all parts."""
+        """Size of the file, or of all parts."""
         return sum(len(part._map) for part in self._parts or [self])
 
     def close(self) -> None:
-        # numpy copies are taken above and StringArray reads on demand, so only memoryviews handed out by read() can still hold the map
+        # only memoryviews from read() can still hold the map
         for part in self._parts:
             part.close()
         with contextlib.suppress(AttributeError):

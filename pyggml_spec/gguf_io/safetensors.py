@@ -1,7 +1,7 @@
 """Reads a safetensors file from a memory map, without torch.
 
-Layout: length of the header u64, the header (JSON: name -> dtype, shape, [begin, end) in the data), the data. The safetensors package
-cannot give bfloat16 to numpy; here it is widened to F32, which is exact.
+Layout: header length u64, header (JSON: name -> dtype, shape, [begin, end) in the data), data. BF16 is widened to F32, which is exact; the safetensors
+package cannot return it to numpy.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _READ = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 @dataclass(frozen=True, slots=True)
 class SafeTensor:
-    """A tensor of the file: ``shape`` as stored (outermost first), ``start`` absolute in the file."""
+    """A tensor: ``shape`` as stored (outermost first), ``start`` absolute in the file."""
 
     name: str
     dtype: str
@@ -45,7 +45,7 @@ def parse_json(data: bytes, what: str, limit: int = MAX_HEADER) -> dict:
     """A JSON object.
 
     Raises:
-        ConvertError: too long, no JSON, no object, or a name twice.
+        ConvertError: too long, invalid JSON, no object, or a duplicate name.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class SafetensorsFile:
     """An open safetensors file: ``tensors`` (name to SafeTensor). Close it, or use it in a ``with`` block.
 
     Raises:
-        ConvertError: the file is missing, is not safetensors, or contradicts itself.
+        ConvertError: the file is missing, not safetensors, or inconsistent.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -129,7 +129,7 @@ class SafetensorsFile:
         """Rows [first, first + count) of the tensor (outermost dimension; a vector is one row) as F32 [count, row].
 
         Raises:
-            ConvertError: a type that is not floating point.
+            ConvertError: not a floating-point type.
         """
         t = self.tensors[name]
         if t.dtype not in _READ:
@@ -144,7 +144,7 @@ class SafetensorsFile:
         return raw.astype(np.float32).reshape(count, width)
 
     def integers(self, name: str) -> np.ndarray:
-        """A tensor of whole numbers, I64 in its shape.
+        """An integer tensor as I64 in its shape.
 
         Raises:
             ConvertError: another type.

@@ -1,7 +1,6 @@
 """Models in several files, as ``llama-gguf-split`` writes them: NAME-00001-of-00005.gguf and so on.
 
-Every part is a GGUF with the keys split.no (from 0), split.count and split.tensors.count (of all parts together); the first one has the
-model's own keys, and each tensor lies in one part.
+Every part is a GGUF with split.no (from 0), split.count and split.tensors.count (total); the first one has the model's keys.
 """
 
 import re
@@ -13,16 +12,16 @@ import numpy as np
 from ..errors import GGUFError
 
 NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
-MOST_PARTS = 512  # 671B in BF16 has 30; each one holds a file open
+MOST_PARTS = 512  # open files; 671B in BF16 has 30 parts
 _OWN = {NUMBER, COUNT, TENSORS, "general.alignment"}  # keys of a part, not of the model
 _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def part_paths(path: Path, metadata: dict) -> list[Path]:
-    """Where all parts of the model lie of which ``path`` is one.
+    """Paths of all parts of the model that ``path`` belongs to.
 
     Raises:
-        GGUFError: its name or its keys do not say which part it is, or others are not there.
+        GGUFError: its name and keys do not agree, or parts are missing.
     """
     number, count = metadata.get(NUMBER), metadata[COUNT]
     if type(number) is not int or not 0 <= number < count:
@@ -43,21 +42,21 @@ def part_paths(path: Path, metadata: dict) -> list[Path]:
         shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         verb = "is" if len(missing) == 1 else "are"
         raise GGUFError(
-            f"{path} is part {number + 1} of {count} of a model, and {shown} {verb} not beside it; put all parts into one folder"
+            f"{path} is part {number + 1} of {count} of a model, and {shown} {verb} not in its folder; put all parts into one folder"
         )
     return paths
 
 
 def check_part(path: Path, metadata: dict, number: int, first: dict) -> None:
-    """Raises GGUFError if this is not part ``number`` (from 0) of the model whose first part has the keys ``first``."""
+    """Raises GGUFError unless this is part ``number`` (from 0) of the model whose first part has the metadata ``first``."""
     for key, wanted in ((NUMBER, number), (COUNT, first[COUNT]), (TENSORS, first.get(TENSORS))):
         if metadata.get(key) != wanted:
             raise GGUFError(
-                f"{path} is of another model than the parts beside it: its key {key!r} is {metadata.get(key)!r} instead of {wanted!r}"
+                f"{path} is of another model than the other parts: its key {key!r} is {metadata.get(key)!r} instead of {wanted!r}"
             )
     for key in metadata.keys() - _OWN:
         if key not in first or not _same(metadata[key], first[key]):
-            raise GGUFError(f"{path} is of another model than the parts beside it: its key {key!r} differs from the first part's")
+            raise GGUFError(f"{path} is of another model than the other parts: its key {key!r} differs from the first part's")
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -69,10 +68,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def merged(parts: list[tuple[Path, dict]], total: Any) -> dict:
-    """The tensors of all ``parts`` (path, tensors). ``total``: how many the first part says that there are.
+    """The tensors of all ``parts`` (path, tensors). ``total``: the number that the first part declares.
 
     Raises:
-        GGUFError: a tensor lies in two parts, or their number is another one.
+        GGUFError: a tensor is in two parts, or the number differs.
     """
     out: dict = {}
     for path, tensors in parts:

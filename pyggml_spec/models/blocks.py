@@ -1,4 +1,4 @@
-"""Parts of graphs that several architectures share."""
+"""Subgraphs that several architectures share."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,7 @@ from .weights import Group, Matrix
 
 
 def head_product(g: Graph, matrix: Matrix, x: Tensor, tokens: int = 0) -> Tensor:
-    """``product`` of a head, of its first so many tokens only where ``tokens`` is not 0."""
+    """``product`` of a head, limited to the first ``tokens`` outputs unless 0."""
     if not tokens or tokens >= matrix.weight.ne[1]:
         return product(g, matrix, x)
     count = g.aligned_outputs(matrix.weight, tokens)
@@ -20,7 +20,7 @@ def head_product(g: Graph, matrix: Matrix, x: Tensor, tokens: int = 0) -> Tensor
 
 
 def product(g: Graph, matrix: Matrix, x: Tensor) -> Tensor:
-    """x F32 [n_in, T] times the matrix, scaled and biased as the file has it; F32 [n_out, T]."""
+    """x F32 [n_in, T] times the matrix, with the file's scale and bias; F32 [n_out, T]."""
     out = g.matmul(matrix.weight, x)
     if matrix.bias is not None and matrix.bias_first:
         out = g.add(out, matrix.bias)
@@ -43,7 +43,7 @@ def project(g: Graph, group: Group, x: Tensor) -> list[Tensor]:
 
 
 def swiglu_ffn(g: Graph, gate_up: Group, down: Matrix, x: Tensor) -> Tensor:
-    """W_down (silu(W_gate x) * W_up x). With one row, two matmuls and the gate are one kernel of ggml-cuda; from two rows on one matmul is."""
+    """W_down (silu(W_gate x) * W_up x). For one row ggml-cuda fuses two matmuls and the gate into one kernel; for more, one matmul is faster."""
     return _gated_ffn(g, gate_up, down, x, g.swiglu, g.swiglu_halves)
 
 
@@ -55,19 +55,16 @@ def geglu_ffn(g: Graph, gate_up: Group, down: Matrix, x: Tensor) -> Tensor:
 def _gated_ffn(
     g: Graph, gate_up: Group, down: Matrix, x: Tensor, split: Callable[[Tensor, Tensor], Tensor], halves: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    apart = [run.matrix for run in gate_up.runs] if gate_up.fused is None else gate_up.parts if x.ne[1] == 1 else ()
-    if apart:
-        gate, up = (product(g, matrix, x) for matrix in apart)
+    separate = [run.matrix for run in gate_up.runs] if gate_up.fused is None else gate_up.parts if x.ne[1] == 1 else ()
+    if separate:
+        gate, up = (product(g, matrix, x) for matrix in separate)
         return product(g, down, split(gate, up))
-    assert gate_up.fused is not None  # or else all are apart
+    assert gate_up.fused is not None
     return product(g, down, halves(product(g, gate_up.fused, x)))
 
 
 def write_kv(g: Graph, k: Tensor, v: Tensor, kv: KVLayer, kv_rows: Tensor) -> None:
-    """Writes k, v F32 [D, H_kv, T] into the cache rows.
-
-    The order of the expansions keeps rope, view and row write of K next to each other, which ggml-cuda fuses.
-    """
+    """Writes k, v F32 [D, H_kv, T] into the cache rows. RoPE, view and row write of K stay adjacent, which ggml-cuda fuses."""
     k, v = g.hadamard(k, kv.rotation_k), g.hadamard(v, kv.rotation_v)
     g.expand(v)
     g.kv_write_rows(kv.k, k, kv_rows)
@@ -75,8 +72,8 @@ def write_kv(g: Graph, k: Tensor, v: Tensor, kv: KVLayer, kv_rows: Tensor) -> No
 
 
 def softplus_gated(g: Graph, out: Tensor, gate: Tensor, head_size: int) -> Tensor:
-    """out F32 [D * H, T] * softplus(gate), which has one value per head, F32 [H, T], or one per output."""
-    # part of a fused product is a view, and ggml-cuda has elementwise functions for contiguous tensors only
+    """out F32 [D * H, T] * softplus(gate); gate has one value per head, F32 [H, T], or one per output."""
+    # a part of a fused product is a view, and ggml-cuda's unary kernels need contiguous tensors
     gate = g.softplus(gate if g.view_source(gate) == gate else g.cont(gate))
     if gate.ne[0] == out.ne[0]:
         return g.mul(out, gate)
@@ -97,16 +94,13 @@ def attend(
     scale: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Writes k, v F32 [D, H_kv, T] into the cache rows and attends with q F32 [D, H, T] over the kv_bucket. Returns F32 [D * H, T].
+    """Writes k, v F32 [D, H_kv, T] into the cache rows and attends with q F32 [D, H, T] to the KV bucket. Returns F32 [D * H, T].
 
-    ``sinks`` F32 [H]: a score of each head that takes its share of the softmax and brings no value.
-
-    k and v None: the layer owns no K/V, ``kv`` holds the rows that an earlier layer wrote.
+    ``sinks`` F32 [H]: per-head score that takes part in the softmax without a value. k and v None: ``kv`` has the rows of an earlier layer.
     """
     q = g.hadamard(q, kv.rotation_k)
     if k is None and q.ne[2] == kv.k.ne[2]:  # one row of each sequence
-        # In replayed graphs on an H200 logits were off by up to 1.8 where ggml-cuda's one-row attention came right behind the rotation of its
-        # query, as if it had begun too early; with a copy between them, or with GGML_CUDA_PDL=0, every replay gives the bits of single launches.
+        # With replayed CUDA graphs, ggml-cuda's one-row attention right after the query's rotation reads it too early (PDL); a copy between them helps.
         q = g.cont(q)
     g.expand(q)
     if k is not None and v is not None:

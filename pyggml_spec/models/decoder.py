@@ -1,5 +1,4 @@
-"""A target as a description: which layers there are, in what frame. ``Decoder`` derives from it what the engine asks of a target.
-
+"""A target model as a description of its layers. ``Decoder`` derives tensors, caches and graphs from it.
 @register("qwen2")
 def qwen2(f: Hparams) -> Decoder:
     size = f.head_dim()
@@ -27,7 +26,7 @@ ARCHITECTURES: dict[str, Callable[[GGUFFile], "Decoder"]] = {}
 
 
 def register(*archs: str) -> Callable[[Callable[[Hparams], "Decoder"]], Callable[[Hparams], "Decoder"]]:
-    """Makes a function from ``Hparams`` the description of the architectures of these names."""
+    """Registers a description (a function from ``Hparams``) under these architecture names."""
 
     def note(describe: Callable[[Hparams], "Decoder"]) -> Callable[[Hparams], "Decoder"]:
         ARCHITECTURES.update({arch: described(describe, arch) for arch in archs})
@@ -37,7 +36,7 @@ def register(*archs: str) -> Callable[[Callable[[Hparams], "Decoder"]], Callable
 
 
 def described(describe: Callable[[Hparams], "Decoder"], arch: str) -> Callable[[GGUFFile], "Decoder"]:
-    """What makes a target of an open file of ``arch``."""
+    """The constructor of a target from an open file of ``arch``."""
 
     def opened(file: GGUFFile) -> Decoder:
         f = Hparams(file, arch)
@@ -53,12 +52,12 @@ class Decoder(Model):
     """A target made of ``layers``. ``weights`` has to be set before ``forward``.
 
     Args:
-        window: positions that sliding layers see, 0 for none.
-        embedding_scale: what the embedding is multiplied with. ``norm_embedding``: it is RMS-normalised, without a weight.
-        logit_scale, softcap: logits are multiplied, then capped: c tanh(l / c); 0 for none.
-        scaled, unscaled, biased: as in ``Model``, by short names of matrices.
+        window: positions visible to sliding layers, 0 for none.
+        embedding_scale: factor of the embedding. ``norm_embedding``: RMS-normalise it, without a weight.
+        logit_scale, softcap: logits are scaled, then capped, c tanh(l / c); 0 for none.
+        scaled, unscaled, biased: as in ``Model``, by short names.
         unused: tensors of the file that no graph uses, with the reason.
-        mtp: what the layer behind the last one, which drafts, is made of. ``drafting_layers``: why the target does not use it.
+        mtp: the MTP layer after the last one. ``drafting_layers``: why the target does not use it.
     """
 
     weights: Weights
@@ -94,11 +93,11 @@ class Decoder(Model):
 
     @property
     def rope(self) -> Rope | None:
-        """That of the first layer that sees everything and is rotated."""
+        """RoPE of the first full-attention layer that has one."""
         full = (layer.mixer for layer in self.layers if not layer.mixer.sliding)
         return next((rope for mixer in full if (rope := getattr(mixer, "rope", None)) is not None), None)
 
-    # -- what it reads
+    # -- tensors
 
     def tensors(self) -> list[Spec]:
         out = embedding_and_head(self.file, self.n_embd, self.n_vocab) + [
@@ -122,10 +121,10 @@ class Decoder(Model):
         return {name: members for i, layer in enumerate(self.layers) for name, members in layer.groups(self.f, f"blk.{i}.").items()}
 
     def fused_alike(self) -> list[tuple[str, ...]]:
-        """Groups of which the same number of matrices is fused: the recurrent state keeps rows of one width for every layer."""
+        """Groups with the same number of fused matrices: the recurrent state has one row width for all layers."""
         return [tuple(f"blk.{i}.mixer" for i in self._recurrent)] if self._recurrent else []
 
-    # -- what it keeps between steps
+    # -- caches
 
     def kv_shapes(self) -> list[KVShape]:
         return [shape for layer in self.layers if (shape := layer.mixer.kv) is not None]
@@ -134,14 +133,16 @@ class Decoder(Model):
         return next((layer.mixer.recurrent for layer in self.layers if layer.mixer.recurrent), None)
 
     def delta_row(self, first: int = 0) -> int:
-        """Floats per projected row that the recurrent states keep from layer ``first`` on."""
+        """Floats per projected row in the recurrent states, from layer ``first`` on."""
         i = next((i for i in self._recurrent if i >= first), None)
         return 0 if i is None else self.layers[i].mixer.row(self.weights.group(f"blk.{i}.mixer"))
 
     def caches_before(self, layer: int) -> tuple[int, int]:
+        """Number of K/V caches and of recurrent states of the layers before ``layer``."""
         return sum(i < layer for i in self._owners), sum(i < layer for i in self._recurrent)
 
     def last_cut(self) -> int:
+        """The last layer at which a split may begin: some layers read caches of earlier ones."""
         return self.n_layer - 1
 
     # -- the graph
@@ -150,9 +151,9 @@ class Decoder(Model):
         return g.rows(self.weights["token_embd.weight"], tokens)
 
     def forward(self, g: Graph, rows: TargetInputs, capture: tuple[int, ...] = ()) -> tuple[Tensor, list[Tensor]]:
-        """Adds all layers. Returns (F32 [n_embd, T] normalised for the head, captured inputs of the layers named by ``capture``).
+        """Adds all layers. Returns (F32 [n_embd, T] normalised for the head, captured hidden states).
 
-        A value v in ``capture`` is the input of layer v, that is the output of layer v - 1; v = n_layer is the last layer's output.
+        A value v in ``capture`` is the input of layer v (the output of layer v - 1); v = n_layer is the last layer's output.
         """
         x = self.embed(g, rows.tokens)
         x = g.scale(x, self.embedding_scale) if self.embedding_scale != 1 else x
@@ -168,7 +169,7 @@ class Decoder(Model):
         return g.name(g.rms_norm(x, self.weights["output_norm.weight"], self.eps), "result_norm"), [captured[v] for v in capture]
 
     def extra(self, g: Graph, x: Tensor, tokens: Tensor) -> Tensor | None:
-        """What layer 0 is handed beside its input."""
+        """The ``extra`` tensor for layer 0."""
         return None
 
     def _context(self, g: Graph, rows: TargetInputs, i: int, extra: Tensor | None) -> LayerContext:
@@ -178,6 +179,6 @@ class Decoder(Model):
         return LayerContext(g, self.weights, i, self.eps, rows.positions, attention, caches, rows.delta, state, extra)
 
     def logits(self, g: Graph, hidden: Tensor, tokens: int = 0) -> Tensor:
-        """F32 [n_embd, T] -> F32 [n_vocab, T]; of the first ``tokens`` only unless that is 0."""
+        """F32 [n_embd, T] -> F32 [n_vocab, T]; only of the first ``tokens`` unless 0."""
         out = head_product(g, self.weights.matrix("output.weight"), hidden, tokens)
         return g.soft_cap(g.scale(out, self.logit_scale) if self.logit_scale != 1 else out, self.softcap)

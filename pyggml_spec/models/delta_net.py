@@ -1,4 +1,4 @@
-"""The gated delta-net mixer, whose recurrent state verification leaves uncommitted (``cache.recurrent``)."""
+"""The gated delta-net mixer; verification leaves its recurrent state uncommitted (``cache.recurrent``)."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,9 @@ QKV, Z, BETA, ALPHA = "attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"
 
 @dataclass(frozen=True)
 class GatedDeltaNet(Part):
-    """Projections, a causal convolution and the gated delta rule (Yang, Kautz, Hatamizadeh 2024), a gated norm, the output.
+    """Projections, causal convolution, gated delta rule (Yang, Kautz, Hatamizadeh 2024), gated norm, output.
 
-    Attributes:
-        shape: geometry of the states; its ``layers`` counts all recurrent layers of the model.
+    ``shape``: geometry of the states; its ``layers`` counts all recurrent layers.
     """
 
     shape: DeltaShape
@@ -27,7 +26,7 @@ class GatedDeltaNet(Part):
         return self.shape
 
     def inputs(self, f: Hparams) -> dict[str, tuple[int, ...]]:
-        """The matrices that read the layer's input."""
+        """Matrices that read the layer's input."""
         d = self.shape
         return {
             QKV: (f.n_embd, d.channels),
@@ -46,7 +45,7 @@ class GatedDeltaNet(Part):
         return {"mixer": tuple(self.inputs(f))}
 
     def row(self, group: Group) -> int:
-        """Floats per projected row that the recurrent state keeps: a fused projection is kept whole, the channels come first in it."""
+        """Floats per projected row in the recurrent state: a fused projection is kept whole, channels first."""
         return sum(group.runs[0].rows)
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
@@ -57,6 +56,6 @@ class GatedDeltaNet(Part):
         return product(g, c.matrix("ssm_out"), g.gated_norm(o, c["ssm_norm"], c.eps, z))
 
     def projections(self, c: LayerContext, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """F32 rows that begin with q | k | v, ``row`` long; z [S * H_v, T]; beta and alpha [H_v, T]."""
+        """F32 rows of ``row`` values that begin with q | k | v; z [S * H_v, T]; beta and alpha [H_v, T]."""
         proj, z, beta, alpha = c.project("mixer", x)
         return c.g.view_source(proj), z, beta, alpha

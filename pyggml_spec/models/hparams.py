@@ -1,4 +1,4 @@
-"""The hyper-parameters of a target, as a description asks for them."""
+"""Hyper-parameters of a target."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -12,11 +12,7 @@ from .rope import Rope
 
 
 class Hparams:
-    """The hyper-parameters of a target's file, each read and checked when a description asks for it; sizes in values.
-
-    Attributes:
-        n_layer: layers of the target; ``n_block`` counts those that draft, too.
-    """
+    """Hyper-parameters of a target's file, read and checked on access. ``n_layer`` excludes MTP layers, ``n_block`` includes them."""
 
     def __init__(self, file: GGUFFile, arch: str) -> None:
         self.file, self.arch = file, arch
@@ -25,10 +21,10 @@ class Hparams:
         if not 0 < self.n_layer <= self.n_block:
             raise ModelError(f"{file.path}: nextn_predict_layers leaves {self.n_layer} layers of block_count ({self.n_block})")
         self.n_embd, self.n_vocab = positive(file, f"{arch}.embedding_length"), vocabulary(file)
-        self.routed = False  # whether the description asked for experts
+        self.routed = False  # whether the description has read the experts
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of a key without its architecture, not checked further than its type."""
+        """The value of a key without its architecture prefix; only the type is checked."""
         return self.file.get(f"{self.arch}.{key}", kind, default)
 
     def positive(self, key: str, default: int | None = None, limit: int = 1 << 24) -> int:
@@ -36,18 +32,14 @@ class Hparams:
         return positive(self.file, f"{self.arch}.{key}", default, limit)
 
     def number(self, key: str, default: Any, low: float = 0, high: float = 1 << 31) -> Any:
-        """A number of the type of ``default``, in [low, high].
-
-        Raises:
-            ModelError: out of range.
-        """
+        """A number of the type of ``default``. Raises ModelError outside [low, high]."""
         value = self.get(key, type(default), default)
         if not low <= value <= high:
             raise ModelError(f"{self.file.path}: {key} is {value}, but it has to be between {low} and {high}")
         return value
 
     def shape(self, tensor: str) -> tuple[int, ...] | None:
-        """The shape of a tensor of the file; None if it has none of that name."""
+        """The shape of a tensor of the file; None without it."""
         info = self.file.tensors.get(tensor)
         return None if info is None else info.shape
 
@@ -72,11 +64,11 @@ class Hparams:
 
     @cached_property
     def heads_by_layer(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Query heads and KV heads of each layer."""
+        """Query heads and K/V heads of each layer."""
         return layer_heads(self.file, self.arch, self.n_layer)
 
     def head_dim(self, *same: str, default: int | None = None) -> int:
-        """Values of a head; the keys ``same`` have to say the same, where they are there."""
+        """Values per head; the keys ``same``, where present, must be equal."""
         return size_of_heads(self.file, self.arch, default or self.n_embd // self.heads, *same)
 
     @cached_property
@@ -84,11 +76,11 @@ class Hparams:
         return self.positive("feed_forward_length")
 
     def rope(self, head_dim: int, neox: bool = True, yarn: bool = True, windowed: bool = False) -> Rope:
-        """``windowed``: the model has sliding layers, for which llama.cpp keeps positions of their own, so that callers cannot stretch them."""
+        """``windowed``: the model has sliding layers, for which llama.cpp keeps separate positions, so RoPE options are refused."""
         return Rope.from_gguf(self.file, self.arch, head_dim, neox, yarn, not windowed)
 
     def whole_heads(self, rope: Rope, head_dim: int) -> Rope:
-        """``rope``, which has to rotate all values of a head."""
+        """``rope``, checked to rotate all values of a head."""
         if rope.n_rot != head_dim:
             raise self.refuse(f"rope.dimension_count is {rope.n_rot}, but {self.arch} rotates whole heads of {head_dim}")
         return rope
@@ -101,12 +93,12 @@ class Hparams:
         return replace(rope, base=base)
 
     def window(self, period: int = 4, full_last: bool = False, needed: bool = True) -> tuple[int, tuple[bool, ...]]:
-        """Positions that sliding layers see, 0 for none, and which layers these are; a model without a window is refused where it is ``needed``."""
+        """Window (0 for none), and which layers slide; a model without a window is refused if ``needed``."""
         read = windowed_layers if needed else sliding_layers
         return read(self.file, self.arch, self.n_layer, period=period, full_last=full_last)
 
     def gating(self, default: int | None = None) -> int:
-        """How experts are chosen: SOFTMAX or SIGMOID."""
+        """Router activation: SOFTMAX or SIGMOID."""
         value = self.get("expert_gating_func", int, default)
         value = default if default and not value else value
         if value not in (SOFTMAX, SIGMOID):
@@ -114,18 +106,18 @@ class Hparams:
         return value
 
     def experts(self, n_ff: int | None = None, **how: Any) -> Experts:
-        """``n_ff``: hidden values of an expert where the file does not say; ``how``: further fields of ``Experts``."""
+        """``n_ff``: hidden size of an expert if the file lacks it; ``how``: further fields of ``Experts``."""
         self.routed = True
         return Experts.from_gguf(self.file, self.arch, self.n_layer, n_ff, **how)
 
     def ff_of_used_experts(self) -> int | None:
-        """Hidden values of an expert in files that give those of all that a token uses together, the first of their families; else None."""
+        """Hidden size of an expert in files that give the total of the used ones; else None."""
         if f"{self.arch}.expert_feed_forward_length" in self.file.metadata:
             return None
         return self.ff // self.positive("expert_used_count")
 
     def leading_dense(self, default: int | None = None) -> int:
-        """Layers with a dense FFN before those with experts."""
+        """Number of leading layers with a dense FFN."""
         n = self.get("leading_dense_block_count", int, default)
         if not 0 <= n <= self.n_layer:
             raise self.refuse(f"leading_dense_block_count is {n}, but the model has {self.n_layer} layers")

@@ -1,4 +1,4 @@
-"""Reading single hyper-parameters, every value checked: ggml ends the process on a bad shape."""
+"""Checked reading of single hyper-parameters: ggml aborts on bad shapes."""
 
 from typing import Any
 
@@ -10,11 +10,7 @@ from .weights import MATMUL, ROWS, VECTOR, Spec
 
 
 def positive(file: GGUFFile, key: str, default: int | None = None, limit: int = 1 << 24) -> int:
-    """An integer hyper-parameter in [1, limit].
-
-    Raises:
-        ModelError: out of range (a damaged file would otherwise ask for absurd shapes).
-    """
+    """An integer in [1, limit]. Raises ModelError outside."""
     value = file.get(key, int, default)
     if not 0 < value <= limit:
         raise ModelError(f"{file.path}: {key} is {value}, but it has to be between 1 and {limit}")
@@ -22,11 +18,7 @@ def positive(file: GGUFFile, key: str, default: int | None = None, limit: int = 
 
 
 def per_layer(file: GGUFFile, key: str, n_layer: int, default: int | None = None, limit: int = 1 << 24) -> tuple[int, ...]:
-    """An integer hyper-parameter in [1, limit] of each layer: one number for all, or a list.
-
-    Raises:
-        ModelError: out of range, or a list that is too short.
-    """
+    """An integer in [1, limit] per layer: one number for all, or a list. Raises ModelError outside, or for a short list."""
     if not isinstance(file.metadata.get(key), np.ndarray):
         return (positive(file, key, default, limit),) * n_layer
     numbers = file.array(key, "iu")
@@ -39,11 +31,7 @@ def per_layer(file: GGUFFile, key: str, n_layer: int, default: int | None = None
 
 
 def layer_heads(file: GGUFFile, arch: str, n_layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Query heads and K/V heads of each layer.
-
-    Raises:
-        ModelError: a layer whose query heads cannot share its K/V heads evenly.
-    """
+    """Query heads and K/V heads of each layer. Raises ModelError where query heads are no multiple of K/V heads."""
     heads = per_layer(file, f"{arch}.attention.head_count", n_layer)
     heads_kv = per_layer(file, f"{arch}.attention.head_count_kv", n_layer, heads[0])
     for i, (n, kv) in enumerate(zip(heads, heads_kv, strict=True)):
@@ -53,9 +41,7 @@ def layer_heads(file: GGUFFile, arch: str, n_layer: int) -> tuple[tuple[int, ...
 
 
 def sliding_layers(file: GGUFFile, arch: str, n_layer: int, period: int = 4, full_last: bool = False) -> tuple[int, tuple[bool, ...]]:
-    """The sliding window, 0 for none, and which layers have it: a list, or the first of every ``period`` layers sees everything.
-
-    ``full_last``: the last of every ``period`` layers does.
+    """The sliding window (0 for none), and which layers have it: a list, or all but the first of every ``period`` layers (``full_last``: the last).
 
     Raises:
         ModelError: a window out of range, or a pattern that is too short.
@@ -77,26 +63,18 @@ def sliding_layers(file: GGUFFile, arch: str, n_layer: int, period: int = 4, ful
 
 
 def windowed_layers(file: GGUFFile, arch: str, n_layer: int, **more: Any) -> tuple[int, tuple[bool, ...]]:
-    """``sliding_layers`` of an architecture without models that have none.
-
-    Raises:
-        ModelError: as there, or no window.
-    """
+    """``sliding_layers`` that raises ModelError for a file without a window."""
     window, sliding = sliding_layers(file, arch, n_layer, **more)
     if not window:
         raise ModelError(f"{file.path} has no attention.sliding_window, which every {arch} model has; convert it again")
     return window, sliding
 
 
-OF_SLIDING = ("attention.key_length_swa", "attention.value_length_swa")  # the sizes of sliding layers' heads, where files say them apart
+OF_SLIDING = ("attention.key_length_swa", "attention.value_length_swa")  # head sizes of sliding layers
 
 
 def size_of_heads(file: GGUFFile, arch: str, default: int, *alike: str) -> int:
-    """`attention.key_length`, or ``default`` without it; `attention.value_length` and the keys ``alike`` are the same, where they are there.
-
-    Raises:
-        ModelError: one of them is not, which no model of ``arch`` has.
-    """
+    """`attention.key_length`, or ``default``; raises ModelError if `attention.value_length` or a key in ``alike`` is present and differs."""
     size = positive(file, f"{arch}.attention.key_length", default, 4096)
     for name in ("attention.value_length", *alike):
         if file.get(f"{arch}.{name}", int, size) != size:
@@ -105,7 +83,7 @@ def size_of_heads(file: GGUFFile, arch: str, default: int, *alike: str) -> int:
 
 
 def epsilon(file: GGUFFile, arch: str) -> float:
-    """What the RMS norms add to the mean square; ggml asserts that it is not negative."""
+    """Epsilon of the RMS norms; ggml asserts that it is not negative."""
     eps = file.get(f"{arch}.attention.layer_norm_rms_epsilon", float)
     if eps < 0:
         raise ModelError(f"{file.path}: attention.layer_norm_rms_epsilon is {eps}, but it cannot be negative")
@@ -113,7 +91,7 @@ def epsilon(file: GGUFFile, arch: str) -> float:
 
 
 def kv_heads(file: GGUFFile, arch: str, n_head: int) -> int:
-    """K/V heads, each of which serves the same number of query heads."""
+    """K/V heads, a divisor of ``n_head``."""
     n = positive(file, f"{arch}.attention.head_count_kv", n_head)
     if n_head % n:
         raise ModelError(f"{file.path}: {n_head} query heads cannot share {n} K/V heads")
@@ -121,18 +99,18 @@ def kv_heads(file: GGUFFile, arch: str, n_head: int) -> int:
 
 
 def inverse_root(n: int) -> float:
-    """1 / sqrt(n), both steps in single precision as llama.cpp takes them: for heads of 72, 96 or 112 one rounding gives another last bit."""
+    """1 / sqrt(n) in single precision, as llama.cpp rounds it."""
     return float(np.float32(1) / np.sqrt(np.float32(n)))
 
 
 def vocabulary(file: GGUFFile) -> int:
-    """Tokens of the embedding; 0 if the file has none, which its specs then name."""
+    """Tokens of the embedding; 0 without one, which ``specs`` then reports."""
     embedding = file.tensors.get("token_embd.weight")
     return embedding.shape[-1] if embedding else 0
 
 
 def embedding_and_head(file: GGUFFile, n_embd: int, n_vocab: int) -> list[Spec]:
-    """Embedding, last norm and head; the head is the embedding where the file has none."""
+    """Specs of embedding, last norm and head; the head is the embedding if the file has none."""
     head = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
     return [
         Spec("token_embd.weight", (n_embd, n_vocab), ROWS),

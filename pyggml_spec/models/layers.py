@@ -1,7 +1,7 @@
-"""What layers are made of: attention, FFNs, experts, and the frame around them.
+"""Building blocks of layers: attention, FFNs, experts, and the frame around them.
 
-A part is a frozen value without weights. It names the tensors that it reads (``tensors``), the matrices that read one input (``groups``), what
-it keeps between steps (``kv``, ``recurrent``), and adds its nodes to a graph (``__call__``). The order of nodes and operands is llama.cpp's.
+A part is a frozen value without weights. It lists its tensors (``tensors``), matrices with a common input (``groups``) and caches (``kv``,
+``recurrent``), and adds nodes to a graph (``__call__``). The order of nodes and operands is llama.cpp's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,13 +19,13 @@ from .moe import Experts
 from .rope import Rope
 from .weights import VECTOR, Group, Matrix, Spec, Weights
 
-ROPE_FREQS = "rope_freqs.weight"  # what the frequencies are divided by, Llama 3.1 and later
-HEAD, ROW = "head", "row"  # what a norm of q and k goes over: each head, or all heads at once
+ROPE_FREQS = "rope_freqs.weight"  # divisors of the frequencies, Llama 3.1 and later
+HEAD, ROW = "head", "row"  # norms of q and k: per head, or over all heads
 MAY, MUST = "may", "must"  # have a bias
 
 
 def specs(prefix: str, matrices: Mapping[str, tuple[int, ...]], vectors: Mapping[str, int] = {}) -> list[Spec]:
-    """The tensors of a layer by their short names."""
+    """Specs of a layer's tensors by short names."""
     out = [Spec(f"{prefix}{name}.weight", shape) for name, shape in matrices.items()]
     return out + [Spec(f"{prefix}{name}.weight", (size,), VECTOR) for name, size in vectors.items()]
 
@@ -35,12 +35,12 @@ class LayerContext:
     """One layer of a graph under construction.
 
     Attributes:
-        i: its number; its tensors are `blk.{i}.*`.
+        i: layer index; its tensors are `blk.{i}.*`.
         positions: I32 [T].
-        attention: cache rows written, mask and KV bucket of this layer's attention; None where it only writes.
-        caches: KV rows by number of the layer that owns them.
-        recurrent, state: the recurrent states, and which of them is this layer's.
-        extra: a tensor that is handed from layer to layer; None where an architecture has none.
+        attention: cache rows, mask and KV bucket; None where the layer only writes K/V.
+        caches: K/V by index of the owning layer.
+        recurrent, state: the recurrent states, and the index of this layer's.
+        extra: a tensor passed from layer to layer; None for most architectures.
     """
 
     g: Graph
@@ -81,7 +81,7 @@ class LayerContext:
         return self.g.rms_norm(x, self[name], self.eps if eps is None else eps)
 
     def name(self, node: Tensor, name: str) -> Tensor:
-        """Names a node of this layer as llama.cpp does, so that ``pyspec compare --nodes`` finds both."""
+        """Names a node as llama.cpp does, for ``pyspec compare --nodes``."""
         return self.g.name(node, f"{name}-{self.i}")
 
 
@@ -91,15 +91,15 @@ class Part:
     kv: KVShape | None = None
     recurrent: DeltaShape | None = None
     experts: Experts | None = None
-    ggml_attention = ""  # why ggml attends where native kernels run
+    ggml_attention = ""  # reason for ggml's attention where native kernels run
     sliding = False
-    reads_extra = False  # of the layer before
+    reads_extra = False  # the ``extra`` of the previous layer
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
         raise NotImplementedError
 
     def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
-        """Short names of matrices that read the same input, by the name of their group."""
+        """Short names of matrices with a common input, by group."""
         return {}
 
     def unused(self, f: Hparams, prefix: str) -> dict[str, str]:
@@ -107,7 +107,7 @@ class Part:
         return {}
 
     def row(self, group: Group) -> int:
-        """Floats per projected row that the recurrent state keeps."""
+        """Floats per projected row in the recurrent state."""
         raise NotImplementedError
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
@@ -117,16 +117,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Attention(Part):
-    """Softmax attention: ``heads`` heads of ``size`` values, groups of which share ``kv_heads`` heads of K and V.
+    """Softmax attention: ``heads`` query heads of ``size`` values, ``kv_heads`` K/V heads.
 
     Attributes:
-        rope: None for layers whose heads are not rotated.
-        factors: whether ROPE_FREQS, where the file has it, divides the frequencies.
-        norm: HEAD or ROW for RMS norms of q and k before they are rotated.
-        out_bias: whether the output MAY or MUST have a bias; q, k and v may where the description says so.
-        sliding: sees the model's window only.
-        sinks: a score of each head takes its share of the softmax and brings no value.
-        gate: what the output is multiplied with: the "sigmoid" or "softplus" of a further product, or the sigmoid of values "in q", beside each head's.
+        rope: None for layers without RoPE.
+        factors: whether ROPE_FREQS applies, if present.
+        norm: HEAD or ROW for RMS norms of q and k before RoPE.
+        out_bias: whether the output MAY or MUST have a bias.
+        sliding: limited to the model's window.
+        sinks: per-head scores without a value in the softmax.
+        gate: output gate: "sigmoid" or "softplus" of a further product, or the sigmoid of values "in q", interleaved with each head's.
     """
 
     heads: int
@@ -152,7 +152,7 @@ class Attention(Part):
         n, wide, wide_kv = f.n_embd, self.size * self.heads, self.size * self.kv_heads
         matrices = {"attn_q": (n, 2 * wide if self.gate == "in q" else wide), "attn_k": (n, wide_kv), "attn_v": (n, wide_kv)}
         if self._has_gate_matrix:
-            shape = f.shape(f"{prefix}attn_gate.weight")  # one value per head, or one per value of the output
+            shape = f.shape(f"{prefix}attn_gate.weight")  # one value per head, or one per output
             matrices["attn_gate"] = (n, self.heads if self.gate == "softplus" and (shape is None or shape[-1] != wide) else wide)
         matrices["attn_output"] = (wide, n)
         by_row = self.norm == ROW
@@ -173,7 +173,7 @@ class Attention(Part):
         return self.attend(c, *c.project("mixer", x))
 
     def attend(self, c: LayerContext, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Tensor:
-        """From the projections F32 [.., T] on: writes K and V, attends, and projects. F32 [n_embd, T]."""
+        """From the projections F32 [.., T]: writes K and V, attends, and projects to F32 [n_embd, T]."""
         g, size, stride = c.g, self.size, None
         if self.gate == "in q":
             stride = 2 * size
@@ -193,12 +193,12 @@ class Attention(Part):
             assert gate is not None
             out = g.sigmoid_gated(out, gate)
         elif gate is not None:
-            # part of a fused product is a view, and ggml-cuda has elementwise functions for contiguous tensors only
+            # a part of a fused product is a view, and ggml-cuda's unary kernels need contiguous tensors
             out = g.mul(out, g.sigmoid(gate if g.view_source(gate) == gate else g.cont(gate)))
         return c.product("attn_output", c.name(out, "kqv_out"))
 
     def keys_values(self, c: LayerContext, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Projections F32 [.., T] -> K and V as they are stored, F32 [size, kv_heads, T]."""
+        """Projections F32 [.., T] -> K and V as stored, F32 [size, kv_heads, T]."""
         return self._rotated(c, k, self.kv_heads, "attn_k_norm"), c.g.heads(v, self.size, self.kv_heads)
 
     def _rotated(self, c: LayerContext, x: Tensor, heads: int, norm: str, stride: int | None = None) -> Tensor:
@@ -236,7 +236,7 @@ class GatedMLP(Part):
 
 @dataclass(frozen=True)
 class MoE(Part):
-    """Routed experts, beside them a ``shared`` FFN that sees every token, behind a sigmoid gate of its own where ``gated``."""
+    """Routed experts, plus a ``shared`` FFN for every token, with a sigmoid gate if ``gated``."""
 
     experts: Experts
     shared: GatedMLP | None = None
@@ -262,7 +262,7 @@ class MoE(Part):
 class Layer:
     """x += mixer(norm(x)); x += FFN(norm(x)).
 
-    ``mixer_norm``, ``ffn_norm``: names of the norms in front; ``post_mixer``, ``post_ffn``: of those behind, "" for none, with ``post_eps``.
+    ``mixer_norm``, ``ffn_norm``: names of the input norms; ``post_mixer``, ``post_ffn``: of output norms, "" for none, with ``post_eps``.
     """
 
     mixer: Part
@@ -279,7 +279,7 @@ class Layer:
 
     @property
     def reads_extra(self) -> bool:
-        """Whether it reads the ``extra`` of the layer before; what is not read is not copied to another device."""
+        """Whether it reads the previous layer's ``extra``; otherwise that is not copied between devices."""
         return self.mixer.reads_extra
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
@@ -293,9 +293,9 @@ class Layer:
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
         h = c.name(c.rms_norm(x, self.mixer_norm), "attn_norm")
         c.g.expand_norm(h)
-        x = c.name(c.g.add(self._behind(c, self.mixer(c, h), self.post_mixer), x), "ffn_inp")
+        x = c.name(c.g.add(self._post_norm(c, self.mixer(c, h), self.post_mixer), x), "ffn_inp")
         n = c.name(c.rms_norm(x, self.ffn_norm), "ffn_norm")
-        return c.name(c.g.add(self._behind(c, c.name(self.ffn(c, n), "ffn_out"), self.post_ffn), x), "l_out")
+        return c.name(c.g.add(self._post_norm(c, c.name(self.ffn(c, n), "ffn_out"), self.post_ffn), x), "l_out")
 
-    def _behind(self, c: LayerContext, x: Tensor, norm: str) -> Tensor:
+    def _post_norm(self, c: LayerContext, x: Tensor, norm: str) -> Tensor:
         return c.rms_norm(x, norm, self.post_eps) if norm else x

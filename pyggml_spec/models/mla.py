@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek V2), in its absorbed form: one latent row per token serves all heads.
 
     q = W_qb rms(W_qa h; attn_q_a_norm), or W_q h;  [c ; p] = W_kva h, c the latent part
-    c = rms(c; attn_kv_a_norm);  each head of q is [n ; r], r and p are rotated (pairs of neighbours)
+    c = rms(c; attn_kv_a_norm);  each head of q is [n ; r], r and p are rotated (adjacent pairs)
     K row = [c ; p], V row = c, one for all heads;  head i of q attends as [W_kb,i n ; r] and gives W_vb,i sum_j a_j c_j
-W_kb and W_vb are the two halves of what would make keys and values out of c: multiplied with q and with the sum, rows stay as they are stored.
+W_kb and W_vb, halves of the K/V up-projection, are absorbed into q and into the output, so that rows stay compressed.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class MLA(Part):
     """Latent attention with ``heads`` heads.
 
     Attributes:
-        lora_q: values that q is made of; 0 where it is projected directly.
+        lora_q: rank of q's projection; 0 for a direct one.
         latent: values of a latent row.
-        size, size_v: values of a head of q, and of its result; ``rope.n_rot`` of the first are rotated.
+        size, size_v: values per head of q, and of its result; ``rope.n_rot`` of the former are rotated.
         scale: of the scores.
     """
 
@@ -56,12 +56,12 @@ class MLA(Part):
         return self.attend(c, *self.projected(c, x), c.attention.mask)
 
     def projected(self, c: LayerContext, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What q is made of, or q itself, and what rows are made of."""
+        """(q or its low-rank input, [c ; p])."""
         q, row = c.project("mixer", x)
         return c.rms_norm(q, "attn_q_a_norm") if self.lora_q else q, row
 
     def attend(self, c: LayerContext, q: Tensor, row: Tensor, mask: Tensor) -> Tensor:
-        """F32 [n_embd, T] of what ``projected`` gave, over the rows that the mask shows."""
+        """Attention output F32 [n_embd, T] from ``projected``, over the rows that ``mask`` shows."""
         g, kv, n_rot, attention = c.g, c.kv, self.rope.n_rot, c.attention
         assert attention is not None
         q = c.product("attn_q_b", q) if self.lora_q else q

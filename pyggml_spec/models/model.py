@@ -1,4 +1,4 @@
-"""What every architecture inherits: the list of tensors that it reads, and the rule that no tensor of a file goes unread without a reason."""
+"""Base of all architectures: the list of tensors, and the rule that every tensor of a file is used or listed as unused."""
 
 from typing import Any
 
@@ -13,18 +13,17 @@ FFN = ("ffn_gate", "ffn_up", "ffn_down")
 SHARED, EXPERT = tuple(f"{name}_shexp" for name in FFN), tuple(f"{name}_exps" for name in FFN)
 SCALED = (*ATTENTION, "attn_output", "attn_qkv", "attn_gate", *FFN, *SHARED, *EXPERT, "ssm_out", "ssm_alpha", "ssm_beta")
 NVFP4 = "nvfp4"
-STATIC = "a scale for kernels that quantise activations by a fixed one, which neither llama.cpp's nor ours do"
+STATIC = "a scale for kernels with static activation quantisation, which neither llama.cpp nor pyggml_spec has"
 
 
 class Model:
-    """An architecture. Subclasses say what they read (``tensors``) and what they leave aside and why (``unused``); ``specs`` is not theirs.
+    """An architecture. Subclasses implement ``tensors`` and ``unused``, not ``specs``.
 
     Attributes:
-        scaled: matrices that may have a `.scale` beside them (one number, or one for each expert), as files with NVFP4 weights do; llama.cpp
-            reads these of every architecture.
-        unscaled: those of them whose scale llama.cpp reads and then does not apply.
+        scaled: matrices that may have a `.scale` (one number, or one per expert), as NVFP4 files do.
+        unscaled: those whose scale llama.cpp reads but does not apply.
         biased: matrices that may have a `.bias`.
-        ggml_attention: why ggml attends where native kernels run; empty where they do.
+        ggml_attention: reason for ggml's attention where native kernels run; empty without one.
     """
 
     arch: str
@@ -37,7 +36,7 @@ class Model:
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         if "specs" in cls.__dict__:
-            raise TypeError(f"{cls.__name__} replaces Model.specs, which refuses unknown tensors; name what it reads in tensors() instead")
+            raise TypeError(f"{cls.__name__} overrides Model.specs, which refuses unknown tensors; list its tensors in tensors() instead")
 
     def tensors(self) -> list[Spec]:
         """The tensors that the graph uses."""
@@ -48,23 +47,21 @@ class Model:
         return {}
 
     def specs(self) -> list[Spec]:
-        """``tensors()`` and the scales and biases beside them, if they and the unused ones are all that the file has.
-
-        A bias or a scale that nobody reads would give wrong text without a word; llama.cpp too refuses a file with tensors left over.
+        """``tensors()`` with their scales and biases. As in llama.cpp, any other tensor of the file is an error unless listed as unused.
 
         Raises:
-            ModelError: another tensor, by name, or a scale whose meaning is not certain.
+            ModelError: an unknown tensor, or an ambiguous scale.
         """
-        return self._read_and_idle()[0]
+        return self._specs_and_unused()[0]
 
     def unused_in_file(self) -> dict[str, str]:
-        """The tensors of the file that are left aside, by name, with the reason. Raises what ``specs`` raises."""
-        return {name: why for name, why in self._read_and_idle()[1].items() if name in self.file.tensors}
+        """The unused tensors that the file has, with the reason. Raises as ``specs``."""
+        return {name: why for name, why in self._specs_and_unused()[1].items() if name in self.file.tensors}
 
-    def _read_and_idle(self) -> tuple[list[Spec], dict[str, str]]:
+    def _specs_and_unused(self) -> tuple[list[Spec], dict[str, str]]:
         specs, unused = self.tensors(), self.unused()
         for spec in [spec for spec in specs if spec.use in (MATMUL, EXPERTS) and spec.source is None]:
-            found, more = self._beside(spec)
+            found, more = self._scale_and_bias(spec)
             specs += found
             unused |= more
         known = {spec.source or spec.name for spec in specs} | unused.keys()
@@ -75,13 +72,13 @@ class Model:
                 )
         return specs, unused
 
-    def _beside(self, spec: Spec) -> tuple[list[Spec], dict[str, str]]:
-        """The scale and bias of a matrix that the file has, and what of it is unused."""
+    def _scale_and_bias(self, spec: Spec) -> tuple[list[Spec], dict[str, str]]:
+        """Specs of the matrix's scale and bias, and those of them that are unused."""
         base, found, unused, tensors = spec.name.removesuffix(".weight"), [], {}, self.file.tensors
         short, scale, bias = base.split(".")[-1], f"{base}.scale", f"{base}.bias"
         quantised = spec.name in tensors and tensors[spec.name].type_name == NVFP4
-        if short in self.scaled or (short == "output" and quantised):  # llama.cpp reads the head's for this type only
-            if short != "fc":  # which llama.cpp knows a scale of only
+        if short in self.scaled or (short == "output" and quantised):  # as llama.cpp does
+            if short != "fc":
                 unused[f"{base}.input_scale"] = STATIC
             if scale in tensors and short in self.unscaled:
                 self._check_one(scale)
@@ -90,7 +87,7 @@ class Model:
                 found.append(Spec(scale, (spec.shape[2] if spec.use == EXPERTS else 1,), VECTOR, of=spec.name))
         if short in self.biased and bias in tensors:
             if found and quantised and short in FFN:
-                raise ModelError(f"{self.file.path} has {bias!r} beside NVFP4 weights with a scale; llama.cpp does not compute that either")
+                raise ModelError(f"{self.file.path} has {bias!r} and NVFP4 weights with a scale, which llama.cpp does not support either")
             found.append(Spec(bias, (spec.shape[1],), VECTOR, of=spec.name))
         return found, unused
 

@@ -1,11 +1,11 @@
-"""Routed experts: every token goes through the few of many small FFNs that a router picks.
+"""Routed experts (mixture of experts): a router selects a few small FFNs per token.
 
     p = softmax(W_r x) or sigmoid(W_r x);  chosen = the n_used largest of p (+ bias);  w = p[chosen], divided by its sum, times a scale
-    where experts lie in groups: only those of the groups whose two largest p (+ bias) have the largest sums
+    with groups: only experts of the groups with the largest sums of their two largest p (+ bias)
     or p = W_r x + b_r;  chosen = the n_used largest of p;  w = softmax(p[chosen])
-    result = sum over chosen of w * FFN_e(x), whose three products may each have a bias of their own
-The order of the nodes is that of llama.cpp's build_moe_ffn: ggml-cuda fuses the router by pattern, and bit-equality depends on the order of
-the additions. Expert matrices are 3-D: [n_in, n_out, n_expert].
+    result = sum over chosen of w * FFN_e(x), whose three products may each have a bias
+The order of nodes is that of llama.cpp's build_moe_ffn: ggml-cuda fuses the router by pattern, and bit-equality depends on the order of additions.
+Expert matrices are [n_in, n_out, n_expert].
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,20 @@ from .keys import per_layer, positive
 from .weights import EXPERTS, MATMUL, VECTOR, Spec, Weights
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # values of `expert_gating_func`
-SMALLEST_SUM = 6.103515625e-5  # smallest normal F16 number, what llama.cpp clamps the sum of the weights to
+SMALLEST_SUM = 6.103515625e-5  # smallest normal F16 number: llama.cpp's lower bound of the sum of weights
 
 
 @dataclass(frozen=True)
 class Experts:
-    """``n_used`` of ``n_expert`` FFNs with ``n_ff`` hidden values per token.
+    """``n_used`` of ``n_expert`` FFNs with hidden size ``n_ff`` per token.
 
-    ``gating`` SOFTMAX, SIGMOID or SOFTMAX_OF_CHOSEN; ``normalise`` divides the weights by their sum; ``scale`` multiplies them; ``glu`` is the
-    method of ``Graph`` that makes one of gate and up; ``biased`` adds `exp_probs_b` to what the choice is made by, not to the weights;
-    ``biases``: the router and the three products of every expert have a bias; ``groups`` and ``groups_used``: a token's experts lie in so many of
-    as many groups of neighbours, 1 of 1 where that is no condition.
+    Attributes:
+        gating: SOFTMAX, SIGMOID or SOFTMAX_OF_CHOSEN.
+        normalise, scale: divide the weights by their sum; multiply them.
+        glu: the method of ``Graph`` that combines gate and up.
+        biased: `exp_probs_b` is added for the selection, not to the weights.
+        biases: the router and all expert products have a bias.
+        groups, groups_used: experts are limited to the best groups; 1 of 1 for no limit.
     """
 
     n_expert: int
@@ -46,10 +49,10 @@ class Experts:
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, arch: str, n_layer: int, n_ff: int | None = None, **more: Any) -> "Experts":
-        """Reads `expert_count`, `expert_used_count` and `expert_feed_forward_length` (``n_ff`` where the file lacks it).
+        """Reads `expert_count`, `expert_used_count` and `expert_feed_forward_length` (default ``n_ff``).
 
         Raises:
-            ModelError: counts that contradict each other, or a routing that is not supported.
+            ModelError: inconsistent counts, or unsupported routing.
         """
         n_expert = positive(file, f"{arch}.expert_count", limit=1024)
         used = set(per_layer(file, f"{arch}.expert_used_count", n_layer, limit=n_expert))
@@ -63,14 +66,14 @@ class Experts:
 
     @staticmethod
     def _grouped(file: GGUFFile, arch: str, n_expert: int) -> tuple[int, int]:
-        """Reads `expert_group_count` and `expert_group_used_count`, which no file of a model without groups needs."""
+        """Reads `expert_group_count` and `expert_group_used_count`."""
         groups, used = file.get(f"{arch}.expert_group_count", int, 0), file.get(f"{arch}.expert_group_used_count", int, 0)
         if groups in (0, 1):
             return 1, 1
         if groups < 0 or n_expert % groups or n_expert < 2 * groups or not 0 < used < groups:
             raise ModelError(
                 f"{file.path}: expert_group_used_count is {used} of expert_group_count {groups}, which cannot be for {n_expert} experts; "
-                "groups have two experts or more, alike many, and fewer are used than there are"
+                "groups need the same size of two experts or more, and fewer are used than exist"
             )
         return groups, used
 
@@ -91,18 +94,18 @@ class Experts:
         return out
 
     def __call__(self, g: Graph, w: Weights, prefix: str, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        """x F32 [n_embd, T] -> F32 [n_embd, T]; ``logits`` F32 [n_expert, T] replace those of the router on x."""
+        """x F32 [n_embd, T] -> F32 [n_embd, T]; ``logits`` F32 [n_expert, T] replace the router's."""
         layer = int(prefix.split(".")[1])
         weights, chosen = self._route(g, w, prefix, self._router(g, w, prefix, x) if logits is None else logits)
-        # early, so that ggml-cuda finds the whole router in one piece
+        # first, so that ggml-cuda finds the router's nodes adjacent
         g.expand(weights)
         if w.streams_layer(layer):
             with w.arrived(g, layer):
                 out = g.mul(
-                    self._beside(g, w, f"{prefix}ffn_down_exps.weight", self._results(g, w, prefix, x, chosen, chosen), chosen), weights
+                    self._scaled(g, w, f"{prefix}ffn_down_exps.weight", self._results(g, w, prefix, x, chosen, chosen), chosen), weights
                 )
                 g.expand(out)
-                # with the weighted sum: ggml-cuda makes one kernel of it, which rounds once where two round twice, and only within a part
+                # includes the weighted sum: ggml-cuda fuses it within a part, with one rounding less
                 total = self._sum(g, out)
                 g.expand(total)
             return total
@@ -110,7 +113,7 @@ class Experts:
             out = w.host_experts.run(g, layer, x, chosen, lambda slots: self._results(g, w, prefix, x, slots, chosen))
         else:
             out = self._results(g, w, prefix, x, chosen, chosen)
-        out = g.mul(self._beside(g, w, f"{prefix}ffn_down_exps.weight", out, chosen), weights)
+        out = g.mul(self._scaled(g, w, f"{prefix}ffn_down_exps.weight", out, chosen), weights)
         g.expand(out)
         return self._sum(g, out)
 
@@ -134,7 +137,7 @@ class Experts:
         return (g.scale(weights, self.scale) if self.scale not in (0.0, 1.0) else weights), chosen
 
     def _in_groups(self, g: Graph, p: Tensor) -> Tensor:
-        """p F32 [n_expert, T] with -inf for the experts of the groups that a token does not use."""
+        """p F32 [n_expert, T] with -inf for experts of unused groups."""
         if self.groups == 1:
             return p
         size, rows = self.n_expert // self.groups, p.ne[1]
@@ -144,12 +147,12 @@ class Experts:
         return g.reshape(g.fill_other_rows(grouped, g.top_k(sums, self.groups_used), float("-inf")), self.n_expert, rows)
 
     def _results(self, g: Graph, w: Weights, prefix: str, x: Tensor, slots: Tensor, chosen: Tensor) -> Tensor:
-        """FFN_e(x) of the chosen experts, which are at ``slots`` of the device's tensors, neither scaled nor biased yet, F32 [n_embd, n_used, T]."""
+        """FFN_e(x) of the chosen experts at ``slots`` of the device's tensors, without scale and bias, F32 [n_embd, n_used, T]."""
         hidden = self._hidden(g, w, prefix, g.reshape(x, x.ne[0], 1, x.ne[1]), slots, chosen)
         return g.matmul_experts(w[f"{prefix}ffn_down_exps.weight"], hidden, slots)
 
-    def _beside(self, g: Graph, w: Weights, name: str, out: Tensor, chosen: Tensor) -> Tensor:
-        """Products out F32 [n, n_used, T] of the experts ``name``, scaled and biased by expert as far as the file has such."""
+    def _scaled(self, g: Graph, w: Weights, name: str, out: Tensor, chosen: Tensor) -> Tensor:
+        """Products F32 [n, n_used, T] of the experts ``name`` with the file's per-expert scales and biases."""
         scale, bias = w.scale(name), w.bias(name)
         if scale is not None:
             scales = g.repeat(g.reshape(scale, 1, self.n_expert, 1), 1, self.n_expert, chosen.ne[1])
@@ -163,12 +166,12 @@ class Experts:
             gate, up = g.columns_3d(both, self.n_ff, 0), g.columns_3d(both, self.n_ff, self.n_ff)
         else:
             names = [f"{prefix}ffn_{name}_exps.weight" for name in ("up", "gate")]
-            up, gate = [self._beside(g, w, name, g.matmul_experts(w[name], x, slots), chosen) for name in names]
-        # ggml's, as beside experts in host memory: the same bits wherever an expert lies
+            up, gate = [self._scaled(g, w, name, g.matmul_experts(w[name], x, slots), chosen) for name in names]
+        # ggml's kernel, as for experts in host memory: the same bits on either side
         return g.swiglu(gate, up, native=False) if self.glu == "swiglu" else getattr(g, self.glu)(gate, up)
 
     def _sum(self, g: Graph, out: Tensor) -> Tensor:
-        """F32 [n_embd, n_used, T] -> F32 [n_embd, T], added in order; the views come before the additions."""
+        """F32 [n_embd, n_used, T] -> F32 [n_embd, T], added in order; all views precede the additions."""
         parts = [g.slice_2d(out, i) for i in range(self.n_used)]
         for part in parts:
             g.expand(part)

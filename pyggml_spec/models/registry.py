@@ -1,4 +1,4 @@
-"""Architectures by the name in `general.architecture`. Adding one is one file and one line here."""
+"""Architectures by the name in `general.architecture`."""
 
 import importlib
 import pkgutil
@@ -17,22 +17,21 @@ from ..drafters.pairs import drafters_for
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
 from . import archs
-from .base import Target
-from .decoder import ARCHITECTURES
+from .decoder import ARCHITECTURES, Decoder
 
 for module in pkgutil.iter_modules(archs.__path__):
     importlib.import_module(f"{archs.__name__}.{module.name}")
 
 TARGETS = ARCHITECTURES
-CHAINS = {cls.arch: cls for cls in (Eagle3, Gemma4Assistant)}  # as ``dialects.RUN`` has them
+CHAINS = {cls.arch: cls for cls in (Eagle3, Gemma4Assistant)}
 SUPPORTED_TARGETS = ", ".join(sorted(TARGETS))
 
 
-def open_target(file: GGUFFile) -> Target:
+def open_target(file: GGUFFile) -> Decoder:
     """The target model of an open file.
 
     Raises:
-        ModelError: an architecture that is not a target here; the message says what is supported.
+        ModelError: an unsupported architecture; the message lists the supported ones.
     """
     arch = file.get("general.architecture", str)
     if arch in DRAFTERS or arch in CHAINS:
@@ -45,12 +44,12 @@ def open_target(file: GGUFFile) -> Target:
     return TARGETS[arch](file)
 
 
-_LIKE = {"qwen": "qwen3", "mistral": "llama", "phi": "llama", "granite": "llama", "gemma": "gemma4"}  # families whose names say little
-LIMIT = 40  # letters of a name that a file gives
+_LIKE = {"qwen": "qwen3", "mistral": "llama", "phi": "llama", "granite": "llama", "gemma": "gemma4"}  # nearest architecture by prefix
+LIMIT = 40  # characters of a name from a file
 
 
 def unsupported(file: GGUFFile) -> str:
-    """What is wrong with an architecture that does not run here, and what can be done: the end of a sentence that begins with the file."""
+    """The end of a sentence about a file with an unsupported architecture, with a remedy."""
     arch = file.get("general.architecture", str)
     family = next((near for name, near in _LIKE.items() if arch.startswith(name)), "llama")
     alike = get_close_matches(arch, TARGETS, 1, 0.7)
@@ -62,10 +61,10 @@ def unsupported(file: GGUFFile) -> str:
 
 
 def open_drafter(file: GGUFFile, target: GGUFFile | None = None) -> Drafter:
-    """The drafter of an open file, whichever converter wrote it; of a target's file, its MTP layer. ``target``: what it is to draft for, where that is known.
+    """The drafter of an open file of any converter; of a target's file, its MTP layer. ``target``: the target's file, for better messages.
 
     Raises:
-        ModelError: an architecture that is not a drafter here, or a drafter of another method, which the message names.
+        ModelError: an unsupported architecture or method, which the message names.
     """
     arch = file.get("general.architecture", str)
     if has_layer(file):
@@ -91,9 +90,9 @@ def _instead(target: GGUFFile | None) -> str:
 
 
 def embedded_drafter(file: GGUFFile) -> MTP | None:
-    """The layer of a target's file that drafts for it; None if it has none.
+    """The MTP layer of a target's file; None without one.
 
     Raises:
-        ModelError: it has several, or they are damaged.
+        ModelError: several, or damaged ones.
     """
     return MTP(file) if has_layer(file) else None

@@ -1,4 +1,4 @@
-"""Rotary embeddings: which values of a head are rotated, how they are paired, and how positions are stretched."""
+"""Rotary position embeddings (RoPE) and their context scaling."""
 
 from dataclasses import dataclass
 
@@ -15,16 +15,16 @@ KINDS = ("none", "linear", "yarn")
 
 @dataclass(frozen=True)
 class RopeOptions:
-    """What a caller asks for in place of what a model file says of positions; None leaves it to the file. Names and meanings are llama.cpp's.
+    """Overrides of a model file's RoPE parameters; None keeps the file's value. Names and meanings are llama.cpp's.
 
     Attributes:
         scaling: "none", "linear" or "yarn".
-        freq_scale: positions are multiplied with it: 0.25 for four times the context.
-        freq_base: of the frequencies.
-        orig_ctx: yarn: tokens of context that the model was trained with.
+        freq_scale: factor of positions: 0.25 for four times the context.
+        freq_base: base of the frequencies.
+        orig_ctx: yarn: training context in tokens.
         ext_factor: yarn: 1 extrapolates fully, 0 interpolates only.
-        attn_factor: what rotated rows are multiplied with, where ``ext_factor`` is 0; llama.cpp takes its own factor otherwise.
-        beta_slow, beta_fast: yarn: between which numbers of rotations a frequency goes from interpolated to extrapolated.
+        attn_factor: factor of rotated rows if ``ext_factor`` is 0; otherwise llama.cpp computes its own.
+        beta_slow, beta_fast: yarn: rotations between which frequencies blend from interpolated to extrapolated.
 
     Raises:
         ModelError: a value out of range.
@@ -49,10 +49,10 @@ class RopeOptions:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding: ``n_rot`` rotated values per head, frequency ``base``, positions scaled by ``scale``.
+    """RoPE on ``n_rot`` values per head, frequency ``base``, positions scaled by ``scale``.
 
-    ``neox`` pairs (i, i + n_rot / 2), otherwise (2 i, 2 i + 1). ``yarn`` is (extrapolation, magnitude, beta_fast, beta_slow) for a model
-    trained on ``n_ctx_orig`` positions.
+    ``neox`` pairs (i, i + n_rot / 2), otherwise (2 i, 2 i + 1). ``yarn``: (extrapolation, magnitude, beta_fast, beta_slow), for a training context of
+    ``n_ctx_orig``.
     """
 
     n_rot: int
@@ -64,12 +64,11 @@ class Rope:
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, arch: str, head_size: int, neox: bool = True, yarn: bool = False, asks: bool = True) -> "Rope":
-        """Reads `rope.dimension_count`, `rope.freq_base` and `rope.scaling.*`; ``yarn`` says whether that scaling is supported too.
-
-        ``asks`` False: a caller cannot ask for something else, because llama.cpp then stretches the sliding layers in a way of their own.
+        """Reads `rope.dimension_count`, `rope.freq_base` and `rope.scaling.*`; ``yarn``: whether yarn is supported; ``asks`` False: RoPE options
+        are refused, because llama.cpp scales sliding layers differently.
 
         Raises:
-            ModelError: another scaling type, which would give wrong positions silently.
+            ModelError: another scaling type.
         """
         kinds = KINDS if yarn else KINDS[:2]
         if file.rope is not None and not asks:
@@ -104,7 +103,7 @@ class Rope:
 
     @staticmethod
     def _rotated(file: GGUFFile, arch: str, head_size: int, suffix: str = "", default: tuple = (None, 10000.0)) -> tuple[int, float]:
-        """Rotated values per head and frequency base; ``suffix`` names a kind of layers, ``default`` what holds without the keys."""
+        """Rotated values per head and frequency base; ``suffix`` selects a kind of layers, ``default`` applies without the keys."""
         n_rot = file.get(f"{arch}.rope.dimension_count{suffix}", int, default[0] or head_size)
         if not 0 < n_rot <= head_size or n_rot % 2:
             raise ModelError(f"{file.path}: rope.dimension_count{suffix} is {n_rot}, which does not fit heads of {head_size}")
@@ -115,23 +114,21 @@ class Rope:
 
     @staticmethod
     def _magnitude(scale: float) -> np.float32:
-        """What ggml multiplies yarn rows with is cancelled and put back in single precision, as llama.cpp does it."""
+        """Cancels ggml's yarn magnitude and reapplies it in single precision, as llama.cpp does."""
         one, tenth = np.float32(1), np.float32(0.1)
         factor = one / np.float32(scale)
         grown = tenth * one * np.log(factor) + one if factor > 1 else one
         return grown * (one / (one + tenth * np.log(factor)))
 
     def swa(self, file: GGUFFile, arch: str, head_size: int, base: float | None = None) -> "Rope":
-        """The rope of the sliding-window layers: keys with `_swa`, no scaling; these values, or ``base``, where the keys are absent."""
+        """RoPE of sliding layers: keys with `_swa`, no scaling; defaults are these values, or ``base``."""
         return Rope(*self._rotated(file, arch, head_size, "_swa", (self.n_rot, base or self.base)), neox=self.neox)
 
     def check_sections(self, file: GGUFFile, arch: str, interleaved: bool) -> None:
-        """Multi-axis rope over text is plain NEOX only if every pair belongs to one of the axes that carry the text position.
-
-        Pairs outside the sections of the first three axes would be rotated by the fourth one, whose position is 0 for text.
+        """Multi-axis RoPE over text equals NEOX only if every pair belongs to one of the first three axes; the fourth has position 0 for text.
 
         Raises:
-            ModelError: `rope.dimension_sections` leaves such pairs.
+            ModelError: `rope.dimension_sections` leaves other pairs.
         """
         sections = file.array(f"{arch}.rope.dimension_sections")
         if sections is None:
@@ -154,11 +151,7 @@ class Rope:
 
 
 def ignored_yarn(file: GGUFFile, arch: str) -> list[str]:
-    """Sentences about yarn keys of the file that are not followed because llama.cpp, whose logits these are to equal, does not read them.
-
-    Its converter writes `attention_factor` of a checkpoint as `yarn_attn_factor`: what rotated rows are multiplied with. The engine takes
-    1 + 0.1 ln(factor) instead, times `attn_factor`. (Laguna XS.2: 1 in the checkpoint, 1.416 here and in llama.cpp.)
-    """
+    """Sentences about yarn keys of the file that llama.cpp ignores, and so this engine: it uses 1 + 0.1 ln(factor), times `attn_factor`."""
     if file.get(f"{arch}.rope.scaling.type", str, "none") != "yarn":
         return []
     stretch = 1 + 0.1 * np.log(max(1.0, file.get(f"{arch}.rope.scaling.factor", float, 1.0)))

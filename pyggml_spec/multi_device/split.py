@@ -20,7 +20,7 @@ from ..ggml.graph import Graph
 from ..ggml.host_experts import ExpertCounts
 from ..ggml.library import Tensor
 from ..ggml.weight_stream import WeightStream
-from ..models.base import Target
+from ..models.decoder import Decoder
 from ..models.placement import Placement
 from ..models.weights import Group, Matrix, Spec, Weights
 from .offload import GuestWeights
@@ -42,7 +42,7 @@ class Segment(NamedTuple):
         return f"{layers} on {self.backend.device.name}"
 
 
-def segments_of(target: Target, backends: Sequence[Backend], cuts: Sequence[int]) -> tuple[Segment, ...]:
+def segments_of(target: Decoder, backends: Sequence[Backend], cuts: Sequence[int]) -> tuple[Segment, ...]:
     """The segments of a target: the i-th of ``cuts`` is the first layer on ``backends[i + 1]``.
 
     Raises:
@@ -75,7 +75,7 @@ def cuts_by(shares: Sequence[float], sizes: Sequence[int], last: int) -> list[in
 
 
 def split(
-    target: Target,
+    target: Decoder,
     backends: Sequence[Backend],
     shares: Sequence[float] | None,
     free: Sequence[int],
@@ -151,7 +151,7 @@ def specs_on(specs: Sequence[Spec], segments: Sequence[Segment], index: int, bor
     return [spec for spec in specs if here(spec)]
 
 
-def _file_bytes(target: Target, specs: Sequence[Spec]) -> int:
+def _file_bytes(target: Decoder, specs: Sequence[Spec]) -> int:
     tensors = target.file.tensors
     return sum(tensors[name].nbytes for name in {spec.source or spec.name for spec in specs} if name in tensors)
 
@@ -173,7 +173,7 @@ class SplitWeights:
 
     def __init__(
         self,
-        target: Target,
+        target: Decoder,
         segments: Sequence[Segment],
         drafter: AnyDrafter | None,
         placement: Placement | None,

@@ -121,7 +121,7 @@ def cut(parts):
 @pytest.mark.parametrize(
     "harm, named, words",
     [
-        (missing, 0, ["model-00002-of-00003.gguf is not beside it", "one folder"]),
+        (missing, 0, ["model-00002-of-00003.gguf is not in its folder", "one folder"]),
         (missing, 2, ["part 3 of 3", "model-00002-of-00003.gguf"]),
         (renamed, "whole.gguf", ["part 1 of 3", "-00001-of-00003.gguf"]),
         (misnumbered, 0, ["another model", "split.no"]),
