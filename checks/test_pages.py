@@ -112,7 +112,7 @@ def test_options_and_variables_that_pages_name_exist():
 
 
 def test_every_count_is_explained():
-    """`waited_s` and `grouped` were written, and nobody was told what they are."""
+    """`waited_s` and `grouped` were written and not documented."""
     slots = (ROOT / "docs" / "slots.md").read_text("utf-8")
     tables = (ROOT / "docs" / "statistics.md").read_text("utf-8"), slots[slots.index("## Statistics") : slots.index("## Measuring")]
     for stats, table in zip((Stats(mode="plain", device="CPU"), BatchStats()), tables, strict=True):
@@ -139,7 +139,7 @@ NAMED = re.compile(r"pip install[^\n]*?\bpyggml[-_.]?spec\b", re.IGNORECASE)
 
 @pytest.mark.parametrize("folder", ["", "docs", "pyggml_spec", "scripts", "csrc", "patches", "cmake"])
 def test_nothing_names_an_install_of_this_package_from_an_index(folder):
-    """It is on none: whoever takes the name there would own those who follow the sentence."""
+    """It is on none: another package of that name would be installed."""
     files = (ROOT / folder).rglob("*.*") if folder else ROOT.glob("*.*")
     texts = {path: path.read_text("utf-8") for path in files if path.suffix in (".py", ".md", ".toml", ".c", ".h", ".cmake", ".txt")}
     assert texts and not [path for path, text in texts.items() if NAMED.search(text)]

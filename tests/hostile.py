@@ -1,4 +1,4 @@
-"""Programs that a worker does not want: what they send, and what becomes of the server behind it."""
+"""Programs that a worker does not want: what they send, and what becomes of the server after it."""
 
 import random
 import socket
@@ -147,7 +147,7 @@ class Peer:
 
 
 def spoiled(rng: random.Random, body: bytes) -> bytes:
-    """The body with one to three numbers exchanged, bytes changed, cut or with more behind it."""
+    """The body with one to three numbers exchanged, bytes changed, cut or with more after it."""
     out = bytearray(body)
     for _ in range(rng.randint(1, 3)):
         how = rng.random()

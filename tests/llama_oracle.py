@@ -134,7 +134,7 @@ class _Pair:
     rounded = False  # whether rows that were decoded again gave other bits than in their block: ggml's AMX kernels do, 1e-6 at Q4_K
 
     def _keep(self, rows, logits, accepted, before):
-        """How many drafts of the verified ``rows`` stay: ``accepted``, or those that are right. The target's memory ends behind them: where llama.cpp
+        """How many drafts of the verified ``rows`` stay: ``accepted``, or those that are right. The target's memory ends after them: where llama.cpp
         cannot roll it back, the state ``before`` is put back, and the rows that stay are decoded again."""
         matched, first, ids = 0, self.n, logits.argmax(axis=1)
         while matched < len(rows) - 1 and ids[matched] == rows[matched + 1]:
@@ -266,7 +266,7 @@ class LlamaDFlash(_Pair):
 class LlamaMTP(_Pair):
     """A target and its MTP layer in llama.cpp, one sequence, greedy: the steps of its `draft-mtp`. Owns models and contexts.
 
-    Each token is paired with the target's hidden state (behind output_norm) of the token before it, the first one with zeros. ``draft``: the
+    Each token is paired with the target's hidden state (after output_norm) of the token before it, the first one with zeros. ``draft``: the
     file of the layer, None for the target's own. ``shared``: the drafter reads the target's K/V (gemma4-assistant); there is nothing to compute
     for committed tokens then, and all drafts stand at one position.
     """

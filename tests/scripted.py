@@ -59,7 +59,7 @@ def write(
 
     Args:
         control: texts of control tokens, of which each is one token in the first of the texts that has it; the end token too.
-        more: metadata beside the usual; None leaves out what is usual.
+        more: metadata alongside the usual; None leaves out what is usual.
     """
     names, types, ids = list(BYTES), [NORMAL] * 256, {name: i for i, name in enumerate(BYTES)}
 

@@ -1,4 +1,4 @@
-"""What the Python API promises beside the engine: names for type checkers, lists of prompts, chats in one call, the file's sampling."""
+"""What the Python API promises alongside the engine: names for type checkers, lists of prompts, chats in one call, the file's sampling."""
 
 import inspect
 import subprocess

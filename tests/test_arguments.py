@@ -1,6 +1,6 @@
 """What callers hand to Session, ModelRunner, Tokenizer and Sampling: nonsense ends in one of our sentences and changes nothing.
 
-Behind each of these is C that ends the process, or reads what lies there, so a missing check ends this test run.
+After each of these is C that ends the process, or reads what lies there, so a missing check ends this test run.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ def want(session):
 
 @pytest.fixture
 def engine(session, want):
-    """The session's engine behind a prompt; afterwards it still generates what it did."""
+    """The session's engine after a prompt; afterwards it still generates what it did."""
     session.engine.reset()
     session.engine.prefill(PROMPT)
     yield session.engine

@@ -247,7 +247,7 @@ def test_without_an_exchange_in_one_step_a_failed_second_step_is_undone(site, tm
 
 
 def test_readers_never_see_half_of_the_libraries(site, tmp_path):
-    """Whoever opens a library at any moment of an exchange finds it, old or new."""
+    """A library opened at any moment of an exchange is there, old or new."""
     libraries, wheel, seen, stop = site / "llama_cpp" / "lib", wheel_of(tmp_path, GOOD), set(), threading.Event()
 
     def watch():

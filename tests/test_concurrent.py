@@ -1,4 +1,4 @@
-"""Requests from threads and event loops: everybody gets the text that a session alone would give, and nobody waits for ever."""
+"""Requests from threads and event loops: each gets the text that a session alone would give, and none waits for ever."""
 
 import asyncio
 import itertools
@@ -87,7 +87,7 @@ def test_stop_text_and_limits(server, want):
 
 @pytest.mark.parametrize("mode", ["speculative", "plain"])
 def test_nothing_is_computed_after_a_stop_text(session, mode):
-    """It was seen a step late: the statistics counted a block that nobody wanted."""
+    """It was seen a step late: the statistics counted a block that was not used."""
     text = session.generate(PROMPTS[0], 20, mode=mode)[0]
     stops = [text[i : i + 3] for i in (0, 4, 9)]
     alone = [session.generate(PROMPTS[0], 20, mode=mode, stop=[stop]) for stop in stops]
@@ -200,7 +200,7 @@ def test_a_step_that_fails_ends_its_requests_with_the_error(session, error, monk
         for handle in handles:
             with pytest.raises(type(error), match=str(error)):
                 handle.result(WAIT)
-            with pytest.raises(type(error)):  # again, for whoever asks again
+            with pytest.raises(type(error)):  # at each call
                 next(handle)
         if isinstance(error, ZeroDivisionError):
             with pytest.raises(EngineError, match="ended by ZeroDivisionError: a bug"):
@@ -220,7 +220,7 @@ def test_another_one_is_made_while_the_failed_one_still_ends(session, want, monk
 
 
 def test_sizes_are_those_of_the_last_step(server, want):
-    """They are taken in the thread of the steps: buffers that are being planned are nobody else's to look at."""
+    """They are taken in the thread of the steps: buffers that are being planned are read by no other thread."""
     engine = server._scheduler.engine
     before, asked = server.graph_bytes, []
     engine.memory = lambda: asked.append(threading.current_thread().name) or type(engine).memory(engine)
@@ -325,13 +325,13 @@ def test_the_drafts_of_a_step_are_told(server):
     assert blocks[0].drafts == ()
     for event in blocks[1:]:
         assert event.tokens[:-1] == event.drafts[: len(event.tokens) - 1]
-        assert event.drafts[len(event.tokens) - 1 : len(event.tokens)] != event.tokens[-1:]  # rejected, or the target's own behind the last
+        assert event.drafts[len(event.tokens) - 1 : len(event.tokens)] != event.tokens[-1:]  # rejected, or the target's own after the last
     assert sum(len(event.drafts) for event in blocks) == events[-1].stats.drafted > 0
     assert all(not event.drafts for event in server.submit(PROMPTS[0], 20, mode="plain"))
 
 
 def test_a_prompt_without_tokens_is_computed(session):
-    """With max_tokens of 0: whoever begins alike goes on behind it."""
+    """With max_tokens of 0: an equal prefix continues after it."""
     prompt = [5 + i % 90 for i in range(128)]
     with session.concurrent(slots=2, prefix_memory=64 << 20) as server:
         text, stats = server.submit(prompt, 0).result(WAIT)
@@ -372,19 +372,19 @@ def test_only_threads_of_the_stepping_thread_compute(pair, tmp_path, monkeypatch
         assert threads_of_this_process() <= before and not session.costs_cached
         steps = session.steps(PROMPTS[0], 20, ignore_end=True)
         next(steps)
-        assert len(threads_of_this_process() - before) == 2  # beside this one
+        assert len(threads_of_this_process() - before) == 2  # alongside this one
         steps.close()
         assert threads_of_this_process() <= before
         with session.concurrent(slots=1) as server:
             handle = server.submit(PROMPTS[0], ignore_end=True)
             next(handle)
-            assert len(threads_of_this_process() - before) == 3  # the one that steps, and two beside it
+            assert len(threads_of_this_process() - before) == 3  # the one that steps, and two alongside it
             handle.cancel()
             handle.result(WAIT)
             due = time.monotonic() + WAIT
             while len(threads_of_this_process() - before) > 1 and time.monotonic() < due:
                 time.sleep(0.001)
-            assert len(threads_of_this_process() - before) == 1  # it waits for requests, and keeps nobody
+            assert len(threads_of_this_process() - before) == 1  # it waits for requests, and keeps no other thread
 
 
 @pytest.mark.parametrize("step, wakes", [(0.001, (3, 4)), (0.05, (40, 41))])

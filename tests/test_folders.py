@@ -15,7 +15,7 @@ CPU = ["--device", "CPU", "-t", "1", "-c", "64", "-p", "a", "-n", "1"]
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o757, 0o722])
 @pytest.mark.parametrize("variable", ["PYSPEC_CACHE", "XDG_CACHE_HOME"])
 def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch, variable, mode):
-    """Costs, hashes of model files and findings of the probe in it were believed, whoever wrote them."""
+    """Costs, hashes of model files and findings of the probe in it were believed from any writer."""
     monkeypatch.delenv("PYSPEC_CACHE", raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
     folder = tmp_path if variable == "PYSPEC_CACHE" else tmp_path / "pyspec"

@@ -62,7 +62,7 @@ def test_the_guides_commands_run(desk, line):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_code_of_the_pages_runs(desk, page):
-    """Each block by itself, as somebody would paste it: in a process that has imported nothing yet."""
+    """Each block by itself, as a user would paste it: in a process that has imported nothing yet."""
     for code in blocks(page, "python"):
         done = in_desk(desk, [sys.executable, "-c", code])
         assert done.returncode == 0 and not done.stderr, done.stderr

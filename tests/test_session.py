@@ -180,7 +180,7 @@ def test_during_requests_every_thread_gets_the_same_error(session):
 
 
 def test_a_generation_during_a_batch_is_refused(session):
-    """Two engines over one device stream, and nobody said a word."""
+    """Two engines over one device stream, without an error."""
     left = session.steps(FIRST, 20)
     next(left)
     with session.batch(2) as scheduler:
@@ -264,7 +264,7 @@ def test_a_session_for_requests_alone_has_no_caches_of_its_own(pair):
 
 
 def test_a_text_that_rests_loses_nothing_that_was_computed(monkeypatch):
-    """Without a drafter's inputs a text has other rows: what its prompt goes on behind decides, where drafts would not pay anyway."""
+    """Without a drafter's inputs a text has other rows: what its prompt continues after decides, where drafts would not pay anyway."""
     prompt = list(range(40, 240)) * 6
     with ps.load(device="CPU", threads=1, n_ctx=2048, prefix_memory=1 << 28) as session:
         monkeypatch.setattr(SpeculationPolicy, "never_pays", property(lambda self: False))
@@ -281,7 +281,7 @@ def test_a_text_that_rests_loses_nothing_that_was_computed(monkeypatch):
 
 @pytest.mark.parametrize("slots, rested", [(1, [False, False, True]), (2, [False, False, False])])
 def test_a_text_in_one_slot_rests_as_in_a_session(monkeypatch, slots, rested):
-    """Where drafts would not pay a text gets no drafter's inputs, unless its prompt goes on behind one that has them. What one slot's blocks cost
+    """Where drafts would not pay a text gets no drafter's inputs, unless its prompt continues after one that has them. What one slot's blocks cost
     says nothing of several."""
     prompt, said = list(range(40, 240)) * 3, []
     with ps.load(device="CPU", threads=1, n_ctx=1024, prefix_memory=0) as session, session.batch(slots, prefix_memory=1 << 28) as scheduler:

@@ -47,7 +47,7 @@ def need_library() -> None:
 
 
 def free_port() -> int:
-    """Below those that systems give out by themselves, and not among those of another process of tests: nobody takes it while its worker is started anew."""
+    """Below those that systems give out by themselves, and not among those of another process of tests: none takes it while its worker restarts."""
     first = 20000 + 1500 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 8)
     while True:
         port = random.SystemRandom().randrange(first, first + 1500)

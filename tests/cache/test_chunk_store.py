@@ -78,7 +78,7 @@ def test_a_device_without_memory_costs_no_account():
 
 
 def test_what_was_forgotten_is_known_again_with_a_copy(monkeypatch):
-    """A copy of a chunk that nobody knew was in the account for ever: nothing that makes room would find it."""
+    """A copy of a forgotten chunk was in the account for ever: nothing that makes room would find it."""
     monkeypatch.setattr("pyggml_spec.cache.chunk_store.REMEMBERED", 2)
     copies = ChunkStore(100)
     first = copies.chunk(b"a", 0, 1)

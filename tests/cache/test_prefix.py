@@ -100,7 +100,7 @@ def test_a_prompt_repeated(engine, cache):
 
 
 def test_prompts_that_share_a_beginning(engine, cache):
-    """The second goes on behind the deepest state at or before their parting; the third behind the parting itself."""
+    """The second continues after the deepest state at or before their parting; the third after the parting itself."""
     shared, stateful = tokens(2, 300), engine.sequence.stateful
     prompts = [shared + tokens(seed, 150) for seed in (3, 4, 5)]
     runs = [answer(engine, prompt, cache) for prompt in prompts]
@@ -154,7 +154,7 @@ def test_a_prompt_always_leaves_a_token_to_compute(engine, cache, length):
 
 
 def test_plain_and_speculative_prompts_are_kept_apart(engine, cache):
-    """A plain sequence has no drafter rows: drafting behind it would be blind."""
+    """A plain sequence has no drafter rows: drafting after it would be blind."""
     prompt = tokens(11, 100)
     want = answer(engine, prompt), answer(engine, prompt, mode=PLAIN)
     plain = answer(engine, prompt, cache, PLAIN)

@@ -1,4 +1,4 @@
-"""What sequences of several slots leave at their ends: the next turn of a conversation goes on behind the answer, from memory and from files."""
+"""What sequences of several slots leave at their ends: the next turn of a conversation continues after the answer, from memory and from files."""
 
 import os
 
@@ -37,7 +37,7 @@ def run(scheduler, prompt, count=12, mode=SPECULATIVE, **options):
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("mode", [SPECULATIVE, PLAIN])
 def test_the_next_turn_reuses_the_answer(pair, slots, mode):
-    """Twice, with ends in the middle of a chunk; all but the token that was never computed is there. The last turn's prompt is long: behind the
+    """Twice, with ends in the middle of a chunk; all but the token that was never computed is there. The last turn's prompt is long: after the
     answer it comes back to whole chunks."""
     with make(pair, slots) as scheduler:
         prompt, before = tokens(1, 70), 0
@@ -232,7 +232,7 @@ def test_what_waits_for_the_disk_is_bounded(pair, tmp_path, monkeypatch):
 
 
 def test_nothing_is_kept_of_a_sequence_whose_drafter_gave_nan(pair):
-    """Its rows went into the cache: whoever went on behind them had no drafts, and nobody said so."""
+    """Its rows went into the cache: what continued after them had no drafts, without a note."""
     with make(pair) as scheduler:
         prompt = tokens(71, 100)
         stream = scheduler.submit(prompt, LoopOptions(30, SPECULATIVE, ignore_end=True))

@@ -141,7 +141,7 @@ def test_another_model_or_layout_is_said_and_not_used(engine, want, tmp_path):
     run, notes = cached(engine, tmp_path, layout="model: two")
     assert run.reused == 0 and len(notes) == 1 and "'model: one' there, 'model: two' here" in notes[0]
     assert_same(run, want)
-    for name in os.listdir(tmp_path):  # somebody renames files so that they seem to fit
+    for name in os.listdir(tmp_path):  # renamed so that they seem to fit
         digest = PrefixFiles(tmp_path, "model: three", MANY).name_prefix
         os.rename(tmp_path / name, tmp_path / (digest + name[16:]))
     files = PrefixFiles(tmp_path, "model: three", MANY)
@@ -182,10 +182,10 @@ def test_the_disk_budget_deletes_what_was_not_used_for_longest(tmp_path):
         files.store(key, "rows", np.zeros(1000, np.uint8))
         os.utime(files.path_of(key, "rows"), (i, i))
     files.load(keys[0], "rows", 1000)
-    (tmp_path / "somebody's file").write_text("x" * 10000)
+    (tmp_path / "another file").write_text("x" * 10000)
     files.trim()
     assert [files.has(key, "rows") for key in keys] == [True, False, True, True]
-    assert (tmp_path / "somebody's file").exists()
+    assert (tmp_path / "another file").exists()
 
 
 def test_a_folder_that_cannot_be_written_costs_a_sentence(engine, want, tmp_path, monkeypatch):

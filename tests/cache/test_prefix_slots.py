@@ -54,7 +54,7 @@ def check(pair, streams) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", [*KINDS, *OTHERS], indirect=True)
 def test_one_after_the_other(pair, scheduler):
-    """The third goes on exactly where the first two parted; drafting is not blind behind a hit."""
+    """The third goes on exactly where the first two parted; drafting is not blind after a hit."""
     shared = tokens(1, 300)
     prompts = [shared + tokens(seed, 100) for seed in (2, 3, 4)] + [shared + tokens(2, 100)]
     streams = []
@@ -62,7 +62,7 @@ def test_one_after_the_other(pair, scheduler):
         streams.append(scheduler.submit(prompt, OPTIONS))
         scheduler.run()
     check(pair, streams)
-    # nobody knew yet that a state would be wanted where they part; rows are reused to the token
+    # it was not known yet that a state would be wanted where they part; rows are reused to the token
     want = [0, 0, 256, 400 - TAIL] if scheduler.engine.sequence.stateful else [0, 300, 300, 399]
     assert [s.stats.reused_tokens for s in streams] == want
     assert streams[3].stats.reused_from["memory"] == 7 and all(s.stats.drafted > 0 for s in streams)
@@ -71,7 +71,7 @@ def test_one_after_the_other(pair, scheduler):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 5])
 def test_all_at_once(pair, count):
-    """The shared beginning is computed once, by whoever came first; the others wait for it, also for a free slot."""
+    """The shared beginning is computed once, by the first sequence; the others wait for it, also for a free slot."""
     shared = tokens(5, 320)
     with make(pair) as scheduler:
         streams = [scheduler.submit(shared + tokens(10 + i, 30), OPTIONS) for i in range(count)]
@@ -96,7 +96,7 @@ def test_a_short_prompt_again(pair, scheduler, length):
 
 
 def test_another_owner_finds_nothing(pair, scheduler):
-    """Not to the token either: how much of a prompt is reused would tell what somebody else asked."""
+    """Not to the token either: how much of a prompt is reused would tell what another user asked."""
     prompt = tokens(33, 100)
     for owner, reused in (("a", 0), ("b", 0), ("a", 100 - (TAIL if scheduler.engine.sequence.stateful else 1))):
         stream = scheduler.submit(prompt, LoopOptions(12, SPECULATIVE, owner=owner))
@@ -138,7 +138,7 @@ def test_reuse_while_another_sequence_decodes(pair, scheduler):
 
 @pytest.mark.slow
 def test_plain_and_speculative_prompts_are_kept_apart(pair, scheduler):
-    """A plain sequence leaves no drafter rows: drafting behind them would be blind."""
+    """A plain sequence leaves no drafter rows: drafting after them would be blind."""
     prompt = tokens(11, 200)
     streams = [scheduler.submit(prompt, LoopOptions(12, PLAIN)), scheduler.submit(prompt, OPTIONS)]
     scheduler.run()

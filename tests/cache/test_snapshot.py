@@ -1,4 +1,4 @@
-"""Snapshots of a whole sequence: going on behind a restored one gives the same bits, whatever happened in between."""
+"""Snapshots of a whole sequence: going on after a restored one gives the same bits, whatever happened in between."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_a_snapshot_in_the_middle_of_a_block_is_refused(engine):
 
 
 def test_what_was_not_sound_is_not_when_it_comes_back(engine):
-    """Nothing of a sequence that gave NaN goes to later prompts, and its rows are cleared behind it: a restored one's were not."""
+    """Nothing of a sequence that gave NaN goes to later prompts, and its rows are cleared after it: a restored one's were not."""
     engine.reset()
     engine.prefill(PROMPT[:40])
     engine.slots[0].sound = engine.slots[0].clean = False
@@ -84,7 +84,7 @@ def test_what_was_not_sound_is_not_when_it_comes_back(engine):
 
 
 def test_a_sound_sequence_in_a_slot_of_nan(tmp_path):
-    """What a sequence of NaN left behind the rows of a copy was there still. Whoever remembers what lay in the slots learns of it."""
+    """What a sequence of NaN left after the rows of a copy was there still. The epoch of the slots counts it."""
     target, _ = write_pair(tmp_path, "qwen3", Shape())
     with ps.load(target, device="CPU", threads=1, n_ctx=64) as session:
         engine = ModelRunner(session.backend, session.target, None, EngineOptions(n_ctx=64, slots=2))

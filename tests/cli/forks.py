@@ -142,7 +142,7 @@ def _serve(asked: socket.socket) -> list[str]:
     process = 0
 
     def stop(*_) -> None:
-        if process:  # a zombie at least, so that its number is nobody else's
+        if process:  # a zombie at least, so that its number is not reused
             os.killpg(process, signal.SIGKILL)
         os._exit(0)
 
@@ -173,7 +173,7 @@ def _serve(asked: socket.socket) -> list[str]:
             if request["one_core"]:
                 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
             return request["args"]
-        with suppress(PermissionError):  # whoever of the two is first; it has a group and runs another program
+        with suppress(PermissionError):  # the first of the two; it has a group and runs another program
             os.setpgid(process, process)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for end in ends:

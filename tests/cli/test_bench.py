@@ -1,4 +1,4 @@
-"""`pyspec bench`: every output form holds the same rows; what somebody needs to repeat the figures is written down."""
+"""`pyspec bench`: every output form holds the same rows; what is needed to repeat the figures is written down."""
 
 import csv
 import hashlib
@@ -127,7 +127,7 @@ def test_ctrl_c_writes_the_complete_runs(talker, prompts):
 @pytest.mark.parametrize("busy", [True, False])
 @pytest.mark.parametrize("measured", ["-p 8", "--prompts FILE"])
 def test_figures_of_a_busy_machine_are_called_that(pair, tmp_path, capsys, monkeypatch, measured, busy):
-    """A table said "speedup 5.11" of four tokens beside other work, and nothing else."""
+    """A table said "speedup 5.11" of four tokens alongside other work, and nothing else."""
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
     clock = count(0, 100 * busy)  # seconds that this thread waited, each time one asks
     monkeypatch.setattr("pyggml_spec.speculation.calibrate.cpu_wait_s", lambda: next(clock))

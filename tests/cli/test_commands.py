@@ -31,7 +31,7 @@ def test_help_lists_every_command_with_its_purpose():
 
 
 def test_the_list_of_commands_needs_no_ggml():
-    """It is what somebody with a wrong llama-cpp-python sees first."""
+    """It is what a user with a wrong llama-cpp-python sees first."""
     code = "import sys; from pyggml_spec.cli.main import cli; cli.main(['--help'], standalone_mode=False); sys.exit('llama_cpp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
@@ -133,7 +133,7 @@ def test_compare_ends_with_one_json_line(pair):
 
 
 def test_compare_ends_with_a_verdict_in_words(pair, tmp_path, monkeypatch):
-    """On random ids alone, and with numbers alone, nobody knew whether a file or an engine was wrong."""
+    """On random ids alone, and with numbers alone, it was unclear whether a file or an engine was wrong."""
     line = ["compare", "--logits", str(pair[0]), "--tokens", "16", "--device", "CPU", "-t", "1", "--kernels", "ggml"]
     done = pyspec(*line)
     assert done.returncode == 0 and done.stdout.decode().splitlines()[-1].startswith("verdict: equal bit for bit")

@@ -46,7 +46,7 @@ def test_during_decoding(pinned, text, tmp_path):
 
 @pytest.mark.parametrize("spec", ["draft-mtp", "draft-dflash,draft-mtp"])
 def test_during_decoding_by_chains(spec, tmp_path):
-    """The embedded target's MTP layer, alone and beside the block drafter: the text so far is the plain one, and who drafted what is counted."""
+    """The embedded target's MTP layer, alone and alongside the block drafter: the text so far is the plain one, and who drafted what is counted."""
     args = ["-p", PROMPT, "--ignore-eos", "-c", 2048, "-t", 1, "--device", "CPU"]
     plain = start("run", *args, "--spec-type", "none", "-n", 64).communicate(timeout=60)[0].decode()
     process = start("run", *args, "--spec-type", spec, "--stats", tmp_path / "s.json")

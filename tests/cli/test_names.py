@@ -40,7 +40,7 @@ def _texts(path):
 
 @pytest.mark.parametrize("path", [p for p in sorted(ROOT.rglob("*.py")) if p.parts[len(ROOT.parts)] != "cli"], ids=lambda p: p.name)
 def test_no_sentence_of_the_library_names_an_option(path):
-    """Whoever calls ``load`` cannot pass -md."""
+    """A caller of ``load`` cannot pass -md."""
     words = {word for text in _texts(path) if " " in text for word in re.findall(r"(?<![\w-])--?[a-z][\w-]*", COMMAND.sub("", text))}
     assert not words & OPTIONS
 

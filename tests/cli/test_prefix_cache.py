@@ -1,4 +1,4 @@
-"""`pyspec run --prefix-cache`: a second process starts behind what the first one computed, and says how much that was."""
+"""`pyspec run --prefix-cache`: a second process starts after what the first one computed, and says how much that was."""
 
 import json
 import os

@@ -99,6 +99,6 @@ def test_no_speed_is_printed_that_the_same_run_contradicts():
 def test_few_plain_steps_say_nothing_of_what_they_take():
     stats = _stats()
     for _ in range(5):
-        for rows in (4, 1, 1, 1, 1):  # the first ones behind a block find caches cold
+        for rows in (4, 1, 1, 1, 1):  # the first ones after a block find caches cold
             stats.count_step(rows, 90_000_000, 2, True)
     assert stats.plain_ms is None and "plain 100.0 tok/s" in footer(stats, 10.0)

@@ -64,7 +64,7 @@ def test_what_options_alone_say_is_wrong_is_usage(said, monkeypatch, options, wo
 
 
 def test_a_place_where_no_file_can_be_is_said_before_a_model_is_loaded(said, monkeypatch, tmp_path):
-    """It was said behind the text, which may have taken an hour."""
+    """It was said after the text, which may have taken an hour."""
     monkeypatch.setattr("pyggml_spec.cli.run.load", lambda *a, **k: pytest.fail("a model was loaded"))
     monkeypatch.setattr("pyggml_spec.cli.experts.load", lambda *a, **k: pytest.fail("a model was loaded"))
     monkeypatch.chdir(tmp_path)

@@ -103,7 +103,7 @@ def ended_within(seconds: float, worker: tools.Worker):
 
 
 def test_a_server_that_cannot_be_run_is_a_sentence(monkeypatch):
-    """Its thread had ended, and the worker stayed and served nobody."""
+    """Its thread had ended, and the worker stayed and served nothing."""
     worker = tools.Worker("127.0.0.1", free_port(), "CPU", 1, False)
     monkeypatch.setattr(worker, "command", lambda: ["/nowhere/python"])
     with ended_within(60, worker), pytest.raises(DeviceError, match="cannot be run: FileNotFoundError"):

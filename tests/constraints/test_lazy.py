@@ -1,4 +1,4 @@
-"""Constraints that begin at a trigger: before it nothing is held back, behind it everything matches, however tokens are cut."""
+"""Constraints that begin at a trigger: before it nothing is held back, after it everything matches, however tokens are cut."""
 
 import random
 import time
@@ -33,7 +33,7 @@ def end(tokenizer):
 
 
 def test_every_cut_of_a_text_is_held_to_the_same(tokenizer):
-    """Free before the word, matched behind it: the same verdict whether tokens come one by one, in blocks, or as a mask."""
+    """Free before the word, matched after it: the same verdict whether tokens come one by one, in blocks, or as a mask."""
     rng = random.Random(1)
     for _ in range(40):
         right = rng.random() < 0.5

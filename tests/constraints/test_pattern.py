@@ -1,4 +1,4 @@
-"""Patterns as triggers: they find what a backtracking engine finds, in time that no expression escapes, and hold the text behind to the constraint."""
+"""Patterns as triggers: they find what a backtracking engine finds, in time that no expression escapes, and hold the text after to the constraint."""
 
 import random
 import re
@@ -146,7 +146,7 @@ def test_the_limit_of_work_ends_it(tokenizer, monkeypatch):
     [Pattern("return( )")], [Pattern(r"^[\s\S]*?(return )")], [Pattern("return ", full=False)], ["return ", Pattern("never")], [Pattern(r"[\s\S]*(return )", True)],
 ])  # fmt: skip
 def test_what_may_come_is_what_fits(tokenizer, triggers):
-    """Mask and verdict are the same for every token, before, at and behind the trigger."""
+    """Mask and verdict are the same for every token, before, at and after the trigger."""
     beginning = "" if triggers == [Pattern("return( )")] else "return"
     lazy = LazyGrammar("grammar", f'root ::= "{beginning} " [0-9]+ "\\n"', triggers, tokenizer)
     for token in tokenizer.encode("if x: retur return 12\n", bos=False):

@@ -80,7 +80,7 @@ def rewritten(path, out, keys=lambda name, value: (name, value), tensors=lambda 
 
 
 def nested(arch):
-    """Keys as the makers of dflash-draft files nest them, layers counted by their outputs, the mask token beside them."""
+    """Keys as the makers of dflash-draft files nest them, layers counted by their outputs, the mask token alongside them."""
 
     def keys(name, value):
         if name == "general.architecture":

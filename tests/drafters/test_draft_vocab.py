@@ -32,7 +32,7 @@ def files(request, tmp_path):
 
 
 def drafted(files, kernels, tokens=None, steps=24):
-    """Drafts behind every token, and the greedy text."""
+    """Drafts after every token, and the greedy text."""
     with ps.load(*files, device="CPU", threads=1, kernels=kernels, n_ctx=256, draft_width=4, draft_vocab=tokens) as session:
         engine, out = session.engine, []
         engine.reset()
@@ -58,7 +58,7 @@ def test_so_they_do_where_ggml_packs_the_head(tmp_path, kind):
 
 
 def test_a_head_that_ends_within_a_group_of_packed_outputs(tmp_path):
-    """296 outputs are packed by eight; the next 32 behind the first 290 would be 320."""
+    """296 outputs are packed by eight; the next 32 after the first 290 would be 320."""
     every, text = drafted(write(tmp_path, "dflash", "Q4_0", Shape(n_vocab=296)), "ggml", steps=8)
     few, same = drafted((tmp_path / "t.gguf", tmp_path / "d.gguf"), "ggml", 290, steps=8)
     assert same == text and all(token < 290 for drafts in few for token in drafts)

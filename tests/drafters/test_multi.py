@@ -1,4 +1,4 @@
-"""Several drafters of one target: each drafts what it drafts alone, whoever drafted before, and the text is the plain one."""
+"""Several drafters of one target: each drafts what it drafts alone, whichever drafted before, and the text is the plain one."""
 
 import itertools
 import random
@@ -72,7 +72,7 @@ def team(files):
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 3])
 def test_each_drafts_what_it_drafts_alone(files, team, slots):
-    """Behind every token both draft; what the other one did before leaves no trace in caches, boundary and states."""
+    """After every token both draft; what the other one did before leaves no trace in caches, boundary and states."""
     with ExitStack() as stack:
         alone = [
             stack.enter_context(ps.load(files["target"], draft, spec=[method], device="CPU", threads=1, n_ctx=512, draft_width=8))
@@ -101,7 +101,7 @@ def test_each_drafts_what_it_drafts_alone(files, team, slots):
 @pytest.mark.parametrize("values", VALUES)
 def test_the_text_is_plain_with_every_drafter(team, values):
     team.scheduler.policy = InTurn()
-    for prompt in (PROMPTS[0], PROMPTS[0] + PROMPTS[1], PROMPTS[0]):  # behind what was kept of the first
+    for prompt in (PROMPTS[0], PROMPTS[0] + PROMPTS[1], PROMPTS[0]):  # after what was kept of the first
         plain, _ = team.generate(prompt, 48, mode="plain", **VALUES[values])
         whole, _ = team.generate(prompt, 48, mode="reference", **VALUES[values])
         text, stats = team.generate(prompt, 48, mode="speculative", **VALUES[values])
@@ -150,7 +150,7 @@ def test_one_drafter_drafts_in_a_step(team):
 
 
 def test_a_layer_of_nan_switches_speculation_off_and_keeps_the_text(files):
-    """Of a chain every draft behind the first NaN is token 0: it has to be noticed, counted, and the text has to stay the target's."""
+    """Of a chain every draft after the first NaN is token 0: it has to be noticed, counted, and the text has to stay the target's."""
     from pyggml_spec.ggml.library import lib
 
     for draft, spec in ((None, [CHAIN]), (files["blocks"], BOTH)):
@@ -174,7 +174,7 @@ def test_a_width_that_the_first_drafter_does_not_draft_is_refused_at_load(tmp_pa
 
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 def test_rows_that_wait_come_along(files):
-    """Behind plain steps and blocks of either drafter both lack rows: a snapshot has them all the same."""
+    """After plain steps and blocks of either drafter both lack rows: a snapshot has them all the same."""
     load = {"spec": BOTH, "device": "CPU", "threads": 1, "n_ctx": 512, "draft_width": 8, "chunk": 64}
 
     def drafts(engine):
@@ -231,7 +231,7 @@ def test_what_a_conversation_leaves_on_disk_has_the_rows_that_waited(files, tmp_
 
             server._scheduler.prefixes.store_end = kept
             history = [*turn, *said(server, turn, 29, [StepPlan.of(BLOCKS, 4), StepPlan.of(CHAIN, 3, 4), *[PLAIN_STEP] * 29])[0]]
-        assert min(waited[-1]) > 0, waited  # at its end, behind what was kept of the prompt
+        assert min(waited[-1]) > 0, waited  # at its end, after what was kept of the prompt
         with session.concurrent(1, prefix_memory=0) as server:
             want = next_turn(server, history)
     with ps.load(files["target"], files["blocks"], **load) as session, session.concurrent(1, prefix_cache=tmp_path / "files") as server:
@@ -251,7 +251,7 @@ def test_several_answers_to_one_prompt_in_eight_slots(team):
 
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 def test_rows_wait_in_each_slot_for_itself(team):
-    """Slots draft, verify and take plain tokens in steps of their own choice, by either drafter, beside one that is not drafted for and one that ends:
+    """Slots draft, verify and take plain tokens in steps of their own choice, by either drafter, alongside one that is not drafted for and one that ends:
     each has the drafts that a sequence alone has."""
     rng, steps = random.Random(5), 45
     with team.batch(5) as scheduler, closing(ExitStack()) as kept:
@@ -311,7 +311,7 @@ def test_rows_wait_in_each_slot_for_itself(team):
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 @pytest.mark.parametrize("most, slots, at_once", [(100, 1, 512), (100, 2, 512), (64, 2, 512), (100, 2, 20), (20, 2, 16)])
 def test_where_few_rows_can_wait_the_oldest_are_computed(team, monkeypatch, most, slots, at_once):
-    """And drafts are those of a drafter for which all of them waited. A copy of 1,500 tokens paid 4 % of its time for rows that nobody read.
+    """And drafts are those of a drafter for which all of them waited. A copy of 1,500 tokens paid 4 % of its time for rows that were not read.
     Graphs of many slots take few rows of each: 64 slots of the embedded pair took 67 MB for it."""
     drafts, catch_ups = [], []
     for few in (False, True):

@@ -102,7 +102,7 @@ def unknown(tmp_path):
 
 @pytest.mark.parametrize("use", ["load", "plan", "examine", "inspect"])
 def test_an_unsupported_architecture_says_what_can_be_done(unknown, use):
-    """It named what is supported, and nothing that somebody with this file can do."""
+    """It named what is supported, and no remedy for this file."""
     words = (
         "'qwen9', which does not run here yet",
         "nearest is qwen3",

@@ -1,4 +1,4 @@
-"""Fuzzes one target in worker processes; an input that kills or stalls its worker is saved, and the run goes on behind it.
+"""Fuzzes one target in worker processes; an input that kills or stalls its worker is saved, and the run continues after it.
 
     python tests/fuzz/run.py gguf --executions 100000 [--seed 1] [--slice 20000] [--save FOLDER]
 

@@ -132,7 +132,7 @@ DRAFTERS = {
 }  # fmt: skip
 
 
-# written for a target of the name behind it
+# written for a target of the name after it
 OTHER_DRAFTERS = {
     "dflash2": (lambda path: write_dflash2(path, SMALL, top_k=3, group_size=8, rank=8, taps=3), "qwen3"),
     "dspark": (lambda path: write_dspark(path, SMALL, rank=8, confidence=True, own=("head",), tokens=40), "qwen3"),
@@ -143,7 +143,7 @@ DRAFTS = ("dflash", "eagle3", "gemma4-assistant")
 
 
 class Pair(Target):
-    """All the way: tokenizer, weights and a few steps of a mutated file beside its valid counterpart, for every architecture and drafter.
+    """All the way: tokenizer, weights and a few steps of a mutated file alongside its valid counterpart, for every architecture and drafter.
 
     The first byte says which file is mutated; the second asks for two sequences at once (1) and for experts in host memory (2).
     """
@@ -360,7 +360,7 @@ class GrammarText(Target):
 class Prefix(Target):
     """Entries of --prefix-cache: they give back what was stored or are refused, and a good entry can take their place.
 
-    Half of the changed headers get a checksum that fits, so that every field behind it is looked at. The first byte says which kind it is.
+    Half of the changed headers get a checksum that fits, so that every field after it is looked at. The first byte says which kind it is.
     """
 
     KEY, LAYOUT, BYTES = bytes(range(32)), "target: x\nchunk: 512", 3000

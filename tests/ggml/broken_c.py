@@ -1,4 +1,4 @@
-"""A source of csrc built with a driver beside these tests, whole or with parts of it replaced, which the driver has to notice."""
+"""A source of csrc built with a driver alongside these tests, whole or with parts of it replaced, which the driver has to notice."""
 
 import subprocess
 from pathlib import Path
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 def run(folder: Path, source: str, driver: str, *edits: str, apart: bool = True) -> str:
     """What the driver says of ``source``, a path below csrc: nothing if all is right, and a line for each thing that is not.
 
-    ``edits``: texts that stand there once, each with what replaces it. ``apart``: the source is compiled beside the driver, which includes it otherwise.
+    ``edits``: texts that stand there once, each with what replaces it. ``apart``: the source is compiled alongside the driver, which includes it otherwise.
     """
     text, copy, program = (ROOT / "csrc" / source).read_text(), folder / source, folder / "program"
     for old, new in zip(edits[::2], edits[1::2], strict=True):

@@ -1,4 +1,4 @@
-"""Native kernels read and write nothing beyond their operands: each of these ends at a page that nobody may touch, which would end the process."""
+"""Native kernels read and write nothing beyond their operands: each of these ends at a page without access, which would end the process."""
 
 import ctypes
 import itertools

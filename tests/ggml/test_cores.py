@@ -99,7 +99,7 @@ def test_looks_are_seldom_and_cost_little_of_the_time():
         known.poll()
     assert (
         8 <= len(looks) <= 11 and known.polls == len(looks) - 1 and told == [1]
-    )  # one core's time was this process's, and the other's nobody's
+    )  # one core's time was this process's, and the other's idle
     cost = 0.01  # seconds per look, on a machine with hundreds of cores
     looks.clear()
     for _ in range(10000):

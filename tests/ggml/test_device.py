@@ -82,7 +82,7 @@ def test_more_memory_than_there_is_is_not_asked_for(pair, monkeypatch):
     memory["MemAvailable"] = 1 << 16
     with pytest.raises(ps.DeviceError, match=r"needs \d+ MiB for weights on CPU, which has 0 MiB free"):
         ps.load(*pair, device="CPU", threads=1, n_ctx=256)
-    memory["SwapFree"] = 1 << 30  # slow, but nobody is killed
+    memory["SwapFree"] = 1 << 30  # slow, but no process is killed
     ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4).close()
 
 
@@ -106,7 +106,7 @@ def test_a_container_has_what_its_group_may_have(pair, monkeypatch, tmp_path, ve
     assert cpu.memory_free == device.free_bytes(cpu) == 64 << 20
     with pytest.raises(ps.DeviceError, match="on CPU, which has 64 MiB free; use a smaller `n_ctx`"):
         ps.load(*pair, device="CPU", threads=1, n_ctx=1 << 20)
-    (top / "a" / used).write_text("not a number")  # of what nobody says, all is there
+    (top / "a" / used).write_text("not a number")  # what is not known counts as free
     assert device.free_bytes(cpu) == 96 << 20
     (top / "a/b" / limit).write_text(f"{32 << 20}\n")  # while it runs
     assert device.free_bytes(cpu) == (32 << 20) - 1
@@ -116,7 +116,7 @@ def test_a_container_has_what_its_group_may_have(pair, monkeypatch, tmp_path, ve
 
 
 def test_memory_that_is_taken_is_not_called_free(monkeypatch):
-    """`pyspec devices` said "23.5 GiB free of 23.5 GiB", whatever ran beside it."""
+    """`pyspec devices` said "23.5 GiB free of 23.5 GiB", whatever ran alongside it."""
     monkeypatch.setattr(host_memory, "meminfo", lambda name, unknown: {"MemAvailable": 1 << 20}[name])
     cpu = next(d for d in device.devices() if d.kind == "cpu")
     assert cpu.memory_free == min(1 << 20, device.free_bytes(cpu)) and cpu.memory_total > 1 << 30

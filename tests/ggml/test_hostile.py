@@ -66,7 +66,7 @@ def shapes(peer: Peer) -> dict[str, bytes]:
         "of no type": peer.tensor(kind=250),
         "of no operation": peer.tensor(op=4000),
         "of blocks that do not fill it": peer.tensor(ne=(33, 1, 1, 1), kind=8),
-        "in nobody's memory": tensor(1, 4096, 4096),
+        "in no buffer": tensor(1, 4096, 4096),
     }
 
 
@@ -103,7 +103,7 @@ def test_bytes_outside_of_a_tensor_are_refused_although_they_are_in_its_buffer(k
 @pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 1 << 40, (1 << 24) + 1])
 @pytest.mark.parametrize("command", [SET, CHECK_GRAPH, COMPUTE, COMPUTE_SLOT])
 def test_a_message_is_no_longer_than_what_it_is_for(kept, command, length):
-    """2^63 was an exception that nobody caught, 2^40 as much memory as there is."""
+    """2^63 was an uncaught exception, 2^40 as much memory as there is."""
     before = resident(kept.server())
     peer = Peer(kept)
     with peer.socket:
@@ -161,7 +161,7 @@ def test_allocations_are_bounded_by_the_memory(kept):
 
 
 def test_a_copy_to_a_tensor_of_another_size_is_refused(kept):
-    """Bytes behind it were written."""
+    """Bytes after it were written."""
     peer = Peer(kept)
     with peer.socket:
         peer.send(COPY, peer.tensor(1) + peer.tensor(2, 64, ne=(4, 1, 1, 1)))
@@ -169,7 +169,7 @@ def test_a_copy_to_a_tensor_of_another_size_is_refused(kept):
 
 
 def test_a_copy_that_the_device_refuses_is_made(tmp_path, monkeypatch):
-    """A copy within one device is queued, and nobody looks at the answer: kept states stayed as they were, silently."""
+    """A copy within one device is queued, and the result was not checked: kept states stayed as they were, silently."""
     source, shim = tmp_path / "shim.c", tmp_path / "shim.so"
     source.write_text("int ggml_backend_buffer_copy_tensor(const void * src, void * dst) { (void) src; (void) dst; return 0; }")
     need_library()

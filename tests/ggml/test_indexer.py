@@ -1,4 +1,4 @@
-"""What an indexer chooses: the visible positions of the largest scores, whatever lies in rows that nobody may see."""
+"""What an indexer chooses: the visible positions of the largest scores, whatever lies in hidden rows."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def chosen(mask, scores, k):
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("alike", [False, True], ids=["all different", "half of them 0"])
 def test_only_what_is_visible_is_chosen(slots, alike):
-    """Rows that see 1 to 199 positions, 32 chosen: all of them where there are fewer, and never one behind."""
+    """Rows that see 1 to 199 positions, 32 chosen: all of them where there are fewer, and never one after."""
     rng, rows, k = np.random.default_rng(slots), 12, 32
     seen = rng.integers(1, 200, (slots, rows))
     seen[:, :3] = 1, k, k + 1
@@ -66,7 +66,7 @@ def test_the_choice_does_not_depend_on_the_span():
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_scores(slots):
-    """Weighted sums over heads of what is positive, each slot over its own rows; garbage behind the span does not matter."""
+    """Weighted sums over heads of what is positive, each slot over its own rows; garbage after the span does not matter."""
     rng, heads, rows = np.random.default_rng(4), 3, 4
     q = rng.standard_normal((slots * rows, heads, SIZE)).astype(np.float32)
     keys = rng.standard_normal((slots, KV_BUCKET + 8, SIZE)).astype(np.float16)

@@ -184,7 +184,7 @@ def test_bits_stay_while_it_is_measured_whether_to_ask_for_weights_ahead(level, 
 @on_every_level
 @pytest.mark.parametrize("rows, roundings", [(4, 1), (9, 2), (300, 2)])
 def test_products_of_one_input_share_its_activations(level, rows, roundings):
-    """But for the first of few rows, which rounds them for itself: a node that all threads wait behind takes longer. F32 is rounded in no other way."""
+    """But for the first of few rows, which rounds them for itself: a node that all threads wait after takes longer. F32 is rounded in no other way."""
     weights, x = matrix(type_id("q8_0"), 64, 16), activations(rows, 64)
     with bench(level) as (graph, memory):
         a, b, c = (memory.packed(weights, type_id("q8_0"), (64, 16)) for _ in range(3))
@@ -286,7 +286,7 @@ def test_what_gates_the_other_half_of_a_product_is_rounded_where_it_is_computed(
 @of_every_type
 @pytest.mark.parametrize("threads", [1, 3])
 def test_outputs_that_are_shared_by_sections(level, name, threads):
-    """As the heads of q, k and v are, with something behind them; sections that pairs of groups do not fill are left alone."""
+    """As the heads of q, k and v are, with something after them; sections that pairs of groups do not fill are left alone."""
     n_in, kind = 2 * BLOCK[name], type_id(name)
     rows, x = matrix(kind, n_in, 273), activations(12, n_in)
     want = product(level, kind, rows, x)

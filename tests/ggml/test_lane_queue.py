@@ -7,8 +7,8 @@ BUILD = "step_lanes.c", "lane_queue.c"
 WAIT = "ggml_backend_event_synchronize(computed);"
 QUEUED = f"give(turns, device);\n            {WAIT}"
 BROKEN = {
-    "nobody waits for a part": (WAIT, ";"),
-    "nobody waits for what is before": ("ggml_backend_event_record(computed, backend);", ";"),
+    "no wait for a part": (WAIT, ";"),
+    "no wait for what is before": ("ggml_backend_event_record(computed, backend);", ";"),
     "a device is given late": (QUEUED, f"{WAIT}\n            give(turns, device);"),
     "copies hold a device": (QUEUED, WAIT, "if (computed == NULL) {\n            give", "{\n            give"),
     "a CPU is given before its copies": ("        if (status == 0) {\n            copy_rows", "        if (computed == NULL) give(turns, device);\n        if (status == 0) {\n            copy_rows"),

@@ -75,7 +75,7 @@ def test_the_pin_in_the_code_is_the_pin_of_the_package():
 
 
 def test_the_import_itself_checks(tmp_path):
-    """The functions above are worth nothing if nobody calls them."""
+    """The functions above are worth nothing without a caller."""
     script = """if True:
         import importlib.metadata as m
         version = m.version

@@ -1,4 +1,4 @@
-"""A node is placed inside of the tensor that is its home, or an error says that it does not fit: ggml would let it write behind the end."""
+"""A node is placed inside of the tensor that is its home, or an error says that it does not fit: ggml would let it write after the end."""
 
 from contextlib import ExitStack, closing
 

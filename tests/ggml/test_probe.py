@@ -70,7 +70,7 @@ def test_the_environment_variable_does_without(fake, tmp_path):
 
 @linux
 def test_a_child_that_something_outside_ended_proves_nothing(fake, tmp_path):
-    """Whoever is killed for memory is not used now, and is tried again at the next start."""
+    """A child killed for memory is not used now, and is tried again at the next start."""
     done = pyspec(fake, tmp_path, "devices", FAKE_SIGNAL=str(int(signal.SIGKILL)))
     assert "FAKE is not used" in done.stderr and "SIGKILL" in done.stderr and not list(tmp_path.glob("probe-*"))
 

@@ -84,7 +84,7 @@ class Layer:
         self.state = rng.standard_normal((heads, size, size), np.float32)
 
     def exact(self):
-        """Outputs [rows, heads, size] and the state behind the last row, in F64."""
+        """Outputs [rows, heads, size] and the state after the last row, in F64."""
         x = self.x.astype(np.float64)
         mixed = silu(sum(x[k : k + self.rows] * self.taps[:, k] for k in range(TAPS)))
         q, k = mixed[:, : 2 * self.heads_k * self.size].reshape(self.rows, 2, self.heads_k, self.size).transpose(1, 0, 2, 3)
@@ -103,7 +103,7 @@ class Layer:
         return out, state
 
     def run(self, level, first=0, rows=None, state=None, threads=1, pending=None, on=None):
-        """Computes some of the rows: outputs, the state behind them, and with ``pending`` that which a replay of ``pending`` rows leaves."""
+        """Computes some of the rows: outputs, the state after them, and with ``pending`` that which a replay of ``pending`` rows leaves."""
         rows = self.rows if rows is None else rows
         with bench(level, threads) as (graph, memory):
             part = slice(first, first + rows)
@@ -167,7 +167,7 @@ def test_delta_layers(level, size, heads_k, heads, repeat):
 @on_every_level
 @pytest.mark.parametrize("accepted, repeat", [(0, 1), (1, 1), (6, 2), (20, 1), (20, 2)])
 def test_a_pending_block_and_its_replay(level, accepted, repeat):
-    """A block gives the rows that single steps give and leaves the state alone; the replay of its first rows is the state behind them."""
+    """A block gives the rows that single steps give and leaves the state alone; the replay of its first rows is the state after them."""
     layer = Layer(64, 2, 4, 20, repeat)
     want, state = layer.run(level)[0], layer.run(level, rows=accepted)[1] if accepted else layer.state
     for threads in (1, 3):

@@ -38,7 +38,7 @@ def worker():
 
 
 def texts(device: str, kernels: str | None = None, **more) -> list[str]:
-    """With the embedded pair: speculative, plain, sampled, behind a prompt that begins alike, and two sequences at once."""
+    """With the embedded pair: speculative, plain, sampled, after a prompt that begins alike, and two sequences at once."""
     with ps.load(device=device, kernels=kernels, **{**OPTIONS, **more}) as session:
         found = [session.generate(PROMPT, 40, ignore_end=True)[0], session.generate(PROMPT, 24, mode="plain", ignore_end=True)[0]]
         sampled = ps.Sampling(temperature=0.9, top_k=20, seed=7)
@@ -94,7 +94,7 @@ def test_text_is_the_same_where_the_server_is_llama_cpps(worker, expected):
 
 
 def test_text_is_the_same_over_two_workers(worker, second, expected):
-    """Layers on either, with copies between them; and on this CPU beside a worker."""
+    """Layers on either, with copies between them; and on this CPU alongside a worker."""
     assert texts(f"{worker.device},{second.device}") == expected
     assert texts(f"CPU,{worker.device}", "ggml") == expected
 

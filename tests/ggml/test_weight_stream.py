@@ -1,4 +1,4 @@
-"""Copies beside what a device computes: in whatever order its queues get on, it computes with the layer that it waited for, and the host waits for
+"""Copies alongside what a device computes: in whatever order its queues get on, it computes with the layer that it waited for, and the host waits for
 nothing. What models make of it: tests/multi_device/test_offload.py."""
 
 import subprocess

@@ -1,4 +1,4 @@
-"""Files that are cut while they are in use: somebody fetches a model anew over the one that is loaded."""
+"""Files that are cut while they are in use: a model is fetched anew over the one that is loaded."""
 
 import os
 import platform
@@ -116,7 +116,7 @@ def test_a_page_that_is_gone_ends_the_process_with_a_sentence(path, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("whose", ["closed", "forgotten", "ignored"])
 def test_a_map_is_watched_while_it_is_read(path, tmp_path, whose):
-    """Views outlive `close`; files that nobody closed took the places of later ones; and a signal that was ignored once ended all watching."""
+    """Views outlive `close`; files left open took the places of later ones; and a signal that was ignored once ended all watching."""
     copy = tmp_path / "t.gguf"
     copy.write_bytes(path.read_bytes())
     check_said(run(READS, copy, whose), copy)

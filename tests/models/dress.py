@@ -1,4 +1,4 @@
-"""Model files with more tensors than their writer gave them: unknown ones, and scales and biases beside matrices."""
+"""Model files with more tensors than their writer gave them: unknown ones, and scales and biases alongside matrices."""
 
 import numpy as np
 from gguf_io.build import Model as Parts
@@ -18,7 +18,7 @@ def opened(file):
 
 
 def dressed(path, scales=True, biases=True):
-    """The file with a scale, an input scale and a bias beside every matrix that may have one, and how many of each."""
+    """The file with a scale, an input scale and a bias alongside every matrix that may have one, and how many of each."""
     parts, rng, counts = Parts(path), np.random.default_rng(11), {"scale": 0, "bias": 0}
     with GGUFFile(path) as file:
         model = opened(file)

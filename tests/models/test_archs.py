@@ -117,7 +117,7 @@ def test_speculative_text_equals_plain(tmp_path, arch):
 
 @pytest.mark.parametrize("arch", params([*TARGETS, "qwen3next joined"]))
 def test_rollback_after_every_accepted_length(tmp_path, arch):
-    """What follows a block of which 0 .. 15 drafts were accepted, garbage behind them, is what follows the same tokens committed singly."""
+    """What follows a block of which 0 .. 15 drafts were accepted, garbage after them, is what follows the same tokens committed singly."""
     path, tokens = {**TARGETS, **JOINED}[arch](tmp_path / "t.gguf", Shape(**LEAN)), np.random.default_rng(4).integers(0, 256, 60).tolist()
 
     def begin(engine):

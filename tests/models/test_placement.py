@@ -1,6 +1,6 @@
 """Experts in host memory: the same bits wherever they are, profiles that are checked, refusals that name the remedy.
 
-A second CPU backend plays the host, so the cuts, the slots and the selection of rows run as they do beside a GPU.
+A second CPU backend plays the host, so the cuts, the slots and the selection of rows run as they do alongside a GPU.
 """
 
 from contextlib import ExitStack, closing
@@ -81,7 +81,7 @@ def test_every_placement_gives_the_same_bits(tmp_path, arch, quant):
 
 @pytest.mark.parametrize("quant", ["F32", "Q4_K"])
 def test_slots_that_differ_within_a_token_change_nothing_but_rounding(tmp_path, monkeypatch, quant):
-    """What a GPU's wide products need; beside the CPU the hot experts then get rows that are not theirs, so other kernels."""
+    """What a GPU's wide products need; alongside the CPU the hot experts then get rows that are not theirs, so other kernels."""
     path = tmp_path / "t.gguf"
     write_qwen35moe(path, Shape(), quant)
     want = logits(path, lambda target: placed(target, lambda i: (0, 5)))

@@ -1,4 +1,4 @@
-"""Scales and biases beside matrices are applied as llama.cpp applies them: per tensor, per expert, of every type, fused or not."""
+"""Scales and biases alongside matrices are applied as llama.cpp applies them: per tensor, per expert, of every type, fused or not."""
 
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -118,7 +118,7 @@ def test_parts_of_fused_matrices(tmp_path, arch):
 @pytest.mark.parametrize("quant", ["Q8_0", "NVFP4"])
 @pytest.mark.parametrize("arch", ["qwen35moe", "gemma4"])
 def test_experts_in_host_memory(tmp_path, arch, quant):
-    """Scaled inside, which the host does for its own, and behind their last product, which the device does: the same bits at any placement."""
+    """Scaled inside, which the host does for its own, and after their last product, which the device does: the same bits at any placement."""
     more = {"routed": True} if arch == "gemma4" else {}
     path, _ = dressed(TARGETS[arch](tmp_path / "t.gguf", Shape(), quant, **more))
     kinds = [lambda i: (), lambda i: (2,), lambda i: (5, 0, 3), lambda i: tuple(range(7)), lambda i: tuple(range(8))]

@@ -50,7 +50,7 @@ def test_an_architecture_cannot_leave_the_rule_out():
 
 
 def test_what_is_left_aside_has_a_reason(tmp_path):
-    """The MTP layers of a qwen35 file; the layers behind them are as unknown as any."""
+    """The MTP layers of a qwen35 file; the layers after them are as unknown as any."""
     parts = Parts(TARGETS["qwen35"](tmp_path / "t.gguf"))
     parts.keys |= {"qwen35.block_count": (4, LAYERS + 1), "qwen35.nextn_predict_layers": (4, 1)}
     path = with_tensor(parts, f"blk.{LAYERS}.nextn.eh_proj.weight", np.ones(4)).write(tmp_path / "m.gguf")

@@ -119,7 +119,7 @@ def test_accepting_through_the_helpers_gives_the_plain_text(pair):
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_drafts_and_verified_rows_are_chosen_apart(pair, slots):
-    """Three drafts in a graph of eight rows are those of a graph of four, and what is accepted of them leaves the same behind."""
+    """Three drafts in a graph of eight rows are those of a graph of four, and what is accepted of them leaves the same after."""
     text, batch = prompts(3)[2], pair.batch(slots)
     seen = []
     for verified in (0, 8, 16):

@@ -48,7 +48,7 @@ def counts(session):
 
 
 def seen(session, ids=IDS):
-    """The logits behind prompts of one, two and three chunks, and text."""
+    """The logits after prompts of one, two and three chunks, and text."""
     out = []
     for end in (1, 40, 65, len(ids)):
         session.engine.reset()
@@ -102,7 +102,7 @@ def test_wherever_the_others_are(tmp_path, quant):
 
 
 def test_each_chunk_copies_each_layer_once_and_what_is_there_stays(tmp_path):
-    """Behind a chunk that another one follows, its first layers are on their way; two layers and fewer are copied once for all."""
+    """After a chunk that another one follows, its first layers are on their way; two layers and fewer are copied once for all."""
     path = write_qwen35moe(tmp_path / "t.gguf", Shape(n_layer=5))
     for layers, first, then in ((1, 1, 0), (2, 2, 0), (3, 3, 2), (5, 5, 5)):
         with loaded(path, experts=ExpertOptions(layers)) as session:
@@ -279,7 +279,7 @@ def test_what_a_chunk_takes_is_measured_in_both_ways(tmp_path):
 
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: there are ggml's only")
 def test_rows_of_other_kernels_of_the_host_are_not_mixed(tmp_path):
-    """On a GPU the device's kernels are the same whatever the host's are, and K/V rows behind the host's experts are not."""
+    """On a GPU the device's kernels are the same whatever the host's are, and K/V rows after the host's experts are not."""
     path, seen = write_qwen35moe(tmp_path / "t.gguf"), set()
     for kernels in ("ggml", "native"):
         with loaded(path, rows=None, kernels=kernels) as session:
@@ -288,7 +288,7 @@ def test_rows_of_other_kernels_of_the_host_are_not_mixed(tmp_path):
     assert len(seen) == 2
 
 
-# -- dense layers: the first ones are a CPU's beside the device
+# -- dense layers: the first ones are a CPU's alongside the device
 
 
 def layers_of_the_cpu(path, count, rows=1, **more):
@@ -307,7 +307,7 @@ CUT = {
 
 @pytest.mark.parametrize("arch", CUT)
 def test_layers_of_the_cpu_have_the_bits_of_the_device(tmp_path, arch):
-    """Behind every chunk their rows and states are at home again, for the next one and for what is generated. BF16, which no CPU repacks."""
+    """After every chunk their rows and states are at home again, for the next one and for what is generated. BF16, which no CPU repacks."""
     path = CUT[arch](tmp_path / "t.gguf", Shape(), "BF16")
     with loaded(path, experts=None, rows=None) as session:
         want = seen(session)
@@ -342,7 +342,7 @@ def test_rings_of_the_cpus_layers(tmp_path):
     for rows in (None, 32):
         with layers_of_the_cpu(path, 3, rows, n_ctx=700, chunk=32) as session:
             assert session.engine.resources.kv.ring == 256
-            session.engine.prefill(ids[:437])  # 21 rows more than whole chunks, behind more than one turn of the ring
+            session.engine.prefill(ids[:437])  # 21 rows more than whole chunks, after more than one turn of the ring
             found.append((session.engine.candidates(0)[1].copy(), session.generate(ids[:300], 12, ignore_end=True)[0]))
             assert rows is None or counts(session)[0][1] == 13 + 9
     np.testing.assert_array_equal(found[0][0], found[1][0])
@@ -375,7 +375,7 @@ def test_drafters_and_prefixes_with_copies_of_layers(tmp_path):
 
 
 def test_slots_of_the_cpus_layers(tmp_path):
-    """A chunk of several slots beside one that has nothing to do, one that decodes in between, and one that begins anew."""
+    """A chunk of several slots alongside one that has nothing to do, one that decodes in between, and one that begins anew."""
     path, found = write_qwen35(tmp_path / "t.gguf", Shape(every=2), "BF16"), []
     for rows in (None, 33):
         with layers_of_the_cpu(path, 3, rows) as session, session.batch(3) as scheduler:
@@ -431,7 +431,7 @@ def test_nothing_of_a_sequence_of_nan_stays_in_the_rows_of_guests(tmp_path):
 
 
 def test_narrow_chunks_between_wide_ones_find_what_those_left(tmp_path):
-    """One of 20 rows, by the CPU, lies behind one by copies and before another."""
+    """One of 20 rows, by the CPU, lies after one by copies and before another."""
     path, found = write_qwen35(tmp_path / "t.gguf", Shape(), "BF16"), []
     for rows in (None, 64):
         with layers_of_the_cpu(path, 2, rows) as session:
@@ -477,7 +477,7 @@ def test_only_what_was_written_since_is_copied_to_guests(tmp_path):
             engine.reset()
             for first in (80, 90):
                 chunk(first, 20)
-            chunk(5, 40)  # behind as many other tokens as copies have
+            chunk(5, 40)  # after as many other tokens as copies have
             engine.reset()
             chunk(0, 140)  # three passes
             snapshot.close()
@@ -493,7 +493,7 @@ def test_only_what_was_written_since_is_copied_to_guests(tmp_path):
 
 
 def test_layers_that_no_memory_is_left_for(tmp_path, monkeypatch):
-    """Of the device, of the host, or for an engine beside them; or that copies do not make faster: the CPU computes its layers, and the note says why."""
+    """Of the device, of the host, or for an engine alongside them; or that copies do not make faster: the CPU computes its layers, and the note says why."""
     path = write_qwen35(tmp_path / "t.gguf", Shape(), "BF16")
     with layers_of_the_cpu(path, 2, None) as session:
         want, memory = seen(session), session.engine.memory()

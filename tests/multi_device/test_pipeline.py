@@ -1,4 +1,4 @@
-"""Two groups of sequences that decode beside each other, where layers are split over devices: here the CPU twice."""
+"""Two groups of sequences that decode alongside each other, where layers are split over devices: here the CPU twice."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -44,7 +44,7 @@ def scheduler_of(pair, slots, width=None, groups=2):
 
 @pytest.mark.parametrize("width", [1, 4, None])
 def test_each_sequence_gets_the_tokens_it_gets_alone(pair, width):
-    """Plain ones beside those that draft, budgets of all sizes, more of them than slots."""
+    """Plain ones alongside those that draft, budgets of all sizes, more of them than slots."""
     texts = prompts(9)
     with scheduler_of(pair, 5, width) as scheduler:
         modes = [SPECULATIVE if i % 3 else PLAIN for i in range(len(texts))]
@@ -114,7 +114,7 @@ def test_an_interrupt_ends_both_groups_and_leaves_the_engine_usable(pair, monkey
 
 
 def test_a_failure_after_launch_leaks_no_slot(pair, monkeypatch):
-    """A GPU builds graphs while it computes; Ctrl-C there left slots that nobody could release."""
+    """A GPU builds graphs while it computes; Ctrl-C there left slots that could not be released."""
     with scheduler_of(pair, 4, 4) as scheduler:
         streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]
         while not scheduler.stats.grouped:
@@ -126,7 +126,7 @@ def test_a_failure_after_launch_leaks_no_slot(pair, monkeypatch):
 
 
 def test_a_group_is_launched_again_before_its_callers_have_its_tokens(pair):
-    """What callers do with them took place while a device waited for the group. Whoever comes finds both landed, and nothing launched in between."""
+    """What callers do with them took place while a device waited for the group. A caller finds both landed, and nothing launched in between."""
     with scheduler_of(pair, 8, 4) as scheduler:
         streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(7)]
         while not scheduler.stats.grouped:

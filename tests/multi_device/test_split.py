@@ -178,7 +178,7 @@ def test_rings_wrap_around_on_every_device(tmp_path):
 
 
 def test_prefix_reuse_and_files(tmp_path):
-    """The second prompt goes on behind a state that is kept on every device, the third session behind files of the second."""
+    """The second prompt continues after a state that is kept on every device, the third session after files of the second."""
     target, draft = write_pair(tmp_path, "qwen35")
     ids = np.random.default_rng(5).integers(0, 256, 200).tolist()
     texts = []
@@ -335,7 +335,7 @@ def test_a_plan_fits_where_every_device_has_room(tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen35", "mtp", "laguna"])
 def test_prefill_chunks_without_synchronisation(tmp_path, name):
-    """Ten chunks and more are launched one behind the other: more than there are stages for their inputs."""
+    """Ten chunks and more are launched one after the other: more than there are stages for their inputs."""
     target, draft = write_pair(tmp_path, name)
     ids, runs = PROMPT * 3, []
     for cuts in ((), (2,), (1, 3)):
@@ -382,7 +382,7 @@ def test_what_crosses_a_cut(tmp_path):
 
 
 def lanes_trace(session, grouped, slots=4, width=8):
-    """Tokens, choices and logits of several sequences in blocks and plain tokens, in steps of all of them or of two groups beside each other."""
+    """Tokens, choices and logits of several sequences in blocks and plain tokens, in steps of all of them or of two groups alongside each other."""
     from pyggml_spec.engine.options import EngineOptions
     from pyggml_spec.engine.runner import ModelRunner
     from pyggml_spec.multi_device.lanes import halves

@@ -1,4 +1,4 @@
-"""The process that templates are rendered in: its limits hold against single calls too, and it is nobody's burden."""
+"""The process that templates are rendered in: its limits hold against single calls too, and cost no other request."""
 
 import os
 import resource
@@ -149,7 +149,7 @@ def test_a_hurried_rendering_waits_for_nothing():
     other.render(TALK)
     with RENDERER.nonblocking(0.05), pytest.raises(WouldBlock):
         endless.render(TALK)
-    assert other.render(TALK) == "x" and RENDERER.pid != pid  # what it owed was its end, and that is nobody else's loss
+    assert other.render(TALK) == "x" and RENDERER.pid != pid  # what it owed was its end, and no other caller's loss
     with RENDERER.lock, RENDERER.nonblocking(1.0), pytest.raises(WouldBlock):
         other.render(TALK)
     os.kill(RENDERER.pid, signal.SIGKILL)

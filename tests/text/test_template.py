@@ -129,7 +129,7 @@ def test_messages_never_become_control_tokens(tokenizer, text, where):
 
 
 def test_the_template_cannot_be_completed_by_a_message(tokenizer):
-    """Text at the edge of a message and the template's text beside it form no control token together."""
+    """Text at the edge of a message and the template's text alongside it form no control token together."""
     source = "{% for m in messages %}{{ '<|im_' }}{{ m.content }}{{ '|im_end|>' }}{% endfor %}"
     for text in ("end|>", "<", "start|>x<"):
         assert _controls(ChatTemplate(source).encode(tokenizer, [{"role": "user", "content": text}])) == []

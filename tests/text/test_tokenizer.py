@@ -141,7 +141,7 @@ def test_no_text_ends_the_process(folder, model):
 
 
 def test_the_message_says_why_llama_cpp_refused(model, folder):
-    """Also where somebody imports the package llama_cpp, which takes the log for itself, and must bring no second copy of the library."""
+    """Also where the package llama_cpp is imported, which takes the log for itself, and must bring no second copy of the library."""
     importlib.reload(llama_cpp._logger)
     if sys.platform == "linux":
         assert len({word for word in Path("/proc/self/maps").read_text().split() if "libllama" in word}) == 1

@@ -278,7 +278,7 @@ def test_refused_by_name_and_nothing_is_written(tmp_path, change, names):
 
 @pytest.mark.parametrize("value, kind, names", [(np.nan, "q8_0", "NaN or Inf"), (np.inf, "f32", "NaN or Inf"), (1e6, "f16", "bf16")])
 def test_values_that_a_type_cannot_hold(tmp_path, value, kind, names):
-    """The last tensor is bad, so the file is begun; it must not be left behind."""
+    """The last tensor is bad, so the file is begun; it must not be left after."""
 
     def change(config, tensors):
         tensors["layers.1.mlp.down_proj.weight"][3, 5] = value

@@ -280,7 +280,7 @@ def test_slots(tmp_path, slots, n_ctx):
 
 
 def test_memory_of_a_slot_is_what_the_page_says(tmp_path):
-    """The formula of docs/slots.md, which somebody may plan a machine by; allocation rounds every tensor up by less than 100 bytes."""
+    """The formula of docs/slots.md, by which a machine is planned; allocation rounds every tensor up by less than 100 bytes."""
     n_ctx, width, slots, d = 700, 8, 4, Shape(n_layer=8)
     pair = write_qwen35(tmp_path / "t.gguf", d), write_dflash(tmp_path / "d.gguf", d)
     planned = plan(*pair, device="CPU", n_ctx=n_ctx, draft_width=width, slots=slots).slots_memory
@@ -318,7 +318,7 @@ def test_nothing_large_is_allocated(tmp_path):
 
 
 def test_the_trained_context_may_be_longer_than_there_is_one(tmp_path):
-    """A context of 0, which stands for it, was refused with a number that nobody gave."""
+    """A context of 0, which stands for it, was refused with a number that was not given."""
     target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 24))
     planned = plan(target, device="CPU", n_ctx=0)
     assert (planned.n_ctx, planned.trained_context) == (1 << 23, 1 << 24)
@@ -376,7 +376,7 @@ def long(tmp_path):
 
 
 def test_the_default_context_is_the_models_own(long):
-    """It was 4,096, and a question with a file got an error that named a context nobody had asked for."""
+    """It was 4,096, and a question with a file got an error that named a context that was not given."""
     with ps.load(long, device="CPU", threads=1) as session:
         configuration = session.configuration()
         assert (configuration.n_ctx, configuration.context) == (40960, "the model's")
