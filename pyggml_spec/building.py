@@ -1,7 +1,4 @@
-"""How llama-cpp-python is built for this package, where its wheels are kept, and how one takes the place of the installed libraries.
-
-Set-up runs this before anything is installed, so it needs the standard library alone.
-"""
+"""Building wheels of llama-cpp-python, their cache, and their installation. Setup runs it first, so it uses the standard library only."""
 
 import ctypes
 import fcntl
@@ -32,25 +29,25 @@ from .pin import COMPILER_FIX, LLAMA_CPP_PYTHON, RECIPE
 
 _FLAGS = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS", "CUDACXX", "CUDAFLAGS", "CUDA_PATH")
 _STEP = re.compile(r"^\s*\[\s*(\d+)/(\d+)\] |^\s*\[\s*(\d+)(%)\] ")
-_TAIL, _SHOWN = 300, 30  # lines of a build that are searched for the reason, and that are shown
-NOTE = "pyggml_spec_build.json"  # beside the libraries that were built here: which build they are
+_TAIL, _SHOWN = 300, 30  # lines of output that are kept, and that are shown
+NOTE = "pyggml_spec_build.json"  # in the folder of the installed libraries: which build they are
 
 Progress = Callable[[int, int], None]
-"""Called with (files compiled, files in all) as a build goes on; with (0, 0) while it is prepared."""
+"""Called with (files compiled, total); with (0, 0) during preparation."""
 
 
 def cmake_args(*options: str) -> str:
-    """``CMAKE_ARGS`` of a build: what the environment has, the recipe, and ``options``."""
+    """``CMAKE_ARGS`` of a build: the environment's, the recipe, and ``options``."""
     return " ".join(
         [*os.environ.get("CMAKE_ARGS", "").split(), shlex.quote(f"-DCMAKE_PROJECT_INCLUDE={RECIPE}"), *map(shlex.quote, options)]
     )
 
 
-# -- what a build needs
+# -- requirements
 
 
 def find_compilers() -> None:
-    """Raises BuildError unless there is a compiler for C and one for C++."""
+    """Raises BuildError without a C and a C++ compiler."""
     for variable, default, language in (("CC", "cc", "C"), ("CXX", "c++", "C++")):
         compiler = os.environ.get(variable) or default
         if not shutil.which(compiler.split()[0]):
@@ -58,11 +55,7 @@ def find_compilers() -> None:
 
 
 def find_nvcc() -> Path:
-    """CUDA's compiler: that of ``CUDACXX``, on PATH, or where its installer puts it.
-
-    Raises:
-        BuildError: there is none.
-    """
+    """CUDA's compiler: ``CUDACXX``, on PATH, or at its default place. Raises BuildError without one."""
     named = os.environ.get("CUDACXX")
     found = shutil.which(named or "nvcc") or (None if named else shutil.which("/usr/local/cuda/bin/nvcc"))
     if found is None:
@@ -73,11 +66,7 @@ def find_nvcc() -> Path:
 
 
 def toolkit_version(nvcc: Path) -> tuple[int, int]:
-    """(major, minor) of the toolkit.
-
-    Raises:
-        BuildError: the compiler does not say.
-    """
+    """(major, minor) of the toolkit. Raises BuildError if the compiler does not report it."""
     said = subprocess.run([nvcc, "--version"], check=False, capture_output=True, text=True).stdout
     found = re.search(r"release (\d+)\.(\d+)", said)
     if not found:
@@ -86,7 +75,7 @@ def toolkit_version(nvcc: Path) -> tuple[int, int]:
 
 
 def driver_version() -> tuple[int, int] | None:
-    """The CUDA version that the NVIDIA driver of this machine knows; None without a driver."""
+    """The CUDA version of the installed NVIDIA driver; None without one."""
     try:
         version = ctypes.c_int()
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
@@ -97,7 +86,7 @@ def driver_version() -> tuple[int, int] | None:
 
 
 def gpu_architectures() -> tuple[str, ...]:
-    """CMake's names of the NVIDIA GPUs of this machine, like ("90",); none where there is no driver, or no GPU for it."""
+    """CMake's names of this machine's NVIDIA GPUs, like ("90",); empty without a driver or GPU."""
     count, value, found = ctypes.c_int(), ctypes.c_int(), set()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -116,10 +105,7 @@ def gpu_architectures() -> tuple[str, ...]:
 
 
 def check_driver(toolkit: tuple[int, int], driver: tuple[int, int] | None) -> None:
-    """Raises BuildError where the driver is older than the toolkit's major version: nothing that is built would start.
-
-    A machine without a driver may build for another one.
-    """
+    """Raises BuildError if the driver is older than the toolkit's major version. Without a driver the build may be for another machine."""
     if driver is not None and driver[0] < toolkit[0]:
         raise BuildError(
             f"the NVIDIA driver knows CUDA {driver[0]}.{driver[1]}, and the compiler is CUDA {toolkit[0]}.{toolkit[1]}: what it builds would not "
@@ -128,10 +114,10 @@ def check_driver(toolkit: tuple[int, int], driver: tuple[int, int] | None) -> No
 
 
 def cuda_options(arch: str | None) -> tuple[str, ...]:
-    """CMake's options of a CUDA build, after its compiler and the driver are found to fit.
+    """CMake's options of a CUDA build, after checks of compiler and driver.
 
     Args:
-        arch: CMake's name of the GPUs to build for ("90", "86;89", "native"); None: the one of this machine, or without one all that ggml names.
+        arch: CMake's names of the GPUs ("90", "86;89", "native"); None: those of this machine, or without one ggml's default.
 
     Raises:
         BuildError: no compiler, an old driver, or "native" without a GPU.
@@ -143,7 +129,7 @@ def cuda_options(arch: str | None) -> tuple[str, ...]:
         raise BuildError("there is no NVIDIA GPU that a driver knows here; name the architecture of one, like 90 for an H100 or H200")
     if arch is not None and not re.fullmatch(r"native|all|all-major|\d{2,3}[af]?(-real|-virtual)?(;\d{2,3}[af]?(-real|-virtual)?)*", arch):
         raise BuildError(f"{arch!r} is no CUDA architecture; name one like 90, several like 86;89, or native")
-    arch = ";".join(here) if arch in (None, "native") else arch  # by number: the wheel is kept, and another machine has other GPUs
+    arch = ";".join(here) if arch in (None, "native") else arch  # explicit, because the wheel is cached
     return ("-DGGML_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", *([f"-DCMAKE_CUDA_ARCHITECTURES={arch}"] if arch else ()))
 
 
@@ -151,17 +137,13 @@ def cuda_options(arch: str | None) -> tuple[str, ...]:
 
 
 def compiler_identity() -> bytes:
-    """What compiler and processor a build is made by and for: ggml uses all instructions of the machine that it is built on.
-
-    Raises:
-        BuildError: there is no compiler.
-    """
+    """Identity of compiler and processor: ggml is built for this machine's instructions. Raises BuildError without a compiler."""
     find_compilers()
     flags = [f"{name}={os.environ.get(name, '')}" for name in _FLAGS]
     compiler = (os.environ.get("CXX") or "c++").split()
     macros = subprocess.run([*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull], check=False, capture_output=True)
     said = macros.stdout
-    if macros.returncode:  # a compiler that cannot name this processor's instructions: itself, and what the kernel says of the processor
+    if macros.returncode:  # a compiler without -march=native here: its version and the kernel's description instead
         said = subprocess.run([*compiler, "--version"], check=False, capture_output=True).stdout + repr(_processor()).encode()
     return "\0".join(flags).encode() + said
 
@@ -175,7 +157,7 @@ def _processor() -> list[str]:
 
 
 def build_key(options: Iterable[str] = (), sources: Iterable[bytes] = ()) -> str:
-    """Names a wheel by all that decides it: version, recipe, options, further sources (patches), compiler, processor."""
+    """Hash of everything that determines a wheel: version, recipe, options, sources (patches), compiler, processor."""
     parts = [
         LLAMA_CPP_PYTHON.encode(),
         RECIPE.read_bytes(),
@@ -188,7 +170,7 @@ def build_key(options: Iterable[str] = (), sources: Iterable[bytes] = ()) -> str
 
 
 def kept_wheel(key: str) -> Path | None:
-    """The wheel of an earlier build of this key."""
+    """The cached wheel of this key."""
     folder = build_folder()
     wheel = next((folder / "wheels" / key).glob("llama_cpp_python-*.whl"), None)
     if wheel is not None:
@@ -203,42 +185,35 @@ def build_wheel(
     progress: Progress = lambda done, total: None,
     python: str = sys.executable,
 ) -> Path:
-    """Builds a wheel of llama-cpp-python and keeps it under ``key``, whole or not at all.
+    """Builds a wheel of llama-cpp-python and caches it under ``key`` atomically.
 
     Args:
         options: further options for CMake.
-        source: folder of its unpacked source; None: pip gets the pinned version.
-        python: the environment that it is built in.
+        source: folder of its unpacked source; None: pip downloads the pinned version.
+        python: the environment to build in.
 
     Raises:
         BuildError: no compiler, or the build failed; ``log`` has its last lines.
     """
     folder = build_folder()
     place = folder / "wheels" / key
-    for made in (folder, folder / "wheels", place):  # whatever the umask
+    for made in (folder, folder / "wheels", place):
         make_private(made)
     with tempfile.TemporaryDirectory(prefix="building-", dir=place.parent) as part:
         command = [
             python,
-            "-m",
-            "pip",
-            "wheel",
-            "--verbose",
-            "--no-cache-dir",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--wheel-dir",
+            *["-m", "pip", "wheel", "--verbose", "--no-cache-dir", "--disable-pip-version-check", "--no-deps", "--wheel-dir"],
             part,
         ]
-        if _has(python, "scikit_build_core"):  # otherwise pip gets the build tools for itself
+        if _has(python, "scikit_build_core"):  # otherwise pip downloads the build tools
             command.append("--no-build-isolation")
         command.append(str(source) if source is not None else f"llama-cpp-python=={LLAMA_CPP_PYTHON}")
-        beside = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])  # CMake and Ninja of the environment
-        run(command, "llama-cpp-python could not be built", {**os.environ, "CMAKE_ARGS": cmake_args(*options), "PATH": beside}, progress)
+        path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])  # with the environment's CMake and Ninja
+        run(command, "llama-cpp-python could not be built", {**os.environ, "CMAKE_ARGS": cmake_args(*options), "PATH": path}, progress)
         built = next(Path(part).glob("llama_cpp_python-*.whl"), None)
         if built is None:
             raise BuildError(f"pip built no wheel of llama-cpp-python {LLAMA_CPP_PYTHON}; is {source} its source?")
-        built.chmod(0o644)  # whatever the umask
+        built.chmod(0o644)
         return Path(shutil.move(built, place / built.name))
 
 
@@ -247,10 +222,10 @@ def _has(python: str, module: str) -> bool:
 
 
 def run(command: list[str], failure: str, env: dict[str, str] | None = None, progress: Progress | None = None) -> None:
-    """Runs a command in silence; what it says is kept for the case that it fails.
+    """Runs a command without showing its output.
 
     Raises:
-        BuildError: ``failure`` and the last line that says why; ``log`` has more.
+        BuildError: ``failure`` and the most informative line; ``log`` has more.
     """
     tail: list[str] = []
     if progress:
@@ -264,14 +239,14 @@ def run(command: list[str], failure: str, env: dict[str, str] | None = None, pro
                 if progress and (step := _STEP.match(tail[-1])):
                     progress(int(step[1] or step[3]), int(step[2] or 100))
         except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)  # compilers among its children
+            os.killpg(process.pid, signal.SIGTERM)  # includes compilers
             raise
     if process.returncode:
         raise BuildError(f"{failure}: {failure_reason(tail) or f'{command[0]} ended with {process.returncode}'}", tail[-_SHOWN:])
 
 
 def failure_reason(lines: list[str]) -> str:
-    """The first complaint of a compiler, or of CMake with what it says below; without one, the last of pip."""
+    """The first error of a compiler, or of CMake with its explanation; else the last one of pip."""
     said = [line.strip() for line in lines]
     for i, line in enumerate(said):
         if line.startswith("CMake Error"):
@@ -283,7 +258,7 @@ def failure_reason(lines: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """A build: what CMake is told, which patches it has, and the ``key`` that it is kept under."""
+    """A build: CMake options, patches, and the cache ``key``."""
 
     key: str
     options: tuple[str, ...]
@@ -297,15 +272,15 @@ class Plan:
 
     @property
     def note(self) -> dict:
-        """What is left beside the installed libraries."""
+        """The note for the installed libraries."""
         return {"key": self.key, "cuda": self.cuda, "options": self.options, "patches": self.patches}
 
     def build(self, progress: Progress = lambda done, total: None) -> Path:
-        """The wheel, which is kept.
+        """The cached wheel.
 
         Raises:
             BuildError: as `build_wheel`.
-            PatchError: the source cannot be had.
+            PatchError: the source is unavailable.
         """
         if not self.patches:
             return build_wheel(self.key, self.options, progress=progress)
@@ -316,7 +291,7 @@ class Plan:
 
 
 def plan(cuda: bool = False, arch: str | None = None, patched: bool = False) -> Plan:
-    """What a build for this machine is; raises BuildError where a compiler is missing or the driver is too old for it."""
+    """The build for this machine; raises BuildError without a compiler, or with an old driver."""
     options = cuda_options(arch) if cuda else ()
     patches = [patch.path for patch in patching.series()] if patched else []
     key = build_key(options, [path.read_bytes() for path in patches])
@@ -327,13 +302,10 @@ def plan(cuda: bool = False, arch: str | None = None, patched: bool = False) -> 
 
 
 def check_wheel(wheel: Path, folder: Path) -> Path:
-    """Unpacks the libraries of ``wheel`` into ``folder`` and starts them in a process of their own.
-
-    Returns:
-        The folder of the libraries.
+    """Unpacks the libraries of ``wheel`` into ``folder``, loads them in a child process, and returns their folder.
 
     Raises:
-        BuildError: they do not load, or they end their process.
+        BuildError: they do not load, or crash.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -362,7 +334,7 @@ def check_wheel(wheel: Path, folder: Path) -> Path:
 
 
 def build_note(libraries: Path) -> dict:
-    """What ``install`` noted about the libraries in this folder; empty where something else put them there."""
+    """The note of ``install`` in this folder; empty for libraries from elsewhere."""
     try:
         note = json.loads((libraries / NOTE).read_text("utf-8"))
     except (OSError, ValueError):
@@ -371,13 +343,10 @@ def build_note(libraries: Path) -> dict:
 
 
 def install(wheel: Path, libraries: Path, note: dict) -> None:
-    """Puts the libraries of ``wheel`` in the place of those in ``libraries``, all of them in one step; ``note`` says what they are.
-
-    The version, and so the Python part, is the same. Programs that run keep the files that they have open. Whoever is interrupted, even by
-    a power cut, finds the old libraries or the new ones.
+    """Replaces ``libraries`` with those of ``wheel`` atomically, with ``note``. Running programs keep their open files.
 
     Raises:
-        BuildError: the new ones do not start, or another installation goes on.
+        BuildError: the new ones do not start, or another installation is running.
     """
     with exclusive(libraries.parent), tempfile.TemporaryDirectory(prefix=".new-", dir=libraries.parent) as part:
         new = check_wheel(wheel, Path(part))
@@ -397,13 +366,13 @@ def exclusive(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise BuildError(f"another process is installing into {folder}; wait for it") from None
-        for left in folder.glob(".new-*"):  # of one that was ended
+        for left in folder.glob(".new-*"):  # of killed installations
             shutil.rmtree(left, ignore_errors=True)
         yield
 
 
 def exchange(new: Path, old: Path) -> None:
-    """The two folders change names, on Linux in one step; elsewhere in two, and back after the first if the second fails."""
+    """Swaps the names of two folders: on Linux atomically; elsewhere in two renames, undone on failure."""
     exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if exchange is not None and exchange(-100, os.fsencode(new), -100, os.fsencode(old), 2) == 0:  # AT_FDCWD, RENAME_EXCHANGE
         return
@@ -417,7 +386,7 @@ def exchange(new: Path, old: Path) -> None:
 
 
 def _rewrite_record(libraries: Path) -> None:
-    """pip removes what RECORD names: the libraries that are there now."""
+    """Updates RECORD, so that pip removes the present libraries."""
     record = next(libraries.parents[1].glob("llama_cpp_python-*.dist-info/RECORD"), None)
     if record is None:
         return

@@ -1,4 +1,4 @@
-"""Work in threads that is cancelled: it asks ``check`` between its pieces."""
+"""Cancellation of work in threads, which calls ``check`` regularly."""
 
 import threading
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ _thread = threading.local()
 
 
 class Cancelled(Exception):
-    """The work was cancelled: its result has no reader."""
+    """The work was cancelled; its result is not needed."""
 
 
 @contextmanager
 def cancelled_by(event: threading.Event) -> Iterator[None]:
-    """In it ``check`` raises in this thread once ``event`` is set."""
+    """Within it ``check`` raises in this thread once ``event`` is set."""
     _thread.event = event
     try:
         yield
@@ -22,7 +22,7 @@ def cancelled_by(event: threading.Event) -> Iterator[None]:
 
 
 def check() -> None:
-    """Raises Cancelled: this thread's work was."""
+    """Raises Cancelled if this thread's work was cancelled."""
     event: threading.Event | None = getattr(_thread, "event", None)
     if event is not None and event.is_set():
         raise Cancelled

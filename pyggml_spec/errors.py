@@ -6,23 +6,23 @@ class PyspecError(Exception):
 
 
 class LibraryError(PyspecError):
-    """The llama-cpp-python beside this package is missing, of another version, or mapped twice."""
+    """The installed llama-cpp-python is missing, of another version, or mapped twice."""
 
 
 class DeviceError(PyspecError):
-    """A device does not exist, or has no memory for what was asked."""
+    """A device does not exist, or lacks memory."""
 
 
 class GGUFError(PyspecError):
-    """A file is not a GGUF, or its contents contradict each other."""
+    """A file is no GGUF, or is inconsistent."""
 
 
 class ModelError(PyspecError):
-    """A well-formed GGUF that this package cannot run, or whose tensors do not fit its metadata."""
+    """A well-formed GGUF that is not supported, or whose tensors do not fit its metadata."""
 
 
 class PairError(PyspecError):
-    """A drafter that was not made for the target it is paired with."""
+    """A drafter that does not fit the target."""
 
 
 class ContextError(PyspecError):
@@ -30,35 +30,35 @@ class ContextError(PyspecError):
 
 
 class SamplingError(PyspecError):
-    """A sampling parameter out of range, or a grammar that is none."""
+    """A sampling parameter out of range, or an invalid grammar."""
 
 
 class EngineError(PyspecError):
-    """A step failed, or the engine was used in a way that its state does not allow."""
+    """A step failed, or the engine was used in an invalid state."""
 
 
 class ConstraintError(SamplingError, EngineError):
-    """A constraint (schema, grammar, ...) that a generation cannot follow any further: it takes too long, or leaves nothing that may come."""
+    """A constraint (schema, grammar, ...) that a generation can no longer follow: too slow, or no token is allowed."""
 
 
 class HubError(PyspecError):
-    """A file of the Hugging Face hub that does not exist, or cannot be had now."""
+    """A file of the Hugging Face hub that does not exist, or cannot be fetched."""
 
 
 class ConvertError(PyspecError):
-    """A checkpoint that cannot be converted: unreadable, of an unsupported layout, or made for another target."""
+    """A checkpoint that cannot be converted: unreadable, of an unsupported layout, or for another target."""
 
 
 class TemplateError(PyspecError):
-    """A chat template that is wrong, refuses the conversation, or does what a template must not do."""
+    """A chat template that is invalid, rejects the conversation, or does something forbidden."""
 
 
 class PatchError(PyspecError):
-    """A patch of the llama.cpp set that does not fit the tree, or a tree that cannot be had."""
+    """A llama.cpp patch that does not fit the tree, or a tree that is unavailable."""
 
 
 class BuildError(PyspecError):
-    """llama-cpp-python could not be built or put into place. ``log``: the last lines of what the build said, if it began."""
+    """llama-cpp-python could not be built or installed. ``log``: the last lines of output."""
 
     def __init__(self, message: str, log: list[str] | None = None):
         super().__init__(message)

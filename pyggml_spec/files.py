@@ -1,4 +1,4 @@
-"""Writing files: under names that nobody can guess, never through a link, whole or not at all; and folders that are the user's alone."""
+"""Atomic writes under unguessable names, without following links; and private folders."""
 
 import os
 import secrets
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-PART = r"\.pyspec-[0-9a-f]{32}\.part"  # what new_file calls its files, as a regular expression
+PART = r"\.pyspec-[0-9a-f]{32}\.part"  # regular expression of the names of new_file
 
 
 def new_file(folder: Path, mode: int = 0o600) -> tuple[Path, int]:
-    """Makes an empty file of its own, with these permissions (less the umask); its path and a descriptor that writes to it.
+    """Creates an empty file with these permissions (less the umask); returns its path and a writable descriptor.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     path = folder / f".pyspec-{secrets.token_hex(16)}.part"
     return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
@@ -23,9 +23,9 @@ def new_file(folder: Path, mode: int = 0o600) -> tuple[Path, int]:
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o600, sync: bool = False) -> Iterator[BinaryIO]:
-    """A new file that takes the place of ``path`` when the block ends, and is gone after an error: a reader sees all of it or none.
+    """A new file that replaces ``path`` atomically when the block ends, and is removed after an error.
 
-    A link at ``path`` is replaced, not followed. ``sync``: it is on the disk before it has the name.
+    A link at ``path`` is replaced, not followed. ``sync``: flushed to disk before the rename.
 
     Raises:
         OSError: the folder cannot be written.
@@ -45,11 +45,7 @@ def replacing(path: Path, mode: int = 0o600, sync: bool = False) -> Iterator[Bin
 
 
 def make_private(folder: Path) -> None:
-    """Makes a folder that only its user can read, whatever the umask; one that is there stays as it is.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Creates a folder that only its user can read; an existing one is unchanged. Raises OSError."""
     folder.mkdir(0o700, parents=True, exist_ok=True)
 
 
@@ -62,9 +58,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def why_not_private(what: os.stat_result) -> str:
-    """Why others could have put something of theirs into this folder or file; empty where only its user can write it.
+    """Why other users could have written to this folder or file; empty if only its user can.
 
-    For root, whatever it was told to use is its own: containers mount folders of other users.
+    root trusts any owner: containers mount folders of other users.
     """
     if what.st_uid != os.geteuid() != 0:
         return f"belongs to the user {what.st_uid}"

@@ -22,10 +22,10 @@ def _temporary(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """`PYSPEC_CACHE`, or pyspec's folder in the user's cache folder; a user without a home has it beside the temporary files.
+    """`PYSPEC_CACHE`, or pyspec's folder in the user's cache folder; without a home, in the temporary folder.
 
     Raises:
-        PyspecError: somebody else could put costs, hashes of files and findings of the probe into it, which would then be believed.
+        PyspecError: other users can write to it.
     """
     named, cache = os.environ.get("PYSPEC_CACHE"), _user_cache()
     if named or cache is not None:
@@ -38,7 +38,7 @@ def cache_folder() -> Path:
     folder = _temporary("pyspec")
     try:
         why = _why_not_own(folder)
-    except OSError:  # nothing can be kept, which every user of the folder says or does without
+    except OSError:  # it stays unusable, which its users handle
         return folder
     if why:
         raise PyspecError(f"{folder}, where pyspec would keep what it measured, {why}; name a folder of yours in PYSPEC_CACHE")
@@ -46,7 +46,7 @@ def cache_folder() -> Path:
 
 
 def why_not_trusted(*paths: Path) -> str:
-    """What is wrong with the first of these folders or files that others could have put something into; empty where none is, or is there."""
+    """What is wrong with the first of these paths that other users can write to; empty if none, or if they do not exist."""
     for path in paths:
         try:
             why = why_not_private(os.stat(path))
@@ -58,7 +58,7 @@ def why_not_trusted(*paths: Path) -> str:
 
 
 def why_nothing_is_kept() -> str:
-    """A sentence where the cache folder cannot be made or written; empty where it can."""
+    """A sentence if the cache folder cannot be created or written; else empty."""
     folder = cache_folder()
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
@@ -69,11 +69,7 @@ def why_nothing_is_kept() -> str:
 
 
 def _why_not_own(folder: Path) -> str:
-    """Makes a folder beside the temporary files, where anybody may have made it before; what is wrong with it, empty if nothing is.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Creates a folder in the temporary folder, or checks an existing one; returns what is wrong with it. Raises OSError."""
     if folder.is_symlink():
         return "is a link, which is not followed"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -83,10 +79,10 @@ def _why_not_own(folder: Path) -> str:
 
 
 def build_folder() -> Path:
-    """Where wheels of llama-cpp-python, its source and patched builds are kept; a user without a home has it beside the temporary files.
+    """Folder of wheels, sources and patched builds of llama-cpp-python; without a home, in the temporary folder.
 
     Raises:
-        BuildError: somebody else could put libraries into it, which would then be loaded.
+        BuildError: other users can write to it, so its libraries cannot be trusted.
     """
     cache = _user_cache()
     if cache is not None:
@@ -102,7 +98,7 @@ def build_folder() -> Path:
 
 
 def trusted(folder: Path, *inside: Path) -> Path:
-    """The folder itself, in which and in what is ``inside`` nobody else could put libraries. Raises BuildError."""
+    """``folder``; raises BuildError if other users can write to it or to a path ``inside``."""
     if why := why_not_trusted(folder, *inside):
         raise BuildError(
             f"{folder}, where builds are kept, {why}; name a folder of yours in XDG_CACHE_HOME, or run: chmod -R go-w {folder}"

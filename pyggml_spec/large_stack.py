@@ -1,18 +1,18 @@
-"""Calls that recurse deeply in C or Rust, on a thread whose stack is large enough; the main one's is 8 MB or less."""
+"""Calls that recurse deeply in C or Rust, in a thread with a large stack; the main one's is 8 MB or less."""
 
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-_starting = threading.Lock()  # the stack size of new threads is the whole process's
+_starting = threading.Lock()  # the stack size of new threads is global
 
 
 def on_large_stack(size: int, call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises, from a thread with ``size`` bytes of stack (memory is taken as far as it is used).
+    """The result (or exception) of ``call`` in a thread with ``size`` bytes of stack.
 
     Raises:
-        RuntimeError: there is no memory for such a thread.
+        RuntimeError: no memory for such a thread.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -32,7 +32,7 @@ def on_large_stack(size: int, call: Callable[[], T]) -> T:
             threading.stack_size(before)
     try:
         worker.join()
-    except BaseException:  # Ctrl-C: what the call uses must not be freed under it
+    except BaseException:  # Ctrl-C: memory in use must not be freed
         worker.join()
         raise
     if errors:

@@ -1,7 +1,7 @@
-"""The patch set for llama.cpp: what is in it, whether it fits a tree, applying it.
+"""The llama.cpp patch set: contents, applicability, application.
 
-The patches are made for one tree, the llama.cpp inside the llama-cpp-python sdist of `library.LLAMA_CPP_PYTHON`, and each needs those before it
-in ``series``. git does the matching, on a copy of the files: nothing is written to the tree unless all of it fits.
+The patches are made for the tree in the sdist of llama-cpp-python `pin.LLAMA_CPP_PYTHON`, and each needs those before it in ``series``. git applies them
+to a copy; the tree changes only if all of them fit.
 """
 
 import importlib.util
@@ -39,24 +39,16 @@ class Patch:
 
 
 def patches_dir() -> Path:
-    """The folder with ``series``: in the installed package, or in the repository.
-
-    Raises:
-        PatchError: it is in neither.
-    """
+    """The folder with ``series``, in the package or in the repository. Raises PatchError without one."""
     package = Path(__file__).parent
     for folder in (package / "patches", package.parent / "patches"):
         if (folder / "series").is_file():
             return folder
-    raise PatchError(f"there is no patches/series in {package} or beside it; install pyggml_spec again, or run from its repository")
+    raise PatchError(f"there is no patches/series in {package} or its parent; install pyggml_spec again, or run from its repository")
 
 
 def series(folder: Path | None = None) -> list[Patch]:
-    """The patches in the order in which they apply.
-
-    Raises:
-        PatchError: a file that ``series`` names is missing or is no patch.
-    """
+    """The patches in order. Raises PatchError for a missing or invalid file."""
     folder = folder or patches_dir()
     names = [line.strip() for line in (folder / "series").read_text().splitlines()]
     found = []
@@ -73,11 +65,7 @@ def series(folder: Path | None = None) -> list[Patch]:
 
 
 def ggml_version(tree: Path) -> str:
-    """Version of ggml in a llama.cpp tree.
-
-    Raises:
-        PatchError: it is no llama.cpp tree.
-    """
+    """Version of ggml in a llama.cpp tree. Raises PatchError for another tree."""
     file = tree / "ggml" / "CMakeLists.txt"
     if not (tree / "src" / "llama-context.cpp").is_file() or not file.is_file():
         raise PatchError(
@@ -91,14 +79,14 @@ def _git_apply(tree: Path, patch: Patch, *options: str) -> subprocess.CompletedP
     if not shutil.which("git"):
         raise PatchError("git is not installed, and it is git that applies the patches; install git")
     command = ["git", "apply", "--whitespace=nowarn", *options, str(patch.path.resolve())]
-    # inside another repository git would silently skip all files as outside of its working directory
+    # inside another repository git would silently skip all files
     alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.resolve().parent), "LC_ALL": "C"}
     return subprocess.run(command, check=False, cwd=tree, env=alone, capture_output=True, text=True)
 
 
 @contextmanager
 def _scratch(tree: Path, patches: list[Patch]) -> Iterator[Path]:
-    """A copy of the files that the patches touch. git can check several patches of one file only by applying them one after the other."""
+    """A copy of the patched files. git checks several patches of one file only by applying them in order."""
     with tempfile.TemporaryDirectory(prefix="pyspec-patches-") as folder:
         copy = Path(folder) / "llama.cpp"
         copy.mkdir()
@@ -109,7 +97,7 @@ def _scratch(tree: Path, patches: list[Patch]) -> Iterator[Path]:
 
 
 def n_applied(tree: Path, patches: list[Patch] | None = None) -> int:
-    """How many patches of the series, from its start, the tree already has."""
+    """Number of patches, from the start of the series, that the tree has."""
     patches = series() if patches is None else patches
     for n in range(len(patches), 0, -1):
         with _scratch(tree, patches) as copy:
@@ -135,30 +123,23 @@ def _apply_to(copy: Path, tree: Path, applied: int, left: list[Patch]) -> None:
 
 
 def check(tree: str | Path, patches: list[Patch] | None = None) -> list[Patch]:
-    """Dry run of what the tree lacks.
+    """Dry run of ``apply``.
 
     Args:
-        tree: root of a llama.cpp source tree; any number of the first patches may be applied to it.
-        patches: the series; by default the one that comes with the package.
+        tree: root of a llama.cpp source tree, possibly with the first patches applied.
+        patches: the series; None for the package's.
 
     Returns:
-        The patches that are not applied yet and fit, in order.
+        The patches that are missing and fit, in order.
 
     Raises:
-        PatchError: no llama.cpp tree, or a patch that does not fit; names the patch, the file and line of the hunk, and the tree it was made for.
+        PatchError: no llama.cpp tree, or a patch that does not fit, with its hunk.
     """
     return _run(Path(tree), patches, write=False)
 
 
 def apply(tree: str | Path, patches: list[Patch] | None = None) -> list[Patch]:
-    """Applies what the tree lacks, or nothing.
-
-    Returns:
-        The patches that were applied now.
-
-    Raises:
-        PatchError: as `check`; the tree is then as it was.
-    """
+    """Applies the missing patches, or none; returns them. Raises PatchError as ``check``, with the tree unchanged."""
     return _run(Path(tree), patches, write=True)
 
 
@@ -179,15 +160,11 @@ def _run(tree: Path, patches: list[Patch] | None, write: bool) -> list[Patch]:
 
 
 def fetch_sdist(folder: Path) -> Path:
-    """The sdist that holds the tree, downloaded once into ``folder`` by pip.
-
-    Raises:
-        PatchError: pip could not get it.
-    """
+    """The sdist with the tree, downloaded once into ``folder`` by pip. Raises PatchError."""
     sdist = folder / SDIST
     if not sdist.is_file():
         folder.mkdir(0o700, parents=True, exist_ok=True)
-        # pip asks an sdist for its name and version before it keeps it: with the build tools of this environment, if it has them
+        # pip builds an sdist's metadata before it keeps it, with this environment's build tools if it has them
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary", ":all:"]
         if importlib.util.find_spec("scikit_build_core"):
             command.append("--no-build-isolation")
@@ -202,10 +179,10 @@ def fetch_sdist(folder: Path) -> Path:
 
 
 def unpack(sdist: Path, folder: Path, only: Callable[[str], bool] | None = None) -> Path:
-    """Unpacks the sdist below ``folder`` and returns the llama.cpp tree in it; ``only``: which files of the tree, by their path in it.
+    """Unpacks the sdist into ``folder`` and returns the llama.cpp tree; ``only`` selects files by path in the tree.
 
     Raises:
-        PatchError: the sdist is damaged or not the one expected.
+        PatchError: the sdist is damaged, or another one.
     """
     try:
         with tarfile.open(sdist) as archive:

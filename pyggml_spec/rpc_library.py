@@ -1,7 +1,6 @@
-"""ggml's RPC backend: a library beside those of llama-cpp-python, which come without it. Built once from two files of its source, and kept.
+"""ggml's RPC backend as a library of its own, which llama-cpp-python lacks; built once from two source files and cached.
 
-It is C below C++, links to the installed libggml-base alone and uses no instruction that a processor may lack, so one build does for the CPU's
-libraries, those for GPUs and those with patches. Like ``building`` this needs the standard library alone.
+It links to the installed libggml-base only and uses no special instructions, so one build fits all variants. Standard library only.
 """
 
 import hashlib
@@ -36,12 +35,12 @@ BUILD_IT = "run `pyspec build --rpc`, which takes seconds"
 
 
 def rpc_patches() -> list[patching.Patch]:
-    """Those of the series that change the RPC backend, and nothing outside of it and its header."""
+    """Patches of the series that change only the RPC backend and its header."""
     return [patch for patch in patching.series() if any(name.startswith(f"{FOLDER}/") for name in patch.files)]
 
 
 def place() -> Path:
-    """Where the library is, or would be: named by all that decides it."""
+    """Path of the library, named by a hash of everything that determines it."""
     parts = [LLAMA_CPP_PYTHON.encode(), sysconfig.get_platform().encode(), repr(OPTIONS).encode()]
     parts += [patch.path.read_bytes() for patch in rpc_patches()]
     key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
@@ -58,11 +57,11 @@ def kept() -> Path | None:
 
 
 def build(fresh: bool = False) -> Path:
-    """The library; built unless it is kept.
+    """The library; built unless cached.
 
     Raises:
-        BuildError: llama-cpp-python is not installed, there is no compiler, or it failed; ``log`` has its last lines.
-        PatchError: the source cannot be had.
+        BuildError: llama-cpp-python or a compiler is missing, or the compiler failed; ``log`` has its last lines.
+        PatchError: the source is unavailable.
     """
     path = place()
     if not fresh and (found := kept()) is not None:
@@ -86,13 +85,13 @@ def build(fresh: bool = False) -> Path:
             [*command, "-o", str(built), str(base), *os.environ.get("LDFLAGS", "").split()], "ggml's RPC backend could not be built"
         )
         _try(base, built)
-        built.chmod(0o755)  # whatever the umask
-        os.replace(built, path)  # whole or not at all
+        built.chmod(0o755)
+        os.replace(built, path)
     return path
 
 
 def _needed(name: str) -> bool:
-    """Files of the tree that the build reads, and the two by which the tree is known."""
+    """Source files that the build reads, and two that identify the tree."""
     headers = re.fullmatch(r"ggml/(include|src)/[^/]+\.h", name)
     return bool(headers) or name.startswith(f"{FOLDER}/") or name in ("ggml/CMakeLists.txt", "src/llama-context.cpp")
 

@@ -1,13 +1,12 @@
-"""gemma4-assistant: a few small layers without K/V rows of their own, which read those of the target's last two layers.
+"""gemma4-assistant: a few small layers that attend to the K/V rows of the target's last two layers.
 
-    x = pre_projection [E_target[t] sqrt(n) ; h], h the target's hidden state behind output_norm, n its width
-per layer, over the rows of the target's last sliding or last full layer, whichever the layer is:
-    x += rms(W_o attention(rope(rms_head(W_q rms(x; attn_norm); attn_q_norm))); post_attention_norm), with scores that are not scaled
+    x = pre_projection [E_target[t] sqrt(n) ; h], h the target's hidden state after output_norm, n its width
+per layer, over the rows of the target's last sliding or full layer, by its own kind:
+    x += rms(W_o attention(rope(rms_head(W_q rms(x; attn_norm); attn_q_norm))); post_attention_norm), with unscaled scores
     x += rms(GEGLU(rms(x; ffn_norm)); post_ffw_norm);  x *= layer_output_scale
     y = rms(x; output_norm);  draft = argmax(E y), E the drafter's own embedding;  h = post_projection y, for the next draft
-All drafts of a block stand at the position of the last token and see the committed tokens alone, so that nothing is written, and nothing
-has to be computed for committed tokens.
-Source of the formulae: llama.cpp, src/models/gemma4-assistant.cpp and common/speculative.cpp (which positions).
+All drafts of a block have the position of the last token and see committed tokens only, so nothing is written or computed for committed tokens.
+Source: llama.cpp, src/models/gemma4-assistant.cpp and common/speculative.cpp (positions).
 """
 
 from ..errors import ModelError, PairError
@@ -23,18 +22,18 @@ from ..models.layers import ROPE_FREQS
 from ..models.weights import MATMUL, VECTOR, Spec
 from .base import ChainInputs, ContextInputs, Drafter
 
-BLOCK = 16  # rows of the widest block, as for MTP layers: what pays is measured
+BLOCK = 16  # rows of the widest block
 EMBEDDING, NORM = "token_embd.weight", "output_norm.weight"
-BEFORE, BEHIND = "nextn.pre_projection.weight", "nextn.post_projection.weight"
+PRE_PROJECTION, POST_PROJECTION = "nextn.pre_projection.weight", "nextn.post_projection.weight"
 UNREAD = ("masked_embd_centroids.weight", "masked_embd_ordering", "masked_embd_ordering.weight")
 
 
 class Gemma4Assistant(Drafter):
-    """The layers as a drafter, a chain of drafts over the target's K/V."""
+    """The drafter: a chain of drafts over the target's K/V."""
 
     arch, method = "gemma4-assistant", "draft-mtp"
     chained = shares_kv = True
-    scaled = ()  # llama.cpp applies none
+    scaled = ()  # as in llama.cpp
 
     def __init__(self, file: GGUFFile) -> None:
         a = self.arch
@@ -60,15 +59,15 @@ class Gemma4Assistant(Drafter):
     def n_layer(self) -> int:
         return self._layers
 
-    # -- what it reads
+    # -- tensors
 
     def tensors(self) -> list[Spec]:
         n, wide = self.n_embd, self.n_embd_target
         out = [
             Spec(EMBEDDING, (n, self.n_vocab), MATMUL),
             Spec(NORM, (n,), VECTOR),
-            Spec(BEFORE, (2 * wide, n)),
-            Spec(BEHIND, (n, wide)),
+            Spec(PRE_PROJECTION, (2 * wide, n)),
+            Spec(POST_PROJECTION, (n, wide)),
         ]
         if not all(self.sliding):
             out.append(Spec(ROPE_FREQS, (self.full.size // 2,), VECTOR))
@@ -83,7 +82,7 @@ class Gemma4Assistant(Drafter):
         return out
 
     def unused(self) -> dict[str, str]:
-        return super().unused() | dict.fromkeys(UNREAD, "a table for choosing among fewer tokens, which llama.cpp does not use either")
+        return super().unused() | dict.fromkeys(UNREAD, "a table for a reduced vocabulary, which llama.cpp does not use either")
 
     def groups(self) -> dict[str, tuple[str, ...]]:
         return {f"blk.{i}.ffn": (f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight") for i in range(self._layers)}
@@ -100,7 +99,7 @@ class Gemma4Assistant(Drafter):
         if self.n_vocab != target.n_vocab:
             raise PairError(f"{pair}: it has {self.n_vocab} tokens, the target has {target.n_vocab}")
         if target.n_layer < 2 or not target.mixer(-2).sliding or target.mixer(-1).sliding:
-            raise PairError(f"{pair}: it reads the K/V of a sliding layer and of a full one behind it, which are not the target's last two")
+            raise PairError(f"{pair}: it reads the K/V of a sliding layer and of a full one after it, which are not the target's last two")
         if any(self.sliding) and self.window != target.window:
             raise PairError(f"{pair}: its window is {self.window}, the target's {target.window}")
         for i in range(self._layers):
@@ -115,19 +114,19 @@ class Gemma4Assistant(Drafter):
         return self.slide if self.sliding[i] else self.full
 
     def _read(self, i: int, n_layer: int) -> int:
-        """The target's layer whose rows layer i reads."""
+        """The target's layer whose K/V layer i reads."""
         return n_layer - (2 if self.sliding[i] else 1)
 
-    # -- the graphs
+    # -- graphs
 
     def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Decoder) -> None:
-        """The target has written them."""
+        """Nothing: the target writes them."""
 
     def step(self, g: Graph, rows: ChainInputs, target: Decoder) -> tuple[Tensor, Tensor]:
         w, eps = self.weights, self.eps
         assert isinstance(target, Gemma4) and rows.sliding is not None
         e = g.scale(target.embed(g, rows.tokens), target.embedding_scale)
-        x = product(g, w.matrix(BEFORE), g.concat([e, rows.prev_hidden]))
+        x = product(g, w.matrix(PRE_PROJECTION), g.concat([e, rows.prev_hidden]))
         for i in range(self._layers):
             kind, theirs, b = self._kind(i), target.mixer(self._read(i, target.n_layer)), f"blk.{i}."
             attention, factors = (rows.sliding, None) if self.sliding[i] else (rows.attention, w[ROPE_FREQS])
@@ -142,7 +141,7 @@ class Gemma4Assistant(Drafter):
             ffn = geglu_ffn(g, w.group(f"{b}ffn"), w.matrix(f"{b}ffn_down.weight"), n)
             x = g.mul(g.add(g.rms_norm(ffn, w[f"{b}post_ffw_norm.weight"], eps), x), w[f"{b}layer_output_scale.weight"])
         y = g.rms_norm(x, w[NORM], eps)
-        return y, product(g, w.matrix(BEHIND), y)
+        return y, product(g, w.matrix(POST_PROJECTION), y)
 
     def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
         return head_product(g, self.weights.matrix(EMBEDDING), hidden, self.draft_tokens)

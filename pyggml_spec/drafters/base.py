@@ -1,12 +1,12 @@
-"""What a drafter is to the engine, whichever method it drafts by.
+"""Interface of drafters.
 
-It names the hidden states of the target that it reads, writes K/V rows of its own for committed tokens (``context_rows``), and adds nodes to
-the step's graph that end in ids on the device. Two kinds draft:
+A drafter names the target's hidden states that it reads, writes its own K/V rows for committed tokens (``context_rows``), and adds nodes to the
+step's graph that compute draft ids on the device. Two kinds:
 
-blocks  all drafts of a block in one pass, mask tokens behind the last token (dflash)
-chains  one draft after the other, each from the one before and from the hidden state that it left (MTP, EAGLE-3)
+blocks  all drafts of a block in one pass, from mask tokens after the last token (dflash)
+chains  one draft after another, each from the previous token and its hidden state (MTP, EAGLE-3)
 
-A head may know fewer tokens than the target: ``Drafter.choose`` says which of the target's its choices are.
+A head may have a reduced vocabulary, which ``Drafter.choose`` maps to the target's tokens.
 """
 
 from typing import NamedTuple
@@ -22,20 +22,19 @@ from ..models.decoder import Decoder
 from ..models.model import Model
 from ..models.weights import INDEX, Spec, Weights
 
-TOKEN_MAP = "d2t"  # of a head's choices, which of the target's tokens each is
-NAN_IS_A_TOKEN = ("cpu",)  # kinds of devices whose argmax of NaN is one: on CUDA it is -1, and the next draft would look that row up
-MOST_LOGIT = 1e30  # below the largest float, which CUDA's argmax begins with
+TOKEN_MAP = "d2t"  # tensor: the target's token of each output of a reduced head
+NAN_IS_A_TOKEN = ("cpu",)  # device kinds whose argmax of NaN is a valid index; CUDA gives -1, an invalid row
+MOST_LOGIT = 1e30  # below the initial value of CUDA's argmax
 
 
 class ContextInputs(NamedTuple):
-    """Rows of the target whose tokens are, or may become, committed.
+    """Target rows that are, or may become, committed.
 
     Attributes:
-        tokens: I32 [T] token ids; None where only captured states are at hand.
-        features: F32 [n_embd, T] for each layer of ``Drafter.captures``.
-        prev_hidden: F32 [n, T / slots, slots]: what the row of the token before each one ``left``; zeros where there is none. None for drafters
-            that are not ``chained``.
-        positions: I32 [T], less ``Drafter.position_lag``.
+        tokens: I32 [T] token ids; None where only hidden states are known.
+        features: captured hidden states, F32 [n_embd, T] for each of ``Drafter.captures``.
+        prev_hidden: F32 [n, T / slots, slots]: the ``carry`` of each previous token, zeros at the start; None unless ``chained``.
+        positions: I32 [T], minus ``Drafter.position_lag``.
         kv_rows: I64 [T] rows of the drafter's caches.
     """
 
@@ -47,9 +46,9 @@ class ContextInputs(NamedTuple):
 
 
 class ChainInputs(NamedTuple):
-    """One row of each of S sequences: ``tokens`` I32 [S], ``prev_hidden`` F32 [n, S] what the token before left, ``positions`` I32 [S].
+    """One row of each of S sequences: ``tokens`` I32 [S], ``prev_hidden`` F32 [n, S] carried from the previous token, ``positions`` I32 [S].
 
-    ``kv``: the drafter's caches, or the target's for one that ``shares_kv``; ``sliding``: what layers with the target's window see of these.
+    ``kv``: the drafter's caches, or the target's with ``shares_kv``; ``sliding``: inputs of layers with the target's window.
     """
 
     tokens: Tensor
@@ -65,8 +64,8 @@ class DraftOutput(NamedTuple):
 
     Attributes:
         ids: I32 nodes.
-        logits: F32 [tokens of the head, T] that they, or the last of them, were chosen by.
-        confidence: F32 [drafts, S], between 0 and 1, what the drafter says of each: that it is right if those before it are. None where it says nothing.
+        logits: F32 [head outputs, T] of the drafts, or of the last one.
+        confidence: F32 [drafts, S] in [0, 1]: probability of acceptance given that the previous drafts are accepted; None without an estimate.
     """
 
     ids: tuple[Tensor, ...]
@@ -78,15 +77,15 @@ class Drafter(Model):
     """A drafter. ``weights`` has to be set before graphs are built.
 
     Attributes:
-        method: llama.cpp's name of what it does, as `--spec-type` takes it.
-        block_size: rows of its widest block: the last token, and what it drafts behind it.
-        n_layer: layers with K/V rows of its own.
-        captures: v is the input of target layer v; the target's ``n_layer`` is its last layer's output.
-        chained: whether it drafts one by one, and reads the hidden state of the token before.
-        shares_kv: whether a chain writes no rows, and reads the target's: all of its drafts see the committed tokens.
-        draft_tokens: it drafts none but the first so many tokens of the vocabulary; 0 for all of them.
-        confident: whether it says of each draft how likely that is right.
-        position_lag: how far positions are behind those of the tokens, 1 where a row counts as the hidden state's; the first row is nobody's then.
+        method: llama.cpp's name, as `--spec-type` takes it.
+        block_size: rows of the widest block: the last token and its drafts.
+        n_layer: layers with K/V rows of their own.
+        captures: target layers whose input it reads; ``n_layer`` is the last layer's output.
+        chained: drafts one by one, each from the previous hidden state.
+        shares_kv: a chain that reads the target's K/V and writes none; all drafts see committed tokens only.
+        draft_tokens: drafts only the first tokens of the vocabulary; 0 for all.
+        confident: estimates the confidence of each draft.
+        position_lag: offset of its positions from the tokens' (1: positions of the hidden states; the first row is unused).
     """
 
     method: str
@@ -106,12 +105,12 @@ class Drafter(Model):
 
     @property
     def methods(self) -> "tuple[Drafter, ...]":
-        """Itself; of a ``MultiDrafter`` all of them."""
+        """Itself; of a ``MultiDrafter`` all drafters."""
         return (self,)
 
     @property
     def title(self) -> str:
-        """What it is called where there is one line for everything."""
+        """Display name."""
         return self.file.path.name
 
     @property
@@ -128,7 +127,7 @@ class Drafter(Model):
 
     @property
     def extra_nodes(self) -> int:
-        """Nodes that its part of a step has beyond what layers and heads of all kinds have, at most."""
+        """Upper bound of nodes beyond those of layers and heads."""
         return 0
 
     def groups(self) -> dict[str, tuple[str, ...]]:
@@ -141,7 +140,7 @@ class Drafter(Model):
         raise NotImplementedError
 
     def check_pair(self, target: Decoder) -> None:
-        """Raises PairError unless this drafter can read the target's hidden states and draft for it."""
+        """Raises PairError unless it can draft for this target."""
         raise NotImplementedError
 
     def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Decoder) -> None:
@@ -149,55 +148,55 @@ class Drafter(Model):
         raise NotImplementedError
 
     def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
-        """F32 [n_embd, T] -> F32 [tokens of the head, T]."""
+        """F32 [n_embd, T] -> F32 [head outputs, T]."""
         raise NotImplementedError
 
     def choose(self, g: Graph, logits: Tensor) -> Tensor:
-        """The target's tokens with the largest logits: I32 [T], or [1, T] where the head's are fewer."""
+        """The target's tokens with the largest logits: I32 [T], or [1, T] of a reduced head."""
         chosen = g.argmax(clamp_nan(g, logits))
         tokens = self.weights.get(TOKEN_MAP)
         return chosen if tokens is None else g.rows(tokens, chosen)
 
-    # -- of chains
+    # -- chains
 
     def carry_size(self, target: Decoder) -> int:
-        """Values of what a row leaves to the next one."""
+        """Values per row that are carried to the next draft."""
         return target.n_embd
 
     def carry(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Decoder) -> Tensor:
-        """What the target's rows leave to the next ones, F32 [carried, T]: by default ``hidden``, F32 [n_embd, T] behind its last norm."""
+        """The carry of the target's rows, F32 [carry_size, T]; by default ``hidden``, F32 [n_embd, T], normalised."""
         return hidden
 
     def step(self, g: Graph, rows: ChainInputs, target: Decoder) -> tuple[Tensor, Tensor]:
-        """Of the tokens of ``rows``: what the head reads, and what they leave to the next draft, F32 [carried, S]."""
+        """Input of the head for the tokens of ``rows``, and their carry, F32 [carry_size, S]."""
         raise NotImplementedError
 
-    # -- heads with fewer tokens than the target
+    # -- reduced vocabularies
 
     def limit_vocab(self, count: int, target: Decoder) -> None:
-        """Drafts none but the first ``count`` tokens from now on: in vocabularies of merges the frequent ones come first. Before graphs are built.
+        """Drafts only the first ``count`` tokens (BPE vocabularies begin with frequent ones); before graphs are built.
 
         Raises:
-            PairError: its head cannot be cut, or knows fewer tokens already.
+            PairError: its head has a reduced vocabulary already.
         """
         if TOKEN_MAP in self.file.tensors:
             known = self.file.tensors[TOKEN_MAP].shape[0]
-            raise PairError(f"{self.title} chooses among {known} tokens of its own ({TOKEN_MAP}): leave `draft_vocab` out")
+            raise PairError(f"{self.title} has a reduced vocabulary of {known} tokens ({TOKEN_MAP}): leave `draft_vocab` out")
         self.draft_tokens = count if count < target.n_vocab else 0
 
     def token_map_specs(self) -> list[Spec]:
-        """The table of a head that knows fewer tokens than the target, if the file has one."""
+        """The token map of a reduced head, if the file has one."""
         info = self.file.tensors.get(TOKEN_MAP)
         return [Spec(TOKEN_MAP, (info.shape[0],), INDEX)] if info is not None else []
 
 
 def clamp_nan(g: Graph, logits: Tensor) -> Tensor:
-    """``logits`` F32 as argmax may have them; NaN counts as some number where it would be none of the tokens. In place."""
+    """``logits`` F32 for argmax, with NaN clamped where argmax of NaN is no token. In place."""
     return logits if g.backend.device.kind in NAN_IS_A_TOKEN else g.clamp(logits, -MOST_LOGIT, MOST_LOGIT)
 
 
 def check_tokens(file: GGUFFile, n_vocab: int) -> None:
-    """Raises ModelError if a head of the file's chooses tokens that the target does not have."""
+    """Raises ModelError if the token map names tokens that the target does not have."""
     info = file.tensors.get(TOKEN_MAP)
     if info is None:
         return

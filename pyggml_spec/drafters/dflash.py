@@ -5,8 +5,8 @@ K = rope(rms_head(W_k c; k_norm), p), V = W_v c. c does not pass attn_norm.
 Block: rows [last token, MASK, ...] at n .. n + B - 1; h = rms(x; attn_norm); q, k, v from h; attention over the committed rows and the whole
 block, both directions (attention.causal: a row sees those before it only); x += W_o(attn); x += FFN(rms(x; ffn_norm));
 logits = head(rms(x; output_norm)).
-Where the file says so: V = rms_head(W_k c) without weight in layers without attn_v; W_o(attn) * attention.value_scale; norms behind
-attention (post_attention_norm, which is the FFN's norm in files without ffn_norm) and behind the FFN (post_ffw_norm); x *=
+Where the file says so: V = rms_head(W_k c) without weight in layers without attn_v; W_o(attn) * attention.value_scale; norms after
+attention (post_attention_norm, which is the FFN's norm in files without ffn_norm) and after the FFN (post_ffw_norm); x *=
 layer_output_scale; GELU instead of SiLU; rope frequencies divided by rope_freqs; logits capped, c tanh(l / c).
 Drafters of Laguna targets: c = rms(fc(concat rms(f; enc.aux_norm)); enc.output_norm), and c does pass attn_norm; attn * softplus(attn_gate h).
 Source of the formulae: llama.cpp, src/models/dflash.cpp; for Laguna's, vLLM, models/laguna_dflash.py.
@@ -37,9 +37,9 @@ FACTORS, FEATURE_NORMS = "rope_freqs.weight", "enc.aux_norm.weight"
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """The rows of a draft block of each slot: ``tokens`` I32 [B] = [last token, MASK, ...]; the rest as in ``base.TargetInputs``; ``masks`` per layer.
+    """A draft block of each slot: ``tokens`` I32 [B] = [last token, MASK, ...]; others as in ``models.base.TargetInputs``; ``masks`` per layer.
 
-    ``zeros``: F32 [n_embd, slots], for drafters that look left of a row.
+    ``zeros``: F32 [n_embd, slots], the row before each block of a convolution.
     """
 
     tokens: Tensor
@@ -54,7 +54,7 @@ class BlockInputs:
 
 @dataclass(frozen=True)
 class Hparams:
-    """Hyper-parameters. ``target_layers``: v is the input of target layer v. ``window`` per layer, 0 where the layer sees everything."""
+    """Hyper-parameters. ``target_layers``: v is the input of target layer v. ``window`` per layer, 0 for none."""
 
     n_layer: int
     n_embd: int
@@ -136,12 +136,12 @@ class DFlash(Drafter):
     """The drafter. ``weights`` has to be set before graphs are built; embedding and head come from the target unless the file has them.
 
     Attributes:
-        by_position: whether ids come one node per position, for all slots, and not all in one node, slot by slot.
+        by_position: whether each position has a node with the ids of all slots, instead of one node slot by slot.
     """
 
     arch, method = "dflash", "draft-dflash"
     by_position = False
-    scaled = tuple(name for name in (*SCALED, "fc") if name != "attn_gate")  # which no drafter of llama.cpp's has
+    scaled = tuple(name for name in (*SCALED, "fc") if name != "attn_gate")  # as in llama.cpp
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
@@ -158,7 +158,7 @@ class DFlash(Drafter):
     def captures(self) -> tuple[int, ...]:
         return self.hp.target_layers
 
-    # -- what it reads
+    # -- tensors
 
     def tensors(self) -> list[Spec]:
         hp, n = self.hp, self.hp.n_embd
@@ -205,7 +205,7 @@ class DFlash(Drafter):
         return "ffn_norm" if self._has(i, "ffn_norm") else "post_attention_norm"
 
     def groups(self) -> dict[str, tuple[str, ...]]:
-        """k and v are a group of their own: context rows need them without q."""
+        """k and v without q, because context rows need no q."""
         out = {}
         for i in range(self.hp.n_layer):
             names = ("attn_k", "attn_v") if self._has(i, "attn_v") else ("attn_k",)
@@ -217,7 +217,7 @@ class DFlash(Drafter):
         return [KVShape(self.hp.n_head_kv, self.hp.head_size)] * self.hp.n_layer
 
     def last_visible(self, first: int, width: int) -> np.ndarray | int:
-        """The last position that each row of a block at ``first`` sees, I64 [width]; one number where it is the same for all."""
+        """Last visible position of each row of a block at ``first``, I64 [width], or one number for all."""
         return first + np.arange(width) if self.hp.causal else first + width - 1
 
     def check_pair(self, target: Decoder) -> None:
@@ -240,26 +240,26 @@ class DFlash(Drafter):
             raise PairError(f"{pair}: its mask token is {hp.mask_token}, but the target's vocabulary has {target.n_vocab} tokens")
 
     def vocab_sizes(self) -> dict[str, int]:
-        """Tokens of the tensors that have to know all of the target's."""
+        """Vocabulary sizes of tensors over the target's whole vocabulary."""
         names = (EMBEDDING,) if TOKEN_MAP in self.file.tensors else (EMBEDDING, HEAD)
         return {name: self.file.tensors[name].shape[-1] for name in names if name in self.file.tensors}
 
     def head_sizes(self) -> dict[str, int]:
-        """Tokens of the tensors that have to know those of the file's own list, if it has one."""
+        """Vocabulary sizes of tensors over the reduced vocabulary, if the file has one."""
         return {HEAD: self.file.tensors[HEAD].shape[-1]} if HEAD in self.file.tensors else {}
 
     def block_rows(self, width: int) -> int:
-        """Rows of the block that drafts for ``width`` verified rows, the last token's included; where there are fewer, it drafts too."""
+        """Rows of the block that drafts for ``width`` verified rows, including the last token's; with fewer, that row drafts too."""
         return width
 
-    # -- the graphs
+    # -- graphs
 
     def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Decoder) -> None:
         hp, w = self.hp, self.weights
         f, normed = g.concat(rows.features), FEATURE_NORMS in w
         if normed:
             f = g.flat(g.rms_norm(g.heads(f, hp.n_embd, len(hp.target_layers)), w[FEATURE_NORMS], hp.eps))
-        else:  # some targets have activations beyond F16; an Inf here would poison every later draft
+        else:  # some targets have activations beyond F16; Inf would spread to all later drafts
             f = g.clamp(f, -F16_MAX, F16_MAX)
         c = g.rms_norm(product(g, w.matrix("fc.weight"), f), w["enc.output_norm.weight"], hp.eps)
         for i in range(hp.n_layer):
@@ -280,13 +280,13 @@ class DFlash(Drafter):
         hp, w = self.hp, self.weights
         own = EMBEDDING in w
         x = g.rows(w[EMBEDDING], rows.tokens) if own else target.embed(g, rows.tokens)
-        # once, and never by nobody: a drafter without the key was trained on the target's embedding as the target scales it
+        # a drafter without the key was trained on the target's scaled embedding
         scale = hp.embedding_scale or (1.0 if own else target.embedding_scale)
         if scale != 1.0:
             x = g.scale(x, scale)
         rows = self.prepared(g, x, rows)
         for i in range(hp.n_layer):
-            h, told = self._into(g, i, "attn", g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps), rows)
+            h, state = self._into(g, i, "attn", g.rms_norm(x, w[f"blk.{i}.attn_norm.weight"], hp.eps), rows)
             q = g.heads(product(g, w.matrix(f"blk.{i}.attn_q.weight"), h), hp.head_size, hp.n_head)
             q = self._rotate(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
             k, v = self._keys_values(g, i, h, rows.positions)
@@ -296,32 +296,32 @@ class DFlash(Drafter):
             out = product(g, w.matrix(f"blk.{i}.attn_output.weight"), out)
             if hp.value_scale != 1.0:
                 out = g.scale(out, hp.value_scale)
-            out = self._out_of(g, i, "attn", out, told, rows)
+            out = self._out_of(g, i, "attn", out, state, rows)
             if self._ffn_norm(i) == "ffn_norm":
                 out = self._norm_if_any(g, out, i, "post_attention_norm")
             x = g.add(out, x)
-            n, told = self._into(g, i, "ffn", g.rms_norm(x, w[f"blk.{i}.{self._ffn_norm(i)}.weight"], hp.eps), rows)
+            n, state = self._into(g, i, "ffn", g.rms_norm(x, w[f"blk.{i}.{self._ffn_norm(i)}.weight"], hp.eps), rows)
             ffn = (geglu_ffn if hp.gelu else swiglu_ffn)(g, w.group(f"blk.{i}.ffn"), w.matrix(f"blk.{i}.ffn_down.weight"), n)
-            ffn = self._out_of(g, i, "ffn", ffn, told, rows)
+            ffn = self._out_of(g, i, "ffn", ffn, state, rows)
             x = g.add(self._norm_if_any(g, ffn, i, "post_ffw_norm"), x)
             if self._has(i, "layer_output_scale"):
                 x = g.mul(x, w[f"blk.{i}.layer_output_scale.weight"])
         return g.rms_norm(x, w["output_norm.weight"], hp.eps)
 
     def prepared(self, g: Graph, x: Tensor, rows: BlockInputs) -> BlockInputs:
-        """The rows with what the layers ask for besides; x F32 [n_embd, B] is what enters the first one."""
+        """Hook: inputs of the layers, from x F32 [n_embd, B], the first layer's input."""
         return rows
 
     def _into(self, g: Graph, i: int, part: str, x: Tensor, rows: BlockInputs) -> tuple[Tensor, Tensor | None]:
-        """What attention or FFN (``part``: attn, ffn) reads of its normalised input, and what ``_out_of`` is told."""
+        """Hook: the input of attention or FFN (``part``: attn, ffn) from its normalised input, and state for ``_out_of``."""
         return x, None
 
-    def _out_of(self, g: Graph, i: int, part: str, x: Tensor, told: Tensor | None, rows: BlockInputs) -> Tensor:
-        """What attention or FFN gives."""
+    def _out_of(self, g: Graph, i: int, part: str, x: Tensor, state: Tensor | None, rows: BlockInputs) -> Tensor:
+        """Hook: the output of attention or FFN."""
         return x
 
     def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Decoder) -> DraftOutput:
-        """The drafts of those of each slot's rows that draft, whose hidden states are ``hidden``, F32 [n_embd, T], of the ``block`` I32."""
+        """Drafts of each slot's drafting rows of the ``block`` I32, whose hidden states are ``hidden``, F32 [n_embd, T]."""
         logits = self.logits(g, hidden, target)
         return DraftOutput((self.choose(g, logits),), logits)
 
@@ -329,7 +329,7 @@ class DFlash(Drafter):
         return g.rms_norm(x, self.weights[f"blk.{i}.{name}.weight"], self.hp.eps) if self._has(i, name) else x
 
     def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
-        """By the drafter's own head or the target's, capped once (a target caps for itself)."""
+        """From the drafter's head or the target's, capped once."""
         own = HEAD in self.weights
         n = self.draft_tokens
         logits = head_product(g, self.weights.matrix(HEAD), hidden, n) if own else target.logits(g, hidden, n)

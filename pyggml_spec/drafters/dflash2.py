@@ -2,7 +2,7 @@
 
 Convolution, around attention and around the FFN of every layer: with c = W_proj h, h the part's normalised input,
     y_t = sum over taps s of (base_s + c_t,s) * x_{t-s}, nothing left of the block; c has one number per group of neighbouring values
-with one base and one set of c in front of the part (x = h) and another behind it (x = what W_o or W_down gives).
+with one base and one set of c before the part (x = h) and another after it (x = the output of W_o or W_down).
 Selector: of each row's logits u, scaled and capped, the top_k largest are candidates. From the draft a before it, the last token at first:
     draft = argmax over the candidates b of u(b) + <predecessor(a) * W_h h, successor(b)>, h the row's normalised hidden state
 llama.cpp scores every pair of neighbouring candidates and walks on the host; the walk needs the rows of the drafts that were chosen alone, and
@@ -28,7 +28,7 @@ PARTS = ("attn", "ffn")
 
 
 class DFlash2(DFlash):
-    """The drafter. llama.cpp has one name for both."""
+    """The drafter; llama.cpp has one method name for DFlash and DFlash 2."""
 
     by_position = True
 
@@ -54,10 +54,10 @@ class DFlash2(DFlash):
 
     @property
     def extra_nodes(self) -> int:
-        """Of each convolution 13 for a tap and 2 besides, 3 more among several slots; of each draft 13."""
+        """Per convolution 13 for each tap, 2, and 3 with several slots; 13 per draft."""
         return 4 * self.hp.n_layer * (16 * self.taps + 4) + 16 * self.block_size
 
-    # -- what it reads
+    # -- tensors
 
     def tensors(self) -> list[Spec]:
         n, n_vocab = self.hp.n_embd, self.file.tensors[PREDECESSOR].shape[1]
@@ -72,10 +72,10 @@ class DFlash2(DFlash):
     def vocab_sizes(self) -> dict[str, int]:
         return super().vocab_sizes() | {name: self.file.tensors[name].shape[1] for name in (PREDECESSOR, SUCCESSOR)}
 
-    # -- the graphs
+    # -- graphs
 
     def prepared(self, g: Graph, x: Tensor, rows: BlockInputs) -> BlockInputs:
-        """With zeros, a row of each block, that stand left of it."""
+        """Adds ``zeros``, the row before each block."""
         width = x.ne[1] // rows.slots
         return replace(rows, zeros=g.scale(g.group_tails(x, width, width - 1), 0.0))
 
@@ -106,7 +106,7 @@ class DFlash2(DFlash):
         return out
 
     def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
-        """Scaled and capped as this file says, whatever the target does with its own."""
+        """Scaled and capped by this file's parameters, not the target's."""
         logits = head_product(g, (self.weights if HEAD in self.weights else target.weights).matrix(HEAD), hidden, self.draft_tokens)
         if self.logit_scale:
             logits = g.scale(logits, self.logit_scale)

@@ -1,4 +1,4 @@
-"""Drafter files of other converters, read as if llama.cpp's had written them; and drafters of other methods, recognised by name.
+"""Drafter files of other converters, mapped to llama.cpp's dflash names; and recognition of unsupported methods.
 
 dialect                                     keys                    tensors
 dflash (llama.cpp)                          dflash.*                fc, enc.output_norm, ffn_norm
@@ -6,7 +6,7 @@ dflash, before it was merged                dflash.*, *_layer_ids   the same, or
 dflash-draft                                <arch>.dflash.*         dflash_fc, dflash_hidden_norm, post_attention_norm as the FFN's norm
 qwen35-dflash-draft, gemma4-dflash-draft    <arch>.dflash.*         dflash.fc, dflash.hidden_norm
 
-`target_layer_ids` counts layers by their outputs, as the checkpoints do; `target_layers` by their inputs, so it holds 1 more.
+`target_layer_ids` counts layers by their outputs, `target_layers` by their inputs, so it is 1 larger.
 """
 
 import re
@@ -18,11 +18,11 @@ ARCH = "dflash"
 ARCHS = (ARCH, "dflash-draft", "qwen35-dflash-draft", "gemma4-dflash-draft")
 SUPPORTED = f"DFlash drafters with the architecture {', '.join(ARCHS)}, EAGLE-3 drafters (eagle3), gemma4-assistant and MTP layers are supported instead"
 
-RUN = ("eagle3", "gemma4-assistant")  # drafters that are no DFlash, and run
+RUN = ("eagle3", "gemma4-assistant")  # supported drafters other than DFlash
 
 _TENSORS = {f"{prefix}fc.weight": "fc.weight" for prefix in ("dflash.", "dflash_")}
 _TENSORS |= {f"{prefix}hidden_norm.weight": "enc.output_norm.weight" for prefix in ("dflash.", "dflash_", "")}
-# method: what its architecture, its keys (behind the architecture) or its tensors are called, or begin with
+# method: prefixes of its architecture, keys (without the architecture) or tensors
 _OTHERS = {
     "DeepSeek-V4 DSpark": ("hyper_connection.", "dspark", "dflash.dspark", "deepseek4-dflash-draft"),
     "Domino": ("domino", "dflash.domino"),
@@ -35,15 +35,14 @@ _DRAFTS = re.compile("draft|dflash|dspark|domino|eagle|mtp|assistant")  # archit
 
 
 def refused_methods() -> tuple[str, ...]:
-    """Methods whose drafters are recognised and do not run."""
+    """Methods whose drafters are recognised but not supported."""
     return tuple(_OTHERS)
 
 
 def method(file: GGUFFile) -> tuple[str, str] | None:
-    """The method of a drafter that is not DFlash, or a DFlash that is not supported, and the name that gives it away; None for others.
+    """(method, telling name) of an unsupported drafter; None for others.
 
-    The architecture comes first: targets have keys and tensors of these names too (MTP layers, hyper-connections), and llama.cpp writes keys
-    of all kinds into every file, with 0 for what a model does not have.
+    Only for drafter architectures: targets have such keys and tensors too, and llama.cpp writes keys with 0 for absent features.
     """
     arch = file.get("general.architecture", str)
     if arch in RUN or not _DRAFTS.search(arch):
@@ -59,7 +58,7 @@ def method(file: GGUFFile) -> tuple[str, str] | None:
 
 
 def refuse_other_methods(file: GGUFFile, instead: str = SUPPORTED) -> None:
-    """Raises ModelError naming the method if this is a drafter of one that is not supported."""
+    """Raises ModelError naming the method if this is an unsupported drafter."""
     found = method(file)
     if found is not None:
         raise ModelError(f"{file.path} is a {found[0]} drafter (it has {found[1]!r}), which is not supported; {instead}")

@@ -2,7 +2,7 @@
 
     draft_i = argmax(u_i + W_2 W_1[draft_{i-1}]), u_i the logits of the block's row i, without scale or cap; W_1 and W_2 of a small rank
     confidence_i = sigmoid(conf_proj . [h_i ; W_1[draft_{i-1}]] + b), h_i the row's normalised hidden state, where the file has such a head
-The chain begins with the last token. Whether its own row drafts too (`sample_from_anchor`, as in most files) or only the mask rows behind
+The chain begins with the last token. Whether its own row drafts too (`sample_from_anchor`, as in most files) or only the mask rows after
 it: in the first case a block of B rows gives B drafts, and B + 1 rows are verified.
 Source of the formulae: llama.cpp, src/models/dflash.cpp (build_dspark_markov_head) and common/speculative.cpp (which rows draft).
 """
@@ -42,13 +42,13 @@ class DSpark(DFlash):
 
     @property
     def extra_nodes(self) -> int:
-        """Of each draft 12, and what its matrices need besides."""
+        """12 per draft, plus those of its matrices."""
         return 24 * self.block_size
 
     def block_rows(self, width: int) -> int:
         return width - self.from_anchor
 
-    # -- what it reads
+    # -- tensors
 
     def tensors(self) -> list[Spec]:
         tensors = self.file.tensors
@@ -66,10 +66,10 @@ class DSpark(DFlash):
     def head_sizes(self) -> dict[str, int]:
         return super().head_sizes() | {TO: self.file.tensors[TO].shape[1]}
 
-    # -- the graph
+    # -- graph
 
     def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
-        """Those that the Markov head adds to: neither scaled nor capped."""
+        """Logits before the Markov head, unscaled and uncapped."""
         return product(g, (self.weights if HEAD in self.weights else target.weights).matrix(HEAD), hidden)
 
     def limit_vocab(self, count: int, target: Decoder) -> None:

@@ -1,7 +1,7 @@
 """eagle3: one layer over two inputs, a token and what three layers of the target made of the token before it.
 
     g = fc [f_a ; f_b ; f_c], the inputs of the target's layers a, b, c (rms-normalised together first, where the file says norm_before_fc)
-Its row behind the token x_p is the pair (x_p, g_{p-1}), at position p - 1: it predicts what comes after x_p, from what is known of p - 1.
+Its row after the token x_p is the pair (x_p, g_{p-1}), at position p - 1: it predicts the token after x_p.
     e = rms(E[x]; attn_norm);  n = rms(g; attn_norm_2)
     x = attention([e ; n]) + g  (+ n instead of g with norm_before_residual);  x += FFN(rms(x; ffn_norm))
     draft = argmax(head rms(x; output_norm)), and x, before that norm, is what the next draft reads in place of g
@@ -24,20 +24,18 @@ from ..models.weights import MATMUL, ROWS, VECTOR, Spec
 from .base import TOKEN_MAP, ChainInputs, ContextInputs, Drafter, check_tokens
 from .dflash import F16_MAX
 
-BLOCK = 16  # rows of the widest block, as for MTP layers: what pays is measured
+BLOCK = 16  # rows of the widest block
 EMBEDDING, HEAD, NORM, FEATURE_NORM = "token_embd.weight", "output.weight", "output_norm.weight", "enc.output_norm.weight"
 FACTORS, FC, LAYER = "rope_freqs.weight", "fc.weight", "blk.0."
-LAST_INPUT = (
-    "gpt-oss",
-)  # whose last layer's output is the same to llama.cpp's drafter: of other targets it hands over what is behind the norm
+LAST_INPUT = ("gpt-oss",)  # targets whose last layer's output llama.cpp captures before the norm; others after it
 
 
 class Eagle3(Drafter):
-    """The layer as a drafter, a chain of drafts. Embedding and head are the target's where the file has none."""
+    """The drafter, a chain. Embedding and head are the target's if the file has none."""
 
     arch, method = "eagle3", "draft-eagle3"
     chained, position_lag = True, 1
-    scaled = ()  # llama.cpp applies none
+    scaled = ()  # as in llama.cpp
 
     def __init__(self, file: GGUFFile) -> None:
         f = Hparams(file, self.arch)
@@ -69,7 +67,7 @@ class Eagle3(Drafter):
     def captures(self) -> tuple[int, ...]:
         return self.target_layers
 
-    # -- what it reads
+    # -- tensors
 
     def tensors(self) -> list[Spec]:
         n, wide = self.n_embd, 3 * self.n_embd_target
@@ -97,7 +95,7 @@ class Eagle3(Drafter):
         return out + self.token_map_specs()
 
     def groups(self) -> dict[str, tuple[str, ...]]:
-        """k and v are a group of their own: context rows need them without q."""
+        """k and v without q, because context rows need no q."""
         return {
             f"{LAYER}kv": tuple(f"{LAYER}{name}.weight" for name in ("attn_k", "attn_v")),
             f"{LAYER}ffn": tuple(f"{LAYER}{name}.weight" for name in ("ffn_gate", "ffn_up")),
@@ -129,7 +127,7 @@ class Eagle3(Drafter):
             raise PairError(f"{pair}: its head has {chosen} tokens, but {TOKEN_MAP if TOKEN_MAP in tensors else 'the target'} has {known}")
         check_tokens(self.file, target.n_vocab)
 
-    # -- the graphs
+    # -- graphs
 
     def carry_size(self, target: Decoder) -> int:
         return self.n_embd
@@ -137,7 +135,7 @@ class Eagle3(Drafter):
     def carry(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Decoder) -> Tensor:
         """g of the rows, F32 [n_embd, T]."""
         f = g.concat(features)
-        # some targets have activations beyond F16; an Inf here would poison every later draft
+        # some targets have activations beyond F16; Inf would spread to all later drafts
         f = g.rms_norm(f, self.weights[FEATURE_NORM], self.eps) if self.norm_before_fc else g.clamp(f, -F16_MAX, F16_MAX)
         return product(g, self.weights.matrix(FC), f)
 
@@ -147,7 +145,7 @@ class Eagle3(Drafter):
         write_kv(g, *self._keys_values(g, joined, rows.positions), kv[0], rows.kv_rows)
 
     def step(self, g: Graph, rows: ChainInputs, target: Decoder) -> tuple[Tensor, Tensor]:
-        """The head reads what is behind the norm, the next draft what is before it."""
+        """The head reads the normalised state, the next draft the state before the norm."""
         w = self.weights
         joined, normed = self._pair(g, rows.tokens, rows.prev_hidden, target)
         q = g.heads(product(g, w.matrix(f"{LAYER}attn_q.weight"), joined), self.head_dim, self.heads)
@@ -162,13 +160,13 @@ class Eagle3(Drafter):
         return g.rms_norm(x, w[NORM], self.eps), x
 
     def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
-        """By the drafter's own head or the target's."""
+        """From the drafter's head or the target's."""
         if HEAD in self.weights:
             return head_product(g, self.weights.matrix(HEAD), hidden, self.draft_tokens)
         return target.logits(g, hidden, self.draft_tokens)
 
     def _pair(self, g: Graph, tokens: Tensor, before: Tensor, target: Decoder) -> tuple[Tensor, Tensor]:
-        """[e ; n] of tokens I32 [T] and of what the tokens before left, F32 of as many rows: F32 [2 n_embd, T], and n alone."""
+        """[e ; n] of tokens I32 [T] and their previous carries, F32 [.., T]: F32 [2 n_embd, T], and n."""
         w, eps = self.weights, self.eps
         e = g.rows(w[EMBEDDING], tokens) if EMBEDDING in w else target.embed(g, tokens)
         n = g.rms_norm(before, w[f"{LAYER}attn_norm_2.weight"], eps)

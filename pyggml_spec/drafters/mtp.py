@@ -1,9 +1,9 @@
-"""mtp: the layer behind the last one that qwen35, qwen35moe and qwen3next models were trained with, which predicts one more token.
+"""mtp: the additional layer that qwen35, qwen35moe and qwen3next models were trained with, to predict one more token.
 
-Its row at position p is the pair (x_p, h_{p-1}): a token, and the target's hidden state of the token before it, behind output_norm.
+Its row at position p is the pair (x_p, h_{p-1}): a token, and the target's hidden state of the previous token, after output_norm.
     x = eh_proj [rms(E[x_p]; enorm) ; rms(h_{p-1}; hnorm)]
     x += attention(rms(x; attn_norm));  x += FFN(rms(x; post_attention_norm));  h = rms(x; shared_head_norm or output_norm)
-    draft = argmax(head h), and h is what the next draft reads: behind its norm as well.
+    draft = argmax(head h), and h, normalised, is carried to the next draft.
 At the first position h is zero. K and V depend on x alone, so that a committed row needs neither attention nor FFN: llama.cpp computes
 the whole layer there, which gives the same ids.
 The layer is in the target's file, or in one of its own whose architecture is the target's and which has its own embedding and head.
@@ -25,25 +25,25 @@ from ..models.weights import MATMUL, ROWS, VECTOR, Spec, Weights
 from .base import ChainInputs, ContextInputs, Drafter
 
 LAYERS = ("qwen35", "qwen35moe", "qwen3next")  # architectures whose layer drafts here
-BLOCK = 16  # rows of the widest block; what pays is measured: a chain of 8 gave 5.2 tokens a step on code where one of 3 gave 3.2
+BLOCK = 16  # rows of the widest block
 EMBEDDING, NORM, HEAD = "token_embd.weight", "output_norm.weight", "output.weight"
-ENDS = {EMBEDDING: "embed_tokens", NORM: "shared_head_norm", HEAD: "shared_head_head"}
+SHARED_TENSORS = {EMBEDDING: "embed_tokens", NORM: "shared_head_norm", HEAD: "shared_head_head"}
 PIECE = 1 << 24  # bytes compared at a time
 
 
 def has_layer(file: GGUFFile) -> bool:
-    """Whether the file of a target, or of a drafter, holds an MTP layer that can draft here."""
+    """Whether the file has a supported MTP layer."""
     arch = file.get("general.architecture", str)
     return arch in LAYERS and file.get(f"{arch}.nextn_predict_layers", int, 0) > 0
 
 
 def is_layer_alone(file: GGUFFile) -> bool:
-    """Whether it holds that layer and no target, as llama.cpp tells it."""
+    """Whether the file has only an MTP layer, by llama.cpp's rule."""
     return has_layer(file) and "blk.0.attn_norm.weight" not in file.tensors
 
 
 class MTP(Drafter):
-    """The layer as a drafter, a chain of drafts."""
+    """The drafter, a chain."""
 
     method = "draft-mtp"
     chained = True
@@ -64,8 +64,8 @@ class MTP(Drafter):
             raise ModelError(f"{file.path} has {count} MTP layers; files with one are supported, here as in llama.cpp")
         self.layer = f.n_layer
         self.prefix, self.alone = f"blk.{self.layer}.", is_layer_alone(file)
-        # embedding, norm and head that it does not share with the target: the name here, and in the file
-        found = {here: f"{self.prefix}nextn.{name}.weight" for here, name in ENDS.items()}
+        # own embedding, norm and head: internal name -> name in the file
+        found = {here: f"{self.prefix}nextn.{name}.weight" for here, name in SHARED_TENSORS.items()}
         if self.alone:
             found = {here: name if name in file.tensors else _end(file, here) for here, name in found.items()}
         self._own = {here: name for here, name in found.items() if name in file.tensors}
@@ -90,7 +90,7 @@ class MTP(Drafter):
     def weights(self, weights: Weights) -> None:
         self._model.weights = weights
 
-    # -- what it reads
+    # -- tensors
 
     def tensors(self) -> list[Spec]:
         n, b, model = self.n_embd, self.prefix, self._model
@@ -102,11 +102,11 @@ class MTP(Drafter):
     def unused(self) -> dict[str, str]:
         ends = (EMBEDDING, NORM, HEAD)
         theirs = [name for name in self.file.tensors if (name in ends if self.alone else not name.startswith(self.prefix))]
-        mine = [f"{self.prefix}nextn.{name}.weight" for name in ENDS.values()]  # which the target's may be equal to
+        mine = [f"{self.prefix}nextn.{name}.weight" for name in SHARED_TENSORS.values()]  # possibly equal to the target's
         return super().unused() | {name: "the target's are used" for name in (*theirs, *mine) if name not in self._own.values()}
 
     def groups(self) -> dict[str, tuple[str, ...]]:
-        """k and v are a group of their own: context rows need them without q."""
+        """k and v without q, because context rows need no q."""
         b = self.prefix
         return {
             f"{b}kv": tuple(f"{b}{name}.weight" for name in ("attn_k", "attn_v")),
@@ -127,7 +127,7 @@ class MTP(Drafter):
         if self.file is not target.file:
             self._own = {here: name for here, name in self._own.items() if not _same(self.file, name, target.file, _end(target.file, here))}
 
-    # -- the graphs
+    # -- graphs
 
     def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Decoder) -> None:
         assert rows.tokens is not None and rows.prev_hidden is not None
@@ -136,7 +136,7 @@ class MTP(Drafter):
         write_kv(g, *self._attention.keys_values(c, *c.project("kv", h)), kv[0], rows.kv_rows)
 
     def step(self, g: Graph, rows: ChainInputs, target: Decoder) -> tuple[Tensor, Tensor]:
-        """The head reads what the next draft does."""
+        """The head and the next draft read the same state."""
         c = self._context(g, rows.positions, rows.attention, rows.kv)
         x = self._pair(g, rows.tokens, rows.prev_hidden, target)
         h = c.rms_norm(x, self._layer.mixer_norm)
@@ -156,7 +156,7 @@ class MTP(Drafter):
         return target.logits(g, hidden, self.draft_tokens)
 
     def _pair(self, g: Graph, tokens: Tensor, before: Tensor, target: Decoder) -> Tensor:
-        """eh_proj of tokens I32 [T] and hidden states F32 of as many rows; F32 [n_embd, T]."""
+        """eh_proj of tokens I32 [T] and hidden states F32 [n_embd, T]; F32 [n_embd, T]."""
         w, b, eps = self.weights, self.prefix, self.eps
         e = g.rows(w[EMBEDDING], tokens) if EMBEDDING in self._own else target.embed(g, tokens)
         h = g.rms_norm(before, w[f"{b}nextn.hnorm.weight"], eps)
@@ -165,12 +165,12 @@ class MTP(Drafter):
 
 
 def _end(file: GGUFFile, here: str) -> str:
-    """What an end of the target is called in its file."""
+    """Name of the target's embedding, norm or head in its file."""
     return EMBEDDING if here == HEAD and HEAD not in file.tensors else here
 
 
 def _same(a: GGUFFile, name_a: str, b: GGUFFile, name_b: str) -> bool:
-    """Whether two tensors are the same, bit for bit: one of them is enough then, 0.7 GB at 27B."""
+    """Whether two tensors are equal; then one copy is enough (0.7 GB at 27B)."""
     mine, theirs = a.tensors[name_a], b.tensors.get(name_b)
     if theirs is None or (mine.type, mine.shape, mine.nbytes) != (theirs.type, theirs.shape, theirs.nbytes):
         return False

@@ -1,4 +1,4 @@
-"""Several drafters of one target, of which one drafts in each step: to caches and graphs they are one drafter with the layers of all."""
+"""Several drafters of one target, one of which drafts in each step; caches and graphs have the layers of all."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from .base import Drafter
 
 
 class MultiDrafter:
-    """Two or more drafters; attributes and methods of the same names as ``Drafter``'s say what of all of them combine is needed.
+    """Two or more drafters; attributes and methods combine those of ``Drafter``.
 
     Raises:
-        PairError: two that draft in the same way.
+        PairError: two drafters of the same kind.
     """
 
     def __init__(self, methods: Sequence[Drafter]) -> None:
@@ -25,7 +25,7 @@ class MultiDrafter:
 
     @property
     def method(self) -> str:
-        """Of the one that drafts where nobody says who does."""
+        """The default method: that of the first drafter."""
         return self.methods[0].method
 
     @property
@@ -38,7 +38,7 @@ class MultiDrafter:
 
     @property
     def captures(self) -> tuple[int, ...]:
-        """Of all of them, each layer once."""
+        """The union of all drafters' layers."""
         return tuple(sorted({layer for drafter in self.methods for layer in drafter.captures}))
 
     @property
@@ -62,9 +62,8 @@ class MultiDrafter:
 
 
 AnyDrafter = Drafter | MultiDrafter
-"""Whoever drafts for a target."""
 
 
 def combine(methods: Sequence[Drafter]) -> AnyDrafter | None:
-    """One drafter, a team of several, or None."""
+    """One drafter, a MultiDrafter, or None."""
     return None if not methods else methods[0] if len(methods) == 1 else MultiDrafter(methods)

@@ -1,4 +1,4 @@
-"""Block drafters that are published, by the architecture and the shape of the targets that they were trained for.
+"""Published block drafters, by architecture and shape of their targets.
 
 A file of a target does not say which checkpoint it was made of; its shape does nearly, and checkpoints of one shape are all named. The page docs/pairs.md
 shows the table.
@@ -11,21 +11,21 @@ from ..models.decoder import ARCHITECTURES
 from .dialects import refused_methods
 from .mtp import has_layer
 
-UNKNOWN = 0  # of a size that no file in our hands said
+UNKNOWN = 0  # a size not known from any file
 
 
 @dataclass(frozen=True)
 class Published:
-    """A public drafter.
+    """A published drafter.
 
     Attributes:
-        target: the checkpoint that it was trained for.
+        target: its target checkpoint.
         arch, n_layer, n_embd, n_expert: of that checkpoint's GGUF; layers without those that only draft, 0 experts for a dense model. UNKNOWN
             for ``n_embd`` fits every width.
         drafter: repository of the Hugging Face hub.
         method: "DFlash" or another name of ``dialects``.
         gguf: whether the repository has files for llama.cpp, named `dflash-*` or `*-DFlash-*`; others are converted (`pyspec convert`).
-        layout: what its safetensors say they are, where the converter does not take that.
+        layout: the layout of its safetensors, if the converter does not support it.
     """
 
     target: str
@@ -40,7 +40,7 @@ class Published:
 
     @property
     def refused(self) -> str:
-        """Why the pair does not run here; empty where it does."""
+        """Why the pair is not supported; empty if it is."""
         if self.arch not in ARCHITECTURES:
             return f"targets of the architecture {self.arch} do not run here yet"
         if self.method in refused_methods():
@@ -81,7 +81,7 @@ PUBLISHED = (
 
 
 def published(file: GGUFFile) -> list[Published]:
-    """The public drafters for targets of the shape of this file; none for a file that is no target."""
+    """Published drafters for targets of this file's shape; none for other files."""
     arch = file.metadata.get("general.architecture")
 
     def size(key: str) -> int:
@@ -93,7 +93,7 @@ def published(file: GGUFFile) -> list[Published]:
 
 
 def drafters_for(target: GGUFFile) -> str:
-    """What can draft for this target today: the end of a sentence."""
+    """The end of a sentence that lists drafting methods for this target."""
     ways = ["its own MTP layer, which is in its file (leave `draft` out)"] if has_layer(target) else []
     ways.append("n-gram drafting, which needs no file (`spec` suffix)")
     if fitting := [pair.drafter for pair in published(target) if not pair.refused]:

@@ -1,1 +1,1 @@
-"""One file per architecture, or family of them: each is a description that registers itself. Every file here is imported by ``registry``."""
+"""One file per architecture or family, a description that registers itself; ``registry`` imports all of them."""

@@ -1,4 +1,4 @@
-"""deepseek2 (DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash): latent attention, and routed experts beside shared ones behind leading dense layers.
+"""deepseek2 (DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash): latent attention, leading dense layers, then routed plus shared experts.
 
 Scores are divided by sqrt(D) of a whole head and, under yarn, multiplied with the square of its magnitude.
 Source of the formulae: llama.cpp, src/models/deepseek2.cpp.
@@ -17,16 +17,16 @@ from ..model import EXPERT, FFN, SHARED
 from ..moe import SIGMOID, SOFTMAX
 from ..rope import Rope
 
-SMALL = (26, 27)  # layers of models that project q directly, whatever their keys say
-KANANA = (48, 128256)  # layers and tokens of one more
-GLM_FLASH = ((47, 48), 154880)  # its first files do not say that its router is a sigmoid
+SMALL = (26, 27)  # layer counts of models with a direct q projection
+KANANA = (48, 128256)  # the same: layers and vocabulary
+GLM_FLASH = ((47, 48), 154880)  # its first files lack the key of its sigmoid router
 SIZES = ("attention.key_length_mla", "attention.value_length_mla")
 
 
 @register("deepseek2")
 def deepseek2(f: Hparams) -> Decoder:
     small = f.n_layer in SMALL or (f.n_layer, f.n_vocab) == KANANA
-    # `mscale_all_dim` of the checkpoint, which its converter writes as a tenth of that
+    # a tenth of the checkpoint's `mscale_all_dim`
     multiplier = float(np.float32(f.get("rope.scaling.yarn_log_multiplier", float, 0.0)) / np.float32(0.1))
     mixer = latent_attention(f, 0 if small else f.positive("attention.q_lora_rank"), multiplier)
     router = SIGMOID if f.n_layer in GLM_FLASH[0] and f.n_vocab == GLM_FLASH[1] else SOFTMAX
@@ -35,7 +35,7 @@ def deepseek2(f: Hparams) -> Decoder:
 
 
 def latent_attention(f: Hparams, lora_q: int, multiplier: float) -> MLA:
-    """Latent attention as the keys give it; ``multiplier`` of yarn's logarithm in the scale of the scores."""
+    """Latent attention from the keys; ``multiplier``: factor of yarn's logarithm in the score scale."""
     if not all(f.get(name, int, 0) for name in SIZES):
         raise f.refuse(
             f"it has no {' and '.join(SIZES)}: its K/V rows would be those of every head, the layout of files from before latent rows; "
@@ -53,18 +53,18 @@ def latent_attention(f: Hparams, lora_q: int, multiplier: float) -> MLA:
     if rope.n_rot == size:
         raise f.refuse(f"rope.dimension_count is {rope.n_rot}, which leaves nothing of heads of {size} that is not rotated")
     if rope.yarn[0] and multiplier:
-        # mscale and mscale_all_dim are taken to be equal, so that rows keep their length: only what ggml multiplies them with is cancelled
+        # mscale equals mscale_all_dim, so that rows keep their norm: ggml's magnitude is cancelled
         magnitude = np.float32(f.get("rope.scaling.attn_factor", float, 1.0)) * (np.float32(1) / _grown(rope.scale))
         rope = replace(rope, yarn=(rope.yarn[0], float(magnitude), *rope.yarn[2:]))
     return MLA(f.heads, lora_q, latent, size, size_v, rope, _scale(rope, size, multiplier))
 
 
 def ffns(f: Hparams, router: int) -> list[GatedMLP | MoE]:
-    """The FFN of each layer: leading dense ones, then experts. ``router``: how they are chosen where the file does not say."""
+    """FFN per layer: leading dense ones, then experts. ``router``: the default gating."""
     n_dense = f.leading_dense(0)
     out: list[GatedMLP | MoE] = [GatedMLP(f.ff)] * n_dense if n_dense else []
     if n_dense == f.n_layer:
-        f.routed = True  # a count of experts that no layer has
+        f.routed = True  # expert_count without a layer of experts
         return out
     experts = f.experts(
         gating=f.gating(router),
@@ -77,7 +77,7 @@ def ffns(f: Hparams, router: int) -> list[GatedMLP | MoE]:
 
 
 def _scale(rope: Rope, size: int, multiplier: float) -> float:
-    """What scores are multiplied with, every step in single precision as llama.cpp takes it."""
+    """Scale of the scores, in single precision like llama.cpp."""
     magnitude = np.float32(rope.yarn[1]) * _grown(rope.scale) * _grown(rope.scale, multiplier)
     return float(magnitude * magnitude / np.sqrt(np.float32(size)))
 

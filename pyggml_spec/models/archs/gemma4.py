@@ -1,4 +1,4 @@
-"""gemma4: sliding-window and full layers with head sizes and ropes of their own, GELU-gated FFNs, norms before and behind every part.
+"""gemma4: sliding-window and full layers with different head sizes and RoPE, GELU-gated FFNs, norms before and after every part.
 
 With rms(x; w) = x / sqrt(mean x^2 + eps) * w (no +1), x = E[t] * sqrt(n_embd), and per layer:
     h = rms(x; attn_norm);  q, k rms-normalised per head, then rotated;  v rms-normalised without weight, and k's own projection where
@@ -32,7 +32,7 @@ from ..weights import ROWS, VECTOR, Spec
 
 @dataclass(frozen=True)
 class Kind:
-    """What full layers and sliding layers differ in."""
+    """Parameters that differ between full and sliding layers."""
 
     size: int
     rope: Rope
@@ -40,7 +40,7 @@ class Kind:
 
 
 def kinds(file: GGUFFile, arch: str, default: int) -> tuple[Kind, Kind]:
-    """Full and sliding layers; heads of ``default`` values where the file does not say."""
+    """(full, sliding); ``default``: head size without the key."""
     size = positive(file, f"{arch}.attention.key_length", default, 4096)
     size_swa = positive(file, f"{arch}.attention.key_length_swa", size, 4096)
     for name, expected in (("value_length", size), ("value_length_swa", size_swa)):
@@ -63,19 +63,19 @@ def gemma4(f: Hparams) -> Decoder:
     experts = f.experts(glu="geglu") if f.get("expert_count", int, 0) > 0 else None
     layers = []
     for i, one in enumerate(sliding):
-        owner = i if i < n_own else n_own - (2 if one else 1)  # its own rows, or those of the last owning layer of its kind
+        owner = i if i < n_own else n_own - (2 if one else 1)  # itself, or the last owning layer of its kind
         has_v = f.shape(f"blk.{i}.attn_v.weight") is not None
         routed = experts if f.shape(f"blk.{i}.ffn_gate_inp.weight") is not None else None
         scaled = f.shape(f"blk.{i}.layer_output_scale.weight") is not None
         mixer = SharedAttention(heads[i], kv_heads[i], local if one else full, owner, owner == i, has_v)
         layers.append(GemmaLayer(mixer, GatedMLP(ff[i], "gelu"), experts=routed, n_per_layer=n_per_layer, scaled=scaled))
-    softcap = f.number("final_logit_softcapping", 30.0)  # 30 without the key, as llama.cpp has it; every published model says 30
+    softcap = f.number("final_logit_softcapping", 30.0)  # llama.cpp's default
     return Gemma4(f, layers, n_per_layer, window=window, embedding_scale=float(np.sqrt(np.float32(f.n_embd))), softcap=softcap)
 
 
 @dataclass(frozen=True)
 class SharedAttention(Part):
-    """Attention over the rows of the layer ``owner``, which may be an earlier one; ``owns``: that is this layer. v is k's projection without ``has_v``."""
+    """Attention over the K/V of layer ``owner``, possibly an earlier one (``owns`` False). Without ``has_v``, v is k's projection."""
 
     heads: int
     kv_heads: int
@@ -125,7 +125,7 @@ class SharedAttention(Part):
 
 @dataclass(frozen=True)
 class GemmaLayer(Layer):
-    """A layer with experts beside its FFN (None: without), per-layer embeddings in ``extra`` (0: without), and a scale of its output."""
+    """A layer with optional experts in parallel to its FFN, per-layer embeddings (``extra``) and output scale."""
 
     post_mixer: str = "post_attention_norm"
     post_ffn: str = "post_ffw_norm"
@@ -166,7 +166,7 @@ class GemmaLayer(Layer):
 
 
 class Gemma4(Decoder):
-    """The frame of gemma4: per-layer embeddings, and layers that read the rows of earlier ones."""
+    """gemma4: per-layer embeddings, and layers that share the K/V of earlier ones."""
 
     def __init__(self, f: Hparams, layers: Sequence[GemmaLayer], n_per_layer: int, **more: float) -> None:
         super().__init__(f, layers, **more)  # type: ignore[arg-type]
@@ -191,12 +191,12 @@ class Gemma4(Decoder):
         return out
 
     def last_cut(self) -> int:
-        """The layers whose rows later ones read stay with these."""
+        """Layers that own shared K/V stay on the device of their readers."""
         mixers = [self.mixer(i) for i in range(self.n_layer)]
         return min((mixer.owner for mixer in mixers if not mixer.owns), default=self.n_layer - 1)
 
     def extra(self, g: Graph, x: Tensor, tokens: Tensor) -> Tensor | None:
-        """What each layer adds to its output: F32 [n_per_layer, T, n_layer]."""
+        """Per-layer embeddings, F32 [n_per_layer, T, n_layer]."""
         w, rows, n_per = self.weights, x.ne[1], self.n_per_layer
         if not n_per:
             return None

@@ -1,4 +1,4 @@
-"""glm-dsa (GLM 5, 5.1, 5.2): deepseek2 with an indexer that picks the rows which attention reads.
+"""glm-dsa (GLM 5, 5.1, 5.2): deepseek2 with an indexer that selects the rows for attention (sparse attention).
 
 With a = rms(W_qa h; attn_q_a_norm) and n_H heads of D values:
     key = norm(W_ik h; k_norm), one for all heads, stored per position;  u = W_iq a, [D, n_H];  the first values of both are rotated
@@ -24,9 +24,9 @@ from ..moe import SIGMOID
 from ..weights import VECTOR, Spec
 from .deepseek2 import ffns, latent_attention
 
-NORM_EPS = 0.0  # llama.cpp's graph of this architecture sets none
-SIZES = (64, 128, 256, 512)  # of rows that one Hadamard matrix of llama.cpp's turns
-LONG = 1 << 20  # tokens from which a file without a list of full layers is one of GLM 5.2
+NORM_EPS = 0.0  # as in llama.cpp
+SIZES = (64, 128, 256, 512)  # row sizes of llama.cpp's Hadamard matrices
+LONG = 1 << 20  # context length from which a file without a list of full layers is GLM 5.2
 LAYERS_52 = 78
 
 
@@ -50,7 +50,7 @@ def glm_dsa(f: Hparams) -> Decoder:
 
 
 def _full(f: Hparams) -> tuple[bool, ...]:
-    """The layers that have an indexer."""
+    """Which layers have an indexer."""
     key = f"{f.arch}.attention.indexer.types"
     if isinstance(f.file.metadata.get(key), np.ndarray):
         listed = f.file.array(key)
@@ -71,7 +71,7 @@ def _full(f: Hparams) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class IndexedMLA(MLA):
-    """Latent attention over ``top_k`` positions; ``extra`` of the layers is the mask of those that the last ``full`` one chose, None for all."""
+    """Latent attention over ``top_k`` positions; ``extra``: the mask selected by the last ``full`` layer, None for all rows."""
 
     index_heads: int = 0
     index_size: int = 0
@@ -110,7 +110,7 @@ class IndexedMLA(MLA):
         return self.attend(c, q, row, c.attention.mask if c.extra is None else c.extra)
 
     def _chosen(self, c: LayerContext, x: Tensor, q: Tensor) -> Tensor | None:
-        """Stores the indexer's keys, and gives the mask of the positions that it chooses; None where these are all of the bucket."""
+        """Stores the indexer's keys; returns the mask of the selected positions, None if those are the whole bucket."""
         g, w, b, kv, attention = c.g, c.w, f"{c.prefix}indexer.", c.kv, c.attention
         assert attention is not None and kv.indexer is not None and kv.rotation_indexer is not None
         key = c.product("indexer.attn_k", x)

@@ -1,4 +1,4 @@
-"""gpt-oss: routed experts with biases, attention with sinks, every other layer behind a window of 128 tokens.
+"""gpt-oss: routed experts with biases, attention with sinks, every other layer with a sliding window of 128 tokens.
 
     a_j = exp(q . k_j / sqrt(D)) / (exp(s) + sum_i exp(q . k_i / sqrt(D))), s a number of the head's own (`attn_sinks`)
 The router takes the largest of W_r n + b_r and a softmax over these alone. An expert is W_down h + b_down, with g = W_gate n + b_gate and

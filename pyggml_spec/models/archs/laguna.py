@@ -1,4 +1,4 @@
-"""laguna: routed experts beside a shared one, one full-attention layer to three sliding-window ones, a softplus gate behind attention.
+"""laguna: routed experts plus a shared one, one full-attention layer per three sliding-window ones, a softplus gate after attention.
 
 The gate has one value per head or one per attention output, as its tensor's shape says. Layers may differ in their number of heads. Full
 layers stretch positions by yarn where the file says so, sliding ones never. The router adds a bias to the sigmoids it chooses by.

@@ -1,4 +1,4 @@
-"""llama (Llama 2 and 3, Mistral, SmolLM2): rope pairs (2 i, 2 i + 1), whose frequencies a table of the file may divide.
+"""llama (Llama 2 and 3, Mistral, SmolLM2): RoPE pairs (2 i, 2 i + 1), with optional frequency factors.
 
 Source of the formulae: llama.cpp, src/models/llama.cpp.
 """

@@ -1,4 +1,4 @@
-"""muse-glimmer: sliding-window layers are rotated (pairs 2 i, 2 i + 1), full ones are not; a sigmoid gate behind attention, norms behind both parts.
+"""muse-glimmer: RoPE (pairs 2 i, 2 i + 1) in sliding-window layers only; a sigmoid gate after attention, norms after both parts.
 
 The embedding is RMS-normalised. Logits are multiplied by a number of the file, then capped: c tanh(l / c).
 Source of the formulae: llama.cpp, src/models/muse-glimmer.cpp.
@@ -12,13 +12,13 @@ from ..keys import OF_SLIDING
 from ..layers import HEAD, Attention, GatedMLP, Layer
 from ..model import ATTENTION, FFN
 
-EPS_BEHIND = 1e-8  # of the norms behind attention and FFN
+POST_EPS = 1e-8  # of the norms after attention and FFN
 
 
 @register("muse-glimmer")
 def muse_glimmer(f: Hparams) -> Decoder:
     size = f.head_dim(*OF_SLIDING)
-    # positions are stretched in full layers only, and these are not rotated
+    # context scaling applies to full layers only, which have no RoPE
     rope = replace(f.sliding_base(f.rope(size, neox=False, yarn=False, windowed=True)), scale=1.0)
     window, sliding = f.window(full_last=True)
     layers = [
@@ -27,7 +27,7 @@ def muse_glimmer(f: Hparams) -> Decoder:
             GatedMLP(f.ff),
             post_mixer="post_attention_norm",
             post_ffn="post_ffw_norm",
-            post_eps=EPS_BEHIND,
+            post_eps=POST_EPS,
         )
         for s in sliding
     ]
@@ -40,7 +40,7 @@ def muse_glimmer(f: Hparams) -> Decoder:
         window=window,
         norm_embedding=True,
         logit_scale=scale,
-        softcap=f.number("final_logit_softcapping", 30.0),  # 30 without the key, as llama.cpp has it
+        softcap=f.number("final_logit_softcapping", 30.0),  # llama.cpp's default
         biased=ATTENTION,
         unscaled=("attn_gate", *FFN),
     )

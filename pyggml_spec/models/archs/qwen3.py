@@ -1,4 +1,4 @@
-"""qwen3: q and k are RMS-normalised per head before they are rotated. qwen3moe: routed experts in place of the FFN.
+"""qwen3: q and k are RMS-normalised per head before RoPE. qwen3moe: routed experts instead of the FFN.
 
 Source of the formulae: llama.cpp, src/models/qwen3.cpp, qwen3moe.cpp.
 """

@@ -1,4 +1,4 @@
-"""qwen35 (Qwen3.5, Qwen3.6): three gated delta-net layers, then one of gated full attention, and so on. qwen35moe: routed experts and a shared one.
+"""qwen35 (Qwen3.5, Qwen3.6): three gated delta-net layers per gated full-attention layer. qwen35moe: routed plus shared experts.
 
     n = rms(x; post_attention_norm);  x += experts(n) + sigmoid(w_shexp . n) * SwiGLU_shared(n)
 Source of the formulae: llama.cpp, src/models/qwen35.cpp, qwen35moe.cpp.
@@ -27,7 +27,7 @@ def qwen35(f: Hparams) -> Decoder:
 
 
 def hybrid(f: Hparams, mixers: tuple[list[Part], Attention], ffn: Part, **more: object) -> Decoder:
-    """A decoder of ``mixers``, all with the same FFN; its MTP layer is one of attention."""
+    """A decoder of ``mixers`` with the same FFN; its MTP layer has attention."""
     layers = [Layer(mixer, ffn, ffn_norm=POST_NORM) for mixer in mixers[0]]
     return Decoder(
         f,
@@ -40,7 +40,7 @@ def hybrid(f: Hparams, mixers: tuple[list[Part], Attention], ffn: Part, **more: 
 
 
 def hybrid_mixers(f: Hparams, mixer: type[GatedDeltaNet] = GatedDeltaNet, grouped: bool = False) -> tuple[list[Part], Attention]:
-    """Recurrent layers and those of attention, in order, and the attention by itself. ``grouped``: neighbouring v-heads share a head of q and k."""
+    """(mixers in order, the attention mixer). ``grouped``: adjacent v-heads share a head of q and k."""
     size = f.head_dim()
     inner, state = f.positive("ssm.inner_size"), f.positive("ssm.state_size", limit=1024)
     heads_v, heads_k = f.positive("ssm.time_step_rank"), f.positive("ssm.group_count")

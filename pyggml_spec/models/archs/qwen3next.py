@@ -1,4 +1,4 @@
-"""qwen3next (Qwen3-Next, Qwen3-Coder-Next): qwen35moe with other neighbours among the heads of its delta-net, and a rope without axes.
+"""qwen3next (Qwen3-Next, Qwen3-Coder-Next): qwen35moe with another head order in its delta-net, and RoPE without sections.
 
 r = H_v / H_k neighbouring v-heads share a head of q and k: v-head h goes with h // r, where qwen35 has h % H_k. `ssm_ba` is beta and alpha in one
 matrix, r rows of beta and then r of alpha for each k-head. Files of the first converter have q, k, v and z in one matrix too, `ssm_in`, the parts
@@ -33,7 +33,7 @@ def joined(f: Hparams) -> bool:
 
 @dataclass(frozen=True)
 class JoinedDeltaNet(GatedDeltaNet):
-    """A delta-net layer whose beta and alpha are one matrix, and perhaps q, k, v and z another one."""
+    """A delta-net layer with beta and alpha in one matrix, and possibly q, k, v and z in another."""
 
     def inputs(self, f: Hparams) -> dict[str, tuple[int, ...]]:
         d = self.shape
@@ -64,5 +64,5 @@ class JoinedDeltaNet(GatedDeltaNet):
         return g.concat([q, k, v]), z, beta, alpha
 
     def _of_k_heads(self, c: LayerContext, x: Tensor, n: int, every: int, first: int) -> Tensor:
-        """Of each k-head's ``every`` values the n from ``first`` on, F32 [n * H_k, T], by copy."""
+        """Values [first, first + n) of each k-head's ``every``, F32 [n * H_k, T], a copy."""
         return c.g.cont_flat(c.g.heads(x, n, self.shape.n_head_k, every, first))
