@@ -129,7 +129,7 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
     from ..sampling.recommended import recommended
     from ..sampling.sampler import Sampling
     from ..server.access import Hosts, Keys
-    from ..server.fields import Limits
+    from ..server.sampling import Limits
     from ..server.served import NAMED, ServeOptions
 
     if rates and synthetic is not None:

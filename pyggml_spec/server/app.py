@@ -20,8 +20,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import anthropic, infill, live, names, native, openai, responses
+from . import anthropic, infill, live, native, openai, responses
 from .access import Hosts, Keys, Origins
+from .bodies import HEADER, shown
 from .errors import ApiError, api_error
 from .heap import Heap
 from .http import MAX_VALUES, BodyLimits, Refusal, Request, read_body, unless_disconnected
@@ -150,10 +151,7 @@ class Endpoint:
                 state.heap.shrink()
 
     async def _respond(self, context: Context, request: Request, receive: Receive, send: Send) -> None:
-        generates = request.path in GENERATE
         try:
-            if generates:
-                request.unknown = names.check(request.path, request.json_object())
             response = await self._handlers[request.method](context, request)
         except ApiError:
             raise
@@ -162,10 +160,10 @@ class Endpoint:
             if told.status >= 500:
                 log.exception("%s %s", request.method, request.path)
             raise told from None
-        if generates:
+        if request.path in GENERATE:
             native.keep_stream(context, request, response)
-            if request.unknown:
-                response.headers[names.HEADER] = names.shown(request.unknown)
+        if request.unknown:
+            response.headers[HEADER] = shown(request.unknown)
         await response(request.scope, receive, send)
 
 

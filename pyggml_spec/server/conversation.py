@@ -1,80 +1,81 @@
-"""A chat request, in OpenAI's words, as what the engine is asked. The other chat dialects are put into these words first."""
+"""A chat request as task requests for the engine. The other chat dialects are translated to ``bodies.Chat`` first."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..constraints.closed_objects import closed
+from msgspec import structs
+
+from ..constraints.closed_objects import closed as closed_schema
 from ..errors import SamplingError
 from ..text.formats import BARE
 from ..text.parse import Parser
 from ..text.values import meant
-from . import fields
-from .answer import Answer
+from . import sampling
+from .bodies import Chat, Generation, wrong
 from .calls import call_schema, calls_grammar
 from .errors import ApiError
-from .jobs import Ask, Job
+from .output import Output
 from .served import Prefill, Prompt, Served
+from .tasks import Task, TaskRequest
 
 _ABOUT_TOOLS = (
     "You can call these functions:\n{tools}\nTo call one, answer with <tool_call>{{\"name\": NAME, \"arguments\": ARGUMENTS}}</tool_call>, where the "
     "arguments are a JSON object."
 )  # fmt: skip
-
-
-MOST_TOOLS = 1024
+MAX_TOOLS = 1024
 
 
 @dataclass(frozen=True)
-class Chat:
+class ChatPlan:
     """What a chat request comes to.
 
     Attributes:
-        asks: one per choice.
-        n_probs: log probabilities that are told of each token, None for none.
+        requests: one per choice.
+        n_probs: log probabilities that are reported of each token, None for none.
         called: tools that may be called.
-        forced: whether the answer has to be a call.
+        forced: whether the response has to be a call.
     """
 
-    asks: list[Ask]
+    requests: list[TaskRequest]
     prompt: Prompt
     n_probs: int | None
     called: list[dict[str, Any]]
     forced: bool
     reasoning: bool
 
-    def answer(self, job: Job, served: Served) -> Answer:
+    def output(self, task: Task, served: Served) -> Output:
         prompt, parser = self.prompt, None
         if self.forced:
             parser = Parser(BARE, tools=self.called)
         elif self.called or self.reasoning or prompt.inside or prompt.form.channels is not None:
             parser = Parser(prompt.form, inside=prompt.inside, goes_on=prompt.goes_on, tools=self.called, reasoning=self.reasoning)
-        return Answer(job, served.tokenizer, parser, self.n_probs is not None)
+        return Output(task, served.tokenizer, parser, self.n_probs is not None)
 
 
-def sequence_asks(served: Served, body: Mapping[str, Any], ids: list[int], n_probs: int | None, constraint: tuple[str, str] | None,
-                  key: str, progress: bool, every_step: bool, triggers: tuple[fields.Trigger, ...] | None = None) -> list[Ask]:  # fmt: skip
-    """What every dialect asks of each sequence; ``n`` of them; ``triggers``: None for those of the request. Raises ApiError, SamplingError."""
-    triggers = fields.triggers(body, served.tokenizer, constraint) if triggers is None else triggers
-    n = fields.answers(body)
-    sampling = fields.sampling(body, served.limits, served.tokenizer, n_probs, constraint, triggers)
-    served.check_constraint(sampling.constraint if constraint is not None else None, triggers)
-    ignore_end = fields.flag(body, "ignore_eos")
-    if ignore_end and constraint is not None:
+def task_requests(
+    served: Served, body: Generation, ids: list[int], n_probs: int | None, constraint: sampling.Constraint | None, key: str,
+    triggers: tuple[sampling.Trigger, ...] | None = None,
+) -> list[TaskRequest]:  # fmt: skip
+    """The sequences of one prompt. ``triggers``: None for those of the body. Raises ApiError, SamplingError."""
+    triggers = sampling.triggers(body, served.tokenizer, constraint) if triggers is None else triggers
+    chosen = sampling.sampling(body, served.limits, served.tokenizer, n_probs, constraint, triggers)
+    served.check_constraint(chosen.constraint if constraint is not None else None, triggers)
+    if body.ignore_eos and constraint is not None:
         raise ApiError(400, "a constraint ends with an end token, and ignore_eos ignores it; give one of the two", param="ignore_eos")
-    ask = Ask(
-        ids, fields.max_tokens(body, served.limits), sampling, fields.stop_texts(body), fields.line_limits(body), ignore_end, fields.mode(body, served.drafter),
-        fields.flag(body, "cache_prompt", True), progress, every_step, fields.whole(body, "priority", 0, -1000, 1000), key,
+    request = TaskRequest(
+        ids, sampling.max_tokens(body, served.limits), chosen, sampling.stop_texts(body.stop), sampling.line_limits(body), body.ignore_eos,
+        sampling.mode(body, served.drafter), body.cache_prompt, body.reports_progress, body.speculation, body.priority, key,
     )  # fmt: skip
-    if n == 1:
-        return [ask]
-    seeds = [sampling.seed] * n if sampling.seed is None else [(sampling.seed + i) % ((1 << 32) - 1) for i in range(n)]
-    return [replace(ask, sampling=replace(sampling, seed=seed)) for seed in seeds]
+    if body.choices == 1:
+        return [request]
+    seeds = [None if chosen.seed is None else (chosen.seed + i) % ((1 << 32) - 1) for i in range(body.choices)]
+    return [replace(request, sampling=replace(chosen, seed=seed)) for seed in seeds]
 
 
-def read_chat(served: Served, body: Mapping[str, Any], key: str) -> Chat:
+def read_chat(served: Served, body: Chat, key: str) -> ChatPlan:
     """Renders, encodes and checks; in a thread of the pool.
 
     Raises:
@@ -82,9 +83,8 @@ def read_chat(served: Served, body: Mapping[str, Any], key: str) -> Chat:
         TemplateError: the template refuses the conversation.
         SamplingError: a constraint is wrong.
     """
-    served.check_model(body)
-    n_probs = _probabilities(body)
-    constraint = fields.constraint(body)
+    n_probs = _n_probs(body)
+    constraint = sampling.constraint(body)
     body, tools = _allowed(body, read_tools(body))
     choice = _choice(body, tools)
     called = [] if choice == "none" else tools
@@ -93,59 +93,48 @@ def read_chat(served: Served, body: Mapping[str, Any], key: str) -> Chat:
     forced = [t for t in called if choice in ("required", t["function"]["name"])] if choice != "auto" else []
     if forced:
         constraint = "json_schema", call_schema(forced)
-    held = (
-        called
-        if fields.flag(body, "additional_properties", served.limits.sampling.additional_properties)
-        else [_closed(tool) for tool in called]
-    )
-    prompt = read_prompt(served, body, called, closed=constraint is not None and not fields.flag(body, "grammar_lazy"))
-    progress = fields.flag(body, "return_progress") and fields.flag(body, "stream")
-    common = progress, fields.flag(body, "speculation")
-    asks: list[Ask] | None = None
+    prompt = read_prompt(served, body, called, closed=constraint is not None and not body.grammar_lazy)
+    requests: list[TaskRequest] | None = None
     if called and not forced and not _may_think(served, body, called):
-        several = fields.flag(body, "parallel_tool_calls", True)
-        with suppress(ApiError, SamplingError):  # what cannot be promised of a call that may come is read from the text
-            grammar = calls_grammar(prompt.form, held, several, served.tokenizer.control_tokens())
+        held = called if _open_arguments(served, body) else [_closed(tool) for tool in called]
+        with suppress(ApiError, SamplingError):  # a call that no grammar can hold is read from the text
+            grammar = calls_grammar(prompt.form, held, body.parallel_tool_calls, served.tokenizer.control_tokens())
             if grammar is not None:
-                asks = sequence_asks(served, body, prompt.ids, n_probs, ("lark", grammar[0]), key, *common, grammar[1])
-    if asks is None:
-        asks = sequence_asks(served, body, prompt.ids, n_probs, constraint, key, *common)
-    reasoning = _reasoning(served, body) and (constraint is None or bool(asks[0].sampling and asks[0].sampling.triggers))
-    return Chat(asks, prompt, n_probs, forced or called, bool(forced), reasoning)
+                requests = task_requests(served, body, prompt.ids, n_probs, ("lark", grammar[0]), key, grammar[1])
+    if requests is None:
+        requests = task_requests(served, body, prompt.ids, n_probs, constraint, key)
+    parsed = (body.reasoning_format or served.options.reasoning) != "none"
+    reasoning = parsed and (constraint is None or bool(requests[0].sampling and requests[0].sampling.triggers))
+    return ChatPlan(requests, prompt, n_probs, forced or called, bool(forced), reasoning)
+
+
+def _open_arguments(served: Served, body: Chat) -> bool:
+    return served.limits.sampling.additional_properties if body.additional_properties is None else body.additional_properties
 
 
 def _closed(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool whose arguments are those that its schema describes, and no others."""
     function = tool["function"]
-    return {**tool, "function": {**function, "parameters": closed(meant(function["parameters"]))}} if function.get("parameters") else tool
+    if not function.get("parameters"):
+        return tool
+    return {**tool, "function": {**function, "parameters": closed_schema(meant(function["parameters"]))}}
 
 
-def _probabilities(body: Mapping[str, Any]) -> int | None:
-    """``logprobs`` with ``top_logprobs``, or ``n_probs``."""
-    asked = body.get("logprobs", False)
-    if not isinstance(asked, bool):
-        raise fields.wrong("logprobs", asked, "true or false")
-    if body.get("top_logprobs", 0) != 0 and not asked:
+def _n_probs(body: Chat) -> int | None:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    if asked:
-        return fields.whole(body, "top_logprobs", 20, 0, 1024)
-    return fields.whole(body, "n_probs", 0, 0, 1024) or None
+    if body.logprobs:
+        return 20 if body.top_logprobs is None else body.top_logprobs
+    return body.n_probs or None
 
 
-def _reasoning(served: Served, body: Mapping[str, Any]) -> bool:
-    form = fields.text(body, "reasoning_format", served.options.reasoning)
-    if form not in ("none", "auto", "deepseek", "deepseek-legacy"):
-        raise fields.wrong("reasoning_format", form, '"none", "auto" or "deepseek"')
-    return form != "none"
-
-
-def read_prompt(served: Served, body: Mapping[str, Any], tools: Sequence[dict[str, Any]], closed: bool = False) -> Prompt:
-    """The conversation's tokens; ``closed``: the answer must not begin inside of the reasoning."""
+def read_prompt(served: Served, body: Chat, tools: Sequence[dict[str, Any]], closed: bool = False) -> Prompt:
+    """The conversation's tokens; ``closed``: the response must not begin inside of the reasoning."""
     messages, options = _template_options(served, body, tools, closed)
     return served.chat_ids(messages, **options)
 
 
-def render_chat(served: Served, body: Mapping[str, Any]) -> str:
+def render_chat(served: Served, body: Chat) -> str:
     """The conversation's text, for /apply-template, with the tools that may be called."""
     body, tools = _allowed(body, read_tools(body))
     messages, options = _template_options(served, body, [] if _choice(body, tools) == "none" else tools, False)
@@ -153,23 +142,21 @@ def render_chat(served: Served, body: Mapping[str, Any]) -> str:
 
 
 def _template_options(
-    served: Served, body: Mapping[str, Any], tools: Sequence[dict[str, Any]], closed: bool
+    served: Served, body: Chat, tools: Sequence[dict[str, Any]], closed: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     messages = read_messages(body)
     served.check_count(len(messages), "messages")
     thinking, variables = _template_arguments(served, body)
-    open_turn = fields.flag(body, "add_generation_prompt", True)
-    goes_on = body.get("continue_final_message", None)
-    if goes_on not in (None, True, False, "content", "reasoning_content"):
-        raise fields.wrong("continue_final_message", goes_on, "true or false")
-    if goes_on and open_turn and "add_generation_prompt" in body:
+    open_turn = body.add_generation_prompt is not False
+    continues = body.continue_final_message
+    if continues and body.add_generation_prompt:
         raise ApiError(400, "add_generation_prompt and continue_final_message cannot both be true", param="continue_final_message")
     last = messages[-1] if messages else {}
-    if goes_on is None:
-        goes_on = served.options.prefill_assistant and last.get("role") == "assistant" and not last.get("tool_calls") and open_turn
+    if continues is None:
+        continues = served.options.prefill_assistant and last.get("role") == "assistant" and not last.get("tool_calls") and open_turn
     prefill = Prefill() if closed and open_turn else None
-    if goes_on:
-        prefill, open_turn = _prefill(messages, goes_on, closed), True
+    if continues:
+        prefill, open_turn = _prefill(messages, continues, closed), True
         messages = messages[:-1]
         if prefill.reasoning:
             thinking = True
@@ -179,13 +166,18 @@ def _template_options(
             messages = [{**messages[0], "content": f"{_joined_text(messages[0].get('content'))}\n\n{about}"}, *messages[1:]]
         else:
             messages = [{"role": "system", "content": about}, *messages]
-    return messages, {
-        "tools": tools, "thinking": False if closed else thinking, "variables": variables, "open_turn": open_turn, "prefill": prefill,
-    }  # fmt: skip
+    options = {
+        "tools": tools,
+        "thinking": False if closed else thinking,
+        "variables": variables,
+        "open_turn": open_turn,
+        "prefill": prefill,
+    }
+    return messages, options
 
 
-def _prefill(messages: list[dict[str, Any]], goes_on: bool | str, closed: bool) -> Prefill:
-    """The last message as what the answer goes on with. Raises ApiError: it cannot be continued."""
+def _prefill(messages: list[dict[str, Any]], continues: bool | str, closed: bool) -> Prefill:
+    """The last message as the beginning of the response. Raises ApiError: it cannot be continued."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant":
         raise ApiError(400, "continue_final_message needs a last message of the assistant; send one", param="continue_final_message")
@@ -194,11 +186,10 @@ def _prefill(messages: list[dict[str, Any]], goes_on: bool | str, closed: bool) 
     if len(messages) > 1 and messages[-2].get("role") == "assistant":
         raise ApiError(400, "two messages of the assistant stand at the end of the list; join them", param="messages")
     reasoning, content = last.get("reasoning_content") or "", _joined_text(last.get("content"))
-    if goes_on == "reasoning_content" and content:
-        raise ApiError(
-            400, "continue_final_message is reasoning_content, but the last message has content behind it; leave it out", param="continue_final_message"
-        )  # fmt: skip
-    thinks = goes_on == "reasoning_content" or (goes_on is True and reasoning and not content)
+    if continues == "reasoning_content" and content:
+        sentence = "continue_final_message is reasoning_content, but the last message has content after it; leave it out"
+        raise ApiError(400, sentence, param="continue_final_message")
+    thinks = continues == "reasoning_content" or (continues is True and reasoning and not content)
     return Prefill(reasoning, None if thinks and not closed else content)
 
 
@@ -208,107 +199,102 @@ def _joined_text(content: Any) -> str:
     return "\n\n".join(part["text"] for part in content or [] if isinstance(part.get("text"), str))
 
 
-def _template_arguments(served: Served, body: Mapping[str, Any]) -> tuple[bool | None, dict[str, Any]]:
-    variables = {**served.options.template_arguments, **fields.mapping(body, "chat_template_kwargs")}
+def _template_arguments(served: Served, body: Chat) -> tuple[bool | None, dict[str, Any]]:
+    """Whether the model is to think, None where the template decides; and further names for the template."""
+    variables = {**served.options.template_arguments, **body.chat_template_kwargs}
     thinking = served.options.thinking
     if "enable_thinking" in variables:
         thinking = variables.pop("enable_thinking")
         if not isinstance(thinking, bool):
-            raise fields.wrong("chat_template_kwargs.enable_thinking", thinking, "true or false")
-    if "enable_thinking" in body:
-        thinking = fields.flag(body, "enable_thinking")
-    kind = fields.mapping(body, "thinking").get("type")
-    if kind not in (None, "enabled", "disabled", "adaptive", "auto"):
-        raise fields.wrong("thinking.type", kind, '"enabled", "disabled", "adaptive" or "auto"')
-    if kind in ("enabled", "disabled"):
-        thinking = kind == "enabled"
-    effort = fields.text(body, "reasoning_effort")
-    if effort == "none" or fields.thinking_budget(body) == 0:
+            raise wrong("chat_template_kwargs.enable_thinking", thinking, "true or false")
+    if body.enable_thinking is not None:
+        thinking = body.enable_thinking
+    if body.thinking.type in ("enabled", "disabled"):
+        thinking = body.thinking.type == "enabled"
+    if body.reasoning_effort == "none" or body.thinking_budget == 0:
         thinking = False
         variables.pop("reasoning_effort", None)
-    elif effort:
-        variables["reasoning_effort"] = effort
+    elif body.reasoning_effort:
+        variables["reasoning_effort"] = body.reasoning_effort
     return thinking, variables
 
 
-def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def read_messages(body: Chat) -> list[dict[str, Any]]:
     """Raises ApiError: no list of messages that a template could take."""
-    messages = body.get("messages")
-    if not isinstance(messages, list):  # an empty one is the template's business, as in llama-server
+    if not isinstance(body.messages, list):  # an empty one is up to the template, as in llama-server
         raise ApiError(400, 'messages is missing, or no list; send a list like [{"role": "user", "content": "Hello"}]', param="messages")
-    for i, message in enumerate(messages):
-        at = f"messages[{i}]"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ApiError(400, f"{at} is no object with a role", param="messages")
-        content = message.get("content")
-        if content is None and not (message["role"] == "assistant" and {"content", "tool_calls", "reasoning_content"} & set(message)):
-            raise ApiError(400, f"{at} has no content", param="messages")
-        if not isinstance(message.get("reasoning_content"), (str, type(None))):
-            raise ApiError(400, f"the reasoning_content of {at} is no text", param="messages")
-        if isinstance(content, list):
-            _check_parts(content, at)
-        elif not isinstance(content, (str, type(None))):
-            raise ApiError(400, f"the content of {at} is neither a text nor a list of parts", param="messages")
-        calls = message.get("tool_calls")
-        if calls is not None and not (
-            isinstance(calls, list) and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
-        ):
-            raise ApiError(400, f"the tool_calls of {at} are no list of calls with a function each", param="messages")
-    return messages
+    for i, message in enumerate(body.messages):
+        if (fault := _message_fault(message, f"messages[{i}]")) is not None:
+            raise ApiError(400, fault, param="messages")
+    return body.messages
 
 
-def _check_parts(parts: list[Any], at: str) -> None:
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("image_url", "image", "input_audio", "input_video", "video_url"):
-            what = "audio" if "audio" in str(kind) else "video" if "video" in str(kind) else "image"
-            raise ApiError(400, f"{what} input is not supported: this server runs text models; send text alone", param="messages")
-        if kind == "refusal" and isinstance(part.get("refusal"), str):  # what an assistant's message may hold
-            part |= {"type": "text", "text": part["refusal"]}
-        elif kind not in ("text", "thinking", "reasoning") or not isinstance(part.get("text", part.get("thinking")), str):
-            raise ApiError(400, f'a part of {at} is no text; send {{"type": "text", "text": ...}}', param="messages")
+def _message_fault(message: Any, at: str) -> str | None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return f"{at} is no object with a role"
+    content, calls = message.get("content"), message.get("tool_calls")
+    if content is None and not (message["role"] == "assistant" and {"content", "tool_calls", "reasoning_content"} & set(message)):
+        return f"{at} has no content"
+    if not isinstance(message.get("reasoning_content"), (str, type(None))):
+        return f"the reasoning_content of {at} is no text"
+    if not isinstance(content, (list, str, type(None))):
+        return f"the content of {at} is neither a text nor a list of parts"
+    if isinstance(content, list) and (fault := next(filter(None, (_part_fault(part, at) for part in content)), None)) is not None:
+        return fault
+    if calls is not None and not (
+        isinstance(calls, list) and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
+    ):
+        return f"the tool_calls of {at} are no list of calls with a function each"
+    return None
+
+
+def _part_fault(part: Any, at: str) -> str | None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("image_url", "image", "input_audio", "input_video", "video_url"):
+        what = "audio" if "audio" in str(kind) else "video" if "video" in str(kind) else "image"
+        return f"{what} input is not supported: this server runs text models; send text alone"
+    if kind == "refusal" and isinstance(part.get("refusal"), str):  # of an assistant's message
+        part |= {"type": "text", "text": part["refusal"]}
+    elif kind not in ("text", "thinking", "reasoning") or not isinstance(part.get("text", part.get("thinking")), str):
+        return f'a part of {at} is no text; send {{"type": "text", "text": ...}}'
+    return None
 
 
 # -- tools
 
 
-def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def read_tools(body: Chat) -> list[dict[str, Any]]:
     """Raises ApiError: no list of functions."""
-    tools = body.get("tools", [])
-    if not isinstance(tools, list):
-        raise fields.wrong("tools", tools, "a list of functions")
-    if len(tools) > MOST_TOOLS:
-        raise ApiError(400, f"there are {len(tools)} tools, and {MOST_TOOLS} are taken; send fewer", param="tools")
-    for i, tool in enumerate(tools):
+    if len(body.tools) > MAX_TOOLS:
+        raise ApiError(400, f"there are {len(body.tools)} tools, and {MAX_TOOLS} are taken; send fewer", param="tools")
+    for i, tool in enumerate(body.tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise ApiError(400, f'tools[{i}] is no {{"type": "function", "function": {{"name": ...}}}}', param="tools")
         if not isinstance(function.get("parameters", {}), (dict, bool, type(None))):
             raise ApiError(400, f"the parameters of tools[{i}] are no JSON schema", param="tools")
-    return tools
+    return body.tools
 
 
-def _allowed(body: Mapping[str, Any], tools: list[dict[str, Any]]) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
-    """The request and its tools as if those alone that ``tool_choice`` allows had been given. Raises ApiError."""
-    choice = body.get("tool_choice")
+def _allowed(body: Chat, tools: list[dict[str, Any]]) -> tuple[Chat, list[dict[str, Any]]]:
+    """The request and its tools, reduced to what ``tool_choice`` allows. Raises ApiError."""
+    choice = body.tool_choice
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return body, tools
     inner = choice.get("allowed_tools", choice)
     inner = inner if isinstance(inner, dict) else {}
     given, mode = inner.get("tools"), inner.get("mode", "auto")
-    names = [
-        t.get("function", t).get("name") if isinstance(t, dict) and isinstance(t.get("function", t), dict) else None
-        for t in (given if isinstance(given, list) else [])
-    ]
+    functions = [t.get("function", t) if isinstance(t, dict) else None for t in (given if isinstance(given, list) else [])]
+    names = [function.get("name") if isinstance(function, dict) else None for function in functions]
     known = [tool["function"]["name"] for tool in tools]
     if not isinstance(given, list) or mode not in ("auto", "required") or not all(name in known for name in names):
-        raise fields.wrong("tool_choice", choice, 'allowed_tools with the mode "auto" or "required" and a list of tools that are given')
-    return {**body, "tool_choice": mode}, [tool for tool in tools if tool["function"]["name"] in names]
+        raise wrong("tool_choice", choice, 'allowed_tools with the mode "auto" or "required" and a list of tools that are given')
+    return structs.replace(body, tool_choice=mode), [tool for tool in tools if tool["function"]["name"] in names]
 
 
-def _choice(body: Mapping[str, Any], tools: Sequence[dict[str, Any]]) -> str:
+def _choice(body: Chat, tools: Sequence[dict[str, Any]]) -> str:
     """ "none", "auto", "required", or the name of the one tool that has to be called."""
-    choice = body.get("tool_choice", "auto")
+    choice = body.tool_choice
     if choice in ("none", "auto"):
         return choice
     if isinstance(choice, dict):
@@ -318,13 +304,13 @@ def _choice(body: Mapping[str, Any], tools: Sequence[dict[str, Any]]) -> str:
             raise ApiError(400, f"tool_choice names {choice!r}, which is none of the tools", param="tool_choice")
         return choice
     if choice != "required":
-        raise fields.wrong("tool_choice", choice, '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
+        raise wrong("tool_choice", choice, '"none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
     if not tools:
         raise ApiError(400, "tool_choice is required, and there are no tools", param="tool_choice")
     return choice
 
 
-def _may_think(served: Served, body: Mapping[str, Any], tools: Sequence[dict[str, Any]]) -> bool:
-    """Whether the answer may hold reasoning, in which the marker of a call means nothing."""
+def _may_think(served: Served, body: Chat, tools: Sequence[dict[str, Any]]) -> bool:
+    """Whether the response may hold reasoning, in which the marker of a call means nothing."""
     template = served.template_for(tools)
     return template.form.think[1] in template.source and _template_arguments(served, body)[0] is not False

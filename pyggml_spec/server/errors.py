@@ -1,4 +1,4 @@
-"""What goes wrong in a request, as the two shapes of JSON that clients know."""
+"""Errors of requests, in the two JSON shapes that clients know."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _ANTHROPIC = {413: "request_too_large", 500: "api_error", 501: "invalid_request_
 
 
 class ApiError(Exception):
-    """A request that is answered with an error. ``message`` is a sentence with the remedy.
+    """The error that a request gets. ``message`` is a sentence with the remedy.
 
     Attributes:
         status: of HTTP.
@@ -43,7 +43,7 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.more = status, message, param, more
         self.kind = kind or KINDS[status]
         self.headers = dict(headers or {})
-        if status in (500, 501):  # the clients of OpenAI repeat every 5xx, and these would end alike
+        if status in (500, 501):  # OpenAI's clients retry every 5xx, and these would fail again
             self.headers.setdefault("x-should-retry", "false")
 
     def openai(self) -> dict:
@@ -55,7 +55,7 @@ class ApiError(Exception):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """Any exception as one: what callers hand in wrongly is theirs, the rest is ours."""
+    """Any exception as one: wrong requests are 400, the rest is 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (ContextError, SamplingError, TemplateError)):
@@ -68,16 +68,16 @@ def api_error(error: BaseException) -> ApiError:
 
 
 @contextmanager
-def spoken(words: Mapping[str, str]) -> Iterator[None]:
-    """Errors of what is done with a request that was put into other words name fields as its client did: ``words`` has the client's by the others."""
+def translated(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about a request that was translated to another dialect name fields as its client did: ``names`` has the client's by the others."""
     try:
         yield
     except (ApiError, ContextError, SamplingError, TemplateError) as error:
         told = api_error(error)
-        longest = sorted((name for name in words if not name.isalpha()), key=len, reverse=True)  # a plain word may be one of the sentence's
+        longest = sorted((name for name in names if not name.isalpha()), key=len, reverse=True)  # a plain word may be one of the sentence's
         pattern = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?!\w)" for name in longest))
-        told.message = pattern.sub(lambda found: words[found[0]], told.message)
-        told.param = words.get(told.param, told.param) if told.param is not None else None
+        told.message = pattern.sub(lambda found: names[found[0]], told.message)
+        told.param = names.get(told.param, told.param) if told.param is not None else None
         raise told from error.__cause__
 
 

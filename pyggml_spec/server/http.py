@@ -5,7 +5,7 @@ import codecs
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -111,15 +111,16 @@ class Request(StarletteRequest):
         self._object = {name: value for name, value in body.items() if value is not None}
         return self._object
 
-    def forget(self, *bodies: MutableMapping[str, Any]) -> None:
-        """Frees the body, and the prompts in it and in ``bodies`` that were made of it."""
-        self.data = b""
+    def forget(self, *bodies: msgspec.Struct) -> None:
+        """Frees the body, and the prompts in ``bodies`` that were made of it."""
+        self.data, self._object = b"", {}
         for call in self.on_parsed:
             call()
         self.on_parsed.clear()
-        for body in (self._object or {}, *bodies):
+        for body in bodies:
             for name in PROMPTS:
-                body.pop(name, None)
+                if hasattr(body, name):
+                    setattr(body, name, None)
 
     def end(self) -> None:
         """Calls ``on_end``."""

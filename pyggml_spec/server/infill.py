@@ -1,80 +1,73 @@
-"""/infill, which editors ask: the text between what stands before the cursor and what stands behind it, as llama.cpp's server lays that out for models
-that were taught to fill in.
+"""/infill, which editors use: the text between what is before the cursor and what is after it, laid out as in llama.cpp's server.
 
-    REPOSITORY myproject  (FILE name  text) of each extra one  FILE filename  PREFIX before  prompt  SUFFIX behind  MIDDLE
+REPOSITORY myproject  (FILE name  text) of each extra file  FILE filename  PREFIX before  prompt  SUFFIX after  MIDDLE
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from types import NoneType
 from typing import Any
 
 from ..cancel import check
 from ..text.tokenizer import Fim
-from . import fields
-from .answer import Answer
-from .conversation import sequence_asks
+from . import sampling
+from .bodies import Infill, parse, wrong
+from .conversation import task_requests
 from .errors import ApiError
 from .http import Request, Response
-from .jobs import Ask
-from .native import answered, read_options, response_fields
+from .native import check_slot, respond
 from .reading import Context
 from .served import Served
+from .tasks import TaskRequest
 
-BATCH = 2048  # tokens of what stands around the cursor, three quarters of them before it; extra files get what the context has beside them
-UNLIMITED = 128  # tokens of an answer without a limit for which room is kept
-LEAST_ROOM = 8  # for the model's own tokens, and one of the answer
-BESIDE = 64  # tokens further away that are encoded with those that stay
+BATCH = 2048  # tokens around the cursor, three quarters of them before it; extra files get the rest of the context
+RESERVED_OUTPUT = 128  # tokens, where max_tokens has no limit
+MIN_RESERVED = 8  # for the model's own tokens, and one of the output
+EDGE_TOKENS = 64  # encoded beyond what is kept: the cut changes tokens near it
 SNIPPET = "\n\n--- snippet ---\n\n"  # between files, where the vocabulary has no token for that
 
 
 async def infill(context: Context, request: Request) -> Response:
-    asks, n_probs = await context.prepared(request, _read, context, request.json_object(), request.key)
-    return await answered(context, request, asks, lambda job: Answer(job, context.served.tokenizer, None, n_probs is not None))
+    body = parse(request, Infill)
+    requests, n_probs = await context.prepared(request, _read, context, body, request.key)
+    return await respond(context, request, body, requests, n_probs)
 
 
-def _read(context: Context, body: Mapping[str, Any], key: str) -> tuple[list[Ask], int | None]:
+def _read(context: Context, body: Infill, key: str) -> tuple[list[TaskRequest], int | None]:
     served = context.served
-    served.check_model(body)
-    fim = _tokens(served)
-    fields.whole(body, "id_slot", -1, -1, served.options.slots - 1)
-    n_probs, constraint, progress = read_options(body)
-    response_fields(body)
-    prompt = served.encoded(fields.text(body, "prompt"), "prompt", special=True, bos=False)
-    room = fields.max_tokens(body, served.limits)
-    ids = lay_out(served, fim, body, prompt, UNLIMITED if room is None else room)
-    ids = served.checked(ids)  # all but the prompt is cut to what there is room for
-    return sequence_asks(served, body, ids, n_probs, constraint, key, progress, fields.flag(body, "speculation")), n_probs
+    fim = _fim_tokens(served)
+    check_slot(context, body)
+    prompt = served.encoded(body.prompt, "prompt", special=True, bos=False)
+    room = sampling.max_tokens(body, served.limits)
+    ids = served.checked(lay_out(served, fim, body, prompt, RESERVED_OUTPUT if room is None else room))
+    n_probs = body.n_probs or None
+    return task_requests(served, body, ids, n_probs, sampling.constraint(body), key), n_probs
 
 
-def _tokens(served: Served) -> Fim:
+def _fim_tokens(served: Served) -> Fim:
     fim = served.tokenizer.fim()
     missing = [name for name in ("prefix", "suffix", "middle") if getattr(fim, name) is None]
     if missing:
-        raise ApiError(
-            501,
-            f"{served.name} fills nothing in: its vocabulary has no token for {' and '.join(missing)}; load a model that was taught to fill in",
-        )
+        why = f"its vocabulary has no token for {' and '.join(missing)}"
+        raise ApiError(501, f"{served.name} fills nothing in: {why}; load a model that was taught to fill in")
     return fim
 
 
-def _near(served: Served, body: Mapping[str, Any], name: str, most: int, before: bool) -> list[int]:
-    """What stands around the cursor: text without control tokens, token ids, or both mixed. Its last ``most`` tokens, which end before the cursor, or
-    its first ones."""
-    if name not in body:
+def _near(served: Served, body: Infill, name: str, most: int, before: bool) -> list[int]:
+    """Text without control tokens, token ids, or both mixed: the last ``most`` tokens before the cursor, or the first ones after it."""
+    value = getattr(body, name)
+    if value is None:
         raise ApiError(400, f"{name} is required; send the text around the cursor", param=name)
-    value = body[name]
     parts = value if isinstance(value, list) else [value]
     if not all(isinstance(part, (int, str)) and not isinstance(part, bool) for part in parts):
-        raise fields.wrong(name, value, "a text, or a list of texts and token ids")
+        raise wrong(name, value, "a text, or a list of texts and token ids")
     served.known([part for part in parts if isinstance(part, int)], name)
     return _cut(served, parts, most, before)
 
 
 def _cut(served: Served, parts: Sequence[int | str], most: int, last: bool) -> list[int]:
-    """The ``last`` tokens of texts and tokens, or the first ones. What is further away is not encoded: 4 MB took a thread three seconds."""
-    # characters; the tokens at the edge of the text that is left are not among those that stay
-    reach = (most + BESIDE) * served.longest_piece
+    """The ``last`` tokens of texts and tokens, or the first ones. What is further away is not encoded: 4 MB take a thread three seconds."""
+    reach = (most + EDGE_TOKENS) * served.longest_piece  # characters
     encoded: list[list[int]] = []
     count = 0
     for part in reversed(parts) if last else parts:
@@ -90,9 +83,8 @@ def _cut(served: Served, parts: Sequence[int | str], most: int, last: bool) -> l
     return ids[max(0, count - most) :] if last else ids[:most]
 
 
-def _files(body: Mapping[str, Any], fim: Fim) -> list[int | str]:
+def _files(given: Any, fim: Fim) -> list[int | str]:
     """The other files, and the name of this one."""
-    given = body.get("input_extra", [])
     right = isinstance(given, list) and all(
         isinstance(chunk, dict) and isinstance(chunk.get("text"), str) and isinstance(chunk.get("filename"), (str, NoneType))
         for chunk in given
@@ -107,16 +99,16 @@ def _files(body: Mapping[str, Any], fim: Fim) -> list[int | str]:
     return parts + ([fim.file, "filename\n"] if fim.file is not None else [])
 
 
-def lay_out(served: Served, fim: Fim, body: Mapping[str, Any], prompt: Sequence[int], room: int) -> list[int]:
-    """What the model reads; of what is too long the end of the prefix, the beginning of the suffix and the end of the extra files stay. ``room``: tokens
-    of the answer."""
+def lay_out(served: Served, fim: Fim, body: Infill, prompt: Sequence[int], room: int) -> list[int]:
+    """The tokens that the model reads. What is too long is cut: the prefix at its beginning, the suffix at its end, extra files at their beginning.
+    ``room``: tokens of the output."""
     batch = min(BATCH, served.n_ctx // 2)
     prefix = _near(served, body, "input_prefix", 3 * (batch // 4), True)
     suffix = _near(served, body, "input_suffix", max(0, batch // 4 - 2 - len(prompt)), False)
-    extra = _cut(served, _files(body, fim), max(0, served.n_ctx - batch - max(LEAST_ROOM, 2 * room)), True)
-    before, behind = [fim.prefix, *prefix, *prompt], [fim.suffix, *suffix]
+    extra = _cut(served, _files(body.input_extra, fim), max(0, served.n_ctx - batch - max(MIN_RESERVED, 2 * room)), True)
+    first, second = [fim.prefix, *prefix, *prompt], [fim.suffix, *suffix]
     if served.options.suffix_first:
-        before, behind = behind, before
+        first, second = second, first
     bos = served.tokenizer.bos
-    ids = [*extra, *([bos] if bos is not None else ()), *before, *behind, fim.middle]
+    ids = [*extra, *([bos] if bos is not None else ()), *first, *second, fim.middle]
     return [i for i in ids if i is not None]

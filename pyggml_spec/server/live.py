@@ -25,7 +25,7 @@ async def live(context: Context, request: Request) -> Response:
 
 
 async def _states(context: Context) -> AsyncIterator[bytes]:
-    """Until the server ends: there would be no end of it, and ending waits for whoever still reads an answer."""
+    """Until the server ends: there would be no end of it, and ending waits for whoever still reads an output."""
     emitted, at = context.queue.engine.stats.emitted, time.perf_counter()
     while not context.queue.draining:
         yield event(state(context, emitted, at))

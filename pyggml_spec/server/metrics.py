@@ -9,8 +9,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYP
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from .answer import job_prompt
-from .jobs import Job, Queue
+from .output import draft_steps, prefill
+from .tasks import Queue, Task
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -56,25 +56,25 @@ class Metrics:
             for name, (bounds, text) in _HISTOGRAMS.items()
         }
 
-    def ended(self, job: Job) -> None:
+    def ended(self, task: Task) -> None:
         """Counts a sequence that has ended."""
-        stats = job.stats
-        computed, prompt_ms = job_prompt(stats, job)
-        self.finished[stats.stop_reason or ("cancelled" if job.cancelled else "error")] += 1
-        if job.handle is None:
+        stats = task.stats
+        computed, prompt_ms = prefill(stats, task)
+        self.finished[stats.stop_reason or ("cancelled" if task.cancelled else "error")] += 1
+        if task.handle is None:
             return
         decode = stats.seconds.get("decode", 0.0)
         self.totals.update({
             "prompt_tokens": computed, "prompt_tokens_cached": stats.reused_tokens, "prompt_seconds": prompt_ms / 1000,
             "tokens_predicted": stats.emitted, "tokens_predicted_seconds": decode, "spec_decode_num_draft_tokens": stats.drafted,
-            "spec_decode_num_accepted_tokens": stats.matched, "spec_decode_num_drafts": sum(n for width, n in stats.widths.items() if width > 1),
+            "spec_decode_num_accepted_tokens": stats.matched, "spec_decode_num_drafts": draft_steps(stats),
         })  # fmt: skip
-        self.max_tokens = max(self.max_tokens, len(job.ask.ids) + stats.emitted)
+        self.max_tokens = max(self.max_tokens, len(task.request.ids) + stats.emitted)
         self.accepted_at.update(dict(enumerate(stats.matched_at)))
         self.widths.update(stats.widths)
-        observed: dict[str, float] = {"queue_seconds": job.queued_ms / 1000, "prompt_tokens": len(job.ask.ids)}
-        if job.first is not None:
-            observed |= {"time_to_first_token_seconds": job.first - job.entered, "request_tokens": stats.emitted}
+        observed: dict[str, float] = {"queue_seconds": task.queued_ms / 1000, "prompt_tokens": len(task.request.ids)}
+        if task.first is not None:
+            observed |= {"time_to_first_token_seconds": task.first - task.entered, "request_tokens": stats.emitted}
         if stats.emitted > 1:
             observed |= {"time_per_token_seconds": decode / (stats.emitted - 1), "tokens_per_step": stats.tokens_per_step}
         for name, value in observed.items():

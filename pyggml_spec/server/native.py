@@ -1,26 +1,28 @@
-"""llama.cpp's own dialect: /completion, the tokenizer, the template, and what the server says of itself."""
+"""llama.cpp's own dialect: /completion, the tokenizer, the template, and the state of the server."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
 
 from ..cancel import check
 from ..ggml.library import lost_reason
-from . import fields
-from .answer import Answer, Delta, job_prompt, metrics, speculation
-from .conversation import read_chat, render_chat, sequence_asks
+from . import sampling
+from .bodies import Chat, Completion, convert, parse, wrong
+from .conversation import render_chat, task_requests
 from .errors import ApiError, api_error
 from .http import JSON_TYPE, PING, LongLists, Pauses, Request, Response, Stream, encode, event, event_stream, json_response
-from .jobs import Ask, Job
+from .output import Delta, Output, metrics, progress, speculation
 from .reading import Context, Reader
 from .resumable import HEADER, ResumableStream, key_of
+from .tasks import Task, TaskRequest
 from .version import FINGERPRINT, VERSION
 
-MOST_PICKED = 256  # fields of an answer that are asked for by name
-AT_ONCE = 4096  # tokens whose JSON is made without a turn of other tasks
-MOST_TEXT = 1 << 20  # characters that /tokenize takes, or 16 for each token of the context
+TOKENS_AT_ONCE = 4096  # whose JSON is made without a pause for other tasks
+MAX_CHARACTERS = 1 << 20  # that /tokenize takes, or 16 for each token of the context
 _STOP_TYPES = {"end": "eos", "stop": "word", "length": "limit", "context": "limit"}
 
 
@@ -28,86 +30,76 @@ _STOP_TYPES = {"end": "eos", "stop": "word", "length": "limit", "context": "limi
 
 
 async def completion(context: Context, request: Request) -> Response:
-    asks, n_probs = await context.prepared(request, _read, context, request.json_object(), request.key)
-    return await answered(context, request, asks, lambda job: Answer(job, context.served.tokenizer, None, n_probs is not None))
+    body = parse(request, Completion)
+    requests, n_probs = await context.prepared(request, _read, context, body, request.key)
+    return await respond(context, request, body, requests, n_probs)
 
 
-async def answered(context: Context, request: Request, asks: list[Ask], make: Callable[[Job], Answer]) -> Response:
-    """The sequences' answers in this dialect, as they come or whole."""
-    body = request.json_object()
-    stream = fields.flag(body, "stream")
-    reader = Reader(context, request, asks, make)
-    if stream:
+async def respond(context: Context, request: Request, body: Completion, requests: list[TaskRequest], n_probs: int | None) -> Response:
+    """The response in this dialect, as it comes or whole."""
+    reader = Reader(context, request, body, requests, lambda task: Output(task, context.served.tokenizer, None, n_probs is not None))
+    if body.stream:
         await reader.begin()
         return event_stream(_chunks(context, reader, body))
-    parts = LongLists(request)
-    results, pauses = [], Pauses()
-    for answer in await reader.whole():
-        results.append(native_result(context, answer, body, parts))
+    lists, results, pauses = LongLists(request), [], Pauses()
+    for output in await reader.whole():
+        results.append(native_result(context, output, lists, body))
         await pauses.give_way()
-    return parts.response(results[0] if len(results) == 1 else results)
+    return lists.response(results[0] if len(results) == 1 else results)
 
 
-def _read(context: Context, body: Mapping[str, Any], key: str) -> tuple[list[Ask], int | None]:
+def check_slot(context: Context, body: Completion) -> None:
+    slots = context.served.options.slots
+    if not -1 <= body.id_slot < slots:
+        raise wrong("id_slot", body.id_slot, f"a whole number from -1 to {slots - 1}")
+
+
+def _read(context: Context, body: Completion, key: str) -> tuple[list[TaskRequest], int | None]:
     served = context.served
-    served.check_model(body)
-    if "prompt" not in body:
+    if body.prompt is None:
         raise ApiError(400, "prompt is required; send a text or a list of token ids", param="prompt")
-    fields.whole(body, "id_slot", -1, -1, served.options.slots - 1)  # slots are given by the engine: the number is checked, not obeyed
-    n_probs, constraint, progress = read_options(body)
-    every_step = fields.flag(body, "speculation")
-    response_fields(body)
-    prompts = served.prompts(body["prompt"])
-    context.queue.check_count(len(prompts) * fields.answers(body))
-    asks = sequence_asks(served, body, [], n_probs, constraint, key, progress, every_step)
-    return [replace(ask, ids=ids) for ids in served.text_ids(prompts) for ask in asks], n_probs
+    check_slot(context, body)
+    prompts = served.prompts(body.prompt)
+    context.queue.check_count(len(prompts) * body.choices)
+    n_probs = body.n_probs or None
+    requests = task_requests(served, body, [], n_probs, sampling.constraint(body), key)
+    return [replace(request, ids=ids) for ids in served.text_ids(prompts) for request in requests], n_probs
 
 
-def read_options(body: Mapping[str, Any]) -> tuple[int | None, tuple[str, str] | None, bool]:
-    """How many log probabilities of each token are told, None for none; the constraint; whether the progress of the prompt is told."""
-    told = fields.flag(body, "return_progress") and fields.flag(body, "stream")
-    return fields.whole(body, "n_probs", 0, 0, 1024) or None, fields.constraint(body), told
+def probabilities(output: Output, lists: LongLists) -> Any:
+    """Those of a whole response."""
+    return lists.add((encode(output.probability(p)) for p in output.logprobs), sum(1 + len(p.top) for p in output.logprobs))
 
 
-def response_fields(body: Mapping[str, Any]) -> list[str]:
-    value = body.get("response_fields", [])
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value) or len(value) > MOST_PICKED:
-        raise fields.wrong("response_fields", value, f"a list of at most {MOST_PICKED} names")
-    return value
+_VERBOSE = Completion()
 
 
-def probabilities(answer: Answer, parts: LongLists) -> Any:
-    """Those of a whole answer."""
-    return parts.add((encode(answer.probability(p)) for p in answer.logprobs), sum(1 + len(p.top) for p in answer.logprobs))
-
-
-def native_result(context: Context, answer: Answer, body: Mapping[str, Any], parts: LongLists) -> dict[str, Any]:
-    """The whole answer of one sequence."""
-    served, stats, ask = context.served, answer.stats, answer.job.ask
-    streams, wanted = body.get("stream") is True, response_fields(body)
+def native_result(context: Context, output: Output, lists: LongLists, body: Completion = _VERBOSE) -> dict[str, Any]:
+    """The whole output of one sequence; in a stream without what came before."""
+    served, stats, request = context.served, output.stats, output.task.request
     out = {
-        "index": answer.job.index,
-        "content": "" if streams else answer.text,
-        "tokens": answer.tokens if body.get("return_tokens") is True and not streams else [],
-        "id_slot": answer.job.handle.slot if answer.job.handle is not None else -1,
+        "index": output.task.index,
+        "content": "" if body.stream else output.text,
+        "tokens": output.tokens if body.return_tokens is True and not body.stream else [],
+        "id_slot": output.task.handle.slot if output.task.handle is not None else -1,
         "stop": True,
         "model": served.name,
         "tokens_predicted": stats.emitted,
-        "tokens_evaluated": len(ask.ids),
-        "generation_settings": settings(context, ask, stats.seed),
-        "prompt": served.tokenizer.decode(ask.ids, special=True),
-        "has_new_line": "\n" in answer.text,
+        "tokens_evaluated": len(request.ids),
+        "generation_settings": settings(context, request, stats.seed),
+        "prompt": served.tokenizer.decode(request.ids, special=True),
+        "has_new_line": "\n" in output.text,
         "truncated": False,
         "stop_type": _STOP_TYPES.get(stats.stop_reason, "none"),
-        "stopping_word": answer.stopping_word,
-        "tokens_cached": len(ask.ids) + max(0, stats.emitted - 1),
-        "timings": answer.timings(),
+        "stopping_word": output.stopping_word,
+        "tokens_cached": len(request.ids) + max(0, stats.emitted - 1),
+        "timings": output.timings(),
         "speculation": speculation(stats),
         "metrics": metrics(stats),
     }
-    if answer.logprobs and not streams:
-        out["completion_probabilities"] = probabilities(answer, parts)
-    return _picked(out, wanted) if wanted else out
+    if output.logprobs and not body.stream:
+        out["completion_probabilities"] = probabilities(output, lists)
+    return _picked(out, body.response_fields) if body.response_fields else out
 
 
 def _picked(value: dict[str, Any], wanted: list[str]) -> dict[str, Any]:
@@ -122,69 +114,64 @@ def _picked(value: dict[str, Any], wanted: list[str]) -> dict[str, Any]:
     return out
 
 
-def settings(context: Context, ask: Ask, seed: int | None = None) -> dict[str, Any]:
-    """What decides about the tokens, by llama.cpp's names; samplers that are not here say so by their neutral values.
-    ``seed``: the one that was drawn."""
-    s = ask.sampling or context.served.limits.sampling
+def settings(context: Context, request: TaskRequest, seed: int | None = None) -> dict[str, Any]:
+    """Settings by llama.cpp's names; samplers that are not supported have their neutral values. ``seed``: the one that was drawn."""
+    s = request.sampling or context.served.limits.sampling
     bias = [{"token": i, "bias": b if b > -1e30 else None} for i, b in s.logit_bias.items()]
-    n = -1 if ask.max_tokens is None else ask.max_tokens
+    n = -1 if request.max_tokens is None else request.max_tokens
     return {
         "seed": seed if seed is not None else s.seed if s.seed is not None else (1 << 32) - 1,
         "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p, "typical_p": s.typical_p,
         "repeat_last_n": s.repeat_last_n, "repeat_penalty": s.repeat_penalty, "presence_penalty": s.presence_penalty,
         "frequency_penalty": s.frequency_penalty, "min_keep": s.min_keep, "samplers": list(s.samplers),
         "dynatemp_range": 0.0, "xtc_probability": 0.0, "top_n_sigma": -1.0, "dry_multiplier": 0.0, "mirostat": 0, "adaptive_target": -1.0,
-        "adaptive_decay": 0.0, "stop": list(ask.stop), "max_tokens": n, "n_predict": n, "ignore_eos": ask.ignore_end,
-        "logit_bias": bias + (context.served.end_bias() if ask.ignore_end else []), "n_probs": s.logprobs or 0, "post_sampling_probs": s.logprobs_after,
+        "adaptive_decay": 0.0, "stop": list(request.stop), "max_tokens": n, "n_predict": n, "ignore_eos": request.ignore_end,
+        "logit_bias": bias + (context.served.end_bias() if request.ignore_end else []), "n_probs": s.logprobs or 0, "post_sampling_probs": s.logprobs_after,
         "grammar": s.grammar or "", "grammar_lazy": bool(s.triggers),
-        "grammar_triggers": [_trigger(t) for t in s.triggers], "json_schema": json.loads(s.json_schema) if s.json_schema else None, "cache_prompt": ask.reuse,
-        "speculative.types": ",".join(context.served.session.methods) or "none" if ask.mode is None else "none",
+        "grammar_triggers": [_trigger(t) for t in s.triggers], "json_schema": json.loads(s.json_schema) if s.json_schema else None, "cache_prompt": request.reuse,
+        "speculative.types": ",".join(context.served.session.methods) or "none" if request.mode is None else "none",
     }  # fmt: skip
 
 
-def _trigger(trigger: fields.Trigger) -> dict[str, Any]:
+def _trigger(trigger: sampling.Trigger) -> dict[str, Any]:
     if isinstance(trigger, int):
         return {"type": 0, "token": trigger, "value": ""}
     return {"type": 1, "value": trigger} if isinstance(trigger, str) else {"type": 3 if trigger.full else 2, "value": trigger.text}
 
 
-async def _chunks(context: Context, reader: Reader, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
-    with_timings = body.get("timings_per_token") is True
+async def _chunks(context: Context, reader: Reader, body: Completion) -> AsyncIterator[bytes]:
     try:
         async for item in reader.deltas():
             if item is None:
                 yield PING
                 continue
-            answer, delta, last = item
+            output, delta, last = item
             text = "".join(piece.content for piece in delta.pieces)
             if delta.tokens or text or delta.prompt_read is not None:
-                yield event(_chunk(context, answer, delta, text, with_timings, body.get("speculation") is True))
+                yield event(_chunk(output, delta, text, body))
             if last:
-                yield event(native_result(context, answer, body, LongLists()))
+                yield event(native_result(context, output, LongLists(), body))
     except Exception as error:
         yield event(api_error(error).openai())
 
 
-def _chunk(context: Context, answer: Answer, delta: Delta, text: str, with_timings: bool, with_drafts: bool) -> dict[str, Any]:
+def _chunk(output: Output, delta: Delta, text: str, body: Completion) -> dict[str, Any]:
     out: dict[str, Any] = {
-        "index": answer.job.index,
+        "index": output.task.index,
         "content": text,
         "tokens": delta.tokens,
         "stop": False,
-        "id_slot": answer.job.handle.slot if answer.job.handle is not None else -1,
-        "tokens_predicted": answer.stats.emitted,
-        "tokens_evaluated": len(answer.job.ask.ids),
+        "id_slot": output.task.handle.slot if output.task.handle is not None else -1,
+        "tokens_predicted": output.stats.emitted,
+        "tokens_evaluated": len(output.task.request.ids),
     }
-    if with_timings:
-        out["timings"] = answer.timings()
+    if body.timings_per_token:
+        out["timings"] = output.timings()
     if delta.logprobs:
-        out["completion_probabilities"] = [answer.probability(p) for p in delta.logprobs]
+        out["completion_probabilities"] = [output.probability(p) for p in delta.logprobs]
     if delta.prompt_read is not None:
-        out["prompt_progress"] = {
-            "total": len(answer.job.ask.ids), "cache": answer.stats.reused_tokens, "processed": delta.prompt_read,
-            "time_ms": round(job_prompt(answer.stats, answer.job, answer.prompt_read)[1]),
-        }  # fmt: skip
-    if with_drafts and delta.tokens:
+        out["prompt_progress"] = progress(output, delta.prompt_read)
+    if body.speculation and delta.tokens:
         out["speculation"] = {"tokens": delta.tokens, "drafts": delta.drafts}
     return out
 
@@ -192,41 +179,47 @@ def _chunk(context: Context, answer: Answer, delta: Delta, text: str, with_timin
 # -- tokenizer and template
 
 
+class Tokenize(Struct):
+    content: Any = None
+    prompt: Any = None
+    with_pieces: bool = False
+    parse_special: bool = True
+    add_special: bool = False
+
+
 async def tokenize(context: Context, request: Request) -> Response:
-    body = request.json_object()
-    pieces = fields.flag(body, "with_pieces")
+    body = convert(request.json_object(), Tokenize)
     ids = await context.in_pool(request, _tokens, context, body)
-    if len(ids) <= AT_ONCE:
-        return Response(b'{"tokens":[%b]}' % _token_list(context, ids, pieces), media_type=JSON_TYPE)
+    if len(ids) <= TOKENS_AT_ONCE:
+        return Response(b'{"tokens":[%b]}' % _token_list(context, ids, body.with_pieces), media_type=JSON_TYPE)
     request.large = True
-    return Stream(_token_chunks(context, ids, pieces), media_type=JSON_TYPE)
+    return Stream(_token_chunks(context, ids, body.with_pieces), media_type=JSON_TYPE)
 
 
-def _tokens(context: Context, body: Mapping[str, Any]) -> list[int]:
-    content = body.get("content", body.get("prompt", ""))
+def _tokens(context: Context, body: Tokenize) -> list[int]:
+    content = body.content if body.content is not None else body.prompt if body.prompt is not None else ""
     parts = content if isinstance(content, list) else [content]
     if not all(isinstance(part, (str, int)) and not isinstance(part, bool) for part in parts):
-        raise fields.wrong("content", content, "a text, or a list of texts and token ids")
-    most = max(MOST_TEXT, 16 * context.served.n_ctx)
+        raise wrong("content", content, "a text, or a list of texts and token ids")
+    most = max(MAX_CHARACTERS, 16 * context.served.n_ctx)
     if (size := sum(len(part) for part in parts if isinstance(part, str))) > most:
         raise ApiError(400, f"content has {size} characters, and {most} are encoded at once; send parts of it", param="content")
-    special, bos = fields.flag(body, "parse_special", True), fields.flag(body, "add_special")
     ids: list[int] = []
     for i, part in enumerate(parts):
         check()
-        ids += [part] if isinstance(part, int) else context.served.tokenizer.encode(part, special, bos and i == 0)
+        ids += [part] if isinstance(part, int) else context.served.tokenizer.encode(part, body.parse_special, body.add_special and i == 0)
     return ids
 
 
 async def _token_chunks(context: Context, ids: list[int], pieces: bool) -> AsyncIterator[bytes]:
     yield b'{"tokens":['
-    for at in range(0, len(ids), AT_ONCE):
-        yield (b"," if at else b"") + _token_list(context, ids[at : at + AT_ONCE], pieces)
+    for at in range(0, len(ids), TOKENS_AT_ONCE):
+        yield (b"," if at else b"") + _token_list(context, ids[at : at + TOKENS_AT_ONCE], pieces)
     yield b"]}"
 
 
 def _token_list(context: Context, ids: list[int], pieces: bool) -> bytes:
-    """Their JSON, without brackets."""
+    """JSON without brackets."""
     if not pieces:
         return encode(ids)[1:-1]
     piece = context.served.tokenizer.piece
@@ -242,34 +235,28 @@ def _token_json(token: int, data: bytes) -> bytes:
 
 
 async def detokenize(context: Context, request: Request) -> Response:
-    return json_response({"content": await context.in_pool(request, _text, context, request.json_object())})
+    return json_response({"content": await context.in_pool(request, _text, context, request.json_object().get("tokens", []))})
 
 
-def _text(context: Context, body: Mapping[str, Any]) -> str:
-    ids = body.get("tokens", [])
+def _text(context: Context, ids: Any) -> str:
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise fields.wrong("tokens", ids, "a list of token ids")
+        raise wrong("tokens", ids, "a list of token ids")
     n = context.served.tokenizer.n_vocab
     outside = next((i for i in ids if not 0 <= i < n), None)
     if outside is not None:
-        raise fields.wrong("tokens", outside, f"ids below {n}")
+        raise wrong("tokens", outside, f"ids below {n}")
     return context.served.tokenizer.decode(ids, special=True)
 
 
 async def apply_template(context: Context, request: Request) -> Response:
-    return json_response({"prompt": await context.in_pool(request, render_chat, context.served, request.json_object())})
+    return json_response({"prompt": await context.in_pool(request, render_chat, context.served, convert(request.json_object(), Chat))})
 
 
-async def count_chat_tokens(context: Context, request: Request) -> Response:
-    plan = await context.in_pool(request, read_chat, context.served, request.json_object(), request.key)
-    return json_response({"input_tokens": len(plan.prompt.ids)})
-
-
-# -- about the server
+# -- state of the server
 
 
 async def health(context: Context, request: Request) -> Response:
-    """Whether it works: 503 where a worker that it computes on is lost, or there is work and no step has ended for a while."""
+    """503 where a worker is lost, or there is work and no step has ended for a while."""
     age = context.queue.step_age()
     if (why := lost_reason([name for b in context.served.session.backends for name in b.workers])) is not None:
         raise ApiError(503, why)
@@ -288,9 +275,9 @@ async def ready(context: Context, request: Request) -> Response:
 async def props(context: Context, request: Request) -> Response:
     served, queue = context.served, context.queue
     configuration = served.session.configuration()
-    ask = Ask([], served.limits.max_tokens, served.limits.sampling)
+    defaults = TaskRequest([], served.limits.max_tokens, served.limits.sampling)
     return json_response({
-        "default_generation_settings": {"n_ctx": served.n_ctx, "params": settings(context, ask)},
+        "default_generation_settings": {"n_ctx": served.n_ctx, "params": settings(context, defaults)},
         "total_slots": served.options.slots,
         "model_alias": served.name, "model_path": served.path, "modalities": {"vision": False, "audio": False},
         **({"chat_template_tool_use": served.tool_template.source} if served.tool_template is not None else {}),
@@ -317,23 +304,23 @@ async def slots(context: Context, request: Request) -> Response:
 
 
 def slot_list(context: Context) -> list[dict[str, Any]]:
-    """What every slot does."""
-    by_slot: dict[int, Job] = {job.handle.slot: job for job in context.queue.processing if job.handle is not None}
+    """The state of every slot."""
+    by_slot: dict[int, Task] = {task.handle.slot: task for task in context.queue.processing if task.handle is not None}
     out = []
     for i in range(context.served.options.slots):
-        job = by_slot.get(i)
+        task = by_slot.get(i)
         entry: dict[str, Any] = {
-            "id": i, "n_ctx": context.served.n_ctx, "speculative": context.served.drafter, "is_processing": job is not None,
+            "id": i, "n_ctx": context.served.n_ctx, "speculative": context.served.drafter, "is_processing": task is not None,
             "next_token": [{"has_next_token": False, "n_remain": -1, "n_decoded": 0}],
         }  # fmt: skip
-        if job is not None:
-            stats = job.stats
-            remain = -1 if job.ask.max_tokens is None else job.ask.max_tokens - stats.emitted
+        if task is not None:
+            stats = task.stats
+            remain = -1 if task.request.max_tokens is None else task.request.max_tokens - stats.emitted
             entry |= {
-                "id_task": job.number, "n_prompt_tokens": len(job.ask.ids), "n_prompt_tokens_cache": stats.reused_tokens,
-                "n_prompt_tokens_processed": job.handle.prompt_read if job.handle is not None else 0,
+                "id_task": task.number, "n_prompt_tokens": len(task.request.ids), "n_prompt_tokens_cache": stats.reused_tokens,
+                "n_prompt_tokens_processed": task.handle.prompt_read if task.handle is not None else 0,
                 "next_token": [{"has_next_token": True, "n_remain": remain, "n_decoded": stats.emitted}],
-                "phase": "decode" if stats.emitted else "prompt", "timings": Answer(job, context.served.tokenizer).timings(),
+                "phase": "decode" if stats.emitted else "prompt", "timings": Output(task, context.served.tokenizer).timings(),
             }  # fmt: skip
         out.append(entry)
     return out
@@ -345,18 +332,19 @@ async def lora_adapters(context: Context, request: Request) -> Response:
     return json_response([])
 
 
-# -- streams that go on without their reader
+# -- resumable streams
 
 
 def keep_stream(context: Context, request: Request, response: Response) -> None:
-    """Makes ``response`` one that goes on without its reader, if that was asked for."""
+    """Makes ``response`` a resumable stream, if its request has the header."""
     if not isinstance(response, Stream) or (key := key_of(request, request.headers.get(HEADER, ""))) is None:
         return
     ended, request.on_end = request.on_end, []
     response.body_iterator = context.streams.begin(key, response.body_iterator, ended).follow(0)
 
 
-def _stream_asked(context: Context, request: Request) -> tuple[tuple[str, str], ResumableStream | None]:
+def _stream_of(context: Context, request: Request) -> tuple[tuple[str, str], ResumableStream | None]:
+    """The key and the stream that a request names."""
     key = key_of(request, request.query_params.get("conv_id", ""))
     if key is None:
         raise ApiError(400, "conv_id is missing: send the X-Conversation-Id that the stream began with", param="conv_id")
@@ -364,7 +352,7 @@ def _stream_asked(context: Context, request: Request) -> tuple[tuple[str, str], 
 
 
 async def read_stream(context: Context, request: Request) -> Response:
-    _, stream = _stream_asked(context, request)
+    _, stream = _stream_of(context, request)
     if stream is None:
         raise ApiError(404, "there is no stream of this conv_id, or it has ended too long ago", param="conv_id")
     at = request.query_params.get("from", "0")
@@ -374,16 +362,18 @@ async def read_stream(context: Context, request: Request) -> Response:
 
 
 async def end_stream(context: Context, request: Request) -> Response:
-    key, _ = _stream_asked(context, request)
+    key, _ = _stream_of(context, request)
     context.streams.end(key)
     return Response(status_code=204)
 
 
+class StreamLookup(Struct):
+    conversation_ids: Annotated[list[str], Meta(max_length=1024)] = []
+
+
 async def look_up_streams(context: Context, request: Request) -> Response:
-    """What is known of the ids that the client knows."""
-    names = request.json_object().get("conversation_ids", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > 1024:
-        raise fields.wrong("conversation_ids", names, "a list of at most 1024 ids")
+    """State of the streams whose ids the client knows."""
+    names = convert(request.json_object(), StreamLookup).conversation_ids
     told: list[dict[str, Any]] = [
         {"conversation_id": n, "is_done": bool(s.over), "total_bytes": s.size, "started_at": int(s.began), "completed_at": int(s.over)}
         for n, s in context.streams.named(request.key, {name for name in names if name})

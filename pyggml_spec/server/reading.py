@@ -7,28 +7,26 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
+from msgspec import Struct
+
 from ..events import End
 from ..text.renderer import RENDERER, WouldBlock
-from . import fields
-from .answer import Answer, Delta
+from .bodies import Fields
 from .errors import ApiError, api_error
 from .http import Request
-from .jobs import MOST_KEPT, SILENCE, Ask, Job, Queue
+from .output import Delta, Output
 from .pool import Pool
 from .resumable import HEADER, Streams, key_of
 from .served import Served
+from .tasks import MAX_KEPT, Queue, Task, TaskRequest
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-SMALL = 1024  # bytes of a request that is read at once: encoding takes 0.2 ms of the event loop, a thread's turn two times 0.1 to 0.2 ms
-RENDERING = (
-    0.003  # seconds that the event loop waits for a template, which takes 0.1 ms as a rule; what takes longer is asked again by a thread
-)
-SLOW = {"grammar", "regex", "lark", "json_schema", "response_format", "grammar_lazy", "tools", "text", "output_config", "output_format"}
-"""Fields of what is compiled, which may take a second."""
-LONG = 16 << 10  # bytes of a request that is read beside short ones, and never before them
+SMALL = 1024  # bytes of a request that is prepared in the event loop: encoding takes 0.2 ms, a thread's switches two times 0.1 to 0.2 ms
+RENDER_SECONDS = 0.003  # that the event loop waits for a template, which takes 0.1 ms as a rule; then a thread renders it
+COMPILED = {"grammar", "regex", "lark", "json_schema", "response_format", "grammar_lazy", "tools", "text", "output_config", "output_format"}
+"""Fields whose compilation may take a second."""
+LONG = 16 << 10  # bytes of a request for the long lane of the pool
 
 
 class Context:
@@ -37,10 +35,10 @@ class Context:
     def __init__(self, served: Served, queue: Queue, pool: Pool) -> None:
         self.served, self.queue, self._pool = served, queue, pool
         self.streams = Streams()
-        self.watchers = 0  # of what its slots do
+        self.watchers = 0  # of the slots
 
     async def in_pool(self, request: Request, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """``function`` in a thread: the event loop goes on with other streams. It is cancelled when the client goes away."""
+        """``function`` in a thread: the event loop goes on with other streams. It is cancelled when the client disconnects."""
         work = self._pool.start(lambda: function(*args, **kwargs), request.key or request.peer, len(request.data) > LONG)
         try:
             return await asyncio.wrap_future(work.future)
@@ -49,63 +47,61 @@ class Context:
             raise
 
     async def prepared(self, request: Request, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """``function``, which reads a request and changes nothing: in a thread if that could take long, or else here, where the first token waits less."""
-        if len(request.data) <= SMALL and not SLOW & request.json_object().keys():
-            with suppress(WouldBlock), RENDERER.nonblocking(RENDERING):
+        """``function``, which prepares a request: in a thread if that could take long, else here, where the first token comes sooner."""
+        if len(request.data) <= SMALL and not COMPILED & request.json_object().keys():
+            with suppress(WouldBlock), RENDERER.nonblocking(RENDER_SECONDS):
                 return function(*args, **kwargs)
         done = await self.in_pool(request, function, *args, **kwargs)
-        request.forget(*(body for body in args if isinstance(body, dict)))
+        request.forget(*(body for body in args if isinstance(body, Struct)))
         return done
 
 
-def _check_told(asks: Sequence[Ask], n_ctx: int) -> None:
-    """Raises ApiError: so many log probabilities would be asked for that a whole answer could not hold them."""
-    told = sum(
-        min(ask.max_tokens, n_ctx) * (1 + ask.sampling.logprobs)
-        for ask in asks
-        if ask.max_tokens is not None and ask.sampling is not None and ask.sampling.logprobs is not None
+def _check_logprobs(requests: Sequence[TaskRequest], n_ctx: int) -> None:
+    """Raises ApiError: a whole response could not hold so many log probabilities."""
+    total = sum(
+        min(request.max_tokens, n_ctx) * (1 + request.sampling.logprobs)
+        for request in requests
+        if request.max_tokens is not None and request.sampling is not None and request.sampling.logprobs is not None
     )
-    if told > MOST_KEPT:
-        raise ApiError(
-            400,
-            f"the answer could have {told} log probabilities, and {MOST_KEPT} are the most; ask for fewer, for fewer tokens, or for a stream",
-        )
+    if total > MAX_KEPT:
+        sentence = f"the answer could have {total} log probabilities, and {MAX_KEPT} are the most; ask for fewer, for fewer tokens, or for a stream"
+        raise ApiError(400, sentence)
 
 
 class Reader:
-    """The answers of one request. Entering the queue is its beginning; the request's ``ended`` cancels what is left."""
+    """The outputs of one request. Making it enters the queue; the request's ``on_end`` cancels what is left."""
 
-    def __init__(self, context: Context, request: Request, asks: Sequence[Ask], make: Callable[[Job], Answer]) -> None:
+    def __init__(
+        self, context: Context, request: Request, body: Fields, requests: Sequence[TaskRequest], make: Callable[[Task], Output]
+    ) -> None:
         """Raises ApiError: the queue is full, or the id of its stream too long."""
-        silence = fields.whole(request.json_object(), "sse_ping_interval", int(SILENCE), -1, (1 << 31) - 1)
-        key = key_of(request, request.headers.get(HEADER, "")) if request.json_object().get("stream") is True else None
-        streams = request.json_object().get("stream") is True
-        if not streams and any(ask.sampling is not None and ask.sampling.logprobs is not None for ask in asks):
-            _check_told(asks, context.served.n_ctx)
-        self._answers = context.queue.enter([replace(ask, client=request.peer) for ask in asks])
-        self._answers.streams = streams
-        if key is not None:  # now, not when this one's first token is there: it may wait for the slot of the one before
+        key = key_of(request, request.headers.get(HEADER, "")) if body.stream else None
+        if not body.stream and any(r.sampling is not None and r.sampling.logprobs is not None for r in requests):
+            _check_logprobs(requests, context.served.n_ctx)
+        self._events = context.queue.enter([replace(r, client=request.peer) for r in requests])
+        self._events.streams = body.stream
+        if key is not None:  # at once: this request may wait for the slot of the stream before
             context.streams.end(key)
-        self._answers.silence = float(silence) if silence > 0 else math.inf
-        request.on_end.append(self._answers.cancel)
-        self.answers = [make(job) for job in self._answers.jobs]
-        for answer in self.answers:
-            answer.keeps_logprobs = not streams
-        self._left = len(self.answers)
-        self._first: list[tuple[Answer, Delta, bool] | None] = []
+        self._events.ping_seconds = float(body.sse_ping_interval) if body.sse_ping_interval > 0 else math.inf
+        request.on_end.append(self._events.cancel)
+        self.outputs = [make(task) for task in self._events.tasks]
+        for output in self.outputs:
+            output.keeps_logprobs = not body.stream
+        self._left = len(self.outputs)
+        self._first: list[tuple[Output, Delta, bool] | None] = []
 
-    async def whole(self) -> list[Answer]:
+    async def whole(self) -> list[Output]:
         """All of them, ended. Raises ApiError."""
         async for _ in self.deltas():
             pass
-        return self.answers
+        return self.outputs
 
     async def begin(self) -> None:
-        """Waits for the first sign of life, so that a request that fails at once is answered with an ordinary error. Raises ApiError."""
+        """Waits for the first event, so that a request that fails at once gets an ordinary error. Raises ApiError."""
         self._first = await self._next()
 
-    async def deltas(self) -> AsyncIterator[tuple[Answer, Delta, bool] | None]:
-        """Each answer with what is new of it and whether that was the last; None after a long silence. Raises ApiError."""
+    async def deltas(self) -> AsyncIterator[tuple[Output, Delta, bool] | None]:
+        """Each output with its next delta and whether that was the last; None after a long silence. Raises ApiError."""
         while True:
             items, self._first = self._first or await self._next(), []
             for item in items:
@@ -113,20 +109,20 @@ class Reader:
             if not self._left:
                 return
 
-    async def _next(self) -> list[tuple[Answer, Delta, bool] | None]:
-        item = await self._answers.read()
+    async def _next(self) -> list[tuple[Output, Delta, bool] | None]:
+        item = await self._events.read()
         if item is None:
             return [None]
-        job, event = item
-        answer = self.answers[job.index]
+        task, event = item
+        output = self.outputs[task.index]
         if isinstance(event, End):
             self._left -= 1
             if event.error is not None:
                 raise api_error(event.error)
             return []
         if event.prompt_read is not None:
-            answer.stats, answer.prompt_read = event.stats, event.prompt_read
-            return [(answer, Delta(prompt_read=event.prompt_read), False)]
+            output.stats, output.prompt_read = event.stats, event.prompt_read
+            return [(output, Delta(prompt_read=event.prompt_read), False)]
         if not event.tokens:
-            return [(answer, answer.finish(event), True)]
-        return [(answer, delta, False) for delta in answer.take(event)]
+            return [(output, output.finish(event), True)]
+        return [(output, delta, False) for delta in output.take(event)]

@@ -29,7 +29,7 @@ def key_of(request: Request, name: str) -> Key | None:
 
 
 class ResumableStream:
-    """One answer: its bytes as they come, for any number of readers."""
+    """One output: its bytes as they come, for any number of readers."""
 
     def __init__(self, chunks: AsyncIterator[bytes], ended: Sequence[Callable[[], None]]) -> None:
         self.first = 0  # which byte of the stream the kept ones begin with

@@ -14,8 +14,8 @@ from ..constraints.lazy import LazyGrammar
 from ..text.formats import IN_JSON, TAIL, Format
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
-from . import fields
 from .errors import ApiError
+from .sampling import Limits, Trigger
 
 CHATML = (
     "{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' -}}{%- endfor -%}"
@@ -63,7 +63,7 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class Prefill:
-    """What of the assistant's message is there already, and not repeated in the answer. ``content``: None where the reasoning goes on."""
+    """What of the assistant's message is there already, and not repeated in the output. ``content``: None where the reasoning goes on."""
 
     reasoning: str = ""
     content: str | None = ""
@@ -74,9 +74,9 @@ class Prompt:
     """A conversation as tokens.
 
     Attributes:
-        inside: "reasoning" or "content", where the prompt has opened it; "" where the answer says what it begins with.
+        inside: "reasoning" or "content", where the prompt has opened it; "" where the output says what it begins with.
         goes_on: whether the prompt ends within a text of the assistant's.
-        form: how answers are written.
+        form: how outputs are written.
     """
 
     ids: list[int]
@@ -85,14 +85,14 @@ class Prompt:
     form: Format
 
 
-ANSWER = 256  # tokens that an answer may want, where a context that would do is named
+ANSWER = 256  # tokens that an output may want, where a context that would do is named
 
 
 class Served:
     """A session and what is said with it. ``note``: what its owner should know about it. Methods that render, encode or compile take milliseconds: they are called in a thread of the pool."""
 
     def __init__(
-        self, session: Session, concurrent: ConcurrentSession, limits: fields.Limits, options: ServeOptions, template: str | None = None
+        self, session: Session, concurrent: ConcurrentSession, limits: Limits, options: ServeOptions, template: str | None = None
     ) -> None:
         self.session, self.limits, self.options = session, limits, options
         self.tokenizer: Tokenizer = session.tokenizer
@@ -223,7 +223,7 @@ class Served:
         need = (count + ANSWER + 255) // 256 * 256
         return ApiError(
             400, f"the request has {told} tokens, which exceeds the available context size of {self.n_ctx}; shorten it, or start the "
-            f"server with more: `pyspec serve -c {need}` for the prompt and {ANSWER} tokens of an answer", kind="exceed_context_size_error", param=name, n_prompt_tokens=count, n_ctx=self.n_ctx,
+            f"server with more: `pyspec serve -c {need}` for the prompt and {ANSWER} tokens of an output", kind="exceed_context_size_error", param=name, n_prompt_tokens=count, n_ctx=self.n_ctx,
         )  # fmt: skip
 
     def template_for(self, tools: Sequence[Any]) -> ChatTemplate:
@@ -231,7 +231,7 @@ class Served:
         return self.tool_template if tools and self.tool_template is not None else self.template
 
     def form_for(self, tools: Sequence[Any]) -> Format:
-        """How answers are written; with a template that knows no tools, calls are asked for in words."""
+        """How outputs are written; with a template that knows no tools, calls are asked for in words."""
         template = self.template_for(tools)
         return template.form if not tools or "tools" in template.source else replace(template.form, calls=(IN_JSON, *template.form.calls))
 
@@ -264,7 +264,7 @@ class Served:
         text = template.render(messages, add_generation_prompt=open_turn, thinking=thinking, tools=tools or None, variables=variables)
         return text + "".join(part for part, _ in _begun(template, template.form.opened(text), prefill))
 
-    def check_constraint(self, constraint: tuple[str, str] | None, triggers: tuple[fields.Trigger, ...] = ()) -> None:
+    def check_constraint(self, constraint: tuple[str, str] | None, triggers: tuple[Trigger, ...] = ()) -> None:
         """Compiles it, which is kept for its request: what is wrong with it is said before the request waits. Raises SamplingError."""
         check()
         if constraint is not None and triggers:
@@ -290,10 +290,6 @@ class Served:
             },
         }  # fmt: skip
 
-    def check_model(self, body: Mapping[str, Any]) -> None:
-        """The name of the model in a request is not looked at, as in llama.cpp's server: there is one. It has to be a text."""
-        fields.text(body, "model")
-
 
 def _begun(template: ChatTemplate, opened: bool, prefill: Prefill | None) -> list[tuple[str, bool]]:
     """What of the assistant's message goes behind a prompt, which has ``opened`` the reasoning or not: texts, and whether they are markers."""
@@ -301,12 +297,12 @@ def _begun(template: ChatTemplate, opened: bool, prefill: Prefill | None) -> lis
         return []
     channels = template.form.channels
     if channels is not None:
-        begin, between, answers = channels.thinks, channels.ends[0] + channels.start, channels.answers
+        begin, between, outputs = channels.thinks, channels.ends[0] + channels.start, channels.answers
     else:
-        (begin, between), answers = template.thinking, ""
+        (begin, between), outputs = template.thinking, ""
     thought = bool(prefill.reasoning) or opened
     out = [(begin, True)] if thought and not opened else []
     out.append((prefill.reasoning, False))
     if prefill.content is not None:
-        out += [(between if thought else "", True), (answers, True), (prefill.content, False)]
+        out += [(between if thought else "", True), (outputs, True), (prefill.content, False)]
     return [part for part in out if part[0]]

@@ -111,7 +111,7 @@ def is_path(host: str) -> bool:
 
 
 def address(scheme: str, host: str, sock: socket.socket) -> str:
-    """Where to ask, as it is shown."""
+    """Where to request, as it is shown."""
     if is_path(host):
         return f"unix:{host}"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}/"
@@ -201,12 +201,12 @@ async def _serve(
     from . import heap
     from .access import Hosts, Origins
     from .app import create_app
-    from .jobs import Queue, QueueLimits
     from .metrics import Metrics
     from .pool import Pool
     from .protocol import Server, guard
     from .reading import Context
     from .served import Served
+    from .tasks import Queue, QueueLimits
 
     keys, origins, metrics = settings.keys, Origins(settings.origins), Metrics()
     hosts = Hosts(
@@ -273,7 +273,7 @@ async def _serve(
             if not ended:
                 told(f"cut off what had not ended within {settings.drain:g} s")
             if left := await server.read_out(max(TOLD_SECONDS, began + settings.drain - loop.time()) if ended else TOLD_SECONDS):
-                told(f"cut off {left} {'reader' if left == 1 else 'readers'} that had not taken all of an answer")
+                told(f"cut off {left} {'reader' if left == 1 else 'readers'} that had not taken all of an output")
             server.should_exit = True
 
         def end(status: int = 0) -> None:

@@ -8,11 +8,12 @@ from server.running import Running, events
 
 from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.server.answer import Answer
+from pyggml_spec.server.bodies import Infill
 from pyggml_spec.server.errors import ApiError
 from pyggml_spec.server.infill import BATCH, SNIPPET, _read, lay_out
-from pyggml_spec.server.jobs import Ask
+from pyggml_spec.server.output import Output
 from pyggml_spec.server.served import ServeOptions
+from pyggml_spec.server.tasks import TaskRequest
 from pyggml_spec.text.stream import LENGTH, STOP, BlockText, LineLimits
 from pyggml_spec.text.tokenizer import Fim, Tokenizer
 
@@ -123,7 +124,7 @@ def test_what_is_cut_off_is_not_encoded(model, encode, body):
     tokenizer = Tokenizer(GGUFFile(model))
     encoded, served = [], SimpleNamespace(n_ctx=N_CTX, longest_piece=16, options=ServeOptions(), known=lambda ids, name: ids)
     served.tokenizer = SimpleNamespace(bos=None, encode=lambda text, **how: encoded.append(len(text)) or tokenizer.encode(text, **how))
-    ids = lay_out(served, tokenizer.fim(), body, encode("x"), 8)
+    ids = lay_out(served, tokenizer.fim(), Infill(**body), encode("x"), 8)
     assert sum(encoded) < 60_000
     line, batch = encode("value = 1\n"), N_CTX // 2
     prefix, suffix = (line * batch)[-3 * (batch // 4) :], (line * batch)[: batch // 4 - 2 - 1]
@@ -139,9 +140,9 @@ def test_models_that_fill_in_backwards_and_those_that_do_not(model, encode, tmp_
         asked(backwards, [*encode(SNIPPET), *encode("x = 1\n"), *here], **AROUND, input_extra=EXTRA[:1])
     finally:
         backwards.end()
-    none = SimpleNamespace(name="m.gguf", tokenizer=SimpleNamespace(fim=lambda: Fim(1, None, None, 2, 3)), check_model=lambda body: None)
+    none = SimpleNamespace(name="m.gguf", tokenizer=SimpleNamespace(fim=lambda: Fim(1, None, None, 2, 3)))
     with pytest.raises(ApiError, match="no token for suffix and middle") as refused:
-        _read(SimpleNamespace(served=none), AROUND, "")
+        _read(SimpleNamespace(served=none), Infill(**AROUND), "")
     assert refused.value.status == 501
 
 
@@ -197,7 +198,7 @@ def test_a_completion_that_takes_long_ends_with_its_line(monkeypatch, server):
     said = server.ok("/infill", **body, n_indent=60)
     assert said["stop_type"] == "limit" and said["tokens_predicted"] < 120 and not said["content"].rpartition("\n")[2].strip(" \t")
     assert server.ok("/infill", **body, n_indent=60, n_probs=1)["content"] == said["content"]  # made of single tokens
-    alone = Answer(SimpleNamespace(ask=Ask([1], lines=LineLimits(0, 1.0)), stats=None), None, None, True)
+    alone = Output(SimpleNamespace(request=TaskRequest([1], lines=LineLimits(0, 1.0)), stats=None), None, None, True)
     assert alone._stream._lines is None  # by its own clock it would end the text elsewhere than the engine
     assert server.ok("/infill", **body, t_max_predict_ms=1)["tokens_predicted"] < 120
     assert server.post("/infill", **body, t_max_prompt_ms=500).headers.get("x-pyspec-ignored") is None

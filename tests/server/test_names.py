@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 from server.running import request_of
 
-from pyggml_spec.server import names
-from pyggml_spec.server.anthropic import to_openai
+from pyggml_spec.server import anthropic, bodies, responses
 from pyggml_spec.server.conversation import _allowed, _template_arguments
 from pyggml_spec.server.errors import ApiError
-from pyggml_spec.server.jobs import Answers
 from pyggml_spec.server.reading import Reader
-from pyggml_spec.server.responses import to_chat
+from pyggml_spec.server.tasks import ResponseStream
 
 LLAMA_SERVER = [
     "verbose", "timings_per_token", "stream", "stream_options", "cache_prompt", "return_tokens", "return_progress", "sse_ping_interval",
@@ -31,47 +29,54 @@ LLAMA_SERVER = [
 ]  # fmt: skip
 
 
+BODIES = (bodies.Chat, bodies.Messages, bodies.Responses, bodies.Completion, bodies.Infill, bodies.OpenAICompletion)
+
+
 def _chat(body):
-    return to_openai(body)[0]
+    return anthropic.to_chat(bodies.convert(body, bodies.Messages))[0]
 
 
 def _chat_of_responses(body):
-    return to_chat(body)[0]
+    return responses.to_chat(bodies.convert(body, bodies.Responses), body)[0]
+
+
+def _thinks(**body):
+    served = types.SimpleNamespace(options=types.SimpleNamespace(template_arguments={}, thinking=None))
+    return _template_arguments(served, bodies.convert(body, bodies.Chat))
 
 
 def test_every_field_of_llama_server_is_known():
     """Those of its server-schema.cpp and of its chats; and what has no effect, or is refused, is in the guide."""
-    known = set().union(*names.TAKEN.values()) | names.NO_EFFECT | set(names.REFUSED)
+    known = bodies.NO_EFFECT | set(bodies.REFUSED).union(*map(bodies.field_names, BODIES))
     assert not [name for name in LLAMA_SERVER if name not in known]
     page = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
-    assert not [name for name in (*names.NO_EFFECT, *names.REFUSED) if f"`{name}`" not in page]
+    assert not [name for name in (*bodies.NO_EFFECT, *bodies.REFUSED) if f"`{name}`" not in page]
 
 
 def test_what_asks_for_nothing_is_taken():
     """Clients send every field that they have, at its default."""
-    body = {name: nothing[0] for name, (nothing, _) in names.REFUSED.items() if nothing}
-    assert names.check("/v1/chat/completions", body) == []
-    for name in names.REFUSED:
+    body = {name: nothing[0] for name, (nothing, _) in bodies.REFUSED.items() if nothing}
+    assert bodies.unknown_fields(body, bodies.Chat) == []
+    for name in bodies.REFUSED:
         with pytest.raises(ApiError) as raised:
-            names.check("/v1/chat/completions", {name: "something else"})
+            bodies.unknown_fields({name: "something else"}, bodies.Chat)
         assert raised.value.status == 501 and raised.value.param == name and name in raised.value.message
     with pytest.raises(ApiError):  # 0 is a number, and False none
-        names.check("/completion", {"min_tokens": False})
+        bodies.unknown_fields({"min_tokens": False}, bodies.Completion)
 
 
 @pytest.mark.parametrize("name", ["reasoning_budget_tokens", "thinking_budget_tokens"])
 def test_a_thinking_budget_of_nothing_is_obeyed(name):
     """0 is no thinking, -1 no limit; what is between is not enforced, and the header says so. Where nothing thinks, 0 has no effect either."""
-    for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
-        assert [names.check(path, {name: n}) for n in (0, 0.0, -1, -1.0, 512)] == [[], [], [], [], [name]]
-    assert [names.check("/completion", {name: n}) for n in (-1, -1.0, 0, 512)] == [[], [], [name], [name]]
-    served = types.SimpleNamespace(options=types.SimpleNamespace(template_arguments={}, thinking=None))
+    for kind in (bodies.Chat, bodies.Messages, bodies.Responses):
+        assert [bodies.unknown_fields({name: n}, kind) for n in (0, 0.0, -1, -1.0, 512)] == [[], [], [], [], [name]]
+    assert [bodies.unknown_fields({name: n}, bodies.Completion) for n in (-1, -1.0, 0, 512)] == [[], [], [name], [name]]
     asked = {"reasoning_effort": "high"}
-    assert _template_arguments(served, {**asked, name: 0}) == (False, {})
-    assert _template_arguments(served, {**asked, name: -1.0}) == _template_arguments(served, {**asked, name: 9}) == (None, asked)
+    assert _thinks(**asked, **{name: 0}) == (False, {})
+    assert _thinks(**asked, **{name: -1.0}) == _thinks(**asked, **{name: 9}) == (None, asked)
     with pytest.raises(ApiError, match=name):
-        _template_arguments(served, {name: "0"})
-    assert _chat({"messages": [], name: 0})[name] == 0
+        _thinks(**{name: "0"})
+    assert getattr(_chat({"messages": [], name: 0}), name) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -82,9 +87,9 @@ def test_what_means_nothing_is_named(server, path, stream):
     )  # fmt: skip
     if "responses" in path:
         asked["max_output_tokens"] = asked.pop("max_tokens")
-    assert names.HEADER not in server.post(path, **asked).headers
+    assert bodies.HEADER not in server.post(path, **asked).headers
     response = server.post(path, **asked, temprature=0.5, **{"a\nb: ü": 1})
-    assert response.status_code == 200 and response.headers[names.HEADER] == r"temprature, a\nb: \xfc"
+    assert response.status_code == 200 and response.headers[bodies.HEADER] == r"temprature, a\nb: \xfc"
     refused = server.post(path, **asked, guided_json={"type": "object"})
     assert refused.status_code == 501 and "response_format" in refused.text
 
@@ -93,7 +98,7 @@ def test_tools_that_a_response_cannot_use_are_named(server):
     response = server.post(
         "/v1/responses", input="x", max_output_tokens=1, tools=[{"type": "web_search"}, {"type": "function", "name": "f"}]
     )
-    assert response.status_code == 200 and response.headers[names.HEADER] == "tools: web_search"
+    assert response.status_code == 200 and response.headers[bodies.HEADER] == "tools: web_search"
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
@@ -115,20 +120,19 @@ def test_tools_that_others_run_are_refused(server, path):
 
 def test_whether_it_thinks_by_every_name():
     """OpenAI's, Anthropic's, which others have taken over for chats, and that of templates."""
-    served = types.SimpleNamespace(options=types.SimpleNamespace(template_arguments={}, thinking=None))
     off: list[dict] = [
         {"enable_thinking": False}, {"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"},
         {"thinking": {"type": "enabled"}, "reasoning_effort": "none"},
     ]  # fmt: skip
     for body in off:
-        assert _template_arguments(served, body) == (False, {}), body
-        assert names.check("/v1/chat/completions", body) == []
-    assert _template_arguments(served, {"thinking": {"type": "enabled", "budget_tokens": 9}})[0] is True
-    assert _template_arguments(served, {"enable_thinking": True})[0] is True
-    assert _template_arguments(served, {"thinking": {"type": "adaptive"}})[0] is None
+        assert _thinks(**body) == (False, {}), body
+        assert bodies.unknown_fields(body, bodies.Chat) == []
+    assert _thinks(thinking={"type": "enabled", "budget_tokens": 9})[0] is True
+    assert _thinks(enable_thinking=True)[0] is True
+    assert _thinks(thinking={"type": "adaptive"})[0] is None
     for wrong in ({"enable_thinking": 1}, {"thinking": {"type": "off"}}, {"thinking": True}):
         with pytest.raises(ApiError, match="thinking"):
-            _template_arguments(served, wrong)
+            _thinks(**wrong)
 
 
 def test_what_anthropics_clients_send_is_obeyed():
@@ -136,24 +140,24 @@ def test_what_anthropics_clients_send_is_obeyed():
     said: dict = {"messages": [], "thinking": {"type": "adaptive"}}
     form = {"type": "json_schema", "schema": schema}
     for more in ({"output_format": form}, {"output_config": {"format": form, "effort": "high"}}):
-        assert _chat(said | more)["response_format"] == {"type": "json_schema", "json_schema": {"schema": schema}}
-    assert _chat(said | more)["reasoning_effort"] == "high"
-    assert _chat(said)["thinking"] == said["thinking"]
+        assert _chat(said | more).response_format == {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert _chat(said | more).reasoning_effort == "high"
+    assert _chat(said).thinking.type == "adaptive"
     for wrong in ({"output_format": {"type": "text"}}, {"output_format": form, "response_format": {"type": "text"}}, {"output_format": 3}):
         with pytest.raises(ApiError, match="output_(config.)?format is .*json_schema"):
             _chat(said | wrong)
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    assert _chat(said | {"tool_choice": choice})["parallel_tool_calls"] is False and _chat(said)["parallel_tool_calls"] is True
+    assert _chat(said | {"tool_choice": choice}).parallel_tool_calls is False and _chat(said).parallel_tool_calls is True
     for name, value in {"regex": "a+", "logit_bias": {"3": -1}, "repeat_penalty": 1.1, "ignore_eos": True, "samplers": ["top_k"]}.items():
-        assert _chat(said | {name: value})[name] == value and names.check("/v1/messages", {name: value}) == []
-    assert names.check("/v1/messages", {"n_probs": 3, "timings_per_token": True}) == ["n_probs", "timings_per_token"]
+        assert getattr(_chat(said | {name: value}), name) == value and bodies.unknown_fields({name: value}, bodies.Messages) == []
+    assert bodies.unknown_fields({"n_probs": 3, "timings_per_token": True}, bodies.Messages) == ["n_probs", "timings_per_token"]
 
 
 def test_tool_results_come_before_the_text_of_the_same_turn():
     """They answer the turn before; clients put reminders behind them."""
     blocks = [{"type": "text", "text": "go on"}, {"type": "tool_result", "tool_use_id": "t", "content": "eggs"}]
     for content in (blocks, blocks[::-1]):
-        told = _chat({"messages": [{"role": "user", "content": content}]})["messages"]
+        told = _chat({"messages": [{"role": "user", "content": content}]}).messages
         assert [m["role"] for m in told] == ["tool", "user"] and told[1]["content"] == [{"type": "text", "text": "go on"}]
 
 
@@ -161,14 +165,15 @@ def test_tools_that_are_allowed_are_the_only_ones():
     tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b", "c")]
     allowed = [{"type": "function", "function": {"name": "c"}}, {"type": "function", "name": "a"}]
     for choice in ({"mode": "required", "tools": allowed}, {"allowed_tools": {"mode": "required", "tools": allowed}}):
-        body, kept = _allowed({"x": 1, "tool_choice": {"type": "allowed_tools", **choice}}, tools)
-        assert body == {"x": 1, "tool_choice": "required"} and kept == [tools[0], tools[2]]
-    assert _allowed({"tool_choice": {"type": "allowed_tools", "tools": allowed}}, tools)[0] == {"tool_choice": "auto"}
+        body, kept = _allowed(bodies.Chat(top_k=1, tool_choice={"type": "allowed_tools", **choice}), tools)
+        assert body == bodies.Chat(top_k=1, tool_choice="required") and kept == [tools[0], tools[2]]
+    assert _allowed(bodies.Chat(tool_choice={"type": "allowed_tools", "tools": allowed}), tools)[0].tool_choice == "auto"
     for choice in ("auto", {"type": "function", "function": {"name": "a"}}):
-        assert _allowed({"tool_choice": choice}, tools) == ({"tool_choice": choice}, tools)
+        body = bodies.Chat(tool_choice=choice)
+        assert _allowed(body, tools) == (body, tools)
     for wrong in ({}, {"tools": 3}, {"tools": [3]}, {"tools": [{"name": "d"}]}, {"tools": allowed, "mode": "none"}, {"allowed_tools": 3}):
         with pytest.raises(ApiError, match="allowed_tools"):
-            _allowed({"tool_choice": {"type": "allowed_tools", **wrong}}, tools)
+            _allowed(bodies.Chat(tool_choice={"type": "allowed_tools", **wrong}), tools)
 
 
 def test_a_response_has_one_system_message():
@@ -178,14 +183,14 @@ def test_a_response_has_one_system_message():
         {"role": "user", "content": "c"},
         {"role": "system", "content": "d"},
     ]
-    told = _chat_of_responses({"instructions": "a", "input": said})["messages"]
+    told = _chat_of_responses({"instructions": "a", "input": said}).messages
     assert [(m["role"], m["content"]) for m in told] == [("system", "a\n\nb"), ("user", "c"), ("system", "d")]
-    assert _chat_of_responses({"input": said})["messages"][0]["role"] == "developer"
+    assert _chat_of_responses({"input": said}).messages[0]["role"] == "developer"
     several = [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": text} for text in "xy"]}, *said]
-    told = _chat_of_responses({"instructions": "a", "input": several})["messages"]
+    told = _chat_of_responses({"instructions": "a", "input": several}).messages
     assert [(m["role"], m["content"]) for m in told[:2]] == [("system", "a\n\nx\n\ny\n\nb"), ("user", "c")]
     image = {"role": "developer", "content": [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "u"}]}
-    told = _chat_of_responses({"instructions": "a", "input": [said[0], image]})["messages"]
+    told = _chat_of_responses({"instructions": "a", "input": [said[0], image]}).messages
     assert [m["role"] for m in told] == ["system", "developer"] and told[1]["content"][1] == {"type": "image_url"}
     with pytest.raises(ApiError, match="prompt is not supported"):
         _chat_of_responses({"input": "x", "prompt": {"id": "pmpt_1"}})
@@ -194,7 +199,7 @@ def test_a_response_has_one_system_message():
 def test_members_of_a_response_that_mean_nothing_are_named(server):
     asked = {"input": "x", "max_output_tokens": 1, "reasoning": {"effort": "none", "summary": "auto"}, "text": {"verbosity": "low"}}
     response = server.post("/v1/responses", **asked)
-    assert response.status_code == 200 and response.headers[names.HEADER] == "reasoning.summary, text.verbosity"
+    assert response.status_code == 200 and response.headers[bodies.HEADER] == "reasoning.summary, text.verbosity"
 
 
 def test_completions_take_defaults_of_what_they_refuse(server):
@@ -209,25 +214,25 @@ def test_several_answers_by_llama_servers_name(server):
     got = server.ok("/completion", prompt="x", n_predict=1, n_cmpl=3)
     assert [g["index"] for g in got] == [0, 1, 2]
     response = server.post("/v1/responses", input="x", max_output_tokens=1, n_cmpl=2, n=2)  # a response is one answer
-    assert response.status_code == 200 and response.headers[names.HEADER] == "n_cmpl, n"
+    assert response.status_code == 200 and response.headers[bodies.HEADER] == "n_cmpl, n"
 
 
 def test_silence_is_as_long_as_it_was_asked_for(server):
     """In seconds; -1 for ever."""
 
     class Queue:
-        def enter(self, asks):
-            return types.SimpleNamespace(jobs=[], cancel=None, silence=None)
+        def enter(self, requests):
+            return types.SimpleNamespace(tasks=[], cancel=None, ping_seconds=None)
 
-    for body, want in ((b"{}", 30.0), (b'{"sse_ping_interval": 5}', 5.0), (b'{"sse_ping_interval": -1}', math.inf)):
-        reader = Reader(types.SimpleNamespace(queue=Queue()), request_of(body), [], lambda job: None)
-        assert reader._answers.silence == want
+    for body, want in (({}, 30.0), ({"sse_ping_interval": 5}, 5.0), ({"sse_ping_interval": -1}, math.inf)):
+        reader = Reader(types.SimpleNamespace(queue=Queue()), request_of(), bodies.convert(body, bodies.Completion), [], lambda task: None)
+        assert reader._events.ping_seconds == want
     assert server.post("/completion", prompt="x", n_predict=1, sse_ping_interval="5").json()["error"]["param"] == "sse_ping_interval"
     assert server.ok("/completion", prompt="x", n_predict=1, sse_ping_interval=-1)["stop"]
 
     async def main():
-        answers = Answers([], None)
-        answers.silence = 0.001
-        return await answers.read()
+        stream = ResponseStream([], None)
+        stream.ping_seconds = 0.001
+        return await stream.read()
 
     assert asyncio.run(main()) is None

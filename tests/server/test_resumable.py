@@ -11,6 +11,7 @@ import pytest
 from server.running import Running, request_of
 
 from pyggml_spec.server import http, native, resumable
+from pyggml_spec.server.bodies import Completion
 from pyggml_spec.server.errors import ApiError
 from pyggml_spec.server.reading import Reader
 from pyggml_spec.server.resumable import ResumableStream, Streams
@@ -214,10 +215,6 @@ def test_ids_are_looked_up_by_what_stands_before_a_model():
     run(test)
 
 
-def asked(name, **body):
-    return request_of(json.dumps(body).encode(), (b"x-conversation-id", name.encode()))
-
-
 def test_a_stream_makes_room_for_its_successor():
     """It was ended by the first token of its successor, which waited for the slot that it had."""
 
@@ -226,27 +223,30 @@ def test_a_stream_makes_room_for_its_successor():
 
     entered = []
 
-    def enter(asks):
-        entered.append(asks)
+    def queued(requests):
+        entered.append(requests)
         if len(entered) == 1:
             raise ApiError(429, "full")
-        return types.SimpleNamespace(jobs=[], cancel=lambda: None)
+        return types.SimpleNamespace(tasks=[], cancel=lambda: None)
 
-    Full.queue.enter = enter
+    def enter(name, stream):
+        Reader(Full, request_of(b"", (b"x-conversation-id", name.encode())), Completion(stream=stream), [], None)
+
+    Full.queue.enter = queued
 
     async def test(gate):
         ended = []
         stream = Full.streams.begin(("", "a"), source(gate, b"ab"), [lambda: ended.append(1)])
         with pytest.raises(ApiError, match="full"):
-            Reader(Full, asked("a", stream=True), [], None)
-        Reader(Full, asked("a", stream=False), [], None)
-        Reader(Full, asked("b", stream=True), [], None)
+            enter("a", True)
+        enter("a", False)
+        enter("b", True)
         await asyncio.sleep(0)
         assert not ended and Full.streams.get(("", "a")) is stream  # who is refused, or is no stream, ends nothing
-        Reader(Full, asked("a", stream=True), [], None)
+        enter("a", True)
         assert await read(stream) == b"ab" and ended == [1]
         with pytest.raises(ApiError, match="has 401 characters; 400 are the most"):  # two long ones that began alike were one
-            Reader(Full, asked("x" * 401, stream=True), [], None)
+            enter("x" * 401, True)
         assert len(entered) == 4
 
     run(test)

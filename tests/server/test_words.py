@@ -7,7 +7,7 @@ import pytest
 
 from pyggml_spec.errors import SamplingError
 from pyggml_spec.sampling.sampler import Sampling
-from pyggml_spec.server import fields
+from pyggml_spec.server.sampling import logit_bias
 
 HUGE = 10**400
 SAID = [{"role": "user", "content": "x"}]
@@ -150,4 +150,4 @@ def test_of_the_library_too():
         with pytest.raises(SamplingError):
             Sampling(logit_bias={5: bias})
     tokenizer = SimpleNamespace(n_vocab=9)
-    assert fields.logit_bias({"5": False}, tokenizer) == {5: -float("inf")}
+    assert logit_bias({"5": False}, tokenizer) == {5: -float("inf")}

@@ -12,12 +12,12 @@ from pyggml_spec.engine.stats import BatchStats, Stats
 from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.events import End, StepEvent
 from pyggml_spec.sampling.sampler import Sampling, TokenLogprob
-from pyggml_spec.server import jobs
-from pyggml_spec.server.answer import timings
+from pyggml_spec.server import tasks
 from pyggml_spec.server.errors import ApiError
-from pyggml_spec.server.jobs import AHEAD, Ask, Queue, QueueLimits
+from pyggml_spec.server.output import timings
 from pyggml_spec.server.pool import Pool
 from pyggml_spec.server.reading import SMALL, Context
+from pyggml_spec.server.tasks import AHEAD, Queue, QueueLimits, TaskRequest
 from pyggml_spec.text.renderer import RENDERER, WouldBlock
 
 
@@ -55,7 +55,7 @@ def hangs(engine, sink, stats):
 def run(behaviour, test, broken=lambda error: None, **limits):
     async def main():
         with Pool() as pool:
-            queue = Queue(Engine(behaviour), 1, QueueLimits(**limits), pool, lambda job: None, broken)
+            queue = Queue(Engine(behaviour), 1, QueueLimits(**limits), pool, lambda task: None, broken)
             await asyncio.wait_for(test(queue), 30)
 
     asyncio.run(main())
@@ -74,7 +74,7 @@ def test_short_requests_are_read_in_the_event_loop_unless_a_template_keeps_it_wa
         context, here, hurries = Context(None, None, pool), threading.get_ident(), []
 
         def read(late=False):
-            hurries.append(getattr(RENDERER.patience, "seconds", None))
+            hurries.append(getattr(RENDERER._haste, "seconds", None))
             if late and hurries[-1] is not None:
                 raise WouldBlock
             return threading.get_ident() == here
@@ -104,7 +104,7 @@ def test_short_requests_are_read_in_the_event_loop_unless_a_template_keeps_it_wa
 def test_what_comes_before_the_handle_is_not_lost():
     async def test(queue):
         for _ in range(20):
-            items = await read_all(queue.enter([Ask([1])]))
+            items = await read_all(queue.enter([TaskRequest([1])]))
             assert [i.tokens for i in items[:-1]] == [(0,), (1,), (2,), ()] and items[-1] == End(None)
         assert not queue.running and queue.waiting == 0 and await queue.drain(1)
 
@@ -125,11 +125,11 @@ def test_an_engine_that_has_failed_is_made_anew_and_the_queue_goes_on(kind):
         return Engine(answers)
 
     async def test(queue):
-        given = [queue.enter([Ask([n])]) for n in range(1 + AHEAD)]
-        waiting = queue.enter([Ask([9])])
+        given = [queue.enter([TaskRequest([n])]) for n in range(1 + AHEAD)]
+        waiting = queue.enter([TaskRequest([9])])
         assert [isinstance((await read_all(got))[-1].error, kind) for got in given] == [True] * (1 + AHEAD)
         assert (await read_all(waiting))[-1] == End(None)
-        assert (await read_all(queue.enter([Ask([3])])))[-1] == End(None)
+        assert (await read_all(queue.enter([TaskRequest([3])])))[-1] == End(None)
         assert made == ["a step failed"] and not queue.draining
 
     run(ends, test, broken)
@@ -137,22 +137,22 @@ def test_an_engine_that_has_failed_is_made_anew_and_the_queue_goes_on(kind):
 
 def test_an_engine_that_cannot_be_made_anew_ends_the_server():
     async def test(queue):
-        await read_all(queue.enter([Ask([1])]))
+        await read_all(queue.enter([TaskRequest([1])]))
         await queue._repairing
         with pytest.raises(ApiError, match="is ending") as raised:
-            queue.enter([Ask([1])])
+            queue.enter([TaskRequest([1])])
         assert raised.value.status == 503
 
     run(fails, test)
 
 
 def test_no_step_for_a_while_is_stuck_only_while_there_is_work(monkeypatch):
-    monkeypatch.setattr(jobs, "STUCK_SECONDS", 0.05)
+    monkeypatch.setattr(tasks, "STUCK_SECONDS", 0.05)
 
     async def test(queue):
         await asyncio.sleep(0.1)
         assert not queue.stuck
-        got = queue.enter([Ask([1])])
+        got = queue.enter([TaskRequest([1])])
         queue.step_age()
         await asyncio.sleep(0.1)
         assert queue.stuck
@@ -170,15 +170,15 @@ def test_limits_of_the_queue():
     """Of sequences, of the tokens of their prompts, and of the time that they wait."""
 
     async def test(queue):
-        held = [queue.enter([Ask([1] * 10)]) for _ in range(3)]  # one slot, and two ahead
-        waits = queue.enter([Ask([1] * 10)])
-        for asks in ([Ask([1] * 95)], [Ask([1]), Ask([2])]):
+        held = [queue.enter([TaskRequest([1] * 10)]) for _ in range(3)]  # one slot, and two ahead
+        waits = queue.enter([TaskRequest([1] * 10)])
+        for requests in ([TaskRequest([1] * 95)], [TaskRequest([1]), TaskRequest([2])]):
             with pytest.raises(ApiError) as raised:
-                queue.enter(asks)
+                queue.enter(requests)
             assert raised.value.status == 429 and int(raised.value.headers["retry-after"]) >= 1
         assert queue.counts.rejected["tokens"] == queue.counts.rejected["requests"] == 1
         with pytest.raises(ApiError, match="asks for 6 answers, and this server has 5 at once") as never:  # however long it waits
-            queue.enter([Ask([1])] * 6)
+            queue.enter([TaskRequest([1])] * 6)
         assert never.value.status == 400
         (late,) = await read_all(waits)
         assert late.error.status == 429 and "waited for 0.2 s" in late.error.message
@@ -192,16 +192,16 @@ def test_without_a_queue_nothing_waits():
     """`--queue 0` let two wait: those that the engine is given ahead of time."""
 
     async def test(queue):
-        held = queue.enter([Ask([1])])
+        held = queue.enter([TaskRequest([1])])
         with pytest.raises(ApiError, match="every slot is taken, and nothing waits") as full:
-            queue.enter([Ask([1])])
+            queue.enter([TaskRequest([1])])
         assert full.value.status == 429 and int(full.value.headers["retry-after"]) >= 1 and queue.counts.rejected["requests"] == 1
         with pytest.raises(ApiError, match="this server has 1 at once"):
-            queue.enter([Ask([1])] * 2)
+            queue.enter([TaskRequest([1])] * 2)
         await asyncio.sleep(0)
         held.cancel()
         assert (await read_all(held))[-1] == End(None)
-        queue.enter([Ask([1])])
+        queue.enter([TaskRequest([1])])
 
     run(hangs, test, requests=0)
 
@@ -214,20 +214,20 @@ def test_one_that_waits_and_is_left_is_out_at_once():
         came.append(stats.prompt_tokens)
 
     async def test(queue):
-        held = [queue.enter([Ask([1])]) for _ in range(1 + AHEAD)]
-        left, stays = queue.enter([Ask([1] * 2)]), queue.enter([Ask([1] * 3)])
+        held = [queue.enter([TaskRequest([1])]) for _ in range(1 + AHEAD)]
+        left, stays = queue.enter([TaskRequest([1] * 2)]), queue.enter([TaskRequest([1] * 3)])
         with pytest.raises(ApiError, match="2 requests wait already"):
-            queue.enter([Ask([1])])
+            queue.enter([TaskRequest([1])])
         left.cancel()
         assert (await read_all(left)) == [End(None)] and queue.waiting_tokens == 3 and len(queue.running) == 1 + AHEAD
-        queue.enter([Ask([1] * 4)])
+        queue.enter([TaskRequest([1] * 4)])
         await asyncio.sleep(0)  # the handles come
         held[0].cancel()
         assert (await read_all(held[0]))[-1] == End(None)
         assert (
             came == [1] * (1 + AHEAD) + [3]
             and queue.waiting_tokens == 4
-            and not any(job.over for got in (*held[1:], stays) for job in got.jobs)
+            and not any(task.over for got in (*held[1:], stays) for task in got.tasks)
         )
 
     run(keeps, test, requests=2)
@@ -241,10 +241,10 @@ def test_connections_without_a_key_take_turns():
         came.append(stats.prompt_tokens)
 
     async def test(queue):
-        held = [queue.enter([Ask([1] * 9)], "first") for _ in range(1 + AHEAD)]
-        queue.enter([Ask([1])] * 5, "first")
-        queue.enter([Ask([1] * 2)], "second")
-        queue.enter([Ask([1] * 3, priority=1)], "third")
+        held = [queue.enter([TaskRequest([1] * 9)], "first") for _ in range(1 + AHEAD)]
+        queue.enter([TaskRequest([1])] * 5, "first")
+        queue.enter([TaskRequest([1] * 2)], "second")
+        queue.enter([TaskRequest([1] * 3, priority=1)], "third")
         for got in held:
             await asyncio.sleep(0)  # the handles come
             got.cancel()
@@ -257,15 +257,15 @@ def test_connections_without_a_key_take_turns():
 
 def test_one_client_does_not_fill_the_queue_for_others():
     async def test(queue):
-        queue.enter([Ask([1])] * (1 + AHEAD), "first")
-        queue.enter([Ask([1])] * 4, "first")
+        queue.enter([TaskRequest([1])] * (1 + AHEAD), "first")
+        queue.enter([TaskRequest([1])] * 4, "first")
         with pytest.raises(ApiError, match="4 requests wait already"):
-            queue.enter([Ask([1])], "first")
+            queue.enter([TaskRequest([1])], "first")
         for n in range(4):
-            queue.enter([Ask([1])], f"another {n}")
+            queue.enter([TaskRequest([1])], f"another {n}")
         for client in ("another 0", "the last"):  # who has one waiting, and who finds as many again
             with pytest.raises(ApiError, match="8 requests wait already"):
-                queue.enter([Ask([1])], client)
+                queue.enter([TaskRequest([1])], client)
         queue.cancel_all("the end")
 
     run(hangs, test, requests=4)
@@ -293,7 +293,7 @@ def test_one_that_is_left_while_its_sampler_is_made_is_not_computed():
     async def test(queue):
         nonlocal engine
         queue._concurrent = engine = Held(0, submitting)
-        got = queue.enter([Ask([1], sampling=Sampling(temperature=0.7))])
+        got = queue.enter([TaskRequest([1], sampling=Sampling(temperature=0.7))])
         await asyncio.sleep(0.05)  # its thread waits in submit
         got.cancel()
         submitting.set()
@@ -313,8 +313,8 @@ def test_one_that_is_left_before_its_sampler_is_made_never_comes_to_the_engine()
 
     async def main():
         engine = Held()
-        queue = Queue(engine, 1, QueueLimits(), Later(), lambda job: None, lambda error: None)
-        got = queue.enter([Ask([1], sampling=Sampling(temperature=0.7))])
+        queue = Queue(engine, 1, QueueLimits(), Later(), lambda task: None, lambda error: None)
+        got = queue.enter([TaskRequest([1], sampling=Sampling(temperature=0.7))])
         got.cancel()
         calls.pop()()
         assert (await read_all(got)) == [End(None)] and not engine.sinks and not queue.running
@@ -328,8 +328,8 @@ def test_one_that_waited_too_long_at_the_engines_door_is_not_computed():
 
     async def main():
         with Pool() as pool:
-            queue = Queue(engine, 1, QueueLimits(seconds=0.05), pool, lambda job: None, lambda error: None)
-            got = queue.enter([Ask([1])])
+            queue = Queue(engine, 1, QueueLimits(seconds=0.05), pool, lambda task: None, lambda error: None)
+            got = queue.enter([TaskRequest([1])])
             (late,) = await read_all(got)
             assert late.error.status == 429 and len(engine.cancelled) == 1 and not queue.running
             got.cancel()
@@ -340,14 +340,14 @@ def test_one_that_waited_too_long_at_the_engines_door_is_not_computed():
 @pytest.mark.parametrize("streams, words", [(True, "were not read"), (False, "ask for fewer")])
 def test_what_answers_hold_has_a_bound(monkeypatch, caplog, streams, words):
     """A stream that nobody read kept a thousand log probabilities of each token without a limit."""
-    monkeypatch.setattr(jobs, "MOST_KEPT", 1000)
+    monkeypatch.setattr(tasks, "MAX_KEPT", 1000)
     engine = Held(0)
     event = StepEvent("x", (1,), Stats(), (TokenLogprob(1, 0.0, ((1, 0.0),) * 98),))  # 100 in all
 
     async def main():
         with Pool() as pool:
-            queue = Queue(engine, 1, QueueLimits(), pool, lambda job: None, lambda error: None)
-            got = queue.enter([Ask([1])])
+            queue = Queue(engine, 1, QueueLimits(), pool, lambda task: None, lambda error: None)
+            got = queue.enter([TaskRequest([1])])
             got.streams = streams
             for _ in range(20):  # as long as it reads a stream may have any number; a whole answer holds them all
                 engine.sinks[0](event)
@@ -367,13 +367,13 @@ def test_what_answers_hold_has_a_bound(monkeypatch, caplog, streams, words):
 
 
 def test_what_all_answers_hold_has_a_bound(monkeypatch):
-    monkeypatch.setattr(jobs, "MOST_KEPT_TOGETHER", 1000)
+    monkeypatch.setattr(tasks, "MAX_KEPT_TOTAL", 1000)
     engine = Held(0)
 
     async def main():
         with Pool() as pool:
-            queue = Queue(engine, 4, QueueLimits(), pool, lambda job: None, lambda error: None)
-            got = [queue.enter([Ask([1])]) for _ in range(3)]
+            queue = Queue(engine, 4, QueueLimits(), pool, lambda task: None, lambda error: None)
+            got = [queue.enter([TaskRequest([1])]) for _ in range(3)]
             for sink in engine.sinks:
                 sink(StepEvent("x", (1,) * 400, Stats()))
             await asyncio.sleep(0)
@@ -396,10 +396,10 @@ def test_a_slow_readers_events_are_joined():
         threading.Thread(target=send).start()
 
     async def test(queue):
-        got = queue.enter([Ask([1])])
+        got = queue.enter([TaskRequest([1])])
         await asyncio.sleep(0.5)
         items = await read_all(got)
-        assert len(items) <= jobs.UNREAD + 2 and [t for i in items[:-1] for t in i.tokens] == list(range(500))
+        assert len(items) <= tasks.MAX_UNREAD + 2 and [t for i in items[:-1] for t in i.tokens] == list(range(500))
         assert "".join(i.text for i in items[:-1]) == "x" * 500
 
     run(many, test)
@@ -409,24 +409,24 @@ def test_a_slow_readers_events_of_several_answers_stay_apart():
     """Joined events belong to one answer: of `n` answers each has its own text, in its own order."""
 
     async def test(queue):
-        got = queue.enter([Ask([1]) for _ in range(3)])
+        got = queue.enter([TaskRequest([1]) for _ in range(3)])
         for token in range(300):  # of one, or of two and three in turn
-            for job in got.jobs[:1] if token % 3 else got.jobs:
-                got.put(job, StepEvent("abc"[job.index], (token,), Stats()))
-        for job in got.jobs:
-            got.put(job, End(None))
+            for task in got.tasks[:1] if token % 3 else got.tasks:
+                got.put(task, StepEvent("abc"[task.index], (token,), Stats()))
+        for task in got.tasks:
+            got.put(task, End(None))
         texts, ids, items = ["", "", ""], [[], [], []], 0
         for _ in range(10_000):
-            job, item = await got.read()
+            task, item = await got.read()
             items += 1
             if isinstance(item, End):
-                if job is got.jobs[-1]:
+                if task is got.tasks[-1]:
                     break
                 continue
-            texts[job.index] += item.text
-            ids[job.index] += item.tokens
+            texts[task.index] += item.text
+            ids[task.index] += item.tokens
         assert texts == ["a" * 300, "b" * 100, "c" * 100] and ids == [[*range(300)], [*range(0, 300, 3)], [*range(0, 300, 3)]]
-        assert jobs.UNREAD < items < 500  # some were joined
+        assert tasks.MAX_UNREAD < items < 500  # some were joined
 
     run(hangs, test)
 
@@ -438,20 +438,20 @@ def test_what_draws_nothing_waits_for_no_thread():
     async def test(queue):
         turns = []
         queue._loop = SimpleNamespace(
-            run_in_executor=lambda pool, function, job: turns.append(job), call_soon_threadsafe=asyncio.get_running_loop().call_soon_threadsafe,
+            run_in_executor=lambda pool, function, task: turns.append(task), call_soon_threadsafe=asyncio.get_running_loop().call_soon_threadsafe,
             time=asyncio.get_running_loop().time,
         )  # fmt: skip
-        await read_all(queue.enter([Ask([1], sampling=Sampling(temperature=0))]))
+        await read_all(queue.enter([TaskRequest([1], sampling=Sampling(temperature=0))]))
         assert not turns
-        queue.enter([Ask([1], sampling=sampled)])
-        assert [job.ask.sampling for job in turns] == [sampled]
+        queue.enter([TaskRequest([1], sampling=sampled)])
+        assert [task.request.sampling for task in turns] == [sampled]
 
     run(answers, test)
 
 
 def test_progress_is_told_as_of_its_event():
     """The engine had read the first chunk when the event before any work was written: its timings had 128 tokens."""
-    job = SimpleNamespace(handle=SimpleNamespace(prompt_read=128), progress_from=1.0, latest=1.5, first=None, queued_ms=0.0)
-    told = timings(Stats(prompt_tokens=300), job, 0)
+    task = SimpleNamespace(handle=SimpleNamespace(prompt_read=128), progress_from=1.0, latest=1.5, first=None, queued_ms=0.0)
+    told = timings(Stats(prompt_tokens=300), task, 0)
     assert (told["prompt_n"], told["prompt_ms"]) == (0, 0.0)
-    assert timings(Stats(prompt_tokens=300), job, 100)["prompt_n"] == 100 and timings(Stats(prompt_tokens=300), job)["prompt_n"] == 128
+    assert timings(Stats(prompt_tokens=300), task, 100)["prompt_n"] == 100 and timings(Stats(prompt_tokens=300), task)["prompt_n"] == 128
