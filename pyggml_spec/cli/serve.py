@@ -164,8 +164,8 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
             metrics, show_slots, page, prefill_assistant, suffix_first,
         )  # fmt: skip
         settings = start.Settings(
-            hosts, port, slots, context, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"], share_prefixes,
-            4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, keys, cors_origins, allowed_hosts, max_body << 20,
+            keys, hosts, port, slots, context, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"], share_prefixes,
+            4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, cors_origins, allowed_hosts, max_body << 20,
             certificate, certificate_key, synthetic, rates, lambda line: say(in_options(line)),
         )  # fmt: skip
         limits = Limits(sampling, max_tokens, context)
@@ -179,7 +179,7 @@ class _Encrypted(Exception):
 def _check(hosts: Sequence[str], port: int, certificate: str | None, key: str | None) -> None:
     """Refuses, before a model is loaded, what the start would refuse behind that: addresses, a certificate. What is no file, as a pipe, is
     left for the start, which could not read it again."""
-    from ..server.start import listen
+    from ..server.sockets import listen
 
     if key is not None and certificate is None:
         raise click.UsageError("--ssl-key-file is the key of a certificate; name that with --ssl-cert-file")

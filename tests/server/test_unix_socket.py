@@ -11,7 +11,7 @@ from cli.process import one_sentence, pyspec
 from server.running import Running, events
 
 from pyggml_spec.errors import PyspecError
-from pyggml_spec.server.start import listen
+from pyggml_spec.server.sockets import listen
 
 ASK = {"prompt": "a", "n_predict": 2}
 
