@@ -15,7 +15,7 @@ Control = Mapping[str, int]
 def calls_grammar(
     form: Format, tools: Sequence[dict[str, Any]], several: bool, control: Control
 ) -> tuple[str, tuple[str | int, ...]] | None:
-    """Lark text of one call between its markers, or of ``several``, and the triggers at which it begins; None where calls of this format are only read.
+    """Lark text of one call between its markers, or of ``several``, and the triggers at which it begins; None for formats that are only parsed.
 
     Raises:
         ApiError: the grammar cannot hold what the tools' schemas ask for.
@@ -41,7 +41,7 @@ def _mark(marker: str, control: Control) -> str:
 
 
 def _named_calls(tools: Sequence[dict[str, Any]], call: Calls, control: Control) -> str:
-    """Rules for one call of one of ``tools`` whose name stands before its arguments."""
+    """Rules for one call of one of ``tools`` whose name is before its arguments."""
     rules: list[str] = []
     names = []
     for i, tool in enumerate(tools):
@@ -70,7 +70,7 @@ _OF_TEXTS = {"type", "description", "title", "default", "examples"}
 
 
 def _tagged(rules: list[str], i: int, function: dict[str, Any], tags: Tags) -> str:
-    """What stands behind the name: arguments in the order of their schema, those that are not required may be left out. A text goes on to its end tag,
+    """The part after the name: arguments in the order of their schema; those that are not required may be left out. A text goes on to its end tag,
     other values are JSON. Rules for them are added to ``rules``."""
     schema = meant(function.get("parameters") or {"type": "object"})
     if not isinstance(schema, dict) or not set(schema) <= _OF_TAGGED or schema.get("type") != "object":
@@ -106,7 +106,7 @@ def _value(wanted: Any, root: dict[str, Any], tags: Tags, name: str) -> str:
 
 
 def _choices(wanted: Any, root: dict[str, Any], depth: int = 0) -> list[str] | None:
-    """The values that a schema with texts in it lists, as they are written; None for any text. No choices: it cannot be held to."""
+    """The values that a schema with texts lists, as they are written; None for any text, none where no grammar can hold it."""
     if not isinstance(wanted, dict) or not wanted:
         return None
     listed = [wanted["const"]] if "const" in wanted else wanted.get("enum")

@@ -6,7 +6,7 @@ import gc
 import sys
 from typing import Any
 
-LARGE = 256 << 10  # bytes of a request, or of its answer, after which memory is given back
+LARGE = 256 << 10  # bytes of a request, or of its response, after which memory is given back
 TRIM_SECONDS = 0.5
 _ARENAS, _M_ARENA_MAX = 2, -8  # each arena keeps what its threads have freed; threads come and go here
 
@@ -16,7 +16,7 @@ def _libc() -> Any:
 
 
 def prepare() -> None:
-    """Few arenas, and objects that live as long as the process are looked at no more: a full collection takes 50 ms otherwise."""
+    """Few arenas, and a frozen heap: a full garbage collection takes 50 ms otherwise."""
     if hasattr(libc := _libc(), "mallopt"):
         libc.mallopt(_M_ARENA_MAX, _ARENAS)
     gc.collect()

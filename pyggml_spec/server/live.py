@@ -1,4 +1,4 @@
-"""What every slot does, five times a second, for the page."""
+"""/pyspec/live: the state of every slot, five times a second, for the page."""
 
 import asyncio
 import time
@@ -11,21 +11,21 @@ from .native import slot_list
 from .reading import Context
 
 EVERY = 0.2  # seconds
-MOST_WATCHERS = 16
+MAX_WATCHERS = 16
 
 
 async def live(context: Context, request: Request) -> Response:
     if request.method == "HEAD":  # the states have no end
         return Response(headers=STREAM_HEADERS)
-    if context.watchers >= MOST_WATCHERS:
-        raise ApiError(429, f"{MOST_WATCHERS} pages watch this server already; close one of them", headers={"retry-after": "30"})
+    if context.watchers >= MAX_WATCHERS:
+        raise ApiError(429, f"{MAX_WATCHERS} pages watch this server already; close one of them", headers={"retry-after": "30"})
     context.watchers += 1
     request.on_end.append(lambda: setattr(context, "watchers", context.watchers - 1))
     return event_stream(_states(context))
 
 
 async def _states(context: Context) -> AsyncIterator[bytes]:
-    """Until the server ends: there would be no end of it, and ending waits for whoever still reads an output."""
+    """Until the server drains, which waits for all readers."""
     emitted, at = context.queue.engine.stats.emitted, time.perf_counter()
     while not context.queue.draining:
         yield event(state(context, emitted, at))
@@ -34,7 +34,7 @@ async def _states(context: Context) -> AsyncIterator[bytes]:
 
 
 def state(context: Context, emitted: int, at: float) -> dict[str, Any]:
-    """``emitted``, ``at``: tokens of all slots when it was asked before, and when that was."""
+    """``emitted``, ``at``: tokens of all slots at the state before, and its time."""
     queue, now = context.queue, time.perf_counter()
     batch = queue.engine.stats
     return {

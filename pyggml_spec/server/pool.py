@@ -1,7 +1,7 @@
-"""Threads that render, encode and compile: clients take turns, and short work does not wait for long work.
+"""Threads that render, encode and compile: round robin over clients, and short work does not wait for long work.
 
-There are two lanes, each with as many threads as its limit. Work of the short lane that takes longer than ``OVERRUN_SECONDS`` no longer counts in it, so that
-the next one begins beside it; one client has at most ``SHORT_SHARE`` and ``LONG_SHARE`` threads of a lane.
+There are two lanes, each with as many threads as its limit. Work of the short lane that overruns ``OVERRUN_SECONDS`` no longer counts in it, so that
+the next one begins; one client has at most ``SHORT_SHARE`` and ``LONG_SHARE`` threads of a lane.
 """
 
 import threading
@@ -15,14 +15,14 @@ from typing import Any
 from ..cancel import cancelled_by
 
 SHORT, LONG = 2, 2  # threads of each lane
-MOST_THREADS = 10
-SHORT_SHARE, LONG_SHARE = 4, 1  # threads that one client has at most, those that overrun among them
+MAX_THREADS = 10
+SHORT_SHARE, LONG_SHARE = 4, 1  # threads of one client, those that overrun included
 OVERRUN_SECONDS = 0.05
 
 
 @dataclass(eq=False)
 class Work:
-    """One call. ``cancel`` takes it out of its lane, or tells it to end at its next ``cancel.check``."""
+    """One call. ``cancel`` removes it from its lane, or ends it at its next ``cancel.check``."""
 
     call: Callable[[], Any]
     client: str
@@ -48,7 +48,7 @@ class Work:
 
 
 class Pool(Executor):
-    """Threads are started when they are needed, and are daemons: the process ends whatever they do."""
+    """Threads are started when they are needed, and are daemons: the process can exit at any time."""
 
     def __init__(self) -> None:
         self._waiting: tuple[OrderedDict[str, deque[Work]], ...] = (OrderedDict(), OrderedDict())
@@ -66,7 +66,7 @@ class Pool(Executor):
             if self._closed:
                 raise RuntimeError("this pool is shut down; make another one")
             self._waiting[long].setdefault(client, deque()).append(work)
-            self._watched()
+            self._keep_one_free()
             self._more.notify()
         return work
 
@@ -81,7 +81,7 @@ class Pool(Executor):
             self.idle(None)
 
     def idle(self, seconds: float | None) -> bool:
-        """Waits until nothing runs, so long at most; whether nothing does."""
+        """Waits until nothing runs, ``seconds`` at most; whether nothing does."""
         with self._lock:
             return self._done.wait_for(lambda: not self._running and not any(self._waiting), seconds)
 
@@ -97,21 +97,21 @@ class Pool(Executor):
                     self._more.wait(OVERRUN_SECONDS if any(self._waiting) else None)
                 self._free -= 1
                 if any(self._waiting):
-                    self._watched()
+                    self._keep_one_free()
             work.run()
             with self._lock:
                 self._running.discard(work)
                 self._done.notify_all()
             del work
 
-    def _watched(self) -> None:
-        """One thread is free, which sees that others overrun."""
-        if not self._free and self._threads < MOST_THREADS:
+    def _keep_one_free(self) -> None:
+        """A free thread notices that others overrun."""
+        if not self._free and self._threads < MAX_THREADS:
             self._threads += 1
             threading.Thread(target=self._work, name="pyspec prepares", daemon=True).start()
 
     def _next(self) -> Work | None:
-        """What is next, of the client whose turn it is."""
+        """The next work, round robin over clients."""
         now = time.monotonic()
         for long, limit in ((False, SHORT), (True, LONG)):
             counted = sum(w.long == long and (long or now - w.began < OVERRUN_SECONDS) for w in self._running)
@@ -124,7 +124,7 @@ class Pool(Executor):
                 work = works.popleft()
                 del lane[client]
                 if works:
-                    lane[client] = works  # its next turn is after those of the other clients
+                    lane[client] = works  # at the end of the order
                 work.began = now
                 self._running.add(work)
                 return work

@@ -1,7 +1,7 @@
-"""Streams that go on without their reader: a request with the header `X-Conversation-Id` is computed to its end whoever reads it, and read again from any byte.
+"""Resumable streams: a request with the header `X-Conversation-Id` is computed to its end without a reader, and can be read again from any byte.
 
-As in llama.cpp's server: ``GET /v1/stream?conv_id=..&from=..`` replays and follows, ``DELETE`` ends, ``POST /v1/streams/lookup`` tells. An id belongs to the key that it
-came with, and means its latest stream.
+As in llama.cpp's server: ``GET /v1/stream?conv_id=..&from=..`` replays and follows, ``DELETE`` ends, ``POST /v1/streams/lookup`` lists. An id belongs to
+the API key of its request, and means its latest stream.
 """
 
 import asyncio
@@ -12,24 +12,24 @@ from .errors import ApiError
 from .http import Request, event
 
 HEADER = "x-conversation-id"
-MOST_BYTES = 4 << 20  # of one stream: what came first goes first
-MOST_ENDED_BYTES = 32 << 20  # of all that are kept behind their end
-KEPT_SECONDS = 300.0  # so long at most
-LONGEST_ID = 400  # characters
-PIECE = 64 << 10  # bytes that a reader is given at once: what waits for a slow network is a copy
+MAX_BYTES = 4 << 20  # of one stream: the oldest are dropped
+MAX_ENDED_BYTES = 32 << 20  # of all that have ended
+KEPT_SECONDS = 300.0  # after their end
+MAX_ID = 400  # characters
+PIECE = 64 << 10  # bytes that a reader gets at once: what waits for a slow network is a copy
 
 Key = tuple[str, str]
 
 
 def key_of(request: Request, name: str) -> Key | None:
-    """Whose stream ``name`` is, None without a name. Raises ApiError: the name is too long."""
-    if len(name) > LONGEST_ID:
-        raise ApiError(400, f"the id of the stream has {len(name)} characters; {LONGEST_ID} are the most", param="conv_id")
+    """The key of a stream, None without a name. Raises ApiError: the name is too long."""
+    if len(name) > MAX_ID:
+        raise ApiError(400, f"the id of the stream has {len(name)} characters; {MAX_ID} are the most", param="conv_id")
     return (request.key, name) if name else None
 
 
 class ResumableStream:
-    """One output: its bytes as they come, for any number of readers."""
+    """One response: its bytes as they come, for any number of readers."""
 
     def __init__(self, chunks: AsyncIterator[bytes], ended: Sequence[Callable[[], None]]) -> None:
         self.first = 0  # which byte of the stream the kept ones begin with
@@ -51,7 +51,7 @@ class ResumableStream:
     async def _take(self, chunks: AsyncIterator[bytes]) -> None:
         async for chunk in chunks:
             self._kept += chunk
-            if (beyond := len(self._kept) - MOST_BYTES) > 0:
+            if (beyond := len(self._kept) - MAX_BYTES) > 0:
                 del self._kept[:beyond]
                 self.first += beyond
             self._wake()
@@ -67,7 +67,7 @@ class ResumableStream:
         self._more = asyncio.Event()
 
     async def follow(self, at: int) -> AsyncIterator[bytes]:
-        """What came from byte ``at`` on, and what comes until its end."""
+        """All bytes from ``at`` to the end of the stream."""
         while True:
             if at < self.first:
                 yield event(ApiError(400, f"the stream is read too slowly: its first {self.first} bytes are gone").openai())
@@ -94,7 +94,7 @@ class Streams:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, key: Key, chunks: AsyncIterator[bytes], ended: Sequence[Callable[[], None]]) -> ResumableStream:
-        """In the place of the one of this id before, which ends."""
+        """Replaces the stream of this id, which ends."""
         self.end(key)
         self._streams[key] = stream = ResumableStream(chunks, ended)
         stream.task.add_done_callback(lambda _: self._keep(key, stream))
@@ -111,7 +111,7 @@ class Streams:
             self._held -= stream.held
 
     def named(self, key: str, names: Collection[str]) -> list[tuple[str, ResumableStream]]:
-        """Of these ids, or of ids that go on with a model's name behind "::"."""
+        """Of these ids, or of ids that are followed by "::" and a model's name."""
         self._forget()
         return [(n, s) for (k, n), s in self._streams.items() if k == key and any(part in names for part in _before_models(n))]
 
@@ -123,11 +123,11 @@ class Streams:
             self._forget()
 
     def _forget(self) -> None:
-        """What is over for too long, or too much; and again when the next one will be."""
+        """Drops streams that ended too long ago, or hold too much; again when the next one is due."""
         now = time.time()
         while self._ended:
             key, stream = next(iter(self._ended.items()))
-            if stream.over > now - KEPT_SECONDS and self._held <= MOST_ENDED_BYTES:
+            if stream.over > now - KEPT_SECONDS and self._held <= MAX_ENDED_BYTES:
                 if self._timer is None:
                     self._timer = asyncio.get_running_loop().call_later(
                         min(KEPT_SECONDS, stream.over + KEPT_SECONDS - now) + 1, self._forget_later

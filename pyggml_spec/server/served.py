@@ -1,4 +1,4 @@
-"""The model behind the server: prompts from texts and messages, constraints checked beforehand, and what it says of itself."""
+"""The served model: prompts from texts and messages, checked constraints, and its entry in the list of models."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -32,19 +32,19 @@ COMMAND_R = (
     "{%- if add_generation_prompt -%}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' -}}{%- endif -%}"
 )
 NAMED = {"chatml": CHATML, "command-r": COMMAND_R, "llama3": LLAMA3}
-MOST_TOKENS = 1 << 19  # of all prompts of one request
-CHARACTERS = 12  # for each token of the context: the beginning of a text that is encoded first
+MAX_PROMPT_TOKENS = 1 << 19  # of all prompts of one request
+CHARACTERS = 12  # per token of the context: the beginning of a text that is encoded first
 
 
 @dataclass
 class ServeOptions:
-    """What `pyspec serve` was told, as far as requests depend on it.
+    """Options of `pyspec serve` on which requests depend.
 
     Attributes:
         names: of the model, the first one is its id.
         thinking: True or False for templates that can think; None leaves it to them.
-        reasoning: whether reasoning is told apart from the content ("auto") or left in it ("none").
-        suffix_first: whether what is filled in is asked for with the suffix in front of the prefix.
+        reasoning: whether reasoning is separated from the content ("auto") or left in it ("none").
+        suffix_first: whether /infill puts the suffix before the prefix.
     """
 
     names: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class Prefill:
-    """What of the assistant's message is there already, and not repeated in the output. ``content``: None where the reasoning goes on."""
+    """The beginning of the assistant's message, which the output does not repeat. ``content``: None where the reasoning goes on."""
 
     reasoning: str = ""
     content: str | None = ""
@@ -74,9 +74,9 @@ class Prompt:
     """A conversation as tokens.
 
     Attributes:
-        inside: "reasoning" or "content", where the prompt has opened it; "" where the output says what it begins with.
+        inside: "reasoning" or "content", where the prompt has opened it; "" where the output opens one.
         goes_on: whether the prompt ends within a text of the assistant's.
-        form: how outputs are written.
+        form: the format of outputs.
     """
 
     ids: list[int]
@@ -85,11 +85,12 @@ class Prompt:
     form: Format
 
 
-ANSWER = 256  # tokens that an output may want, where a context that would do is named
+ANSWER = 256  # tokens of output, for which a sufficient context is named
 
 
 class Served:
-    """A session and what is said with it. ``note``: what its owner should know about it. Methods that render, encode or compile take milliseconds: they are called in a thread of the pool."""
+    """A session, with its templates and limits. ``note``: a line for the user. Methods that render, encode or compile take milliseconds: they run in the
+    pool's threads."""
 
     def __init__(
         self, session: Session, concurrent: ConcurrentSession, limits: Limits, options: ServeOptions, template: str | None = None
@@ -107,7 +108,7 @@ class Served:
         self.tool_template = tool_template(session) if template is None else None
         for one in (self.template, self.tool_template):
             if one is not None:
-                one.prepare(self.tokenizer)  # now, not while the event loop reads the first chat
+                one.prepare(self.tokenizer)  # now: the first chat is read in the event loop
         eos = session.target.file.metadata.get("tokenizer.ggml.eos_token_id")
         self.eos = eos if isinstance(eos, int) else None
         self.longest_piece = self.tokenizer.longest_piece  # bytes
@@ -120,7 +121,7 @@ class Served:
     # -- prompts
 
     def prompts(self, prompt: Any, name: str = "prompt") -> list[Any]:
-        """Prompts of /completion, one by one: a text, tokens, both mixed, or a list of such.
+        """Prompts of /completion: a text, tokens, both mixed, or a list of such.
 
         Raises:
             ApiError: there are none.
@@ -138,7 +139,7 @@ class Served:
             ApiError: one is something else, or empty, or all are too long together.
         """
         out: list[list[int]] = []
-        most = left = max(MOST_TOKENS, self.n_ctx)
+        most = left = max(MAX_PROMPT_TOKENS, self.n_ctx)
         for prompt in prompts:
             check()
             out.append(self._one_prompt(prompt, name))
@@ -172,7 +173,7 @@ class Served:
         return self.tokenizer.encode(text, special, bos)
 
     def check_length(self, text: str, name: str) -> None:
-        """Looks at the beginning of a long text: nothing interrupts the encoding of megabytes.
+        """Encodes the beginning of a long text first: nothing interrupts the encoding of megabytes.
 
         Raises:
             ApiError: it cannot fit the context.
@@ -223,7 +224,7 @@ class Served:
         need = (count + ANSWER + 255) // 256 * 256
         return ApiError(
             400, f"the request has {told} tokens, which exceeds the available context size of {self.n_ctx}; shorten it, or start the "
-            f"server with more: `pyspec serve -c {need}` for the prompt and {ANSWER} tokens of an output", kind="exceed_context_size_error", param=name, n_prompt_tokens=count, n_ctx=self.n_ctx,
+            f"server with more: `pyspec serve -c {need}` for the prompt and {ANSWER} tokens of output", kind="exceed_context_size_error", param=name, n_prompt_tokens=count, n_ctx=self.n_ctx,
         )  # fmt: skip
 
     def template_for(self, tools: Sequence[Any]) -> ChatTemplate:
@@ -231,7 +232,7 @@ class Served:
         return self.tool_template if tools and self.tool_template is not None else self.template
 
     def form_for(self, tools: Sequence[Any]) -> Format:
-        """How outputs are written; with a template that knows no tools, calls are asked for in words."""
+        """The format of outputs; with a template that knows no tools, calls are requested in words."""
         template = self.template_for(tools)
         return template.form if not tools or "tools" in template.source else replace(template.form, calls=(IN_JSON, *template.form.calls))
 
@@ -265,7 +266,7 @@ class Served:
         return text + "".join(part for part, _ in _begun(template, template.form.opened(text), prefill))
 
     def check_constraint(self, constraint: tuple[str, str] | None, triggers: tuple[Trigger, ...] = ()) -> None:
-        """Compiles it, which is kept for its request: what is wrong with it is said before the request waits. Raises SamplingError."""
+        """Compiles it before the request waits; it is cached for its request. Raises SamplingError."""
         check()
         if constraint is not None and triggers:
             LazyGrammar(*constraint, triggers, self.tokenizer)
@@ -273,10 +274,10 @@ class Served:
             Grammar(*constraint, self.tokenizer)
 
     def end_bias(self) -> list[dict[str, Any]]:
-        """What ``ignore_eos`` comes to, as /completion shows it."""
+        """``ignore_eos`` as logit biases, as /completion shows it."""
         return [{"token": i, "bias": None} for i in self._ends]
 
-    # -- what it is
+    # -- list of models
 
     def model_entry(self) -> dict[str, Any]:
         target = self.session.target
@@ -292,7 +293,7 @@ class Served:
 
 
 def _begun(template: ChatTemplate, opened: bool, prefill: Prefill | None) -> list[tuple[str, bool]]:
-    """What of the assistant's message goes behind a prompt, which has ``opened`` the reasoning or not: texts, and whether they are markers."""
+    """The beginning of the assistant's message after a prompt, which has ``opened`` the reasoning or not: texts, and whether they are markers."""
     if prefill is None:
         return []
     channels = template.form.channels

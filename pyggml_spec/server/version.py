@@ -1,4 +1,4 @@
-"""What the server says of its own version."""
+"""The version in responses."""
 
 from importlib.metadata import version
 

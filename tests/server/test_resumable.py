@@ -96,7 +96,7 @@ def test_all_readers_get_the_same():
 
 
 def test_a_stream_keeps_its_latest_bytes(monkeypatch):
-    monkeypatch.setattr(resumable, "MOST_BYTES", 6)
+    monkeypatch.setattr(resumable, "MAX_BYTES", 6)
 
     async def test(gate):
         gate.set()
@@ -117,7 +117,7 @@ def test_what_has_ended_is_kept_for_a_while(monkeypatch):
             await read(stream)
             stream.over = {"a": 1, "b": 2, "c": 3}[name] + 1e10
         assert all(streams.get(("", name)) for name in "abc") and streams.get(("key-0", "a")) is None
-        monkeypatch.setattr(resumable, "MOST_ENDED_BYTES", 2 * stream.held)
+        monkeypatch.setattr(resumable, "MAX_ENDED_BYTES", 2 * stream.held)
         assert [bool(streams.get(("", name))) for name in "abc"] == [False, True, True]
         streams.get(("", "b")).over = 1.0  # long ago
         assert [bool(streams.get(("", name))) for name in "bc"] == [False, True]
