@@ -1,11 +1,15 @@
 """`pyspec serve` as a process on the embedded pair."""
 
+import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Self
 
 import httpx
 from cli.process import environment
@@ -63,13 +67,30 @@ class Running:
 
     def slots_are_free(self, seconds: float = 30) -> bool:
         """Whether every slot is idle, and nothing waits, before that time is over."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+
+        def free() -> bool:
             waiting = self.metric("llamacpp:requests_deferred")
-            if waiting == 0 and not any(slot["is_processing"] for slot in self.http.get("/slots").json()):
-                return True
-            time.sleep(0.05)
-        return False
+            return waiting == 0 and not any(slot["is_processing"] for slot in self.http.get("/slots").json())
+
+        return wait_for(free, seconds)
+
+    def connect(self, buffer: int | None = None) -> socket.socket:
+        """A connection; ``buffer``: bytes that it takes unread."""
+        url = httpx.URL(self.url)
+        sock = socket.socket()
+        if buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        sock.settimeout(60)
+        sock.connect((url.host, url.port))
+        return sock
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """It ends without an error; a test that failed is not hidden by that."""
+        status = self.end()
+        assert kind is not None or (status == 0 and not any("Traceback" in line for line in self.lines)), self.lines
 
     def end(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
         if self.process.poll() is None:
@@ -80,6 +101,28 @@ class Running:
             self.http.close()
             if self.process.poll() is None:
                 self.process.kill()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> object:
+    """What ``condition`` returns once that is true."""
+    until = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < until, "it did not come so far"
+        time.sleep(0.02)
+    return value
+
+
+def posted(body: object, path: str = "/completion", *more: str) -> bytes:
+    """A request as it is sent, by which its connection is closed; ``more``: lines of its head."""
+    data = json.dumps(body).encode()
+    head = [
+        f"POST {path} HTTP/1.1",
+        "host: localhost",
+        "connection: close",
+        "content-type: application/json",
+        f"content-length: {len(data)}",
+    ]
+    return "\r\n".join([*head, *more, "", ""]).encode() + data
 
 
 def request_of(data: bytes = b"", *headers: tuple[bytes, bytes], path: str = "/completion") -> Request:

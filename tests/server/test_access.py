@@ -4,7 +4,6 @@ import gzip
 import json
 import socket
 
-import httpx
 import pytest
 from cli.process import one_sentence, pyspec
 from server.running import Running
@@ -125,8 +124,7 @@ def test_allowed_hosts_that_are_none(text):
 
 def _raw(server, data):
     """The status of the answer to these bytes."""
-    url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port), 60) as sock:
+    with server.connect() as sock:
         sock.sendall(data)
         got = b""
         while not got.count(b"\r\n") and (part := sock.recv(65536)):
@@ -251,13 +249,10 @@ def test_a_body_after_a_byte_order_mark_and_other_encodings(server):
 
 
 def test_a_server_that_was_told_more_names_and_origins():
-    running = Running("--slots", 1, "--allowed-hosts", "box, *.example.com", "--cors-origins", "https://a.com", "--api-key", KEY)
-    try:
+    with Running("--slots", 1, "--allowed-hosts", "box, *.example.com", "--cors-origins", "https://a.com", "--api-key", KEY) as running:
         for host, status in (("box:1", 200), ("x.example.com", 200), ("evil.com", 403)):
             assert running.http.get("/health", headers={"host": host}).status_code == status
         ours = {"x-api-key": KEY.encode()}
         for origin, status in (("https://a.com", 200), ("http://localhost", 403), ("null", 403)):
             assert running.http.post("/completion", json=ASK, headers={**ours, "origin": origin}).status_code == status
         assert running.http.post("/completion", json=ASK, headers={"x-api-key": "no"}).status_code == 401
-    finally:
-        assert running.end() == 0, running.lines

@@ -5,6 +5,7 @@
 
 import json
 from pathlib import Path
+from typing import Self
 
 import pytest
 import scripted
@@ -80,6 +81,12 @@ class Scripted:
         self.begins = dict(zip(texts, begins))
         self.server = Running("-m", path, "-c", 4096, *options)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.server.__exit__(*error)
+
     def body(self, name: str, messages: list[dict] | str = "Hi", **more: object) -> dict:
         messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         return {"messages": messages, "logit_bias": [[self.begins[name], 50]], "temperature": 0, "max_tokens": 300, **more}
@@ -114,8 +121,7 @@ def test_a_conversation_with_a_tool(templates, tmp_path, name):  # noqa: F811
     thinking = {"chat_template_kwargs": {"enable_thinking": bool(family.thought or family.open)}}
     call = family.call("look_up", {"word": '"ab cd"' if family.in_json or name == "gemma 4" else "ab cd", "n": "3"})
     texts = {"call": (family.thought or family.open) + family.calls(call), "answer": family.shut + family.answer("It is there.")}
-    model = Scripted(tmp_path / "model.gguf", texts, templated(templates, name), control=family.control, end=family.end)
-    try:
+    with Scripted(tmp_path / "model.gguf", texts, templated(templates, name), control=family.control, end=family.end) as model:
         message = model.message("call", tools=TOOLS, **thinking)
         (called,) = message["tool_calls"]
         assert called["function"]["name"] == "look_up" and json.loads(called["function"]["arguments"]) == {"word": "ab cd", "n": 3}
@@ -137,8 +143,6 @@ def test_a_conversation_with_a_tool(templates, tmp_path, name):  # noqa: F811
         body = {**model.body("call"), "tools": [{"name": "look_up", "input_schema": TOOLS[0]["function"]["parameters"]}]}
         used = model.server.ok("/v1/messages", **body)["content"][-1]
         assert (used["type"], used["name"], used["input"]) == ("tool_use", "look_up", {"word": "ab cd", "n": 3})
-    finally:
-        assert model.server.end() == 0
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +158,8 @@ def hermes(templates, tmp_path_factory):  # noqa: F811
         "control": '"a\x01b\n"',
     }
     texts = {name: family.call("look_up", {"word": value}) for name, value in values.items()}
-    model = Scripted(tmp_path_factory.mktemp("hermes") / "model.gguf", texts, templated(templates, "Hermes"))
-    yield model
-    assert model.server.end() == 0
+    with Scripted(tmp_path_factory.mktemp("hermes") / "model.gguf", texts, templated(templates, "Hermes")) as model:
+        yield model
 
 
 @pytest.mark.parametrize(
@@ -207,9 +210,8 @@ def test_a_cut_call_is_told_as_cut(hermes):
 def thinking(templates, tmp_path_factory):  # noqa: F811
     call = "Hm.\n</think>\n\n" + FAMILIES["Qwen 3.5"].call("look_up", {"word": "ab", "n": "3"})
     texts = {"call": call, "goes on": " again there.", "thinks on": " well.\n</think>\n\nHi.", "json": '{"a": 1}'}
-    model = Scripted(tmp_path_factory.mktemp("thinking") / "model.gguf", texts, templated(templates, "Qwen 3.5"))
-    yield model
-    assert model.server.end() == 0
+    with Scripted(tmp_path_factory.mktemp("thinking") / "model.gguf", texts, templated(templates, "Qwen 3.5")) as model:
+        yield model
 
 
 USER = {"role": "user", "content": "Hi"}
@@ -253,7 +255,7 @@ def test_prefilled_reasoning_goes_on_as_reasoning(thinking):
     "last, more, says",
     [
         ({"role": "user", "content": "x"}, {"continue_final_message": True}, "needs a last message of the assistant"),
-        ({"role": "assistant", "content": "x", "reasoning_content": "y"}, {"continue_final_message": "reasoning_content"}, "has content behind it"),
+        ({"role": "assistant", "content": "x", "reasoning_content": "y"}, {"continue_final_message": "reasoning_content"}, "has content after it"),
         ({"role": "assistant", "content": "x"}, {"continue_final_message": True, "add_generation_prompt": True}, "cannot both be true"),
         ({"role": "assistant", "content": "x"}, {"continue_final_message": "no"}, "continue_final_message is"),
         ({"role": "assistant", "content": "x", "reasoning_content": ["y"]}, {}, "reasoning_content"),
@@ -272,16 +274,13 @@ def test_a_file_may_have_a_template_for_tools(tmp_path):
         "tokenizer.chat_template.rag": "rag: " + body,
         "tokenizer.chat_templates": ["tool_use", "rag"],
     }
-    model = Scripted(tmp_path / "model.gguf", {"one": "some words"}, "without: " + body, more=more)
-    try:
+    with Scripted(tmp_path / "model.gguf", {"one": "some words"}, "without: " + body, more=more) as model:
         assert model.server.ok("/apply-template", messages=[USER])["prompt"] == "without: Hi"
         assert model.server.ok("/apply-template", messages=[USER], tools=TOOLS)["prompt"] == "with tools: Hi"
         assert model.server.ok("/apply-template", messages=[USER], tools=TOOLS, tool_choice="none")["prompt"] == "without: Hi"
         assert model.message("one", tools=TOOLS)["content"] == "some words"
         props = model.server.http.get("/props").json()
         assert (props["chat_template"], props["chat_template_tool_use"]) == ("without: " + body, more["tokenizer.chat_template.tool_use"])
-    finally:
-        assert model.server.end() == 0
 
 
 def test_a_server_says_what_is_wrong_with_a_template(tmp_path):
@@ -289,10 +288,9 @@ def test_a_server_says_what_is_wrong_with_a_template(tmp_path):
         (" ", {}, "has an empty chat template: it is spoken to in ChatML; --chat-template gives it one"),
         (None, {"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre"),
     ):
-        model = Scripted(tmp_path / "model.gguf", {"one": "some words"}, template, more=more)
-        assert model.message("one")["content"] == "some words"
-        assert any(says in line for line in model.server.lines), model.server.lines
-        assert model.server.end() == 0
+        with Scripted(tmp_path / "model.gguf", {"one": "some words"}, template, more=more) as model:
+            assert model.message("one")["content"] == "some words"
+            assert any(says in line for line in model.server.lines), model.server.lines
     scripted.write(tmp_path / "list.gguf", ["some words"], None, more={"tokenizer.chat_template": ["one", "two"]})
     with pytest.raises(
         AssertionError, match="which is no text .tokenizer.chat_template.; convert it again, or give one as --chat-template"

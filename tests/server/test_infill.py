@@ -45,9 +45,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model):
-    running = Running("-m", model, "-md", DEMO_DRAFTER, "--slots", 2, "-c", N_CTX, "--draft-width", 4)
-    yield running
-    running.end()
+    with Running("-m", model, "-md", DEMO_DRAFTER, "--slots", 2, "-c", N_CTX, "--draft-width", 4) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

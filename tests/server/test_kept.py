@@ -1,11 +1,10 @@
 """What a server keeps for later: of an answer for the next turn, of a prompt for its other answers, of both for the next start, however it ended."""
 
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from server.running import Running
+from server.running import Running, wait_for
 
 PROMPT = "def quicksort(items):\n    " + "# sorts a list of items in place\n    " * 12
 
@@ -56,10 +55,7 @@ def test_after_kill_9_a_restart_goes_on_with_what_was_written(tmp_path):
         ids = running.ok("/tokenize", content=PROMPT)["tokens"]
         turn = [*ids, *first["tokens"], *ids[:40]]
         want = running.ok("/completion", **ask(turn), cache_prompt=False)["content"]
-        until = time.monotonic() + 60
-        while not any(path.suffix == ".state" for path in (tmp_path / "kept").iterdir()):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_for(lambda: any(path.suffix == ".state" for path in (tmp_path / "kept").iterdir()))
         with running.http.stream("POST", "/completion", json=ask("import os\n" * 60, 2000, stream=True)) as stream:
             next(stream.iter_lines())
             running.process.send_signal(signal.SIGKILL)
@@ -71,13 +67,10 @@ def test_after_kill_9_a_restart_goes_on_with_what_was_written(tmp_path):
     state = max((tmp_path / "kept").glob("*.state"), key=lambda path: path.stat().st_mtime)
     half = tmp_path / "kept" / f"{state.name}.0123456789abcdef.part"  # as a writer that was killed leaves it
     half.write_bytes(state.read_bytes()[:5000])
-    again = Running(*options)
-    try:
+    with Running(*options) as again:
         second = again.ok("/completion", **ask(turn))
         assert second["timings"]["cache_n"] >= 128 and second["content"] == want
         assert not any("cut short" in line for line in again.lines)
-    finally:
-        assert again.end() == 0
 
 
 def test_a_folder_without_memory_is_refused(tmp_path):
@@ -105,18 +98,12 @@ def test_a_key_is_not_told_what_another_one_asked(tmp_path, shares):
         "first,second,third",
         *(["--share-prefixes"] if shares else []),
     ]
-    running = Running(*options)
-    try:
+    with Running(*options) as running:
         assert _reused(running, "first") == 0 and _reused(running, "first") > 100
         assert (_reused(running, "second") > 0) == shares
         assert _reused(running, "second") > 100
         with ThreadPoolExecutor(2) as both:  # the second of two with the same prompt would wait for what the first one computes
             told = list(both.map(lambda key: _reused(running, key, "# together\n" + PROMPT * 4), ("first", "second")))
         assert min(told) == 0 and (max(told) > 0) == shares
-    finally:
-        assert running.end() == 0
-    running = Running(*options)
-    try:
+    with Running(*options) as running:
         assert (_reused(running, "third") > 0) == shares and _reused(running, "first") > 100
-    finally:
-        assert running.end() == 0

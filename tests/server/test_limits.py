@@ -2,26 +2,22 @@
 
 import contextlib
 import json
-import socket
 import time
 
 import pytest
-from server.running import Running, events
+from server.running import Running, events, wait_for
 
 
 @pytest.fixture(scope="module")
 def server():
-    running = Running("--slots", 2, "--api-key", "one,two", "--max-body", 8)
-    running.http.headers["x-api-key"] = "one"
-    yield running
-    assert running.end() == 0, running.lines
-    assert not any("Traceback" in line for line in running.lines), running.lines
+    with Running("--slots", 2, "--api-key", "one,two", "--max-body", 8) as running:
+        running.http.headers["x-api-key"] = "one"
+        yield running
 
 
 def head(server, path, key="one", length=8 << 20, method="POST"):
     """A connection that has sent a head, and none of its body."""
-    host, port = server.url.removeprefix("http://").split(":")
-    sock = socket.create_connection((host, int(port)), 20)
+    sock = server.connect()
     told = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nx-api-key: {key}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
     sock.sendall(told.encode())
     return sock
@@ -63,12 +59,11 @@ def test_bodies_of_unauthorised_requests_are_not_kept(server):
 
 def test_watchers_of_the_slots_have_a_limit(server):
     """Each costs the event loop five turns a second; one that leaves makes room."""
-    host, port = server.url.removeprefix("http://").split(":")
     assert server.http.head("/pyspec/live").status_code == 200  # no state, and no end to wait for
     for _ in range(2):
         with contextlib.ExitStack() as watching:
             for _ in range(16):
-                sock = watching.enter_context(socket.create_connection((host, int(port)), 20))
+                sock = watching.enter_context(server.connect())
                 sock.sendall(b"GET /pyspec/live HTTP/1.1\r\nhost: localhost\r\nx-api-key: one\r\n\r\n")
                 assert sock.recv(20).startswith(b"HTTP/1.1 200")
             assert server.http.get("/pyspec/live").status_code == 429
@@ -157,21 +152,16 @@ served.Served.encoded = slowly
 
 def test_a_client_that_leaves_stops_what_is_made_of_its_request():
     """Prompts were encoded to the last one, whoever had gone."""
-    running = Running("--slots", 2, "--queue", 200, before=SLOWLY)
-    try:
+    with Running("--slots", 2, "--queue", 200, before=SLOWLY) as running:
         data = json.dumps({"prompt": ["slowly"] * 200, "n_predict": 1, "padding": "x" * 2000}).encode()
         with head(running, "/completion", length=len(data)) as sock:
             sock.sendall(data)
-            until = time.monotonic() + 20
-            while "encoded one" not in running.lines and time.monotonic() < until:
-                time.sleep(0.01)
+            wait_for(lambda: "encoded one" in running.lines, 20)
         time.sleep(0.5)
         count = running.lines.count("encoded one")
         time.sleep(0.3)
         assert 0 < running.lines.count("encoded one") == count < 100
         assert running.ok("/completion", prompt="x", n_predict=2)["tokens_predicted"] == 2
-    finally:
-        assert running.end() == 0, running.lines
 
 
 def test_memory_comes_back_after_a_peak(server):
@@ -181,7 +171,4 @@ def test_memory_comes_back_after_a_peak(server):
     for _ in range(3):
         server.ok("/completion", prompt="import os\n", n_predict=600, temperature=0, ignore_eos=True, n_probs=1000)
         server.post("/completion", prompt="x", user="y" * (7 << 20))
-    until = time.monotonic() + 15
-    while (after := server.resident_mib) > before + 24 and time.monotonic() < until:
-        time.sleep(0.1)
-    assert after <= before + 24
+    wait_for(lambda: server.resident_mib <= before + 24, 15)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -192,8 +191,7 @@ def test_a_prompt_of_megabytes_is_refused_before_it_is_encoded(server):
 
 
 def test_invalid_http_is_answered_in_json(server):
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), 20) as sock:
+    with server.connect() as sock:
         sock.sendall(b"what is this\r\n\r\n")
         answer = b""
         while part := sock.recv(4096):

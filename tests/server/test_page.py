@@ -8,11 +8,10 @@ import os
 import re
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from server.running import Running
+from server.running import Running, wait_for
 
 from pyggml_spec.server import page as page_module
 
@@ -41,9 +40,8 @@ def test_the_page_is_small_and_its_own(server):
 @pytest.fixture(scope="module")
 def server():
     """With blocks of one width: what a busy machine measures would decide whether there are drafts to be shown."""
-    running = Running("--slots", 4, "--draft-width", 8)
-    yield running
-    assert running.end() == 0, running.lines
+    with Running("--slots", 4, "--draft-width", 8) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +62,6 @@ def browser():
     made.quit()
 
 
-def wait(condition, seconds=60):
-    until = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < until, "the page did not come so far"
-        time.sleep(0.05)
-    return value
-
-
 def text(browser, name):
     return browser.execute_script("return document.getElementById(arguments[0]).textContent", name)
 
@@ -89,13 +79,13 @@ def idle(browser):
 def generated(browser, tokens=120):
     browser.execute_script("document.getElementById('tokens').value = arguments[0]", str(tokens))
     browser.find_element("id", "go").click()
-    wait(lambda: idle(browser) and re.match(r"\d+ tokens in \d+ steps, ", text(browser, "status")))
+    wait_for(lambda: idle(browser) and re.match(r"\d+ tokens in \d+ steps, ", text(browser, "status")))
 
 
 @browsers
 def test_what_it_shows_is_what_the_server_counts(server, browser):
     browser.get(server.url)
-    wait(lambda: "drafter.gguf" in text(browser, "model"))
+    wait_for(lambda: "drafter.gguf" in text(browser, "model"))
     generated(browser)
     asked = {"prompt": "def quicksort(items):\n", "max_tokens": 120, "temperature": 0, "seed": 1}
     told = server.ok("/v1/completions", **asked)
@@ -139,7 +129,7 @@ def test_it_is_read_without_colour_and_used_by_keyboard(server, browser):
     browser.execute_script("document.getElementById('status').textContent = ''")
     browser.find_element("id", "prompt").click()
     ActionChains(browser).send_keys("# more\n").key_down(Keys.CONTROL).send_keys(Keys.ENTER).key_up(Keys.CONTROL).perform()
-    wait(lambda: idle(browser) and re.match(r"\d+ tokens in \d+ steps, ", text(browser, "status")))
+    wait_for(lambda: idle(browser) and re.match(r"\d+ tokens in \d+ steps, ", text(browser, "status")))
     unnamed = browser.execute_script(
         "return [...document.querySelectorAll('button, input, select, textarea, [role=region], [role=img]')]"
         ".filter(e => !(e.labels?.length || e.textContent.trim() || e.getAttribute('aria-label') || e.getAttribute('aria-labelledby'))).map(e => e.id)"
@@ -155,9 +145,9 @@ def test_stop_ends_the_request(server, browser):
     browser.get(server.url)
     browser.execute_script("document.getElementById('tokens').value = 2000; document.getElementById('temperature').value = 1")
     browser.find_element("id", "go").click()
-    wait(lambda: "steps" in text(browser, "status"))
+    wait_for(lambda: "steps" in text(browser, "status"))
     browser.find_element("id", "stop").click()
-    wait(lambda: text(browser, "status") == "stopped")
+    wait_for(lambda: text(browser, "status") == "stopped")
     assert server.slots_are_free()
 
 
@@ -165,16 +155,16 @@ def test_stop_ends_the_request(server, browser):
 def test_the_slots_move(server, browser):
     browser.get(server.url)
     browser.find_element("id", "tab-slots").click()
-    wait(lambda: len(browser.find_elements("css selector", "#slots tbody tr")) == 4)
+    wait_for(lambda: len(browser.find_elements("css selector", "#slots tbody tr")) == 4)
     asked = {"prompt": "class Queue:\n", "n_predict": 400, "ignore_eos": True, "temperature": 1, "n": 4}
     sender = threading.Thread(target=lambda: server.post("/completion", **asked))
     sender.start()
     busy = "return [...document.querySelectorAll('#slots tbody tr')].filter(r => r.cells[1].textContent === 'decode' && +r.cells[4].textContent > 20).length"
-    wait(lambda: browser.execute_script(busy) == 4 and float(text(browser, "s-speed").replace(",", "")) > 0)
+    wait_for(lambda: browser.execute_script(busy) == 4 and float(text(browser, "s-speed").replace(",", "")) > 0)
     browser.set_window_size(1180, 500)
     picture(browser, "page-slots.png")
     sender.join()
-    wait(lambda: browser.execute_script(busy) == 0)
+    wait_for(lambda: browser.execute_script(busy) == 0)
 
 
 @browsers
@@ -223,9 +213,8 @@ def sized(browser):
 
 @pytest.fixture
 def plain():
-    running = Running("--spec-type", "none")
-    yield running
-    running.end()
+    with Running("--spec-type", "none") as running:
+        yield running
 
 
 def count_requests(browser):
@@ -242,7 +231,7 @@ def asked(browser):
 def test_where_nothing_drafts_one_run_is_enough(plain, browser):
     """The same text was computed twice to compare plain decoding with itself."""
     browser.get(plain.url)
-    wait(lambda: "nothing drafts: plain decoding" in text(browser, "model"))
+    wait_for(lambda: "nothing drafts: plain decoding" in text(browser, "model"))
     assert not browser.find_element("id", "compare").is_displayed() and not browser.find_element("id", "legend").is_displayed()
     count_requests(browser)
     generated(browser, 20)
@@ -253,39 +242,36 @@ def test_where_nothing_drafts_one_run_is_enough(plain, browser):
 @browsers
 def test_a_run_without_drafts_is_not_compared_with_itself(server, browser):
     browser.get(server.url)
-    wait(lambda: "drafter.gguf" in text(browser, "model"))
+    wait_for(lambda: "drafter.gguf" in text(browser, "model"))
     count_requests(browser)
     browser.find_element("id", "speculative").click()
     generated(browser, 20)
     assert asked(browser) == 1
     browser.find_element("id", "speculative").click()
     generated(browser, 20)
-    wait(lambda: "times" in text(browser, "f-gain"))
+    wait_for(lambda: "times" in text(browser, "f-gain"))
     assert asked(browser) == 3
 
 
 @browsers
 def test_the_header_names_n_gram_drafting(browser):
     """It said `no drafter: plain decoding`."""
-    running = Running("--spec-type", "suffix")
-    try:
+    with Running("--spec-type", "suffix") as running:
         browser.get(running.url)
-        wait(lambda: "n-gram drafting (suffix)" in text(browser, "model"))
+        wait_for(lambda: "n-gram drafting (suffix)" in text(browser, "model"))
         assert "plain decoding" not in text(browser, "model") and browser.find_element("id", "compare").is_displayed()
-    finally:
-        running.end()
 
 
 @browsers
 def test_errors_look_like_errors(server, browser, sized):
     """They stood where figures stand, in the same letters."""
     browser.get(server.url)
-    wait(lambda: "drafter.gguf" in text(browser, "model"))
+    wait_for(lambda: "drafter.gguf" in text(browser, "model"))
     look = "const s = getComputedStyle(document.getElementById(arguments[0])); return [s.color, s.fontWeight]"
     calm = browser.execute_script(look, "status")
     browser.execute_script("document.getElementById('prompt').value = 'word '.repeat(3000); document.getElementById('tokens').value = 20")
     browser.find_element("id", "go").click()
-    wait(lambda: "exceeds the available context" in text(browser, "status"))
+    wait_for(lambda: "exceeds the available context" in text(browser, "status"))
     assert browser.execute_script(look, "status") != calm and browser.find_element("id", "status").get_attribute("class") == "error"
     for width, name in ((1180, "page-error.png"), (360, "page-error-360.png")):
         sized(width)
@@ -297,9 +283,9 @@ def test_errors_look_like_errors(server, browser, sized):
     assert browser.execute_script(look, "status") == calm
     browser.execute_script("window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
     browser.find_element("id", "go").click()
-    wait(lambda: "the server cannot be reached" in text(browser, "status"))
+    wait_for(lambda: "the server cannot be reached" in text(browser, "status"))
     browser.find_element("id", "tab-slots").click()
-    wait(lambda: "the server cannot be reached" in text(browser, "s-speed"))
+    wait_for(lambda: "the server cannot be reached" in text(browser, "s-speed"))
     assert browser.find_element("id", "s-speed").get_attribute("class") == "error"
 
 
@@ -316,21 +302,21 @@ def test_it_is_as_wide_as_a_telephone(server, browser, sized):
     """At 360 px nothing has to be scrolled sideways, before a text, behind it, and in the view of the slots."""
     sized(360)
     browser.get(server.url)
-    wait(lambda: "drafter.gguf" in text(browser, "model"))
+    wait_for(lambda: "drafter.gguf" in text(browser, "model"))
     assert browser.execute_script("return innerWidth") == 360 and overflow(browser) == []
     generated(browser, 60)
-    wait(lambda: "times" in text(browser, "f-gain"))
+    wait_for(lambda: "times" in text(browser, "f-gain"))
     assert overflow(browser) == []
     wider = "return [...document.querySelectorAll('section, form, table')].filter(e => e.scrollWidth > e.clientWidth + 1 && e.offsetParent).map(e => e.id || e.tagName)"
     assert browser.execute_script(wider) == []
     picture(browser, "page-360.png")
     browser.find_element("id", "tab-slots").click()
-    wait(lambda: len(browser.find_elements("css selector", "#slots tbody tr")) == 4)
+    wait_for(lambda: len(browser.find_elements("css selector", "#slots tbody tr")) == 4)
     sender = threading.Thread(
         target=lambda: server.post("/completion", prompt="class Queue:\n", n_predict=400, ignore_eos=True, temperature=1, n=4)
     )
     sender.start()
-    wait(lambda: "decode" in text(browser, "slots"))
+    wait_for(lambda: "decode" in text(browser, "slots"))
     assert overflow(browser) == [] and browser.execute_script(wider) == []
     picture(browser, "page-slots-360.png")
     browser.get("about:blank")  # which ends the stream of the slots

@@ -5,33 +5,24 @@ import contextlib
 import json
 import random
 import signal
-import socket
 import threading
 import time
 
 import httpx
 import pytest
-from server.running import Running
+from server.running import Running, posted, wait_for
 
 PROMPT = "def quicksort(items):\n"
 
 
 @pytest.fixture(scope="module")
 def server():
-    running = Running("--slots", 2, "--queue", 3, "--queue-timeout", 60)
-    yield running
-    assert running.end() == 0, running.lines
+    with Running("--slots", 2, "--queue", 3, "--queue-timeout", 60) as running:
+        yield running
 
 
 def ask(tokens, **more):
     return {"prompt": PROMPT, "n_predict": tokens, "ignore_eos": True, "temperature": 0, **more}
-
-
-def wait_for(state):
-    until = time.monotonic() + 60
-    while not state():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def started(server, count):
@@ -55,13 +46,8 @@ def standing_still(server):
 
 def sent(server, body, path="/completion", key="none"):
     """The connection of a request that was sent: its client goes away when that is closed."""
-    host, port = server.url.removeprefix("http://").split(":")
-    data = json.dumps(body).encode()
-    sock = socket.create_connection((host, int(port)), 20)
-    sock.sendall(
-        b"POST %b HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-api-key: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-        % (path.encode(), key.encode(), len(data), data)
-    )
+    sock = server.connect()
+    sock.sendall(posted(body, path, f"x-api-key: {key}"))
     return sock
 
 
@@ -130,16 +116,8 @@ def test_a_prompt_is_left_while_it_is_read(server):
 
 def test_a_slow_reader_does_not_delay_others(server):
     """Its events are kept for it; others decode meanwhile, and it gets the whole text in the end."""
-    host, port = server.url.removeprefix("http://").split(":")
-    data = json.dumps(ask(1200, stream=True, timings_per_token=True)).encode()
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.settimeout(60)
-        sock.connect((host, int(port)))
-        sock.sendall(
-            b"POST /completion HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-            % (len(data), data)
-        )
+    with server.connect(4096) as sock:
+        sock.sendall(posted(ask(1200, stream=True, timings_per_token=True)))
         time.sleep(0.5)
         began = time.monotonic()
         assert server.ok("/completion", **ask(30))["tokens_predicted"] == 30
@@ -179,9 +157,8 @@ def test_random_disconnects_do_not_change_other_texts(server):
 
 def test_keys_take_turns(tmp_path):
     """A key that sends many does not keep another one waiting behind all of them; among a key's own, higher priority goes first."""
-    running = Running("--slots", 1, "--queue", 40, "--api-key", "one,two")
-    running.http.headers["x-api-key"] = "one"  # for the figures
-    try:
+    with Running("--slots", 1, "--queue", 40, "--api-key", "one,two") as running:
+        running.http.headers["x-api-key"] = "one"  # for the figures
         socks = {"a0": sent(running, ask(1900), key="one")}  # has the slot until all of them wait
         wait_for(lambda: came(running) >= 1)
         with standing_still(running):
@@ -190,5 +167,3 @@ def test_keys_take_turns(tmp_path):
         waited = {name: answered(sock)["timings"]["queued_ms"] for name, sock in socks.items()}  # all came together behind a0
         names = sorted(waited, key=waited.get)
         assert max(names.index("b"), names.index("a7")) <= 5, waited  # in the order of their coming, they were the last two
-    finally:
-        assert running.end() == 0

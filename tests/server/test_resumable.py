@@ -273,8 +273,7 @@ def test_only_streams_with_the_header_are_kept():
 
 def test_a_stream_belongs_to_the_key_that_it_came_with():
     """Another key reads, ends and finds none of it, and its own stream of the same id is another one."""
-    running = Running("--slots", 2, "--api-key", "one,two")
-    try:
+    with Running("--slots", 2, "--api-key", "one,two") as running:
 
         def stream(key, prompt):
             body = {"prompt": prompt, "n_predict": 20, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -294,5 +293,3 @@ def test_a_stream_belongs_to_the_key_that_it_came_with():
         assert seen("one")[0].content == first.content
         assert running.http.delete("/v1/stream?conv_id=same", headers={"x-api-key": "one"}).status_code == 204
         assert seen("one")[0].status_code == 404 and seen("two")[1] == 1
-    finally:
-        assert running.end() == 0

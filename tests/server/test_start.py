@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ import httpx
 import pytest
 import uvicorn
 from cli.process import environment, one_sentence, pyspec
-from server.running import Running
+from server.running import Running, posted, wait_for
 from workers import Worker, need_library
 
 from pyggml_spec.cli.main import main
@@ -117,8 +116,7 @@ def test_an_encrypted_key_needs_a_terminal(capsys, monkeypatch):
 
 def test_two_addresses_and_a_key_file(tmp_path):
     (tmp_path / "keys").write_text("# ours\nfirst\n")
-    running = Running("--host", "127.0.0.1,127.0.0.2", "--api-key-file", tmp_path / "keys", "--slots", 1)
-    try:
+    with Running("--host", "127.0.0.1,127.0.0.2", "--api-key-file", tmp_path / "keys", "--slots", 1) as running:
         ask = {"prompt": "a", "max_tokens": 1}
         assert running.http.get("/health").status_code == 200 and running.http.get("/v1/models").status_code == 200
         refused = running.post("/v1/completions", **ask)
@@ -129,67 +127,61 @@ def test_two_addresses_and_a_key_file(tmp_path):
         assert running.http.post("/v1/messages", json={}, headers={"x-api-key": "no"}).json()["type"] == "error"
         (tmp_path / "keys").write_text("second\n")
         running.process.send_signal(signal.SIGHUP)
-        until = time.monotonic() + 60
-        while running.http.post("/v1/completions", json=ask, headers={"x-api-key": "second"}).status_code != 200:
-            assert time.monotonic() < until
+        wait_for(lambda: running.http.post("/v1/completions", json=ask, headers={"x-api-key": "second"}).status_code == 200)
         assert running.http.post("/v1/completions", json=ask, headers={"x-api-key": "first"}).status_code == 401
-    finally:
-        assert running.end() == 0
 
 
-def _stream(running, got, tokens):
-    with running.http.stream(
-        "POST", "/completion", json={"prompt": "import os\n", "n_predict": tokens, "ignore_eos": True, "stream": True}
-    ) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                got.append(json.loads(line[6:]))
+@contextlib.contextmanager
+def reading(running, tokens):
+    """The events of a stream that has begun; it is over at the end."""
+    got = []
+    body = {"prompt": "import os\n", "n_predict": tokens, "ignore_eos": True, "stream": True}
+
+    def read():
+        with running.http.stream("POST", "/completion", json=body) as response:
+            got.extend(json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: "))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    wait_for(lambda: got)
+    yield got
+    thread.join(280)
 
 
 def _watch(running, seen):
     with running.http.stream("GET", "/pyspec/live") as response:
-        for line in response.iter_lines():
-            seen.append(line)
+        seen.extend(response.iter_lines())
     seen.append("ended")
 
 
 def test_what_runs_when_the_server_is_ended_comes_to_its_end():
     """What has no end of its own is ended: a page that was open held up the end for all of `--drain`, and was told of as a reader that was cut off."""
-    running, got, seen = Running("--slots", 2, "--drain", 600), [], []
-    reader, watcher = threading.Thread(target=_stream, args=(running, got, 1500)), threading.Thread(target=_watch, args=(running, seen))
-    watcher.start()
-    reader.start()
-    while not got or not seen:
-        time.sleep(0.01)
-    running.process.send_signal(signal.SIGTERM)
-    until = time.monotonic() + 60
-    while not any(line.startswith("ending") for line in running.lines):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    assert running.http.get("/ready").status_code == 503
-    refused = running.post("/completion", prompt="x", n_predict=1)
-    assert refused.status_code == 503 and refused.headers["retry-after"]
-    reader.join(280)
-    assert got[-1]["stop"] and got[-1]["tokens_predicted"] == 1500
-    watcher.join(60)  # before the second signal, which cuts off whoever reads
-    assert running.end() == 0
+    with Running("--slots", 2, "--drain", 600) as running:
+        seen = []
+        watcher = threading.Thread(target=_watch, args=(running, seen))
+        watcher.start()
+        with reading(running, 1500) as got:
+            wait_for(lambda: seen)
+            running.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: any(line.startswith("ending") for line in running.lines))
+            assert running.http.get("/ready").status_code == 503
+            refused = running.post("/completion", prompt="x", n_predict=1)
+            assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert got[-1]["stop"] and got[-1]["tokens_predicted"] == 1500
+        watcher.join(60)  # before the second signal, which cuts off readers
     assert seen[-1] == "ended" and not any("cut off" in line for line in running.lines), running.lines
 
 
 @pytest.mark.parametrize("options, second", [(["--drain", "0.2"], False), ([], True)])
 def test_what_does_not_end_in_time_is_told_so(options, second):
-    running, got = Running("--slots", 1, *options), []
-    reader = threading.Thread(target=_stream, args=(running, got, 2000))
-    reader.start()
-    while not got:
-        time.sleep(0.01)
-    running.process.send_signal(signal.SIGINT)
-    if second:
-        time.sleep(0.3)
+    running = Running("--slots", 1, *options)
+    with reading(running, 2000) as got:
         running.process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    assert running.end() == 0 and time.monotonic() - began < 60
-    reader.join(20)
+        if second:
+            time.sleep(0.3)
+            running.process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        assert running.end() == 0 and time.monotonic() - began < 60
     assert got[-1]["error"]["code"] == 503 and "cut off" in got[-1]["error"]["message"]
 
 
@@ -204,17 +196,11 @@ Scheduler.step = lambda self, *given: step(self, *given) if self.stats.steps < 3
 
 def test_a_step_that_does_not_end_holds_up_no_end():
     """A device that hangs, or threads that others leave no core: the thread of the steps was waited for as long as it took."""
-    running, got = Running("--slots", 1, "--drain", "0.1", before=HANGS), []
-    reader = threading.Thread(target=_stream, args=(running, got, 2000))
-    reader.start()
-    while not got:
-        time.sleep(0.01)
-    assert running.end(seconds=30) == 0
-    reader.join(20)
-    until = time.monotonic() + 10
-    while running.lines[-1].startswith("cut off") and time.monotonic() < until:  # its last line may still be in the pipe
-        time.sleep(0.01)
-    assert got[-1]["error"]["code"] == 503 and running.lines[-1] == "ended while a step was under way"
+    running = Running("--slots", 1, "--drain", "0.1", before=HANGS)
+    with reading(running, 2000) as got:
+        assert running.end(seconds=30) == 0
+    assert got[-1]["error"]["code"] == 503
+    wait_for(lambda: running.lines[-1] == "ended while a step was under way", 10)  # it may still be in the pipe
 
 
 ENCODES = """
@@ -240,39 +226,22 @@ def test_a_request_that_is_being_read_holds_up_no_end():
     assert running.end(seconds=20) == 0
     for thread in waits:
         thread.join(20)
-    until = time.monotonic() + 10
-    while running.lines[-1] != "ended while a request was under way" and time.monotonic() < until:  # it may still be in the pipe
-        time.sleep(0.01)
-    assert running.lines[-1] == "ended while a request was under way", running.lines
-
-
-def _unread(running, tokens):
-    """A stream of which nothing is read, through a window that its answer does not fit."""
-    host, port = running.url.removeprefix("http://").split(":")
-    body = json.dumps({"prompt": "import os\n", "n_predict": tokens, "ignore_eos": True, "stream": True, "n_probs": 1000}).encode()
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.connect((host, int(port)))
-    sock.sendall(b"POST /completion HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-    return sock
+    wait_for(lambda: running.lines[-1] == "ended while a request was under way", 10)
 
 
 def test_a_reader_that_does_not_read_holds_up_no_end():
     """uvicorn waited 5 s for it, whatever `--drain` said. The one that reads is told that its answer was cut off."""
-    running, got = Running("--slots", 2, "--drain", "0.2"), []
-    unread = _unread(running, 1800)
-    reader = threading.Thread(target=_stream, args=(running, got, 2000))
-    reader.start()
-    until, decoded = time.monotonic() + 60, 0
-    while not got or decoded < 100:  # 90 kB per token: more than a socket takes
-        assert time.monotonic() < until
+    running = Running("--slots", 2, "--drain", "0.2")
+
+    def decoded():
         states = [slot["next_token"][0] for slot in running.http.get("/slots").json()]
-        decoded = max([decoded, *(state["n_decoded"] for state in states if state["n_decoded"] + state["n_remain"] == 1800)])
-        time.sleep(0.01)
-    running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(60) == 0
-    reader.join(20)
-    unread.close()
+        return max([0, *(state["n_decoded"] for state in states if state["n_decoded"] + state["n_remain"] == 1800)])
+
+    with running.connect(4096) as unread, reading(running, 2000) as got:
+        unread.sendall(posted({"prompt": "import os\n", "n_predict": 1800, "ignore_eos": True, "stream": True, "n_probs": 1000}))
+        wait_for(lambda: decoded() >= 100)  # 90 kB per token: more than a socket takes
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(60) == 0
     assert got[-1]["error"]["code"] == 503
     assert any(line.startswith("cut off what had not ended within 0.2 s") for line in running.lines)
     assert not any("Traceback" in line or "graceful" in line for line in running.lines), running.lines
@@ -353,11 +322,8 @@ def test_a_server_whose_worker_is_lost_says_so():
     """Whoever balances several servers asks for their health."""
     need_library()
     with Worker() as worker:
-        running = Running("--device", worker.device, "--slots", 1, "--draft-width", 2)
-        try:
+        with Running("--device", worker.device, "--slots", 1, "--draft-width", 2) as running:
             assert running.ok("/v1/completions", prompt="x", max_tokens=2) and running.http.get("/health").status_code == 200
             worker.kill()
             for response in (running.post("/v1/completions", prompt="x", max_tokens=2), running.http.get("/health")):
                 assert response.status_code in (500, 503) and f"the worker 127.0.0.1:{worker.port} is lost" in response.text
-        finally:
-            assert running.end() == 0

@@ -18,8 +18,7 @@ ASK = {"prompt": "a", "n_predict": 2}
 
 def test_a_server_at_a_unix_socket(tmp_path):
     path = tmp_path / "x.sock"
-    running = Running("--slots", 1, "--host", f"{path},127.0.0.1")
-    try:
+    with Running("--slots", 1, "--host", f"{path},127.0.0.1") as running:
         assert stat.S_IMODE(path.stat().st_mode) & 0o007 == 0 and stat.S_ISSOCK(path.stat().st_mode)
         whole = running.ok("/completion", **ask(temperature=0))
         with running.http.stream("POST", "/completion", json=ask(temperature=0, stream=True)) as response:
@@ -33,8 +32,6 @@ def test_a_server_at_a_unix_socket(tmp_path):
         by_address = next(line for line in running.lines if "http://127.0.0.1" in line).split(" at ")[1].split("/ with")[0]
         assert httpx.get(f"{by_address}/health").status_code == 200
         assert running.http.get("/props").status_code == 200
-    finally:
-        assert running.end() == 0, running.lines
     assert not path.exists() and not any("Traceback" in line for line in running.lines)
 
 

@@ -5,8 +5,8 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from server.running import Running
-from server.test_queue import ask, sent, wait_for
+from server.running import Running, wait_for
+from server.test_queue import ask, sent
 
 PROMPT = "def quicksort(items):\n"
 CHAT = [{"role": "user", "content": "write a function"}]
@@ -68,9 +68,8 @@ def test_every_dialect_counts_alike(server):
 @pytest.fixture(scope="module")
 def small():
     """One slot, and nothing waits for it."""
-    running = Running("--slots", 1, "--queue", 0, "-n", 400)
-    yield running
-    assert running.end() == 0, running.lines
+    with Running("--slots", 1, "--queue", 0, "-n", 400) as running:
+        yield running
 
 
 @pytest.mark.parametrize("who", ["openai", "anthropic"])
