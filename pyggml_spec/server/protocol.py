@@ -85,9 +85,7 @@ class Connection(asyncio.Protocol):
         self._url, self._authorities = b"", deque[str | None]()
         self._idle_bytes, self._progress = 0, False
         self._open_requests, self._whole, self._half_closed = 0, False, False
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._unread_timer: asyncio.TimerHandle | None = None
-        self._probe_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[Callable[..., None], asyncio.TimerHandle] = {}
 
     @property
     def busy(self) -> bool:
@@ -104,13 +102,12 @@ class Connection(asyncio.Protocol):
         self._writer = ResponseWriter(self.transport, self._loop)
         self._connections.add(self)
         self._inner.connection_made(self._writer)
-        self._await_head()
+        self._start_timer(HEAD_SECONDS, self._head_too_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
-        for timer in (self._head_timer, self._unread_timer, self._probe_timer):
-            if timer is not None:
-                timer.cancel()
+        for callback in list(self._timers):
+            self._stop_timer(callback)
         self._inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -122,34 +119,29 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:  # served as an ordinary request
             pass
         except httptools.HttpParserError:
-            self._refuse(ApiError(400, "this is no HTTP request that could be read"))
+            self._refuse(400, "this is no HTTP request that could be read")
             return
         self._inner.data_received(data)
         self._idle_bytes = 0 if self._progress else self._idle_bytes + len(data)
         if self._idle_bytes > MAX_HEAD_BYTES:
-            self._refuse(
-                ApiError(431, f"the head of this request is longer than the {MAX_HEAD_BYTES} bytes that this server takes; send less")
-            )
+            self._refuse(431, f"the head of this request is longer than the {MAX_HEAD_BYTES} bytes that this server takes; send less")
         elif not self._open_requests and not self.transport.is_closing():
-            self._await_head()
+            self._start_timer(HEAD_SECONDS, self._head_too_late)
 
     def eof_received(self) -> bool | None:
         """A client that writes no more may still read: whole requests get their responses. TLS has no half-closed connections."""
         if not self._open_requests or not self._whole or self.transport.get_extra_info("sslcontext"):
             return None
         self._half_closed = True
-        self._probe(PROBE_SECONDS)
+        self._probe()
         return True
 
     def pause_writing(self) -> None:
         self._inner.pause_writing()
-        if self._unread_timer is None:
-            self._await_reader()
+        self._start_timer(UNREAD_SECONDS, self._check_reader, _unread(self.transport))
 
     def resume_writing(self) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
+        self._stop_timer(self._check_reader)
         self._inner.resume_writing()
 
     # -- of the parser
@@ -161,9 +153,7 @@ class Connection(asyncio.Protocol):
         self._url += url
 
     def on_headers_complete(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        self._stop_timer(self._head_too_late)
         httptools.parse_url(self._url).path.decode("ascii")  # raises what it raises in uvicorn
         whole_url = not self._url.startswith(b"/")  # its host counts instead of the header's
         authority = self._url.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0].decode("latin-1") if whole_url else None
@@ -204,42 +194,47 @@ class Connection(asyncio.Protocol):
         self._open_requests -= 1
         self._writer.next_response()
         if self._half_closed and self._open_requests:
-            self._probe(PROBE_SECONDS)
+            self._probe()
         elif self._half_closed:
             self._writer.close()
 
     # -- limits
 
-    def _probe(self, seconds: tuple[float, ...]) -> None:
-        if self._probe_timer is not None:
-            self._probe_timer.cancel()
-        self._writer.probe()
-        self._probe_timer = self._loop.call_later(seconds[0], self._probe, seconds[1:]) if seconds else None
+    def _start_timer(self, seconds: float, callback: Callable[..., None], *arguments: Any) -> None:
+        """One timer per callback; a running one is kept."""
+        if callback not in self._timers:
+            self._timers[callback] = self._loop.call_later(seconds, self._expired, callback, *arguments)
 
-    def _await_head(self) -> None:
-        if self._head_timer is None:
-            self._head_timer = self._loop.call_later(HEAD_SECONDS, self._head_too_late)
+    def _stop_timer(self, callback: Callable[..., None]) -> None:
+        if (timer := self._timers.pop(callback, None)) is not None:
+            timer.cancel()
+
+    def _expired(self, callback: Callable[..., None], *arguments: Any) -> None:
+        del self._timers[callback]
+        callback(*arguments)
+
+    def _probe(self, seconds: tuple[float, ...] = PROBE_SECONDS) -> None:
+        self._writer.probe()
+        self._stop_timer(self._probe)
+        if seconds:
+            self._start_timer(seconds[0], self._probe, seconds[1:])
 
     def _head_too_late(self) -> None:
-        self._head_timer = None
         if self._idle_bytes:
-            self._refuse(ApiError(408, f"the head of this request did not come within {HEAD_SECONDS:g} s; send it again"))
+            self._refuse(408, f"the head of this request did not come within {HEAD_SECONDS:g} s; send it again")
         else:
             self.transport.close()
 
-    def _await_reader(self) -> None:
-        self._unread_timer = self._loop.call_later(UNREAD_SECONDS, self._check_reader, _unread(self.transport))
-
     def _check_reader(self, before: int) -> None:
-        if _unread(self.transport) < before:
-            self._await_reader()
+        if (left := _unread(self.transport)) < before:
+            self._start_timer(UNREAD_SECONDS, self._check_reader, left)
             return
         log.warning("a connection was cut off: its client has read nothing of a response for %g s", UNREAD_SECONDS)
         self.transport.abort()
 
-    def _refuse(self, error: ApiError) -> None:
-        body = encode(error.openai())
-        head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    def _refuse(self, status: int, sentence: str) -> None:
+        body = encode(ApiError(status, sentence).openai())
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(head.encode() + body)
         self.transport.close()
 
