@@ -427,8 +427,11 @@ def main() -> None:
     if asked.beside:
         beside_a_prompt(asked)
     api, served = through_api(asked), Served(asked, asked.streams, "--draft-width", WIDTH)
+    other = Served(asked, asked.streams, "--draft-width", WIDTH, python=asked.against) if asked.against else None
     ways: dict[str, Callable[[], tuple]] = {"session": alone(asked)} if asked.streams == 1 else {}
     ways |= {"API": api, "HTTP, whole": lambda: served.round_(False), "HTTP, streams": lambda: served.round_(True)}
+    if other is not None:
+        ways |= {"other, whole": lambda: other.round_(False), "other, streams": lambda: other.round_(True)}
     rows: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     try:
         until = time.monotonic() + asked.budget
@@ -448,8 +451,9 @@ def main() -> None:
                 f" ({statistics.median(own / other for (_, own), other in zip(values, first)):.2f}), {asked.streams} streams"
             )
     finally:
-        served.process.terminate()
-        served.process.wait()
+        for server in (served, other):
+            if server is not None:
+                server.close()
     os._exit(0)
 
 
