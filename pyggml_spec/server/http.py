@@ -51,8 +51,8 @@ class Request(StarletteRequest):
         on_parsed, on_end: called when its prompts are tokens; when its response is complete or abandoned.
     """
 
-    def __init__(self, scope: Scope, receive: Receive | None = None, send: Send | None = None) -> None:
-        super().__init__(scope, receive, send) if receive is not None and send is not None else super().__init__(scope)
+    def __init__(self, scope: Scope, *channels: Any) -> None:
+        super().__init__(scope, *channels)
         self.path: str = scope["path"]
         self.key: str = scope.get("api_key", "")
         self.peer = ":".join(map(str, scope.get("client") or ()))

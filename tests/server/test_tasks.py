@@ -52,10 +52,13 @@ def hangs(engine, sink, stats):
     pass
 
 
-def run(behaviour, test, broken=lambda error: None, **limits):
+def run(engine, test, broken=lambda error: None, slots=1, **limits):
+    """``engine``: one, or the behaviour of one."""
+
     async def main():
         with Pool() as pool:
-            queue = Queue(Engine(behaviour), 1, QueueLimits(**limits), pool, lambda task: None, broken)
+            made = engine if hasattr(engine, "submit") else Engine(engine)
+            queue = Queue(made, slots, QueueLimits(**limits), pool, lambda task: None, broken)
             await asyncio.wait_for(test(queue), 30)
 
     asyncio.run(main())
@@ -326,15 +329,13 @@ def test_one_that_waited_too_long_at_the_engines_door_is_not_computed():
     """Its client was told 429, and its tokens were computed all the same."""
     engine = Held()
 
-    async def main():
-        with Pool() as pool:
-            queue = Queue(engine, 1, QueueLimits(seconds=0.05), pool, lambda task: None, lambda error: None)
-            got = queue.enter([TaskRequest([1])])
-            (late,) = await read_all(got)
-            assert late.error.status == 429 and len(engine.cancelled) == 1 and not queue.running
-            got.cancel()
+    async def test(queue):
+        got = queue.enter([TaskRequest([1])])
+        (late,) = await read_all(got)
+        assert late.error.status == 429 and len(engine.cancelled) == 1 and not queue.running
+        got.cancel()
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    run(engine, test, seconds=0.05)
 
 
 @pytest.mark.parametrize("streams, words", [(True, "were not read"), (False, "ask for fewer")])
@@ -344,45 +345,41 @@ def test_what_answers_hold_has_a_bound(monkeypatch, caplog, streams, words):
     engine = Held(0)
     event = StepEvent("x", (1,), Stats(), (TokenLogprob(1, 0.0, ((1, 0.0),) * 98),))  # 100 in all
 
-    async def main():
-        with Pool() as pool:
-            queue = Queue(engine, 1, QueueLimits(), pool, lambda task: None, lambda error: None)
-            got = queue.enter([TaskRequest([1])])
-            got.streams = streams
-            for _ in range(20):  # as long as it reads a stream may have any number; a whole answer holds them all
-                engine.sinks[0](event)
-                if streams:
-                    assert (await got.read())[1] == event and queue.kept == 0
-                await asyncio.sleep(0)
+    async def test(queue):
+        got = queue.enter([TaskRequest([1])])
+        got.streams = streams
+        for _ in range(20):  # as long as it reads a stream may have any number; a whole answer holds them all
+            engine.sinks[0](event)
             if streams:
-                for _ in range(20):
-                    engine.sinks[0](event)
-                await asyncio.sleep(0)
-            items = await read_all(got)
-            assert words in items[0].error.message and items[0].error.status == 400 and len(engine.cancelled) == 1
-            got.cancel()
-            assert queue.kept == 0 and words in caplog.text
+                assert (await got.read())[1] == event and queue.kept == 0
+            await asyncio.sleep(0)
+        if streams:
+            for _ in range(20):
+                engine.sinks[0](event)
+            await asyncio.sleep(0)
+        items = await read_all(got)
+        assert words in items[0].error.message and items[0].error.status == 400 and len(engine.cancelled) == 1
+        got.cancel()
+        assert queue.kept == 0 and words in caplog.text
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    run(engine, test)
 
 
 def test_what_all_answers_hold_has_a_bound(monkeypatch):
     monkeypatch.setattr(tasks, "MAX_KEPT_TOTAL", 1000)
     engine = Held(0)
 
-    async def main():
-        with Pool() as pool:
-            queue = Queue(engine, 4, QueueLimits(), pool, lambda task: None, lambda error: None)
-            got = [queue.enter([TaskRequest([1])]) for _ in range(3)]
-            for sink in engine.sinks:
-                sink(StepEvent("x", (1,) * 400, Stats()))
-            await asyncio.sleep(0)
-            assert [type(item[1]) for item in [await g.read() for g in got]] == [StepEvent, StepEvent, End]
-            for g in got:
-                g.cancel()
-            assert queue.kept == 0
+    async def test(queue):
+        got = [queue.enter([TaskRequest([1])]) for _ in range(3)]
+        for sink in engine.sinks:
+            sink(StepEvent("x", (1,) * 400, Stats()))
+        await asyncio.sleep(0)
+        assert [type(item[1]) for item in [await g.read() for g in got]] == [StepEvent, StepEvent, End]
+        for g in got:
+            g.cancel()
+        assert queue.kept == 0
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    run(engine, test, slots=4)
 
 
 def test_a_slow_readers_events_are_joined():
