@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A long run against `pyspec serve`: clients that leave at any moment, requests that nobody would write, more clients than the queue takes.
+"""A long run against `pyspec serve`: clients that disconnect at random, malformed requests, more clients than the queue takes.
 
     python scripts/fuzz_server.py [--disconnects 1000] [--malformed 10000] [--schemas 1000] [--crowd 200] [--kills 5] [--seed 1] [--growth 8]
 
@@ -15,9 +15,7 @@ import asyncio
 import collections
 import json
 import random
-import re
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -29,7 +27,7 @@ import httpx
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from server.running import Running  # noqa: E402
+from server.running import Running, posted  # noqa: E402
 from server.test_malformed import PATHS, body, check  # noqa: E402
 from server.test_queue import ask, leave, sent, started  # noqa: E402
 
@@ -104,15 +102,10 @@ def crowd(server: Running, count: int) -> collections.Counter:
 
 def read_slowly(server: Running, seconds: float) -> int:
     """A stream of which 200 bytes are taken every 50 ms, through a small window, for so long; then the rest. Bytes that came."""
-    host, port = server.url.removeprefix("http://").split(":")
-    data, got, until = json.dumps(ask(1500, stream=True)).encode(), 0, time.monotonic() + seconds
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    got, until = 0, time.monotonic() + seconds
+    with server.connect(4096) as sock:
         sock.settimeout(300)
-        sock.connect((host, int(port)))
-        sock.sendall(
-            b"POST /completion HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
-        )
+        sock.sendall(posted(ask(1500, stream=True)))
         while part := sock.recv(200 if time.monotonic() < until else 65536):
             got += len(part)
             if time.monotonic() < until:
@@ -137,13 +130,7 @@ def end_under_load(server: Running, clients: int, drain: float) -> tuple[int, fl
     threads = [threading.Thread(target=stream) for _ in range(clients)]
     for thread in threads:
         thread.start()
-    while (
-        sum(
-            float(n)
-            for n in re.findall(r"^llamacpp:requests_(?:processing|deferred) (\S+)", server.http.get("/metrics").text, re.MULTILINE)
-        )
-        < clients
-    ):
+    while server.metric("llamacpp:requests_processing", "llamacpp:requests_deferred") < clients:
         time.sleep(0.02)
     began = time.monotonic()
     status = server.end(seconds=drain + 60)
