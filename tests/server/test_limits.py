@@ -72,7 +72,7 @@ def test_watchers_of_the_slots_have_a_limit(server):
 
 
 LARGE = [
-    ("/completion", {"prompt": "x", "n_predict": 1, "response_fields": ["a"] * 20_000}, "at most 256 names"),
+    ("/completion", {"prompt": "x", "n_predict": 1, "response_fields": ["a"] * 20_000}, "at most 256 texts"),
     ("/completion", {"prompt": ["a"] * 2500, "n": 64, "n_predict": 1}, "asks for 160000 answers"),
     ("/v1/completions", {"prompt": ["a"] * 2500, "n": 64, "max_tokens": 1}, "asks for 160000 answers"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": "x" * 3_000_000}}, "chat_template_kwargs has"),

@@ -107,7 +107,7 @@ def test_queued_clients_that_leave_touch_no_others_answer(server):
 
 
 def test_a_prompt_is_left_while_it_is_read(server):
-    long = {**ask(10), "prompt": "x = 1\n" * 480, "cache_prompt": False}
+    long = {**ask(10), "prompt": "x = 1\n" * 380, "cache_prompt": False}
     before = came(server)
     with sent(server, long):
         wait_for(lambda: came(server) > before)
