@@ -103,17 +103,17 @@ class Hosts:
         Raises:
             PyspecError: one of them is no name.
         """
-        told = [part.strip() for part in text.split(",") if part.strip()]
-        self._any = "*" in told
-        self._below = tuple(f".{plain_host(name[2:])}" for name in told if name.startswith("*."))
-        names = [name.removeprefix("*.") for name in told if name != "*"]
+        given = [part.strip() for part in text.split(",") if part.strip()]
+        self._any = "*" in given
+        self._below = tuple(f".{plain_host(name[2:])}" for name in given if name.startswith("*."))
+        names = [name.removeprefix("*.") for name in given if name != "*"]
         if wrong := [name for name in names if "*" in name or (host_of(name) is None and not _is_address(name))]:
             raise PyspecError(f"`allowed_hosts` has {wrong[0]!r}, which is no name of a host; give names without http:// and paths, or *")
         here = {plain_host(name) for name in bound}
         self._addresses = any(
             _is_address(name) and ipaddress.ip_address(name).is_unspecified for name in here
         )  # any address may be this machine's
-        self._names = {"localhost", *here, *(host_of(name) or plain_host(name) for name in told)}
+        self._names = {"localhost", *here, *(host_of(name) or plain_host(name) for name in given)}
         if self._addresses:
             self._names.add(plain_host(socket.gethostname()))
 
@@ -193,10 +193,10 @@ class Origins:
             return
         foreign = [o for o in origins if not self._allowed.fullmatch(o) and not _is_at(o, headers.get("host", ""))]
         if foreign or (site in ("cross-site", "same-site") and not origins and not self._allowed.fullmatch("*")):
-            told = foreign[0][:100] if foreign else "another site"
+            page = foreign[0][:100] if foreign else "another site"
             raise ApiError(
                 403,
-                f"pages of {told} may not ask this server; start it by pyspec serve --cors-origins {told if foreign else '*'} if they should",
+                f"pages of {page} may not ask this server; start it by pyspec serve --cors-origins {page if foreign else '*'} if they should",
             )
 
 

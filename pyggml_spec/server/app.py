@@ -156,10 +156,10 @@ class Endpoint:
         except ApiError:
             raise
         except Exception as error:
-            told = api_error(error)
-            if told.status >= 500:
+            refusal = api_error(error)
+            if refusal.status >= 500:
                 log.exception("%s %s", request.method, request.path)
-            raise told from None
+            raise refusal from None
         if request.path in GENERATE:
             native.keep_stream(context, request, response)
         if request.unknown:

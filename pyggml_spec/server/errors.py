@@ -73,12 +73,12 @@ def translated(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except (ApiError, ContextError, SamplingError, TemplateError) as error:
-        told = api_error(error)
+        converted = api_error(error)
         longest = sorted((name for name in names if not name.isalpha()), key=len, reverse=True)  # a plain word may be one of the sentence's
         pattern = re.compile("|".join(rf"(?<![\w.]){re.escape(name)}(?!\w)" for name in longest))
-        told.message = pattern.sub(lambda found: names[found[0]], told.message)
-        told.param = names.get(told.param, told.param) if told.param is not None else None
-        raise told from error.__cause__
+        converted.message = pattern.sub(lambda found: names[found[0]], converted.message)
+        converted.param = names.get(converted.param, converted.param) if converted.param is not None else None
+        raise converted from error.__cause__
 
 
 def _sentence(error: BaseException) -> str:

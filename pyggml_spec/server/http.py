@@ -70,7 +70,7 @@ class Request(StarletteRequest):
         """Checks the headers alone. A body without a type is taken for JSON: scripts leave it out, and pages of other sites are refused before.
 
         Raises:
-            ApiError: its body is said to be something else than JSON in UTF-8, or to be compressed.
+            ApiError: the type or the charset of its body is not that of JSON, or it is compressed.
         """
         if not self.has_body:
             return
@@ -83,11 +83,11 @@ class Request(StarletteRequest):
         kind = kind.strip()
         if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
             raise ApiError(
-                415, f"the body is said to be {kind[:100]}; send JSON, with the header Content-Type: application/json, which curl takes with -H"
+                415, f"the body has the type {kind[:100]}; send JSON, with the header Content-Type: application/json, which curl takes with -H"
             )  # fmt: skip
         charset = dict(part.strip().partition("=")[::2] for part in parameters.split(";")).get("charset", "").strip("\"' ")
         if charset not in ("", "utf-8", "utf8", "us-ascii"):
-            raise ApiError(415, f"the body is said to be in {charset[:60]}; JSON is sent in UTF-8")
+            raise ApiError(415, f"the body is in {charset[:60]}; JSON is sent in UTF-8")
 
     def json_object(self) -> dict[str, Any]:
         """The body, without members that are null: absent and null have one meaning everywhere.
@@ -135,8 +135,8 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def content_length(scope: Scope) -> int | None:
-    told = _header(scope, b"content-length") or b""
-    return int(told) if told.isdigit() and len(told) < 19 else None
+    sent = _header(scope, b"content-length") or b""
+    return int(sent) if sent.isdigit() and len(sent) < 19 else None
 
 
 def has_body(scope: Scope) -> bool:

@@ -374,8 +374,8 @@ class StreamLookup(Struct):
 async def look_up_streams(context: Context, request: Request) -> Response:
     """State of the streams whose ids the client knows."""
     names = convert(request.json_object(), StreamLookup).conversation_ids
-    told: list[dict[str, Any]] = [
+    states: list[dict[str, Any]] = [
         {"conversation_id": n, "is_done": bool(s.over), "total_bytes": s.size, "started_at": int(s.began), "completed_at": int(s.over)}
         for n, s in context.streams.named(request.key, {name for name in names if name})
     ]
-    return json_response(told)
+    return json_response(states)

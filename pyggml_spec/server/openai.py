@@ -124,10 +124,10 @@ async def _chat_chunks(context: Context, reader: Reader, frame: _Frame, body: Ch
             output, delta, last = item
             index = output.task.index
             if delta.prompt_read is not None:
-                told = {"prompt_progress": progress(output, delta.prompt_read)} | (
+                more = {"prompt_progress": progress(output, delta.prompt_read)} | (
                     {"timings": output.timings()} if body.timings_per_token else {}
                 )
-                yield frame.delta(index, begins, more=told)
+                yield frame.delta(index, begins, more=more)
                 continue
             out = b""
             if index not in begun:

@@ -99,9 +99,9 @@ class Output:
         """Tokens one by one as text; a character whose bytes are in several is the last one's. To be called once for each token, in order."""
         return [self._shown.decode(self._tokenizer.piece(t)) for t in tokens]
 
-    def shown_drafts(self, drafts: Sequence[int], accepted: int, told: Sequence[str]) -> list[str]:
-        """The same of a step's drafts, the first ``accepted`` of which are the tokens ``told``."""
-        return [*told[:accepted], *map(self.token_text, drafts[accepted:])]
+    def shown_drafts(self, drafts: Sequence[int], accepted: int, shown: Sequence[str]) -> list[str]:
+        """The same of a step's drafts, the first ``accepted`` of which are the tokens ``shown``."""
+        return [*shown[:accepted], *map(self.token_text, drafts[accepted:])]
 
     # -- at its end
 
@@ -122,12 +122,12 @@ class Output:
     def token_text(self, token: int) -> str:
         return self._tokenizer.piece(token).decode("utf-8", "replace")
 
-    def probability(self, told: TokenLogprob) -> dict[str, Any]:
+    def probability(self, entry: TokenLogprob) -> dict[str, Any]:
         """One token's log probability with the most likely ones; after the samplers probabilities, as in llama.cpp's server."""
-        piece = self._tokenizer.piece(told.token)
+        piece = self._tokenizer.piece(entry.token)
         name, top = ("prob", "top_probs") if self._after_samplers else ("logprob", "top_logprobs")
-        shown = {"id": told.token, "token": piece.decode("utf-8", "replace"), "bytes": list(piece), name: self._value(told.logprob)}
-        return {**shown, top: msgspec.Raw(self._listed(name, told.top))}
+        shown = {"id": entry.token, "token": piece.decode("utf-8", "replace"), "bytes": list(piece), name: self._value(entry.logprob)}
+        return {**shown, top: msgspec.Raw(self._listed(name, entry.top))}
 
     def _listed(self, name: str, top: Sequence[tuple[int, float]]) -> bytes:
         """JSON of the most likely tokens: a thousand in 0.5 ms instead of 3."""

@@ -133,14 +133,14 @@ def _set_format(given: Responses, body: Chat) -> None:
 
 def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Instructions and the developer's messages after them as one message: most templates take one, at the beginning."""
-    said: list[str] = []
+    texts: list[str] = []
     for message in messages:
         if (text := _instruction(message)) is None:
             break
-        said.append(text)
-    if len(said) < 2:
+        texts.append(text)
+    if len(texts) < 2:
         return messages
-    return [{"role": "system", "content": "\n\n".join(said)}, *messages[len(said) :]]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[len(texts) :]]
 
 
 def _instruction(message: dict[str, Any]) -> str | None:
@@ -176,11 +176,11 @@ def _add(messages: list[dict[str, Any]], item: Any, i: int) -> None:
         messages.append({"role": "assistant", "content": "", "reasoning_content": text})
     elif kind == "message" and isinstance(item.get("role"), str):
         content = item.get("content", "")
-        told = _texts(content, i) if isinstance(content, list) else content
+        parts = _texts(content, i) if isinstance(content, list) else content
         if item["role"] == "assistant" and last is not None and not last.get("tool_calls") and not last["content"]:
-            last["content"] = told
+            last["content"] = parts
         else:
-            messages.append({"role": item["role"], "content": told})
+            messages.append({"role": item["role"], "content": parts})
     else:
         raise ApiError(
             400,
@@ -347,5 +347,5 @@ async def _events(reader: Reader, shown: _Shown, with_timings: bool) -> AsyncIte
                 done = shown.done(output)
                 yield out + stream.close() + stream.event(done["status"], response=done, timings=done["timings"])
     except Exception as error:
-        told = api_error(error)
-        yield stream.event("error", code=told.kind, message=told.message, param=told.param)
+        converted = api_error(error)
+        yield stream.event("error", code=converted.kind, message=converted.message, param=converted.param)

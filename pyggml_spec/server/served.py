@@ -220,10 +220,10 @@ class Served:
             )
         return ids
 
-    def _too_many(self, told: str, count: int, name: str) -> ApiError:
+    def _too_many(self, shown: str, count: int, name: str) -> ApiError:
         need = (count + ANSWER + 255) // 256 * 256
         return ApiError(
-            400, f"the request has {told} tokens, which exceeds the available context size of {self.n_ctx}; shorten it, or start the "
+            400, f"the request has {shown} tokens, which exceeds the available context size of {self.n_ctx}; shorten it, or start the "
             f"server with more: `pyspec serve -c {need}` for the prompt and {ANSWER} tokens of output", kind="exceed_context_size_error", param=name, n_prompt_tokens=count, n_ctx=self.n_ctx,
         )  # fmt: skip
 
