@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What one hostile client does to others: each attack beside four streams of ordinary clients and one that asks for /health.
+"""Effect of a hostile client on others: each attack during four streams of ordinary clients and one that polls /health.
 
     python scripts/bench_abuse.py [--seconds 4] [--only "NAME;..."] [--after 3] [--clients 4]
 
@@ -51,7 +51,7 @@ def attacks() -> dict[str, tuple[str, bytes, int, float | None]]:
         "logit_bias of 120 kB": ("/completion", said(prompt="x", n_predict=1, logit_bias=[[words, 1]] * 200), 4, None),
         "n_probs 1,024, whole": ("/completion", said(prompt="x", n_predict=1000, ignore_eos=True, n_probs=1024), 1, None),
         "n_probs 1,024, n 8": ("/completion", said(prompt="x", n_predict=2000, ignore_eos=True, n_probs=1024, n=8), 1, None),
-        "n_probs 1,024, nobody reads": ("/completion", said(prompt="x", n_predict=2000, ignore_eos=True, n_probs=1024, stream=True), 4, 60.0),
+        "n_probs 1,024, no reader": ("/completion", said(prompt="x", n_predict=2000, ignore_eos=True, n_probs=1024, stream=True), 4, 60.0),
         "24 bodies of 30 MiB": ("/completion", b" " * (30 * MIB), 24, None),
         "24 bodies of 30 MiB, no such path": ("/nowhere", b" " * (30 * MIB), 24, None),
         "detokenize 5 million": ("/detokenize", said(tokens=[5] * 5_000_000), 2, None),
@@ -196,7 +196,7 @@ def main() -> None:
     except Exception as error:
         status = type(error).__name__
     took = time.monotonic() - began
-    print(f"SIGTERM with --drain 1 beside five of them: status {status} after {took:.1f} s")
+    print(f"SIGTERM with --drain 1 during five of them: status {status} after {took:.1f} s")
     print("\n".join(line for line in server.lines if "Traceback" in line or "ended" in line or "cut off" in line))
     sys.exit(1 if wrong or status or took > 5 or any("Traceback" in line for line in server.lines) else 0)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time to the first token over HTTP, of `pyspec serve` beside llama-server with the same file and as many threads.
+"""Time to the first token over HTTP, of `pyspec serve` and llama-server with the same file and as many threads.
 
     python scripts/bench_first_token.py -m TARGET [-md DRAFTER] [--tools DIR] [--against PYTHON] [--threads 2] [--rounds 7]
 
@@ -24,83 +24,12 @@ from typing import Any
 
 from llama_server import LlamaServer, free_port
 
-WORDS = [
-    "time",
-    "year",
-    "people",
-    "way",
-    "day",
-    "man",
-    "thing",
-    "woman",
-    "life",
-    "child",
-    "world",
-    "school",
-    "state",
-    "family",
-    "student",
-    "group",
-    "country",
-    "problem",
-    "hand",
-    "part",
-    "place",
-    "case",
-    "week",
-    "company",
-    "system",
-    "program",
-    "question",
-    "work",
-    "government",
-    "number",
-    "night",
-    "point",
-    "home",
-    "water",
-    "room",
-    "mother",
-    "area",
-    "money",
-    "story",
-    "fact",
-    "month",
-    "lot",
-    "right",
-    "study",
-    "book",
-    "eye",
-    "job",
-    "word",
-    "business",
-    "issue",
-    "side",
-    "kind",
-    "head",
-    "house",
-    "service",
-    "friend",
-    "father",
-    "power",
-    "hour",
-    "game",
-    "line",
-    "end",
-    "member",
-    "law",
-    "car",
-    "city",
-    "community",
-    "name",
-    "president",
-    "team",
-    "minute",
-    "idea",
-    "body",
-    "back",
-    "face",
-]
+WORDS = """
+time year people way day man thing woman life child world school state family student group country problem hand part place
+case week company system program question work government number night point home water room mother area money story fact
+month lot right study book eye job word business issue side kind head house service friend father power hour game line end
+member law car city community name president team minute idea body back face
+""".split()
 KINDS = "new", "again", "next turn"
 Messages = list[dict[str, str]]
 
@@ -191,16 +120,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6, help="of each answer")
     parser.add_argument("--processor", action="store_true")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds; no round begins after them")
-    asked = parser.parse_args()
-    if asked.processor:
-        asked.threads, asked.at_once, asked.tokens = 1, "1", 1
-    sizes, counts = ([int(n) for n in text.split(",")] for text in (asked.sizes, asked.at_once))
+    args = parser.parse_args()
+    if args.processor:
+        args.threads, args.at_once, args.tokens = 1, "1", 1
+    sizes, counts = ([int(n) for n in text.split(",")] for text in (args.sizes, args.at_once))
     options = [
         "-m",
-        asked.m,
-        *(["-md", asked.md] if asked.md else []),
+        args.m,
+        *(["-md", args.md] if args.md else []),
         "--threads",
-        asked.threads,
+        args.threads,
         "-np",
         max(counts),
         "--device",
@@ -209,12 +138,12 @@ def main() -> None:
         2048,
     ]
     servers: dict[str, Any] = {"pyspec": PyspecServer(sys.executable, *options)}
-    if asked.against:
-        servers["other"] = PyspecServer(asked.against, *options)
-    if asked.tools:
+    if args.against:
+        servers["other"] = PyspecServer(args.against, *options)
+    if args.tools:
         log = Path(gettempdir()) / "first-token-llama-server.log"
         servers["llama-server"] = LlamaServer(
-            asked.tools, log, "-m", asked.m, "-t", asked.threads, "-np", max(counts), "-c", 2048 * max(counts), "--jinja"
+            args.tools, log, "-m", args.m, "-t", args.threads, "-np", max(counts), "-c", 2048 * max(counts), "--jinja"
         )
     try:
         for server in servers.values():
@@ -222,8 +151,8 @@ def main() -> None:
         ports = {name: getattr(server, "port", 0) or int(server.url.rpartition(":")[2]) for name, server in servers.items()}
         took: dict[tuple[int, int, str, str], list[float]] = defaultdict(list)
         tokens: dict[int, set[int]] = defaultdict(set)
-        until = time.monotonic() + asked.budget
-        for turn in range(asked.rounds + 1):  # the first one is not counted
+        until = time.monotonic() + args.budget
+        for turn in range(args.rounds + 1):  # the first one is not counted
             if time.monotonic() > until:
                 break
             for size in sizes:
@@ -234,8 +163,8 @@ def main() -> None:
                         for kind in KINDS:
                             before = processor_ms(servers[name].process.pid)
                             with ThreadPoolExecutor(count) as pool:
-                                done = list(pool.map(lambda messages, port=port: ask(port, messages, asked.tokens), chats))
-                            if asked.processor:
+                                done = list(pool.map(lambda messages, port=port: ask(port, messages, args.tokens), chats))
+                            if args.processor:
                                 done = [(processor_ms(servers[name].process.pid) - before, *done[0][1:])]
                             if turn:
                                 took[size, count, kind, name] += [first for first, _, _ in done]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What HTTP costs: processor time per token of `pyspec serve` beside that of the Python API, the same prompts in as many streams.
+"""Cost of HTTP: processor time per token of `pyspec serve` and of the Python API, the same prompts in as many streams.
 
     python scripts/bench_server.py [-m TARGET -md DRAFTER] [--streams 8] [--tokens 400] [--device CPU] [--rounds 3]
 
@@ -8,7 +8,7 @@ pinned, greedy, and rounds of all of them take turns. With one stream a session 
 
     python scripts/bench_server.py --clients 1,4,8,16,32 --tools DIR [-m TARGET -md DRAFTER] [--device CUDA0] [--synthetic-acceptance 6] [--out FILE.json]
 
-What clients wait for, beside llama-server of the folder DIR with the same files, once with the drafter and once plainly: tokens per second, and the
+Latencies of clients, with llama-server of the folder DIR with the same files, once with the drafter and once plainly: tokens per second, and the
 50th and 99th percentile of the time to the first token and between tokens (bench_clients.py says what they ask). Rounds of the servers take
 turns; a server that ends is named with its reason, and the others go on. --synthetic-acceptance for files of random weights, in both.
 --slots loads each server once, with so many slots for all numbers of clients; --budget begins no round that cannot end within so many seconds, and ends one that does not.
@@ -21,8 +21,8 @@ parsing of a head and second packet count as well). --against PYTHON serves by a
 
     python scripts/bench_server.py --beside 32768 [-m TARGET -md DRAFTER] [--device CPU] [--streams 3]
 
-What streams that decode wait for while so long a prompt is read beside them: the time between two of their events, and between two words about the
-prompt's progress, which is one pass of it and one step of theirs.
+Waits of decoding streams while a prompt of so many tokens is computed: the time between two of their events, and between two events of the
+prompt's progress, which is one prefill pass and one step of theirs.
 """
 
 import argparse
@@ -61,47 +61,47 @@ def prompts(streams: int) -> list[str]:
     return [f"def function_{i}(items):\n" for i in range(streams)]
 
 
-def through_api(asked: argparse.Namespace) -> Callable[[], tuple[int, float, float]]:
+def through_api(args: argparse.Namespace) -> Callable[[], tuple[int, float, float]]:
     import pyggml_spec as ps
 
-    session = ps.load(asked.m, asked.md, device=asked.device, threads=asked.threads, draft_width=WIDTH, n_ctx=2048)
-    server = session.concurrent(asked.streams)
+    session = ps.load(args.m, args.md, device=args.device, threads=args.threads, draft_width=WIDTH, n_ctx=2048)
+    server = session.concurrent(args.streams)
 
     def round_() -> tuple[int, float, float]:
         before, began = processor_seconds(os.getpid()), time.perf_counter()
-        handles = [server.submit(prompt, asked.tokens, ignore_end=True) for prompt in prompts(asked.streams)]
+        handles = [server.submit(prompt, args.tokens, ignore_end=True) for prompt in prompts(args.streams)]
         tokens = sum(sum(len(event.tokens) for event in handle) for handle in handles)
         return tokens, processor_seconds(os.getpid()) - before, time.perf_counter() - began
 
     return round_
 
 
-def alone(asked: argparse.Namespace) -> Callable[[], tuple[int, float, float]]:
+def alone(args: argparse.Namespace) -> Callable[[], tuple[int, float, float]]:
     """One generation at a time, driven by who reads it."""
     import pyggml_spec as ps
 
-    session = ps.load(asked.m, asked.md, device=asked.device, threads=asked.threads, draft_width=WIDTH, n_ctx=2048)
+    session = ps.load(args.m, args.md, device=args.device, threads=args.threads, draft_width=WIDTH, n_ctx=2048)
 
     def round_() -> tuple[int, float, float]:
         before, began = processor_seconds(os.getpid()), time.perf_counter()
-        tokens = sum(len(event.tokens) for prompt in prompts(1) for event in session.steps(prompt, asked.tokens, ignore_end=True))
+        tokens = sum(len(event.tokens) for prompt in prompts(1) for event in session.steps(prompt, args.tokens, ignore_end=True))
         return tokens, processor_seconds(os.getpid()) - before, time.perf_counter() - began
 
     return round_
 
 
-def first_tokens(asked: argparse.Namespace) -> None:
+def first_tokens(args: argparse.Namespace) -> None:
     """Milliseconds to the first token of short prompts that nothing is reused of, by the way that they take; ways take turns."""
     import pyggml_spec as ps
     from pyggml_spec.chat import chat_template
     from pyggml_spec.server.served import CHATML
     from pyggml_spec.text.template import KEY
 
-    servers = {"HTTP": Served(asked, 1, "--draft-width", WIDTH)}
-    if asked.against:
-        servers["other"] = Served(asked, 1, "--draft-width", WIDTH, python=asked.against)
+    servers = {"HTTP": Served(args, 1, "--draft-width", WIDTH)}
+    if args.against:
+        servers["other"] = Served(args, 1, "--draft-width", WIDTH, python=args.against)
     with (
-        ps.load(asked.m, asked.md, device=asked.device, threads=asked.threads, draft_width=WIDTH, n_ctx=2048) as session,
+        ps.load(args.m, args.md, device=args.device, threads=args.threads, draft_width=WIDTH, n_ctx=2048) as session,
         session.concurrent(1) as server,
     ):
         template = chat_template(session, None if KEY in session.target.file.metadata else CHATML)[0]
@@ -125,8 +125,8 @@ def first_tokens(asked: argparse.Namespace) -> None:
             by_library = partial(first_by_library, library)
             ways |= {f"{name}, /completion, http.client": (by_library, False), f"{name}, chat, http.client": (by_library, True)}
         took: dict[str, list[float]] = {name: [] for name in ways}
-        until = time.monotonic() + asked.budget
-        for i in range(asked.rounds + 10):
+        until = time.monotonic() + args.budget
+        for i in range(args.rounds + 10):
             if time.monotonic() > until and i > 10:
                 break
             for name, (ask, chat) in ways.items():
@@ -163,11 +163,11 @@ def first_by_library(connection: HTTPConnection, text: str, chat: bool) -> float
     return took
 
 
-def beside_a_prompt(asked: argparse.Namespace) -> None:
-    """Prints what streams waited for while a prompt of ``--beside`` tokens was read."""
-    served = Served(asked, asked.streams + 1, context=asked.beside + 64)
+def during_a_prompt(args: argparse.Namespace) -> None:
+    """Prints the waits of streams while a prompt of ``--beside`` tokens is computed."""
+    served = Served(args, args.streams + 1, context=args.beside + 64)
     over = threading.Event()
-    came: list[list[float]] = [[] for _ in range(asked.streams)]
+    came: list[list[float]] = [[] for _ in range(args.streams)]
 
     def events(body: dict[str, Any]) -> Iterator[tuple[float, bytes]]:
         connection = HTTPConnection(*served.address, timeout=600)
@@ -184,22 +184,22 @@ def beside_a_prompt(asked: argparse.Namespace) -> None:
             if over.is_set():
                 return
 
-    threads = [threading.Thread(target=decode, args=pair, daemon=True) for pair in zip(came, prompts(asked.streams))]
+    threads = [threading.Thread(target=decode, args=pair, daemon=True) for pair in zip(came, prompts(args.streams))]
     for thread in threads:
         thread.start()
     while not all(len(times) > 20 for times in came):
         time.sleep(0.05)
     random = Random(1)
-    long = [random.randrange(256, 4000) for _ in range(asked.beside)]
+    long = [random.randrange(256, 4000) for _ in range(args.beside)]
     told = [(at, json.loads(line)) for at, line in events({"prompt": long, "n_predict": 1, "return_progress": True, "cache_prompt": False})]
     over.set()
     passes = [at for at, event in told if "prompt_progress" in event]
     waits = [b - a for times in came for a, b in pairwise(times) if passes[0] <= a and b <= passes[-1]]
     turns = [b - a for a, b in pairwise(passes)]
     print(
-        f"{asked.streams} streams beside a prompt of {asked.beside} tokens in {len(turns)} passes: a pass and a step took {1000 * statistics.median(turns):.1f} ms"
+        f"{args.streams} streams during a prompt of {args.beside} tokens in {len(turns)} passes: a pass and a step took {1000 * statistics.median(turns):.1f} ms"
         f" (longest {1000 * max(turns):.1f}), streams waited {1000 * statistics.median(waits):.1f} ms (longest {1000 * max(waits):.1f}) between two events,"
-        f" {len(waits) / asked.streams / len(turns):.2f} events of each stream to a pass"
+        f" {len(waits) / args.streams / len(turns):.2f} events of each stream to a pass"
     )
     os._exit(served.process.kill() or 0)
 
@@ -233,12 +233,12 @@ class BareClient:
 class Served:
     """`pyspec serve` in a process of its own."""
 
-    def __init__(self, asked: argparse.Namespace, slots: int, *more: object, python: str = sys.executable, context: int = 2048) -> None:
-        models = ["-m", asked.m, *(["-md", asked.md] if asked.md else [])] if asked.m else []
-        options = ["--device", asked.device, "-t", asked.threads, "--slots", slots, "-c", context, "--port", 0, *more]
+    def __init__(self, args: argparse.Namespace, slots: int, *more: object, python: str = sys.executable, context: int = 2048) -> None:
+        models = ["-m", args.m, *(["-md", args.md] if args.md else [])] if args.m else []
+        options = ["--device", args.device, "-t", args.threads, "--slots", slots, "-c", context, "--port", 0, *more]
         command = [python, "-m", "pyggml_spec", "serve", *models, *options]
         self.process = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
-        self.asked = asked
+        self.args = args
         said = []
         for line in self.process.stderr:  # type: ignore[union-attr]
             said.append(line)
@@ -260,7 +260,7 @@ class Served:
         def one(prompt: str) -> None:
             body: dict[str, Any] = {
                 "prompt": prompt,
-                "max_tokens": self.asked.tokens,
+                "max_tokens": self.args.tokens,
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": stream,
@@ -276,7 +276,7 @@ class Served:
             counts.append(last["timings"]["predicted_n"])
 
         before, began = processor_seconds(self.process.pid), time.perf_counter()
-        threads = [threading.Thread(target=one, args=(prompt,)) for prompt in prompts(self.asked.streams)]
+        threads = [threading.Thread(target=one, args=(prompt,)) for prompt in prompts(self.args.streams)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -290,28 +290,28 @@ NAMES = (
 )  # fmt: skip
 
 
-def against_llama_server(asked: argparse.Namespace) -> None:
+def against_llama_server(args: argparse.Namespace) -> None:
     """A table of what clients waited for, by their number and by server."""
     rows: list[dict[str, Any]] = []
-    until = time.monotonic() + asked.budget
-    counts = [int(n) for n in asked.clients.split(",")]
-    requests = [int(n) for n in asked.requests.split(",")]
+    until = time.monotonic() + args.budget
+    counts = [int(n) for n in args.clients.split(",")]
+    requests = [int(n) for n in args.requests.split(",")]
     requests *= len(counts) if len(requests) == 1 else 1
     print(f"{'clients':>7} {'server':20}" + "".join(f"{name.removesuffix('_ms'):>{max(11, len(name) - 1)}}" for name in NAMES), flush=True)
     servers: dict[str, Any] = {}
     ended: dict[str, str] = {}
     try:
         for clients, each in zip(counts, requests, strict=True):
-            if not asked.slots:
+            if not args.slots:
                 _close(servers)
             if not servers:
-                servers, ended = _servers(asked, asked.slots or clients)
-            _clients(asked, servers, ended, clients, each, until, rows)
+                servers, ended = _servers(args, args.slots or clients)
+            _clients(args, servers, ended, clients, each, until, rows)
             for name, why in ended.items():
                 rows.append({"clients": clients, "server": name, "ended": why})
                 print(f"{clients:7} {name:20} ended: {why[:300]}", flush=True)
-            if asked.out:
-                Path(asked.out).write_text(json.dumps(rows, indent=1))
+            if args.out:
+                Path(args.out).write_text(json.dumps(rows, indent=1))
     finally:
         _close(servers)
 
@@ -322,25 +322,23 @@ def _close(servers: dict[str, Any]) -> None:
 
 
 def _clients(
-    asked: argparse.Namespace, servers: dict[str, Any], ended: dict[str, str], clients: int, requests: int, until: float, rows: list[dict[str, Any]]
+    args: argparse.Namespace, servers: dict[str, Any], ended: dict[str, str], clients: int, requests: int, until: float, rows: list[dict[str, Any]]
 ) -> None:  # fmt: skip
-    """Rounds of so many clients with every server in turn; a server's row comes behind its last one, and what a round took says whether another fits."""
+    """Rounds of so many clients with every server in turn; a server's row comes after its last one, and what a round took says whether another fits."""
     rounds: dict[str, list[tuple[bench_clients.Waited, float]]] = {name: [] for name in servers}
     lasted: dict[str, float] = {}
-    for round_ in range(asked.rounds + 1):  # the first one builds graphs and fills the caches of prefixes
-        warm_up, last = not round_, round_ == asked.rounds
+    for round_ in range(args.rounds + 1):  # the first one builds graphs and fills the caches of prefixes
+        warm_up, last = not round_, round_ == args.rounds
         for name, server in servers.items():
             if name in ended:
                 continue
             began = time.monotonic()
             if began + lasted.get(name, 0.0) > until:
-                print(f"{clients:7} {name:20} no round more: it would not end within {asked.budget:g} s", flush=True)
+                print(f"{clients:7} {name:20} no round more: it would not end within {args.budget:g} s", flush=True)
             else:
-                share = asked.warm_up if warm_up else 1.0
+                share = args.warm_up if warm_up else 1.0
                 try:
-                    took = bench_clients.run(
-                        server.address, clients, requests, round_, bool(asked.synthetic_acceptance), 2000, share, until
-                    )
+                    took = bench_clients.run(server.address, clients, requests, round_, bool(args.synthetic_acceptance), 2000, share, until)
                 except (RuntimeError, OSError) as error:
                     ended[name] = str(error)
                     continue
@@ -364,25 +362,25 @@ class _Peer(LlamaServer):
         return host, int(port)
 
 
-def _servers(asked: argparse.Namespace, slots: int) -> tuple[dict[str, Any], dict[str, str]]:
+def _servers(args: argparse.Namespace, slots: int) -> tuple[dict[str, Any], dict[str, str]]:
     """By name, all of them loaded, at the same time; and why others are not."""
     from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 
-    synthetic = ["--spec-synth-len", asked.synthetic_acceptance] if asked.synthetic_acceptance else []
-    target, drafter = (asked.m, asked.md) if asked.m else (DEMO_TARGET, DEMO_DRAFTER)
-    layers = 0 if asked.device == "CPU" else 999
-    legs = {"llama-server": ["-m", target, "-np", slots, "-c", 2048 * slots, "-t", asked.threads, "-fa", "on", "-ngl", layers]}
+    synthetic = ["--spec-synth-len", args.synthetic_acceptance] if args.synthetic_acceptance else []
+    target, drafter = (args.m, args.md) if args.m else (DEMO_TARGET, DEMO_DRAFTER)
+    layers = 0 if args.device == "CPU" else 999
+    legs = {"llama-server": ["-m", target, "-np", slots, "-c", 2048 * slots, "-t", args.threads, "-fa", "on", "-ngl", layers]}
     if drafter:
         drafts = ["-md", drafter, "-ngld", layers, "--spec-type", "draft-dflash", "--spec-draft-n-max", 15, *synthetic]
         legs["llama-server, dflash"] = [*legs["llama-server"], *drafts]
     peers = {
-        name: _Peer(Path(asked.tools), Path(gettempdir()) / f"bench-{name.replace(', ', '-')}-{slots}.log", *options)
+        name: _Peer(Path(args.tools), Path(gettempdir()) / f"bench-{name.replace(', ', '-')}-{slots}.log", *options)
         for name, options in legs.items()
     }
     servers: dict[str, Any] = {}
     ended: dict[str, str] = {}
     try:
-        servers["pyspec serve"] = Served(asked, slots, *synthetic)
+        servers["pyspec serve"] = Served(args, slots, *synthetic)
     finally:
         for name, server in peers.items():
             try:
@@ -415,27 +413,27 @@ def main() -> None:
     parser.add_argument("--against", metavar="PYTHON", help="of another checkout's environment, whose server takes turns with this one")
     parser.add_argument("--synthetic-acceptance", type=float)
     parser.add_argument("--out")
-    asked = parser.parse_args()
-    if asked.clients:
-        if not asked.tools:
+    args = parser.parse_args()
+    if args.clients:
+        if not args.tools:
             parser.error("--clients needs --tools, the folder of llama-server")
-        against_llama_server(asked)
+        against_llama_server(args)
         return
-    if asked.first:
-        first_tokens(asked)
+    if args.first:
+        first_tokens(args)
         return
-    if asked.beside:
-        beside_a_prompt(asked)
-    api, served = through_api(asked), Served(asked, asked.streams, "--draft-width", WIDTH)
-    other = Served(asked, asked.streams, "--draft-width", WIDTH, python=asked.against) if asked.against else None
-    ways: dict[str, Callable[[], tuple]] = {"session": alone(asked)} if asked.streams == 1 else {}
+    if args.beside:
+        during_a_prompt(args)
+    api, served = through_api(args), Served(args, args.streams, "--draft-width", WIDTH)
+    other = Served(args, args.streams, "--draft-width", WIDTH, python=args.against) if args.against else None
+    ways: dict[str, Callable[[], tuple]] = {"session": alone(args)} if args.streams == 1 else {}
     ways |= {"API": api, "HTTP, whole": lambda: served.round_(False), "HTTP, streams": lambda: served.round_(True)}
     if other is not None:
         ways |= {"other, whole": lambda: other.round_(False), "other, streams": lambda: other.round_(True)}
     rows: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     try:
-        until = time.monotonic() + asked.budget
-        for i in range(asked.rounds + 1):  # the first one builds graphs
+        until = time.monotonic() + args.budget
+        for i in range(args.rounds + 1):  # the first one builds graphs
             if time.monotonic() > until and i > 1:
                 break
             for name, run in ways.items():
@@ -448,7 +446,7 @@ def main() -> None:
             cpu, speed = (statistics.median(column) for column in zip(*values))
             print(
                 f"{name:14} {cpu:8.4f} ms of processor time per token ({100 * (cpu / base - 1):+.1f} %), {speed:8.1f} tokens/s"
-                f" ({statistics.median(own / other for (_, own), other in zip(values, first)):.2f}), {asked.streams} streams"
+                f" ({statistics.median(own / other for (_, own), other in zip(values, first)):.2f}), {args.streams} streams"
             )
     finally:
         for server in (served, other):

@@ -6,7 +6,7 @@
 Every phase comes twice, with the same requests, half of the count each: what the second round adds to the server's memory is growth, and more than
 ``--growth`` MiB of it is wrong. Some clients read slowly then, and the server is told to end while it streams. At last one with ``--prefix-cache`` is
 killed while it decodes and writes, and started again on the same folder, ``--kills`` times. Says how many of each there were, how they were answered,
-whether another stream's text stayed what it was, whether every slot is free afterwards, and the memory behind each phase, beside the parts of it that
+whether another stream's text stayed what it was, whether every slot is free afterwards, and the memory after each phase, with the parts of it that
 have budgets: copies of prompts, and graphs. Exit code 1 if anything was wrong.
 """
 
@@ -150,14 +150,14 @@ def killed(count: int, rng: random.Random) -> tuple[int, int, int]:
     """A server that is killed at any moment of its work and started again on the files it left: texts that are alike, texts, and tokens of prompts
     that came from those files."""
     alike = texts = reused = 0
-    asked = ask(60, prompt="def quicksort(items):\n    " + "# sorts a list of items in place\n    " * 24)
+    args = ask(60, prompt="def quicksort(items):\n    " + "# sorts a list of items in place\n    " * 24)
     with tempfile.TemporaryDirectory() as folder:
         want = None
         for _ in range(count + 1):
             server, over = Running("--slots", 4, "--prefix-cache", folder), threading.Event()
             try:
-                want = want or server.ok("/completion", **asked, cache_prompt=False)["content"]
-                said = server.ok("/completion", **asked)
+                want = want or server.ok("/completion", **args, cache_prompt=False)["content"]
+                said = server.ok("/completion", **args)
                 alike, texts, reused = alike + (said["content"] == want), texts + 1, reused + said["timings"]["cache_n"]
                 asks = [ask(2000, prompt=f"# {rng.random()}\n" * 40) for _ in range(8)]
                 load = [threading.Thread(target=stay, args=(server, body, over)) for body in asks]
@@ -185,48 +185,48 @@ def main() -> None:
         ("growth", 8),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     server = Running("--slots", 4, "--queue", 32, "--drain", 2, "--prefix-memory", 32)
     server.http.timeout = 900  # of a machine with other work
     want = server.ok("/completion", **ask(200))["content"]
     print(f"memory before: {memory(server)}", flush=True)
-    behind, right, texts = [], True, []
+    after, right, texts = [], True, []
     for part in (1, 2):
-        rng = random.Random(asked.seed)
-        print(f"part {part}: malformed: {dict(malformed(server, rng, asked.malformed // 2))}; {memory(server)}", flush=True)
-        print(f"part {part}: schemas: {dict(schemas(server, rng, asked.schemas // 2))}; {memory(server)}", flush=True)
-        texts = disconnects(server, rng, asked.disconnects // 2)
+        rng = random.Random(args.seed)
+        print(f"part {part}: malformed: {dict(malformed(server, rng, args.malformed // 2))}; {memory(server)}", flush=True)
+        print(f"part {part}: schemas: {dict(schemas(server, rng, args.schemas // 2))}; {memory(server)}", flush=True)
+        texts = disconnects(server, rng, args.disconnects // 2)
         alike = sum(text == want for text in texts)
         right &= alike == len(texts) > 0
         print(
-            f"part {part}: disconnects: {asked.disconnects // 2}; {alike} of {len(texts)} texts of the one that stayed are alike; {memory(server)}",
+            f"part {part}: disconnects: {args.disconnects // 2}; {alike} of {len(texts)} texts of the one that stayed are alike; {memory(server)}",
             flush=True,
         )
         print(
-            f"part {part}: {asked.crowd} clients at once on a queue of 32: {dict(crowd(server, asked.crowd))}; {memory(server)}", flush=True
+            f"part {part}: {args.crowd} clients at once on a queue of 32: {dict(crowd(server, args.crowd))}; {memory(server)}", flush=True
         )
-        behind.append(server.resident_mib)
-    growth = behind[1] - behind[0]
-    print(f"the second part added {growth:.1f} MiB; at most {asked.growth} are right", flush=True)
+        after.append(server.resident_mib)
+    growth = after[1] - after[0]
+    print(f"the second part added {growth:.1f} MiB; at most {args.growth} are right", flush=True)
     slow = [threading.Thread(target=read_slowly, args=(server, 10)) for _ in range(3)]
     for thread in slow:
         thread.start()
-    beside = [server.ok("/completion", **ask(200))["content"] == want for _ in range(5)]
+    alike = [server.ok("/completion", **ask(200))["content"] == want for _ in range(5)]
     for thread in slow:
         thread.join()
-    print(f"3 slow readers: {sum(beside)} of 5 texts beside them are alike", flush=True)
+    print(f"3 slow readers: {sum(alike)} of 5 texts of other clients are alike", flush=True)
     free = server.slots_are_free()
     print(f"memory after: {memory(server)}; every slot is {'free' if free else 'NOT free'}", flush=True)
     status, took, ends = end_under_load(server, CLIENTS, 2)
     print(f"SIGTERM under load, --drain 2: status {status} after {took:.1f} s; streams: {dict(ends)}", flush=True)
-    same, texts_again, reused = killed(asked.kills, random.Random(asked.seed))
+    same, texts_again, reused = killed(args.kills, random.Random(args.seed))
     print(
-        f"{asked.kills} times kill -9 and started again with --prefix-cache: {same} of {texts_again} texts are alike, {reused} tokens of prompts from files"
+        f"{args.kills} times kill -9 and started again with --prefix-cache: {same} of {texts_again} texts are alike, {reused} tokens of prompts from files"
     )
-    right &= same == texts_again and (reused > 0 or asked.kills < 3)
+    right &= same == texts_again and (reused > 0 or args.kills < 3)
     ended = ends["whole"] + ends["an error"] == sum(ends.values()) == CLIENTS
     wrong = (
-        not (free and all(beside) and right and ended and growth <= asked.growth)
+        not (free and all(alike) and right and ended and growth <= args.growth)
         or status
         or any("Traceback" in line for line in server.lines)
     )

@@ -1,4 +1,4 @@
-"""llama-server as the child of a script: started, waited for, asked, stopped, and why it ended."""
+"""llama-server as the child of a script: started, waited for, args, stopped, and why it ended."""
 
 import json
 import os
@@ -17,7 +17,7 @@ class ServerEnded(ConnectionError):
 
 
 def environment(tools: Path) -> dict[str, str]:
-    """The environment in which llama.cpp's tools find the libraries beside them."""
+    """The environment in which llama.cpp's tools find the libraries of their folder."""
     return {**os.environ, "LD_LIBRARY_PATH": f"{tools}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
 
 

@@ -69,16 +69,16 @@ def main() -> None:
     parser.add_argument(
         "--known", action="store_true", help="only the cases that llama-server passes; exit code 1 if one fails without a reason"
     )
-    asked = parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args()
     os.environ.update(
-        LLAMA_SERVER_BIN_PATH=str(ROOT / "tests" / "serve" / "llama_server_shim.py"), SHIM_SERVER=asked.server, PORT=str(asked.port),
+        LLAMA_SERVER_BIN_PATH=str(ROOT / "tests" / "serve" / "llama_server_shim.py"), SHIM_SERVER=args.server, PORT=str(args.port),
         PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     )  # fmt: skip
     sys.dont_write_bytecode = True
-    results, passed_in = asked.results.resolve(), asked.passed_in.resolve() if asked.passed_in is not None else None
-    os.chdir(asked.tests)
-    files = [f"unit/test_{name}.py" for name in asked.files or FILES]
-    if asked.passed_in is not None:
+    results, passed_in = args.results.resolve(), args.passed_in.resolve() if args.passed_in is not None else None
+    os.chdir(args.tests)
+    files = [f"unit/test_{name}.py" for name in args.files or FILES]
+    if args.passed_in is not None:
         known = json.loads(passed_in.read_text())["outcomes"]
         files = [f"unit/{case}" for case, outcome in known.items() if outcome == "passed" and f"unit/{case.partition('::')[0]}" in files]
     options = [
@@ -92,8 +92,8 @@ def main() -> None:
         "--tb",
         "line",
     ]
-    known = json.loads(KNOWN.read_text())["cases"] if asked.known else {}
-    files = [f"unit/{case}" for case in known if f"unit/{case.partition('::')[0]}" in files] if asked.known else files
+    known = json.loads(KNOWN.read_text())["cases"] if args.known else {}
+    files = [f"unit/{case}" for case in known if f"unit/{case.partition('::')[0]}" in files] if args.known else files
     outcomes = Outcomes(results)
     pytest.main([*files, *options], plugins=[outcomes])
     counts = {name: list(outcomes.passed.values()).count(name) for name in ("passed", "failed", "skipped")}
