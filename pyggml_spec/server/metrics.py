@@ -87,35 +87,42 @@ class Metrics:
     def _families(self, queue: Queue) -> Iterator[Metric]:
         batch, totals = queue.engine.stats, self.totals
         decoding = dict(batch.decoding)  # a copy: the engine's thread goes on
+        busy = sum(sequences * count for sequences, count in decoding.items())
         steps = sum(count for sequences, count in decoding.items() if sequences)
-        for name, text in _TOTALS.items():
-            yield _counter(f"llamacpp:{name}", text, totals[name])
-        yield _counter("llamacpp:n_decode", "Forward passes", batch.steps)
-        yield _labelled(
-            "llamacpp:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position", "position", self.accepted_at
-        )
-        yield _gauge("llamacpp:n_tokens_max", "Most tokens of a sequence", self.max_tokens)
-        yield _gauge("llamacpp:prompt_tokens_seconds", "Prompt tokens per second", _rate(totals, "prompt_tokens", "prompt_seconds"))
-        yield _gauge(
-            "llamacpp:predicted_tokens_seconds", "Tokens per second of a sequence", _rate(totals, "tokens_predicted", "tokens_predicted_seconds")
-        )  # fmt: skip
-        yield _gauge("llamacpp:requests_processing", "Sequences that have a slot", len(queue.processing))
-        yield _gauge("llamacpp:requests_deferred", "Sequences that wait", queue.waiting)
-        yield _gauge(
-            "llamacpp:n_busy_slots_per_decode", "Sequences per decoding step", sum(n * count for n, count in decoding.items()) / (steps or 1)
-        )  # fmt: skip
-        yield _labelled("pyspec:sequences", "Sequences by why they ended", "finish_reason", self.finished)
-        yield _labelled("pyspec:steps_by_width", "Steps of sequences by verified tokens", "width", self.widths)
-        yield _labelled("pyspec:rejected", "Requests that were refused, by cause", "cause", queue.counts.rejected)
-        requests = CounterMetricFamily("pyspec:requests", "Responses by path and status.", labels=("path", "status"))
-        for (path, status), count in sorted(self.requests.items()):
-            requests.add_metric((path, str(status)), count)
-        yield requests
-        yield _counter("pyspec:disconnected", "Clients that disconnected before their response was complete", queue.counts.disconnected)
-        yield _gauge("pyspec:queue_tokens", "Prompt tokens that wait", queue.waiting_tokens)
-        yield _gauge("pyspec:prefix_bytes", "Device bytes of cached prompt prefixes", queue.engine.prefix_bytes)
-        yield _gauge("pyspec:longest_wait_seconds", "Longest time between two steps of a decoding sequence", batch.longest_wait)
-        yield _gauge("pyspec:last_step_age_seconds", "Seconds since a step ended, while there is work", queue.step_age())
+        counters: list[tuple[str, str, float]] = [(f"llamacpp:{name}", text, totals[name]) for name, text in _TOTALS.items()]
+        counters.append(("llamacpp:n_decode", "Forward passes", batch.steps))
+        counters.append(("pyspec:disconnected", "Clients that disconnected before their response was complete", queue.counts.disconnected))
+        for name, text, value in counters:
+            yield CounterMetricFamily(name, f"{text}.", value=value)
+        gauges: list[tuple[str, str, float]] = [
+            ("llamacpp:n_tokens_max", "Most tokens of a sequence", self.max_tokens),
+            ("llamacpp:prompt_tokens_seconds", "Prompt tokens per second", _rate(totals, "prompt_tokens", "prompt_seconds")),
+            (
+                "llamacpp:predicted_tokens_seconds",
+                "Tokens per second of a sequence",
+                _rate(totals, "tokens_predicted", "tokens_predicted_seconds"),
+            ),
+            ("llamacpp:requests_processing", "Sequences that have a slot", len(queue.processing)),
+            ("llamacpp:requests_deferred", "Sequences that wait", queue.waiting),
+            ("llamacpp:n_busy_slots_per_decode", "Sequences per decoding step", busy / (steps or 1)),
+            ("pyspec:queue_tokens", "Prompt tokens that wait", queue.waiting_tokens),
+            ("pyspec:prefix_bytes", "Device bytes of cached prompt prefixes", queue.engine.prefix_bytes),
+            ("pyspec:longest_wait_seconds", "Longest time between two steps of a decoding sequence", batch.longest_wait),
+            ("pyspec:last_step_age_seconds", "Seconds since a step ended, while there is work", queue.step_age()),
+        ]
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(name, f"{text}.", value=value)
+        for name, text, labels, counts in (
+            ("llamacpp:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position", ("position",), self.accepted_at),
+            ("pyspec:sequences", "Sequences by why they ended", ("finish_reason",), self.finished),
+            ("pyspec:steps_by_width", "Steps of sequences by verified tokens", ("width",), self.widths),
+            ("pyspec:rejected", "Requests that were refused, by cause", ("cause",), queue.counts.rejected),
+            ("pyspec:requests", "Responses by path and status", ("path", "status"), self.requests),
+        ):
+            family = CounterMetricFamily(name, f"{text}.", labels=labels)
+            for key, count in sorted(dict(counts).items(), key=str):
+                family.add_metric(tuple(map(str, key)) if isinstance(key, tuple) else (str(key),), count)
+            yield family
 
 
 class _Page(CollectorRegistry):
@@ -129,18 +136,3 @@ class _Page(CollectorRegistry):
 
 def _rate(totals: Counter[str], count: str, seconds: str) -> float:
     return totals[count] / totals[seconds] if totals[seconds] else 0.0
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(name, f"{text}.", value=value)
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, f"{text}.", value=value)
-
-
-def _labelled(name: str, text: str, label: str, counts: dict) -> Metric:
-    family = CounterMetricFamily(name, f"{text}.", labels=(label,))
-    for value, count in sorted(counts.items(), key=str):
-        family.add_metric((str(value),), count)
-    return family
