@@ -18,7 +18,7 @@ from .bodies import Chat, Generation, wrong
 from .calls import call_schema, calls_grammar
 from .errors import ApiError
 from .output import Output
-from .served import Prefill, Prompt, Served
+from .served import Prefill, Prompt, Rendering, Served
 from .tasks import Task, TaskRequest
 
 _ABOUT_TOOLS = (
@@ -130,20 +130,16 @@ def _n_probs(body: Chat) -> int | None:
 
 def read_prompt(served: Served, body: Chat, tools: Sequence[dict[str, Any]], closed: bool = False) -> Prompt:
     """The conversation's tokens; ``closed``: the response must not begin inside of the reasoning."""
-    messages, options = _template_options(served, body, tools, closed)
-    return served.chat_ids(messages, **options)
+    return served.chat_ids(_rendering(served, body, tools, closed))
 
 
 def render_chat(served: Served, body: Chat) -> str:
     """The conversation's text, for /apply-template, with the tools that may be called."""
     body, tools = _allowed(body, read_tools(body))
-    messages, options = _template_options(served, body, [] if _choice(body, tools) == "none" else tools, False)
-    return served.rendered(messages, **options)
+    return served.rendered(_rendering(served, body, [] if _choice(body, tools) == "none" else tools, False))
 
 
-def _template_options(
-    served: Served, body: Chat, tools: Sequence[dict[str, Any]], closed: bool
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _rendering(served: Served, body: Chat, tools: Sequence[dict[str, Any]], closed: bool) -> Rendering:
     messages = read_messages(body)
     served.check_count(len(messages), "messages")
     thinking, variables = _template_arguments(served, body)
@@ -166,14 +162,7 @@ def _template_options(
             messages = [{**messages[0], "content": f"{_joined_text(messages[0].get('content'))}\n\n{about}"}, *messages[1:]]
         else:
             messages = [{"role": "system", "content": about}, *messages]
-    options = {
-        "tools": tools,
-        "thinking": False if closed else thinking,
-        "variables": variables,
-        "open_turn": open_turn,
-        "prefill": prefill,
-    }
-    return messages, options
+    return Rendering(messages, tools, False if closed else thinking, variables, open_turn, prefill)
 
 
 def _prefill(messages: list[dict[str, Any]], continues: bool | str, closed: bool) -> Prefill:

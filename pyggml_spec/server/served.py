@@ -70,6 +70,28 @@ class Prefill:
 
 
 @dataclass(frozen=True)
+class Rendering:
+    """A conversation, and how the template renders it."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    thinking: bool | None = None
+    variables: Mapping[str, Any] | None = None
+    open_turn: bool = True
+    prefill: Prefill | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of ``ChatTemplate.render`` and ``encode``."""
+        return {
+            "add_generation_prompt": self.open_turn,
+            "thinking": self.thinking,
+            "tools": self.tools or None,
+            "variables": self.variables,
+        }
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A conversation as tokens.
 
@@ -236,34 +258,26 @@ class Served:
         template = self.template_for(tools)
         return template.form if not tools or "tools" in template.source else replace(template.form, calls=(IN_JSON, *template.form.calls))
 
-    def chat_ids(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool | None = None,
-        variables: Mapping[str, Any] | None = None, open_turn: bool = True, prefill: Prefill | None = None,
-    ) -> Prompt:  # fmt: skip
+    def chat_ids(self, chat: Rendering) -> Prompt:
         """A conversation as the model's template writes it. Errors as of ``ChatTemplate.encode``."""
-        self.check_bytes(
-            sum(len(m["content"]) for m in messages if m.get("role") != "assistant" and isinstance(m.get("content"), str)), "messages"
-        )
-        template, form = self.template_for(tools), self.form_for(tools)
-        given: dict[str, Any] = {"thinking": thinking, "tools": tools or None, "variables": variables}
+        said = [m["content"] for m in chat.messages if m.get("role") != "assistant" and isinstance(m.get("content"), str)]
+        self.check_bytes(sum(map(len, said)), "messages")
+        template, form = self.template_for(chat.tools), self.form_for(chat.tools)
         fits = lambda text: self.check_length(text, "messages")  # noqa: E731
-        ids = template.encode(self.tokenizer, messages, fits, add_generation_prompt=open_turn, **given)
-        opened = open_turn and form.opened(self.tokenizer.decode(ids[-TAIL:], special=True))
-        for text, marks in _begun(template, opened, prefill):
+        ids = template.encode(self.tokenizer, chat.messages, fits, **chat.arguments)
+        opened = chat.open_turn and form.opened(self.tokenizer.decode(ids[-TAIL:], special=True))
+        for text, marks in _begun(template, opened, chat.prefill):
             ids = ids + self.tokenizer.encode(text, special=marks, bos=False)
-        inside = "reasoning" if opened else ""
-        if prefill is not None:
-            inside = "reasoning" if prefill.content is None else "content"
-        return Prompt(self.checked(ids, "messages"), inside, prefill is not None and bool(prefill.content or prefill.content is None), form)
+        inside, continued = "reasoning" if opened else "", False
+        if (prefill := chat.prefill) is not None:
+            inside, continued = "reasoning" if prefill.content is None else "content", prefill.content != ""
+        return Prompt(self.checked(ids, "messages"), inside, continued, form)
 
-    def rendered(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = (), thinking: bool | None = None,
-        variables: Mapping[str, Any] | None = None, open_turn: bool = True, prefill: Prefill | None = None,
-    ) -> str:  # fmt: skip
+    def rendered(self, chat: Rendering) -> str:
         """The same as text."""
-        template = self.template_for(tools)
-        text = template.render(messages, add_generation_prompt=open_turn, thinking=thinking, tools=tools or None, variables=variables)
-        return text + "".join(part for part, _ in _begun(template, template.form.opened(text), prefill))
+        template = self.template_for(chat.tools)
+        text = template.render(chat.messages, **chat.arguments)
+        return text + "".join(part for part, _ in _begun(template, template.form.opened(text), chat.prefill))
 
     def check_constraint(self, constraint: tuple[str, str] | None, triggers: tuple[Trigger, ...] = ()) -> None:
         """Compiles it before the request waits; it is cached for its request. Raises SamplingError."""

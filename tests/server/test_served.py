@@ -8,7 +8,7 @@ import pytest
 
 from pyggml_spec.api import DEMO_TARGET
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.server.served import NAMED, Served, ServeOptions
+from pyggml_spec.server.served import NAMED, Rendering, Served, ServeOptions
 from pyggml_spec.text import template
 from pyggml_spec.text.template import ChatTemplate
 from pyggml_spec.text.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ def test_no_request_waits_for_what_control_tokens_are_found_by(monkeypatch):
     session = SimpleNamespace(tokenizer=tokenizer, methods=(), target=SimpleNamespace(file=file))
     served = Served(session, SimpleNamespace(n_ctx=256), None, ServeOptions())
     monkeypatch.setattr(template, "_Names", None)
-    assert served.chat_ids([{"role": "user", "content": "hello"}]).ids
+    assert served.chat_ids(Rendering([{"role": "user", "content": "hello"}])).ids
     tokenizer.close()
 
 
