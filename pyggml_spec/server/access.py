@@ -132,7 +132,7 @@ class Hosts:
                 raise ApiError(400, f"the Host {text[:100]!r} is no name or address of a host")
             if not self._allows(name):
                 raise ApiError(
-                    403, f"this server does not answer as {name[:100]}; start it by pyspec serve --allowed-hosts {name[:100]} if it should"
+                    403, f"this server is not {name[:100]}; start it by pyspec serve --allowed-hosts {name[:100]} if it should be"
                 )
 
     def _allows(self, name: str) -> bool:
@@ -196,7 +196,7 @@ class Origins:
             page = foreign[0][:100] if foreign else "another site"
             raise ApiError(
                 403,
-                f"pages of {page} may not ask this server; start it by pyspec serve --cors-origins {page if foreign else '*'} if they should",
+                f"pages of {page} may not use this server; start it by pyspec serve --cors-origins {page if foreign else '*'} if they should",
             )
 
 

@@ -64,7 +64,7 @@ def _check_logprobs(requests: Sequence[TaskRequest], n_ctx: int) -> None:
         if request.max_tokens is not None and request.sampling is not None and request.sampling.logprobs is not None
     )
     if total > MAX_KEPT:
-        sentence = f"the answer could have {total} log probabilities, and {MAX_KEPT} are the most; ask for fewer, for fewer tokens, or for a stream"
+        sentence = f"the response could have {total} log probabilities, and {MAX_KEPT} are the most; request fewer, for fewer tokens, or for a stream"
         raise ApiError(400, sentence)
 
 

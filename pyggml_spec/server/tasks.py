@@ -157,10 +157,10 @@ class ResponseStream:
             sentence = "the responses of all requests have too many log probabilities together; try again"
             error = ApiError(503, sentence, headers={"retry-after": "5"})
         elif self.streams:
-            sentence = f"more than {MAX_KEPT} tokens and log probabilities of this stream were not read; read faster, or ask for fewer"
+            sentence = f"more than {MAX_KEPT} tokens and log probabilities of this stream were not read; read faster, or request fewer"
             error = ApiError(400, sentence)
         else:
-            sentence = f"the response has more than {MAX_KEPT} log probabilities; ask for fewer, for fewer tokens, or for a stream"
+            sentence = f"the response has more than {MAX_KEPT} log probabilities; request fewer, for fewer tokens, or for a stream"
             error = ApiError(400, sentence)
         log.warning("a request was ended: %s", error.message)
         self._items.clear()
@@ -325,7 +325,7 @@ class Queue:
         """
         if self.draining:
             self.counts.rejected["draining"] += 1
-            raise ApiError(503, "the server is ending and takes no more requests; ask another one", headers={"retry-after": "5"})
+            raise ApiError(503, "the server is ending and takes no more requests; send this one to another", headers={"retry-after": "5"})
         self.check_count(len(requests))
         if client is None:
             client = requests[0].key or requests[0].client if requests else ""
@@ -359,10 +359,8 @@ class Queue:
         """Before tasks are made. Raises ApiError: so many sequences of one request never have a place."""
         most = MAX_SEQUENCES if self.limits.requests is None else self.slots + self._ahead + self.limits.requests
         if count > most:
-            raise ApiError(
-                400, f"the request asks for {count} answers, and this server has {most} at once, those that wait among them; ask for fewer, or "
-                "start it with a larger `queue`",
-            )  # fmt: skip
+            sentence = f"the request has {count} sequences, and this server takes {most} at once, those that wait included"
+            raise ApiError(400, f"{sentence}; request fewer, or start it with a larger `queue`")
 
     def _reject(self, why: str, sentence: str) -> None:
         self.counts.rejected[why] += 1
@@ -413,7 +411,7 @@ class Queue:
         """Ends everything; readers get an error with ``why``."""
         for task in [*self.running, *(task for tasks in self._waiting.values() for task in tasks)]:
             if not task.over and not task.cancelled:
-                task.stream.put(task, End(ApiError(503, f"{why}: this answer was cut off", headers={"retry-after": "5"})))
+                task.stream.put(task, End(ApiError(503, f"{why}: this response was cut off", headers={"retry-after": "5"})))
                 self.cancel(task)
 
     # -- running

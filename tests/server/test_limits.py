@@ -73,8 +73,8 @@ def test_watchers_of_the_slots_have_a_limit(server):
 
 LARGE = [
     ("/completion", {"prompt": "x", "n_predict": 1, "response_fields": ["a"] * 20_000}, "at most 256 texts"),
-    ("/completion", {"prompt": ["a"] * 2500, "n": 64, "n_predict": 1}, "asks for 160000 answers"),
-    ("/v1/completions", {"prompt": ["a"] * 2500, "n": 64, "max_tokens": 1}, "asks for 160000 answers"),
+    ("/completion", {"prompt": ["a"] * 2500, "n": 64, "n_predict": 1}, "has 160000 sequences"),
+    ("/v1/completions", {"prompt": ["a"] * 2500, "n": 64, "max_tokens": 1}, "has 160000 sequences"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": "x" * 3_000_000}}, "chat_template_kwargs has"),
     ("/apply-template", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": "x" * 3_000_000}}, "chat_template_kwargs has"),
     ("/completion", {"prompt": "x", "logit_bias": [["some words " * 50, 1]] * 4096}, "logit_bias has"),

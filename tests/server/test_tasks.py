@@ -180,7 +180,7 @@ def test_limits_of_the_queue():
                 queue.enter(requests)
             assert raised.value.status == 429 and int(raised.value.headers["retry-after"]) >= 1
         assert queue.counts.rejected["tokens"] == queue.counts.rejected["requests"] == 1
-        with pytest.raises(ApiError, match="asks for 6 answers, and this server has 5 at once") as never:  # however long it waits
+        with pytest.raises(ApiError, match="has 6 sequences, and this server takes 5 at once") as never:  # however long it waits
             queue.enter([TaskRequest([1])] * 6)
         assert never.value.status == 400
         (late,) = await read_all(waits)
@@ -199,7 +199,7 @@ def test_without_a_queue_nothing_waits():
         with pytest.raises(ApiError, match="every slot is taken, and nothing waits") as full:
             queue.enter([TaskRequest([1])])
         assert full.value.status == 429 and int(full.value.headers["retry-after"]) >= 1 and queue.counts.rejected["requests"] == 1
-        with pytest.raises(ApiError, match="this server has 1 at once"):
+        with pytest.raises(ApiError, match="this server takes 1 at once"):
             queue.enter([TaskRequest([1])] * 2)
         await asyncio.sleep(0)
         held.cancel()
@@ -338,7 +338,7 @@ def test_one_that_waited_too_long_at_the_engines_door_is_not_computed():
     run(engine, test, seconds=0.05)
 
 
-@pytest.mark.parametrize("streams, words", [(True, "were not read"), (False, "ask for fewer")])
+@pytest.mark.parametrize("streams, words", [(True, "were not read"), (False, "request fewer")])
 def test_what_answers_hold_has_a_bound(monkeypatch, caplog, streams, words):
     """A stream that nobody read kept a thousand log probabilities of each token without a limit."""
     monkeypatch.setattr(tasks, "MAX_KEPT", 1000)
