@@ -77,7 +77,7 @@ def test_short_requests_are_read_in_the_event_loop_unless_a_template_keeps_it_wa
         context, here, hurries = Context(None, None, pool), threading.get_ident(), []
 
         def read(late=False):
-            hurries.append(getattr(RENDERER._haste, "seconds", None))
+            hurries.append(getattr(RENDERER.patience, "seconds", None))
             if late and hurries[-1] is not None:
                 raise WouldBlock
             return threading.get_ident() == here
