@@ -24,12 +24,13 @@ from typing import Any
 
 from llama_server import LlamaServer, free_port
 
-WORDS = """
+_TEXT = """
 time year people way day man thing woman life child world school state family student group country problem hand part place
 case week company system program question work government number night point home water room mother area money story fact
 month lot right study book eye job word business issue side kind head house service friend father power hour game line end
 member law car city community name president team minute idea body back face
-""".split()
+"""
+WORDS = _TEXT.split()
 KINDS = "new", "again", "next turn"
 Messages = list[dict[str, str]]
 
