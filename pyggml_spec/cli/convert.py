@@ -10,14 +10,7 @@ from .terminal import progress_line, say, size
 
 @click.command("convert", cls=Command)
 @click.argument("source", type=click.Path())
-@click.option(
-    "-m",
-    "--model",
-    "target",
-    type=click.Path(),
-    required=True,
-    help="GGUF of the drafter's target; provides the tokenizer.",
-)
+@click.option("-m", "--model", "target", type=click.Path(), required=True, help="GGUF of the drafter's target; provides the tokenizer.")
 @click.option("-o", "--output", "out", type=click.Path(), required=True, help="GGUF to write.")
 @click.option("--type", "kind", default="q8_0", show_default=True, metavar="TYPE", help=f"Type of the matrices: {', '.join(TYPES)}.")
 @click.option("--force", "replace", is_flag=True, help="Replace an existing output.")

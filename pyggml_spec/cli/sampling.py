@@ -18,10 +18,7 @@ _SAMPLING = [
     click.option("--typical", "--typical-p", "typical_p", type=float, help="Keep locally typical tokens; 1 for all."),
     click.option("--samplers", help="Order of the samplers, separated by ;. Default: penalties; top_k; typ_p; top_p; min_p; temperature"),
     click.option(
-        "-s",
-        "--seed",
-        type=click.IntRange(-1, (1 << 32) - 1),
-        help="Random seed. Default, or -1: a random one, shown in the footer.",
+        "-s", "--seed", type=click.IntRange(-1, (1 << 32) - 1), help="Random seed. Default, or -1: a random one, shown in the footer."
     ),
     click.option("--repeat-penalty", type=float, help="Divides positive logits of recent tokens, multiplies negative ones; 1 for none."),
     click.option("--repeat-last-n", type=int, help="Number of recent tokens, prompt included. Default: 64"),
@@ -37,10 +34,7 @@ _CONSTRAINTS = [
     click.option("-j", "--json-schema", help='JSON schema that the text has to match, as in \'{"type": "object"}\'.'),
     click.option("-jf", "--json-schema-file", type=click.Path(), help="File with the schema."),
     click.option(
-        "--additional-properties",
-        is_flag=True,
-        default=None,
-        help="Objects of the schema allow undescribed keys, unless they forbid them.",
+        "--additional-properties", is_flag=True, default=None, help="Objects of the schema allow undescribed keys, unless they forbid them."
     ),
     click.option("--regex", help="Regular expression for the whole text, as in '[0-9]{4}-[0-9]{2}'."),
     click.option("--lark-file", type=click.Path(), help="File with a grammar in llguidance's variant of Lark."),

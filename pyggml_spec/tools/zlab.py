@@ -223,10 +223,7 @@ def _dspark(c: Config, files: Files, n_embd: int, n_vocab: int, count: int) -> t
     stored = files[plain[first]].tensors[plain[first]].shape if first in plain else ()
     rank = c.integer("markov_rank", default=stored[-1] if stored else 1, high=1 << 16)
     confident = f"{_CONFIDENCE}proj.weight" in plain
-    tensors = {
-        "markov_w1.weight": Source(first, (n_vocab, rank)),
-        "markov_w2.weight": Source(f"{_MARKOV}markov_w2.weight", (count, rank)),
-    }
+    tensors = {"markov_w1.weight": Source(first, (n_vocab, rank)), "markov_w2.weight": Source(f"{_MARKOV}markov_w2.weight", (count, rank))}
     if confident:
         tensors["conf_proj.weight"] = Source(f"{_CONFIDENCE}proj.weight", (1, n_embd + rank))
     if f"{_CONFIDENCE}proj.bias" in plain:
@@ -260,7 +257,6 @@ def _selector(c: Config, files: Files, n_layer: int, n_embd: int, n_vocab: int) 
         for ours, theirs in _CONVOLUTIONS.items():
             tensors[f"blk.{i}.{ours}_base"] = Source(f"layers.{i}.{theirs}.base_kernel", (2, taps, n_embd))
             tensors[f"blk.{i}.{ours}_proj.weight"] = Source(
-                f"layers.{i}.{theirs}.kernel_projection.weight",
-                (2 * taps * (n_embd // size), n_embd),
+                f"layers.{i}.{theirs}.kernel_projection.weight", (2 * taps * (n_embd // size), n_embd)
             )
     return {f"{ARCH}.{key}": (Kind.UINT32, value) for key, value in zip(keys, (taps, size, rank, top_k), strict=True)}, tensors
