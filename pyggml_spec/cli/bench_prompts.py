@@ -27,11 +27,7 @@ _HEADER = ["category", "thinking", "prompts", "runs", "acceptance %", "deviation
 
 
 def chosen_prompts(name: str) -> tuple[list[Prompt], dict]:
-    """The prompts of a file or the included ones, and a description of the file.
-
-    Raises:
-        PyspecError: as ``read_prompts``.
-    """
+    """The prompts of a file or the included ones, and a description of the file. Raises PyspecError: as ``read_prompts``."""
     included = name == "all" or name in CATEGORIES
     path = INCLUDED if included else Path(name)
     data = prompt_file(path)

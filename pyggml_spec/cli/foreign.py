@@ -184,11 +184,8 @@ def known_to(command: click.Command) -> dict[str, click.Option]:
 
 
 def resolve(ctx: click.Context, args: list[str]) -> list[str]:
-    """``args`` without foreign options; prints a note for those without effect.
-
-    Raises:
-        click.UsageError: an unsupported option with its alternative, or an unknown one with a suggestion.
-    """
+    """``args`` without foreign options; prints a note for those without effect. Raises click.UsageError: an unsupported option with its
+    alternative, or an unknown one with a suggestion."""
     own, rest = known_to(ctx.command), list(args)
     out: list[str] = []
     while rest:

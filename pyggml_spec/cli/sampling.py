@@ -80,11 +80,7 @@ class Asked:
 
 
 def take_sampling(options: dict, **more) -> Asked:
-    """Removes the sampling options from ``options``.
-
-    Raises:
-        click.UsageError: a value out of range.
-    """
+    """Removes the sampling options from ``options``. Raises click.UsageError: a value out of range."""
     from ..constraints.grammar import KINDS
     from ..sampling.sampler import Sampling
 

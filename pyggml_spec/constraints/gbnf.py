@@ -90,11 +90,8 @@ class _Open:
 
 
 def parse(text: str) -> dict[str, Part]:
-    """The rules of a grammar by name; the last definition of a name counts, as in llama.cpp.
-
-    Raises:
-        SamplingError: invalid grammar, with line, column and what is expected.
-    """
+    """The rules of a grammar by name; the last definition of a name counts, as in llama.cpp. Raises SamplingError: invalid grammar, with
+    line, column and what is expected."""
     if len(text) > MAX_TEXT:
         raise SamplingError(f"the grammar has {len(text)} characters, but at most {MAX_TEXT} are allowed; make it smaller")
     if not text.strip() or "\0" in text:
@@ -305,11 +302,7 @@ class _Reader:
 
 
 def _that_end(rules: dict[str, Part]) -> dict[str, Part]:
-    """The rules without unproductive alternatives; the language is the same.
-
-    Raises:
-        SamplingError: the start rule is unproductive.
-    """
+    """The rules without unproductive alternatives; the language is the same. Raises SamplingError: the start rule is unproductive."""
     needs: dict[str | int, tuple[int, tuple[str | int, ...]]] = {name: (1, (id(part),)) for name, part in rules.items()}
     for part in (part for rule in rules.values() for part in _parts(rule)):
         if not isinstance(part, (Characters, Token)):

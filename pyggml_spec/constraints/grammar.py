@@ -95,14 +95,8 @@ class Vocabulary:
             return cls._all[tokenizer]
 
     def compile(self, kind: str, text: str) -> tuple[LLMatcher, bool]:
-        """A matcher at the start of the constraint (cached per text), and whether its masks are slow.
-
-        Args:
-            kind: one of KINDS.
-
-        Raises:
-            SamplingError: the text is invalid, or exceeds a limit of time or memory.
-        """
+        """A matcher at the start of the constraint (cached per text), and whether its masks are slow. ``kind``: one of KINDS. Raises
+        SamplingError: the text is invalid, or exceeds a limit of time or memory."""
         with self._compiling:
             known = self.compiled.pop((kind, text), None)
             if known is None:
@@ -208,12 +202,7 @@ class Grammar:
     """
 
     def __init__(self, kind: str, text: str, tokenizer: Tokenizer) -> None:
-        """Args:
-        kind: one of KINDS.
-
-        Raises:
-            SamplingError: the text is invalid; with position.
-        """
+        """``kind``: one of KINDS. Raises SamplingError: the text is invalid; with position."""
         self.kind, self._text, self._vocabulary = kind, text, Vocabulary.of(tokenizer)
         self._matcher, self.slow = self._vocabulary.compile(kind, text)
         self._job: MaskJob | None = None
@@ -240,11 +229,7 @@ class Grammar:
         return self._job is not None and not self._job.done
 
     def late(self, patience: float = 0.0) -> bool:
-        """Whether the mask is not ready after ``patience`` seconds.
-
-        Raises:
-            ConstraintError: it takes longer than DEADLINE_S.
-        """
+        """Whether the mask is not ready after ``patience`` seconds. Raises ConstraintError: it takes longer than DEADLINE_S."""
         if self._job is None or self._job.wait(patience):
             return False
         if self._job.running_s > DEADLINE_S:
@@ -270,11 +255,8 @@ class Grammar:
         return self.fits([token]) == 1
 
     def feed(self, tokens: Sequence[int]) -> bool:
-        """Consumes existing text; returns False and keeps the state if it is not allowed.
-
-        Raises:
-            ConstraintError: it takes longer than FEED_S.
-        """
+        """Consumes existing text; returns False and keeps the state if it is not allowed. Raises ConstraintError: it takes longer than
+        FEED_S."""
         self._synchronize()
         matcher, began = self._matcher.deep_copy(), time.thread_time()
         for token in tokens:
@@ -354,11 +336,7 @@ class Grammar:
         return self._checked(self._matcher.compute_ff_tokens())[:most]
 
     def accept(self, token: int) -> None:
-        """Accepts ``token``.
-
-        Raises:
-            EngineError: it is not allowed.
-        """
+        """Accepts ``token``. Raises EngineError: it is not allowed."""
         self._synchronize()
         if token in self._vocabulary.ends:
             if not self.complete:

@@ -48,11 +48,8 @@ _EMBEDDED = re.compile(r"%json\s*(?=[{\[\"]|true|false)")
 
 
 def grammar(text: str) -> str:
-    """llguidance's grammar of the documents that a JSON schema allows.
-
-    Raises:
-        SamplingError: invalid JSON, or a keyword, format or value that cannot be guaranteed; with its place.
-    """
+    """llguidance's grammar of the documents that a JSON schema allows. Raises SamplingError: invalid JSON, or a keyword, format or value
+    that cannot be guaranteed; with its place."""
     return LLMatcher.grammar_from_json_schema(checked(text))
 
 

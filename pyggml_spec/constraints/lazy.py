@@ -58,13 +58,8 @@ class LazyGrammar:
     """
 
     def __init__(self, kind: str, text: str, triggers: Sequence[str | int | Pattern], tokenizer: Tokenizer) -> None:
-        """Args:
-        kind, text: the constraint, which includes the trigger.
-        triggers: words, token ids, or patterns.
-
-        Raises:
-            SamplingError: the constraint is invalid, does not start with a trigger that is a word or token, or a pattern is refused.
-        """
+        """``kind``, ``text``: the constraint, which includes the trigger; ``triggers``: words, token ids, or patterns. Raises
+        SamplingError: the constraint is invalid, does not start with a trigger that is a word or token, or a pattern is refused."""
         self.kind, self.ended = kind, False
         self._vocabulary = Vocabulary.of(tokenizer)
         self._inner, self._begun = Grammar(kind, text, tokenizer), False
@@ -227,11 +222,7 @@ class LazyGrammar:
         return self._inner.forced(most) if self._begun else []
 
     def accept(self, token: int) -> None:
-        """Accepts ``token``.
-
-        Raises:
-            EngineError: it is not allowed, or patterns exceed their budget.
-        """
+        """Accepts ``token``. Raises EngineError: it is not allowed, or patterns exceed their budget."""
         self._accept(token, self._budget())
 
     def _accept(self, token: int, budget: Budget) -> None:

@@ -138,11 +138,8 @@ class Search:
         return Budget(MOST_WORK)
 
     def advance(self, place: SearchState, token: int, budget: Budget) -> tuple[SearchState, int | None]:
-        """The state after ``token``, and where the constraint starts if a match ends there, else None.
-
-        Raises:
-            EngineError: the budget is exceeded.
-        """
+        """The state after ``token``, and where the constraint starts if a match ends there, else None. Raises EngineError: the budget is
+        exceeded."""
         piece = self._pieces[token]
         text, length = place.text + piece, place.length + len(piece)
         after: list[tuple[tuple[int, Captures], ...]] = []
@@ -160,11 +157,7 @@ class Search:
         return SearchState(tuple(after), text[first - length + len(text) :], length), None
 
     def ending(self, place: SearchState, budget: Budget) -> np.ndarray:
-        """Ids of the tokens that end a match.
-
-        Raises:
-            EngineError: the budget is exceeded.
-        """
+        """Ids of the tokens that end a match. Raises EngineError: the budget is exceeded."""
         key = tuple(tuple(sorted(at for at, _ in threads)) for threads in place.threads)
         with self._looking:
             found = self._known.get(key)

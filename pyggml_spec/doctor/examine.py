@@ -92,11 +92,7 @@ class Subject:
         return Weights(self.backend, model.file, model.specs(), model.groups(), model.fused_alike())
 
     def engine(self, target, drafter=None) -> ModelRunner:
-        """A new engine; the caller closes it.
-
-        Raises:
-            PyspecError: the drafter does not fit the target, or out of memory.
-        """
+        """A new engine; the caller closes it. Raises PyspecError: the drafter does not fit the target, or out of memory."""
         width = drafter.block_size if drafter is not None else 1
         return ModelRunner(self.backend, target, drafter, EngineOptions(n_ctx=self.n_ctx, width=width))
 
@@ -176,11 +172,7 @@ def _drafts_for_itself(target: str | Path) -> bool:
 
 
 def examine_drafter(subject: Subject, draft: str | Path, progress: Done = lambda what, done, total: None) -> Report:
-    """Examines one drafter against a loaded target.
-
-    Raises:
-        GGUFError: the drafter's file cannot be read.
-    """
+    """Examines one drafter against a loaded target. Raises GGUFError: the drafter's file cannot be read."""
     with GGUFFile(draft) as file:
         checks = list(_Examination(subject, file, progress).checks()) + running.other_work(subject.backends)
     conditions = {

@@ -71,11 +71,7 @@ class Opened:
 
 
 def open_leniently(file: GGUFFile, target) -> Opened:
-    """Opens the drafter; if refused, tries each repair until the refusal changes.
-
-    Raises:
-        PyspecError: a refusal that no repair changes.
-    """
+    """Opens the drafter; if refused, tries each repair until the refusal changes. Raises PyspecError: a refusal that no repair changes."""
     refusals: list[Check] = []
     left = _repairs(file, target)
     while True:

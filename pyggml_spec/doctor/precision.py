@@ -142,10 +142,7 @@ def drafter(weights_of, backend, target, model, probe: Probe, reading: Reading, 
 
 def noisy_passage(make_engine, weights_of, model, passage: Passage) -> Passage:
     """The passage read with noisy target weights. ``make_engine(target)``: an engine without drafter; ``weights_of(target)``: its weights.
-
-    Raises:
-        PyspecError: no memory for a noisy copy.
-    """
+    Raises PyspecError: no memory for a noisy copy."""
     noisy = _noisy_model(weights_of, model)
     try:
         with closing(make_engine(noisy)) as engine:

@@ -84,11 +84,8 @@ class Probe:
         self.allocator = GraphAllocator(backend, "probe")
 
     def measure(self, reading: Reading, passages: slice = slice(None)) -> Measured:
-        """Measures ``reading`` at the same anchors for every reading; ``passages`` restricts the texts.
-
-        Raises:
-            EngineError: no memory for the blocks of one passage.
-        """
+        """Measures ``reading`` at the same anchors for every reading; ``passages`` restricts the texts. Raises EngineError: no memory for
+        the blocks of one passage."""
         parts = [self._passage(reading, i) for i in range(len(self.passages))[passages]]
         matched, drafts, likelihood, ranks, next_right = (
             np.concatenate([getattr(part, name) for part in parts]) for name in ("matched", "drafts", "likelihood", "ranks", "next_right")

@@ -22,12 +22,8 @@ RANDOM = ("temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "se
 
 
 def chosen(asked: Mapping[str, Any], file: GGUFFile | None = None) -> tuple[Sampling, list[str]]:
-    """The Sampling of the fields in ``asked``, and notes about what the file recommends.
-    Recommended values are defaults, unless decoding is greedy.
-
-    Raises:
-        SamplingError: a value out of range.
-    """
+    """The Sampling of the fields in ``asked``, and notes about what the file recommends. Recommended values are defaults, unless decoding
+    is greedy. Raises SamplingError: a value out of range."""
     if unknown := [name for name in asked if name not in Sampling.__dataclass_fields__]:
         raise SamplingError(f"a sampling has no field {unknown[0]!r}; it has {', '.join(Sampling.__dataclass_fields__)}")
     values, refused = recommended(file.metadata) if file is not None else ({}, [])

@@ -287,12 +287,8 @@ class Sampler:
     """
 
     def __init__(self, sampling: Sampling, tokenizer: Tokenizer | None, n_vocab: int) -> None:
-        """Args:
-        tokenizer: for constraints; None without one.
-
-        Raises:
-            SamplingError: a bias for a token outside the vocabulary, or an invalid grammar.
-        """
+        """``tokenizer``: for constraints; None without one. Raises SamplingError: a bias for a token outside the vocabulary, or an invalid
+        grammar."""
         self.sampling, self.n_vocab = sampling, n_vocab
         self.seed = None if sampling.is_argmax else sampling.seed if sampling.seed is not None else secrets.randbelow(RANDOM_SEED)
         self.logprobs: list[TokenLogprob] = []

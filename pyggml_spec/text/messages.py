@@ -24,11 +24,8 @@ Probe = Callable[[list[dict], list[dict]], tuple[str, bool]]
 
 
 def plain(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """``value`` as plain lists, dictionaries, strings and numbers: templates get no objects with methods.
-
-    Raises:
-        TemplateError: other types, or nested too deeply.
-    """
+    """``value`` as plain lists, dictionaries, strings and numbers: templates get no objects with methods. Raises TemplateError: other
+    types, or nested too deeply."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, str):

@@ -41,11 +41,7 @@ _SENTENCES = {  # by the failure that sandbox.py reports
 
 
 def templates(file: GGUFFile) -> dict[str, str]:
-    """The non-empty templates of a model file by name.
-
-    Raises:
-        TemplateError: one of them is not text.
-    """
+    """The non-empty templates of a model file by name. Raises TemplateError: one of them is not text."""
     out: dict[str, str] = {}
     for key, value in file.metadata.items():
         if key == KEY or key.startswith(f"{KEY}."):

@@ -23,11 +23,8 @@ lib.keep_errors()  # llama.cpp's loader logs every key
 
 
 def check_vocabulary(file: GGUFFile) -> int:
-    """Number of tokens, after checking all that llama.cpp asserts about a vocabulary.
-
-    Raises:
-        GGUFError: a key is missing, has another type, or contradicts the token list.
-    """
+    """Number of tokens, after checking all that llama.cpp asserts about a vocabulary. Raises GGUFError: a key is missing, has another type,
+    or contradicts the token list."""
     meta, damaged = file.metadata, "the file is damaged"
     model = file.get("tokenizer.ggml.model", str)
     if model not in _MODELS:

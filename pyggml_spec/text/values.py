@@ -33,11 +33,8 @@ def call(name: str, arguments: Any) -> Call | None:
 
 
 def loads(text: str) -> Any:
-    """JSON that may contain control characters in strings. Numbers beyond a double, NaN and Infinity stay text.
-
-    Raises:
-        ValueError: invalid JSON.
-    """
+    """JSON that may contain control characters in strings. Numbers beyond a double, NaN and Infinity stay text. Raises ValueError: invalid
+    JSON."""
     try:
         return json.loads(text, strict=False, parse_constant=str, parse_float=_float, parse_int=_int)
     except RecursionError:
@@ -144,11 +141,7 @@ _WORD = re.compile(rf'{re.escape(GEMMA_QUOTE)}(.*?){re.escape(GEMMA_QUOTE)}|([^\
 
 
 def gemma(text: str) -> Any:
-    """The object in Gemma 4's notation: names without quotes, texts between <|"|>.
-
-    Raises:
-        ValueError: invalid.
-    """
+    """The object in Gemma 4's notation: names without quotes, texts between <|"|>. Raises ValueError: invalid."""
 
     def word(match: re.Match[str]) -> str:
         quoted, bare, colon = match.groups()

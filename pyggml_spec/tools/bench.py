@@ -78,11 +78,7 @@ class BenchRow(Repeated):
 
 
 def bench(session: Session, options: BenchOptions, done=lambda row: None) -> list[BenchRow]:
-    """Runs every test; ``done(row)`` after each repetition.
-
-    Raises:
-        ContextError: depth and prompt exceed the context.
-    """
+    """Runs every test; ``done(row)`` after each repetition. Raises ContextError: depth and prompt exceed the context."""
     room = session.engine.options.n_ctx
     need = max(options.depths) + max([*options.prompts, options.tokens + 8])
     if need > room:

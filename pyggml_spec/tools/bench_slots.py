@@ -46,11 +46,8 @@ def tokens_needed(options: BenchOptions) -> int:
 
 
 def bench_slots(session: Session, slots: tuple[int, ...], options: BenchOptions, done: Callable = lambda row: None) -> list[SlotsRow]:
-    """Plain and speculative tests for each number of slots, at the first depth; ``done(row)`` after each.
-
-    Raises:
-        ContextError: a depth that exceeds the context of a slot.
-    """
+    """Plain and speculative tests for each number of slots, at the first depth; ``done(row)`` after each. Raises ContextError: a depth that
+    exceeds the context of a slot."""
     room = session.engine.options.n_ctx
     if tokens_needed(options) > room:
         raise ContextError(

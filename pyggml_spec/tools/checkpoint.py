@@ -227,11 +227,8 @@ def tokenizer(target: GGUFFile) -> Meta:
 
 
 def plain_names(files: Files) -> dict[str, str]:
-    """The checkpoint's tensor names by name without the model prefix, without unused tensors.
-
-    Raises:
-        ConvertError: a tensor exists with and without prefix.
-    """
+    """The checkpoint's tensor names by name without the model prefix, without unused tensors. Raises ConvertError: a tensor exists with and
+    without prefix."""
     out: dict[str, str] = {}
     for name in files:
         if name.endswith("rotary_emb.inv_freq"):
@@ -263,11 +260,8 @@ def match(wanted: dict[str, Source], files: Files, unread: tuple[str, ...] = ())
 
 
 def draft_vocabulary(c: Config, files: Files, n_vocab: int) -> tuple[int, dict[str, np.ndarray]]:
-    """Size of the drafter's vocabulary, and its d2t tensor (I64) unless it is the target's.
-
-    Raises:
-        ConvertError: token ids that are missing, repeated or outside the target's vocabulary.
-    """
+    """Size of the drafter's vocabulary, and its d2t tensor (I64) unless it is the target's. Raises ConvertError: token ids that are
+    missing, repeated or outside the target's vocabulary."""
     count = c.integer("draft_vocab_size", default=n_vocab)
     if count > n_vocab:
         raise ConvertError(

@@ -75,13 +75,8 @@ def compare_logits(
     text: str | None = None,
 ) -> Comparison:
     """Feeds ``tokens`` random ids, or the first ones of ``text``, to both engines with the same batch shapes, then decodes ``greedy``
-    tokens on both.
-    ``kernels``, ``rope``: as for ``load``. ggml's kernels give llama.cpp's logits bit for bit; native kernels sum in another order.
-
-    Raises:
-        ContextError: more tokens than the context.
-        PyspecError: the file cannot run here.
-    """
+    tokens on both. ``kernels``, ``rope``: as for ``load``. ggml's kernels give llama.cpp's logits bit for bit; native kernels sum in
+    another order. Raises ContextError: more tokens than the context; PyspecError: the file cannot run here."""
     if tokens < 1:
         raise ContextError(f"{tokens} tokens cannot be compared; use `tokens` 1 or more")
     with _both(path, tokens, greedy, device, threads, kernels, KVTypes(cache_type_k, cache_type_v), rope) as (engine, reference):
@@ -114,12 +109,8 @@ class NodeDifference:
 def compare_nodes(
     path: str | Path, tokens: int = 16, seed: int = 0, device: str | None = None, threads: int | None = None, kernels: str | None = "ggml"
 ) -> list[NodeDifference]:
-    """Compares the nodes named in both graphs, in graph order, after one batch of random ``tokens``.
-
-    Raises:
-        ContextError: more tokens than the context or one graph takes.
-        PyspecError: the file cannot run here.
-    """
+    """Compares the nodes named in both graphs, in graph order, after one batch of random ``tokens``. Raises ContextError: more tokens than
+    the context or one graph takes; PyspecError: the file cannot run here."""
     if not 0 < tokens <= CHUNK:
         raise ContextError(f"{tokens} tokens cannot be compared node by node; use `tokens` from 1 to {CHUNK}")
     Graph.debug = True

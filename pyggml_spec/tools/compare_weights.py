@@ -106,12 +106,8 @@ def _flag_outliers(tensors: list[TensorDifference]) -> list[TensorDifference]:
 def compare_weights(
     a: str | Path, b: str | Path, progress: Callable[[str, int, int], None] = lambda what, done, total: None
 ) -> WeightComparison:
-    """Compares every tensor of ``a`` (the reference) with the one of that name in ``b``.
-
-    Raises:
-        GGUFError: a file cannot be read.
-        ModelError: no common tensors.
-    """
+    """Compares every tensor of ``a`` (the reference) with the one of that name in ``b``. Raises GGUFError: a file cannot be read;
+    ModelError: no common tensors."""
     with GGUFFile(a) as left, GGUFFile(b) as right:
         common = [name for name in left.tensors if name in right.tensors]
         if not common:

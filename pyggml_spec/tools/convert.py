@@ -111,11 +111,8 @@ def _chunk(file: SafetensorsFile, source: str, first: int, count: int, kind: int
 
 @contextmanager
 def written_whole(out: Path, replace: bool):
-    """A temporary path that replaces ``out`` on success and is removed otherwise, also on Ctrl-C.
-
-    Raises:
-        ConvertError: ``out`` exists and may not be replaced, or cannot be written.
-    """
+    """A temporary path that replaces ``out`` on success and is removed otherwise, also on Ctrl-C. Raises ConvertError: ``out`` exists and
+    may not be replaced, or cannot be written."""
     if out.exists() and not replace:
         raise ConvertError(f"{out} exists; name another output, or `replace` it")
     if out.exists() and not out.is_file():

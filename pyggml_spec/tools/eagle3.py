@@ -121,11 +121,8 @@ def _llama3_factors(c: Config, base: float, size: int) -> np.ndarray:
 
 
 def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
-    """The GGUF for ``target`` from ``config`` and the tensors of ``files``.
-
-    Raises:
-        ConvertError: an unsupported feature, or a drafter for another target.
-    """
+    """The GGUF for ``target`` from ``config`` and the tensors of ``files``. Raises ConvertError: an unsupported feature, or a drafter for
+    another target."""
     c = Config(config, "eagle_config")
     _refuse_features(c)
     n_embd, theirs = c.integer("hidden_size"), target.get(f"{target.get('general.architecture', str)}.embedding_length", int)

@@ -8,11 +8,8 @@ from .checkpoint import SUPPORTED, Files, Layout, architectures
 
 
 def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
-    """The GGUF for ``target`` from ``config`` and the tensors of ``files`` (by name, with prefix).
-
-    Raises:
-        ConvertError: an unsupported layout or feature, or a drafter for another target.
-    """
+    """The GGUF for ``target`` from ``config`` and the tensors of ``files`` (by name, with prefix). Raises ConvertError: an unsupported
+    layout or feature, or a drafter for another target."""
     _refuse_other_layouts(config, files)
     return (eagle3 if eagle3.is_eagle3(config, files) else zlab).read_layout(config, files, target)
 

@@ -23,20 +23,12 @@ class Prompt:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Reads and parses a prompt file.
-
-    Raises:
-        PyspecError: the file cannot be read, or is invalid.
-    """
+    """Reads and parses a prompt file. Raises PyspecError: the file cannot be read, or is invalid."""
     return parse_prompts(prompt_file(path), path)
 
 
 def prompt_file(path: str | Path) -> bytes:
-    """Content of a prompt file, read once because it may be a pipe.
-
-    Raises:
-        PyspecError: it cannot be read, or is too long.
-    """
+    """Content of a prompt file, read once because it may be a pipe. Raises PyspecError: it cannot be read, or is too long."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE + 1)
@@ -49,11 +41,7 @@ def prompt_file(path: str | Path) -> bytes:
 
 def parse_prompts(data: bytes, path: str | Path) -> list[Prompt]:
     """Parses prompts. A line is ``{"prompt": TEXT}`` or ``{"messages": [{"role": ..., "content": ...}, ...]}``, with optional ``category``
-    (default: "prompts") and ``name`` (default: the line number).
-
-    Raises:
-        PyspecError: no prompts, or an invalid line.
-    """
+    (default: "prompts") and ``name`` (default: the line number). Raises PyspecError: no prompts, or an invalid line."""
     prompts = [_prompt(line, i, path) for i, line in enumerate(data.splitlines(), 1) if line.strip()]
     if not prompts:
         raise PyspecError(f'the prompt file {path} is empty; give one JSON object per line, like {{"prompt": "..."}}')

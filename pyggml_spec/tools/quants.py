@@ -31,11 +31,7 @@ TYPES = (
 
 
 def type_id(name: str, offered: tuple[str, ...] = TYPES) -> int:
-    """The ggml type called ``name`` (any case).
-
-    Raises:
-        ModelError: no such type.
-    """
+    """The ggml type called ``name`` (any case). Raises ModelError: no such type."""
     for kind in range(lib.GGML_TYPE_COUNT):
         if lib.ggml_blck_size(kind) and text(lib.ggml_type_name(kind)).lower() == name.lower():
             return kind
@@ -51,11 +47,7 @@ def _known(kind: int) -> str:
 
 
 def quantise(values: np.ndarray, kind: int) -> np.ndarray:
-    """F32 [rows, n] to U8 [rows, row bytes] of the ggml type.
-
-    Raises:
-        ModelError: the type is not in TYPES, or rows are not whole blocks.
-    """
+    """F32 [rows, n] to U8 [rows, row bytes] of the ggml type. Raises ModelError: the type is not in TYPES, or rows are not whole blocks."""
     name = _known(kind)
     if name not in TYPES:
         raise ModelError(f"{name} cannot be quantised to without an importance matrix; use one of {', '.join(TYPES)}")
@@ -73,11 +65,8 @@ def quantise(values: np.ndarray, kind: int) -> np.ndarray:
 
 
 def dequantise(data, kind: int, count: int) -> np.ndarray:
-    """F32 [count] from the bytes of a ggml type; ``count`` is a multiple of its block size.
-
-    Raises:
-        ModelError: unknown type, or one without conversion to float.
-    """
+    """F32 [count] from the bytes of a ggml type; ``count`` is a multiple of its block size. Raises ModelError: unknown type, or one without
+    conversion to float."""
     name, count = _known(kind), whole(count, "the number of values", 0, 1 << 62, ModelError)
     if count % lib.ggml_blck_size(kind) or len(data) < lib.ggml_row_size(kind, count):
         raise ModelError(f"{count} values of {name} do not fit {len(data)} bytes; pass whole blocks")

@@ -71,14 +71,7 @@ class CopySpeed:
 
 def split_steps(engine: ModelRunner, widths: tuple[int, ...], depth: int = 8, copies: Sequence[CopySpeed] | None = None) -> list[SplitStep]:
     """Measures steps of these widths by part, after a prompt of ``depth`` tokens. Discards the sequence. Widths beyond the context are left
-    out.
-
-    Args:
-        copies: result of ``copy_speeds``; None measures it.
-
-    Raises:
-        EngineError: the layers are on one device.
-    """
+    out. ``copies``: result of ``copy_speeds``; None measures it. Raises EngineError: the layers are on one device."""
     if len(engine.resources.segments) < 2:
         raise EngineError("the layers are on one device: there is no cut to measure")
     room, copies = engine.options.n_ctx, copy_speeds(engine) if copies is None else copies

@@ -42,11 +42,8 @@ class Worker:
         programs: int = 1,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """``programs``: clients served at a time, each by its own process; others wait.
-
-        Raises:
-            DeviceError: unknown device or host, the port is taken, or ggml's RPC backend is missing.
-        """
+        """``programs``: clients served at a time, each by its own process; others wait. Raises DeviceError: unknown device or host, the
+        port is taken, or ggml's RPC backend is missing."""
         library()  # checked first
         self.port, self._tell = port, say
         self.devices = _served(names)
@@ -65,11 +62,8 @@ class Worker:
         self._asked = True
 
     def serve(self) -> None:
-        """Serves until SIGINT or SIGTERM (main thread), or ``end`` (any thread).
-
-        Raises:
-            DeviceError: a server exits before it listens, or repeatedly without a client.
-        """
+        """Serves until SIGINT or SIGTERM (main thread), or ``end`` (any thread). Raises DeviceError: a server exits before it listens, or
+        repeatedly without a client."""
         before = {number: signal.signal(number, self._asked_to_end) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             if self.cache is not None:

@@ -148,11 +148,8 @@ def _scales(c: Config, target: GGUFFile, n_embd: int, notes: list[str]) -> dict[
 
 
 def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
-    """The GGUF for ``target`` from ``config`` and the tensors of ``files``.
-
-    Raises:
-        ConvertError: an unsupported feature, or a drafter for another target.
-    """
+    """The GGUF for ``target`` from ``config`` and the tensors of ``files``. Raises ConvertError: an unsupported feature, or a drafter for
+    another target."""
     c = Config(config, "dflash_config")
     notes: list[str] = []
     _refuse_features(c)
