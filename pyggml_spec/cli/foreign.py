@@ -153,7 +153,7 @@ class Foreign:
 
     names: tuple[str, ...]
     values: int
-    said: str
+    text: str
     refused: bool
 
 
@@ -178,7 +178,7 @@ OPTIONAL = {  # options with an optional value: the default; "" drops the option
 _WORDS = {"on", "off", "auto", "true", "false", "enabled", "disabled", "0", "1"}
 
 
-def known_to(command: click.Command) -> dict[str, click.Option]:
+def options_of(command: click.Command) -> dict[str, click.Option]:
     """Options of a command by all their names."""
     return {name: p for p in command.params if isinstance(p, click.Option) for name in (*p.opts, *p.secondary_opts)}
 
@@ -186,7 +186,7 @@ def known_to(command: click.Command) -> dict[str, click.Option]:
 def resolve(ctx: click.Context, args: list[str]) -> list[str]:
     """``args`` without foreign options; prints a note for those without effect. Raises click.UsageError: an unsupported option with its
     alternative, or an unknown one with a suggestion."""
-    own, rest = known_to(ctx.command), list(args)
+    own, rest = options_of(ctx.command), list(args)
     out: list[str] = []
     while rest:
         word = rest.pop(0)
@@ -221,9 +221,9 @@ def _is_option(word: str) -> bool:
 def _answer(ctx: click.Context, name: str) -> None:
     one = KNOWN[name]
     if one.refused:
-        raise click.UsageError(f"{name} is a llama.cpp option: {one.said}", ctx)
-    if one.said:
-        say(f"note: {name} has no effect here: {one.said}")
+        raise click.UsageError(f"{name} is a llama.cpp option: {one.text}", ctx)
+    if one.text:
+        say(f"note: {name} has no effect here: {one.text}")
 
 
 def unknown(ctx: click.Context, name: str) -> click.UsageError:
@@ -232,9 +232,9 @@ def unknown(ctx: click.Context, name: str) -> click.UsageError:
 
     from .main import cli
 
-    own = known_to(ctx.command)
+    own = options_of(ctx.command)
     others = (
-        [other for other in cli.list_commands(ctx) if name in known_to(cli.get_command(ctx, other) or ctx.command)]
+        [other for other in cli.list_commands(ctx) if name in options_of(cli.get_command(ctx, other) or ctx.command)]
         if name not in own
         else []
     )

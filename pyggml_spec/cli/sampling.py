@@ -56,7 +56,7 @@ def sampling_options(command):
 
 
 @dataclass(frozen=True)
-class Asked:
+class SamplingArgs:
     """Fields of ``Sampling`` set by a command's options."""
 
     values: dict
@@ -79,7 +79,7 @@ class Asked:
         return chosen(self.values, file)
 
 
-def take_sampling(options: dict, **more) -> Asked:
+def take_sampling(options: dict, **more) -> SamplingArgs:
     """Removes the sampling options from ``options``. Raises click.UsageError: a value out of range."""
     from ..constraints.grammar import KINDS
     from ..sampling.sampler import Sampling
@@ -92,14 +92,14 @@ def take_sampling(options: dict, **more) -> Asked:
     values["logit_bias"] = biases
     if values["samplers"] is not None:
         values["samplers"] = tuple(name.strip() for name in values["samplers"].split(";") if name.strip())
-    asked = Asked({name: value for name, value in {**values, **texts, **more}.items() if value is not None})
+    args = SamplingArgs({name: value for name, value in {**values, **texts, **more}.items() if value is not None})
     if values["seed"] in (-1, (1 << 32) - 1):  # llama.cpp's values for a random seed
-        asked.values["seed"] = None
+        args.values["seed"] = None
     try:
-        asked.sampling()
+        args.sampling()
     except SamplingError as error:
         raise click.UsageError(in_options(re.sub(r"^(\w+)(?= is )", r"`\1`", str(error)))) from None
-    return asked
+    return args
 
 
 def _bias(text: str) -> tuple[int, float]:

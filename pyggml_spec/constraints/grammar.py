@@ -33,7 +33,7 @@ QUICK_S = 0.001  # below this, masks are computed on demand again
 DEADLINE_S = 1.0  # thread time per token
 FEED_S = 0.1  # for all tokens of one feed()
 _AMBIGUOUS = "it is too ambiguous, that is, a text can be read in too many threads; write it so that there is one, like s ::= [a-z]+ for s ::= s s | [a-z]"
-_SAID_BETTER = {
+_CLEARER = {
     "Too many items": _AMBIGUOUS,
     "Current row has": _AMBIGUOUS,
     "oneOf constraints": "oneOf is possible where its schemas exclude each other by their types or by a constant; use anyOf",
@@ -122,13 +122,13 @@ class Vocabulary:
         self._raise()  # re-raised in the calling thread
         return matcher, slow
 
-    def other(self) -> LLMatcher:
+    def permissive_matcher(self) -> LLMatcher:
         """A matcher that accepts any token, needed as a second one by ``consume``."""
         if self._any is None:
             self._any = LLMatcher(self._ll, "start: /(?s:.*)/\n", log_level=0)
         return self._any.deep_copy()
 
-    def masked(self, kind: str, text: str) -> None:
+    def count_mask(self, kind: str, text: str) -> None:
         """Counts a mask; after MASKS of them the next request compiles the grammar again, which frees the lexer's states."""
         known = self.compiled.get((kind, text))
         if known is not None:
@@ -279,7 +279,7 @@ class Grammar:
 
     def _timed(self) -> tuple[np.ndarray, bool]:
         """``bits``, and whether it was slow."""
-        self._vocabulary.masked(self.kind, self._text)
+        self._vocabulary.count_mask(self.kind, self._text)
         began = time.thread_time()
         bits = self.compute_bits()
         return bits, self.slow or time.thread_time() - began > SLOW_S
@@ -355,11 +355,11 @@ class Grammar:
     def _submit(self, *tokens: int) -> None:
         """A thread consumes ``tokens`` and computes the next mask; the matcher is off limits until it is done."""
         self._bits = None
-        self._vocabulary.masked(self.kind, self._text)
+        self._vocabulary.count_mask(self.kind, self._text)
 
         def work() -> None:
             for token in tokens:
-                self._checked(consume(self._matcher, token, self._vocabulary.other()))
+                self._checked(consume(self._matcher, token, self._vocabulary.permissive_matcher()))
             self._bits = self.compute_bits()
 
         self._job = MaskJob(work)
@@ -418,7 +418,7 @@ class _Tokens:
 
 def _reason(message: str) -> str:
     """llguidance's message as part of one sentence."""
-    for known, words in _SAID_BETTER.items():
+    for known, words in _CLEARER.items():
         if known in message:
             return words
     lines = [line.strip() for line in message.split("<state>", maxsplit=1)[0].splitlines()]

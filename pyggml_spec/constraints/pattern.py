@@ -245,7 +245,7 @@ class Program:
         node = reader.either()
         if reader.peek():
             raise reader.wrong("a ) has no (")
-        self.text, self._made = text, 0
+        self.text, self._n_nodes = text, 0
         certain = _certain(node)
         self.marks = [0] if certain is None else []  # start of the match, unless a group always captures
         self._groups = range(1, (certain or reader.groups) + 1)
@@ -262,8 +262,8 @@ class Program:
 
     def _emit(self, node: _Node, following: int) -> int:
         """Index of the code of ``node``, followed by ``following``."""
-        self._made += 1
-        if self._made > 4 * MOST_PARTS or len(self.code) > MOST_PARTS:
+        self._n_nodes += 1
+        if self._n_nodes > 4 * MOST_PARTS or len(self.code) > MOST_PARTS:
             raise SamplingError(
                 f"the pattern {self.text[:80]!r} has more than {MOST_PARTS} parts once its counts are written out; make it smaller"
             )

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..text.formats import GEMMA, JSON, NAMED, Calls, Format, Tags
-from ..text.values import kinds, meant, resolved
+from ..text.values import kinds, resolved, with_implied_types
 from .errors import ApiError
 
 Control = Mapping[str, int]
@@ -51,7 +51,7 @@ def _named_calls(tools: Sequence[dict[str, Any]], call: Calls, control: Control)
         head = [json.dumps(call.name[0] + call.prefix + name)] + ([f"/{call.index}/"] if call.index else [])
         head += [_mark(call.name[1], control)] if call.name[1] else []
         if call.arguments == JSON:
-            schema = meant(tool["function"].get("parameters") or {"type": "object"})
+            schema = with_implied_types(tool["function"].get("parameters") or {"type": "object"})
             body = f"SPACE %json {json.dumps(schema)}"
         else:
             assert isinstance(call.arguments, Tags)
@@ -72,7 +72,7 @@ _OF_TEXTS = {"type", "description", "title", "default", "examples"}
 def _tagged(rules: list[str], i: int, function: dict[str, Any], tags: Tags) -> str:
     """The part after the name: arguments in the order of their schema; those that are not required may be left out. A text goes on to its end tag,
     other values are JSON. Rules for them are added to ``rules``."""
-    schema = meant(function.get("parameters") or {"type": "object"})
+    schema = with_implied_types(function.get("parameters") or {"type": "object"})
     if not isinstance(schema, dict) or not set(schema) <= _OF_TAGGED or schema.get("type") != "object":
         raise ApiError(
             400, f"the parameters of {function['name']!r} are more than the arguments of a call in tags can be held to", param="tools"
@@ -135,7 +135,7 @@ def call_schema(tools: Sequence[dict[str, Any]]) -> str:
     shared: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     either = []
     for tool in tools:
-        parameters = meant(tool["function"].get("parameters") or {"type": "object"})
+        parameters = with_implied_types(tool["function"].get("parameters") or {"type": "object"})
         if isinstance(parameters, dict):
             parameters = dict(parameters)
             for place, known in shared.items():

@@ -51,7 +51,7 @@ class ChatPlan:
         if self.forced:
             parser = Parser(BARE, tools=self.called)
         elif self.called or self.reasoning or prompt.inside or prompt.form.channels is not None:
-            parser = Parser(prompt.form, inside=prompt.inside, goes_on=prompt.goes_on, tools=self.called, reasoning=self.reasoning)
+            parser = Parser(prompt.form, inside=prompt.inside, continued=prompt.goes_on, tools=self.called, reasoning=self.reasoning)
         return Output(task, served.tokenizer, parser, self.n_probs is not None)
 
 

@@ -87,7 +87,7 @@ class Format:
         signs: texts that the template's source contains, all of them.
         think: around reasoning, as searched in the text.
         thinking: the same as prompts write it, with line breaks.
-        again: reasoning may follow content. ``strays``: markers without meaning alone.
+        interleaved: reasoning may follow content. ``strays``: markers without meaning alone.
         calls: notations; grammars use the first.
         calls_think: a call ends open reasoning.
         bare: marker before an answer that is one JSON call; None if there is no such answer.
@@ -97,7 +97,7 @@ class Format:
     signs: tuple[str, ...]
     think: tuple[str, str] = ("<think>", "</think>")
     thinking: tuple[str, str] = ("<think>\n", "\n</think>\n\n")
-    again: bool = False
+    interleaved: bool = False
     strays: tuple[str, ...] = ()
     calls: tuple[Calls, ...] = ()
     calls_think: bool = False
@@ -159,7 +159,7 @@ FORMATS = (
                      close="</atem:invoke>", section=("<atem:function_calls>", "</atem:function_calls>"), sectioned=True),),
     ),
     Format(
-        "gemma 4", ("<|tool_call>",), think=("<|channel>thought", "<channel|>"), thinking=("<|channel>thought\n", "<channel|>"), again=True,
+        "gemma 4", ("<|tool_call>",), think=("<|channel>thought", "<channel|>"), thinking=("<|channel>thought\n", "<channel|>"), interleaved=True,
         strays=("<|channel>", "<channel|>"), calls=(Calls("<|tool_call>", "<tool_call|>", GEMMA, name=("call:", "")),),
     ),
     Format(

@@ -15,8 +15,8 @@ from . import values
 from .formats import BARE, GEMMA, GEMMA_QUOTE, JSON, NAMED, Calls, Channels, Format, Tags
 from .values import Call
 
-Waits = Generator[None, None, bool]
-Finds = Generator[None, None, str | None]
+BoolReader = Generator[None, None, bool]
+TextReader = Generator[None, None, str | None]
 
 _MOST_HEADER = 512  # characters
 _PLAIN, _TEXT = re.compile(r"[\s\w.+:,-]*"), re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
@@ -37,18 +37,24 @@ class Parser:
     Args:
         form: the model's format.
         inside: "reasoning" or "content" if the prompt opens it, else "".
-        goes_on: the prompt contains the start of the text, so leading whitespace counts.
+        continued: the prompt contains the start of the text, so leading whitespace counts.
         tools: tools that may be called, with their descriptions.
         reasoning: False leaves reasoning in the content.
     """
 
     def __init__(
-        self, form: Format = BARE, *, inside: str = "", goes_on: bool = False, tools: Sequence[dict[str, Any]] = (), reasoning: bool = True
+        self,
+        form: Format = BARE,
+        *,
+        inside: str = "",
+        continued: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
+        reasoning: bool = True,
     ) -> None:
         self.form = form
         self._tools = {t["function"]["name"]: t["function"] for t in tools}
-        self._reasoning, self._inside, self._goes_on = reasoning, inside, goes_on
-        self._held, self._at = "", 0  # pending text, and how far it was read
+        self._reasoning, self._inside, self._continued = reasoning, inside, continued
+        self._pending, self._at = "", 0  # pending text, and how far it was read
         self._out: list[Piece] = []
         self._lead = False  # drop the whitespace that comes next
         self._blank, self._kind = "", ""  # whitespace emitted if text follows, and its kind
@@ -56,9 +62,9 @@ class Parser:
         self._moves = self._marked() if form.channels is None else self._messages(form.channels)
 
     def push(self, text: str) -> list[Piece]:
-        self._held += text
+        self._pending += text
         next(self._moves, None)
-        return self._taken()
+        return self._drain()
 
     def finish(self, cut: bool = False) -> list[Piece]:
         """Remaining output. ``cut``: the text was truncated by a limit, so an unfinished call is none."""
@@ -66,9 +72,9 @@ class Parser:
         next(self._moves, None)
         if self._blank and self._kind == "content":
             self._out.append(Piece(content=self._blank))
-        return self._taken()
+        return self._drain()
 
-    def _taken(self) -> list[Piece]:
+    def _drain(self) -> list[Piece]:
         out, self._out = self._out, []
         return out
 
@@ -78,8 +84,8 @@ class Parser:
         think = self.form.think if self._reasoning else None
         if self._inside == "reasoning":
             if think is not None:
-                yield from self._think(fresh=not self._goes_on)
-            elif not self._goes_on:
+                yield from self._think(fresh=not self._continued)
+            elif not self._continued:
                 self._emit("content", self.form.thinking[0])
         elif not self._inside:
             if think is not None and (yield from self._next(think[0])):
@@ -93,21 +99,21 @@ class Parser:
         """Open reasoning and its end."""
         end = self.form.think[1]
         if fresh:
-            self._turn()
+            self._new_section()
         begins = self._begins() if self.form.calls_think else {}
         while found := (yield from self._until("reasoning", (end, *begins))):
-            if found == end or (yield from self._begun(found, begins[found], "reasoning")):
+            if found == end or (yield from self._try_call(found, begins[found], "reasoning")):
                 break
-        self._turn()
+        self._new_section()
 
     def _content(self) -> Generator[None, None, None]:
         begins, form = self._begins(), self.form
-        again, strays = (form.think[:1], form.strays) if form.again and self._reasoning else ((), ())
+        reopen, strays = (form.think[:1], form.strays) if form.interleaved and self._reasoning else ((), ())
         ends = {call.section[1] for call in form.calls if call.section and not call.sectioned and self._tools}
-        while found := (yield from self._until("content", (*begins, *again, *strays, *ends))):
+        while found := (yield from self._until("content", (*begins, *reopen, *strays, *ends))):
             if found in begins:
-                yield from self._begun(found, begins[found], "content")
-            elif found in again:
+                yield from self._try_call(found, begins[found], "content")
+            elif found in reopen:
                 yield from self._think()
 
     def _messages(self, channels: Channels) -> Generator[None, None, None]:
@@ -121,7 +127,7 @@ class Parser:
             name, raw = kind.removeprefix(self.form.calls[0].prefix), kind == "reasoning" and not self._reasoning
             if kind in ("reasoning", "content"):
                 if header is not None and not raw:
-                    self._turn()
+                    self._new_section()
                 self._emit("content", written if raw else "")
             elif name in self._tools:
                 if (yield from self._message_call(name, written, channels)):
@@ -132,26 +138,26 @@ class Parser:
                 self._emit(kind, written)
             end = yield from self._until("content" if raw else kind, channels.ends)
             self._emit("content", end if raw and end == channels.ends[0] else "")
-            if self._final and not self._held:
+            if self._final and not self._pending:
                 return
 
-    def _header(self, channels: Channels) -> Finds:
+    def _header(self, channels: Channels) -> TextReader:
         """The next header, without its delimiters; None if there is none."""
         heads = (channels.start, "<|channel|>", channels.message, "to=")
         while True:
-            text = self._held.lstrip()
+            text = self._pending.lstrip()
             begun = text.startswith(heads)
-            at = self._held.find(channels.message) if begun else -1
+            at = self._pending.find(channels.message) if begun else -1
             if at >= 0:
-                header, self._held = self._held[:at], self._held[at + len(channels.message) :]
+                header, self._pending = self._pending[:at], self._pending[at + len(channels.message) :]
                 return header.replace(channels.start, "")
-            if begun and self._final and len(self._held) <= _MOST_HEADER:
-                self._held = ""  # truncated
-            if self._final or len(self._held) > _MOST_HEADER or not (begun or any(head.startswith(text) for head in heads)):
+            if begun and self._final and len(self._pending) <= _MOST_HEADER:
+                self._pending = ""  # truncated
+            if self._final or len(self._pending) > _MOST_HEADER or not (begun or any(head.startswith(text) for head in heads)):
                 return None
             yield
 
-    def _message_call(self, name: str, header: str, channels: Channels) -> Waits:
+    def _message_call(self, name: str, header: str, channels: Channels) -> BoolReader:
         """A message to a tool: its text is the arguments, or a section of calls."""
         (call,) = self.form.calls
         if not call.section:
@@ -175,13 +181,13 @@ class Parser:
                 out[call.name[0]] = [call]
         return out
 
-    def _begun(self, marker: str, calls: list[Calls], kind: str) -> Waits:
+    def _try_call(self, marker: str, calls: list[Calls], kind: str) -> BoolReader:
         """After ``marker``: reads a call and returns whether there was one; otherwise it is text of ``kind``."""
         first = calls[0]
         if first.section and marker == first.section[0]:
             return (yield from self._section(first, marker, kind))
         if marker != first.begin:  # a call without its begin marker
-            self._held = marker + self._held
+            self._pending = marker + self._pending
             return (yield from self._call(first, "", kind))
         return (yield from self._call((yield from self._notation(calls)), marker, kind))
 
@@ -194,39 +200,39 @@ class Parser:
         self._at = 0
         return heads[found or ""] if found or "" in heads else calls[0]
 
-    def _section(self, call: Calls, begin: str, kind: str, header: str = "") -> Waits:
+    def _section(self, call: Calls, begin: str, kind: str, header: str = "") -> BoolReader:
         """Calls of the section opened by ``begin``; returns whether there was one."""
-        said, called = header + begin, False
+        prefix, called = header + begin, False
         while (found := (yield from self._next(call.begin, call.section[1]))) == call.begin:
             self._drop()
             notation = yield from self._notation([c for c in self.form.calls if c.section == call.section])
-            called |= yield from self._call(notation, call.begin, kind, said=said)
-            said = ""
+            called |= yield from self._call(notation, call.begin, kind, prefix=prefix)
+            prefix = ""
         if not called:
-            self._emit(kind, said + (found or ""))
+            self._emit(kind, prefix + (found or ""))
         self._drop()
         return called
 
-    def _call(self, call: Calls, begin: str, kind: str, name: str = "", ends: tuple[str, ...] = (), said: str = "") -> Waits:
-        """One call after ``begin``; ``ends``: further end markers. If it is not a call, its text is emitted as ``kind`` after ``said``."""
+    def _call(self, call: Calls, begin: str, kind: str, name: str = "", ends: tuple[str, ...] = (), prefix: str = "") -> BoolReader:
+        """One call after ``begin``; ``ends``: further end markers. If it is not a call, its text is emitted as ``kind`` after ``prefix``."""
         self._at = 0
         made = yield from self._read(call, name)
         if made is not None and (yield from self._closed(call, ends, begin)):
             self._out.append(Piece(call=made))
-            self._turn()
+            self._new_section()
             self._drop()
             return True
         if self._final:
-            self._at = len(self._held)
-        self._emit(kind, said + begin + self._held[: self._at])
+            self._at = len(self._pending)
+        self._emit(kind, prefix + begin + self._pending[: self._at])
         self._drop()
         return False
 
     def _read(self, call: Calls, name: str) -> Generator[None, None, Call | None]:
         """Name and arguments of a call; ``name``: if known already."""
         if call.arguments == NAMED:
-            told = yield from self._json()
-            return self._named(told) if told is not None else None
+            text = yield from self._json()
+            return self._named(text) if text is not None else None
         if not name:
             found = yield from self._name(call)
             if found is None:
@@ -252,12 +258,12 @@ class Parser:
         except (ValueError, TypeError, AttributeError):
             return None
 
-    def _name(self, call: Calls) -> Finds:
-        before, behind = call.name
+    def _name(self, call: Calls) -> TextReader:
+        before, after = call.name
         if before and (yield from self._next(before)) is None:
             return None
-        if behind:
-            text = yield from self._to(behind)
+        if after:
+            text = yield from self._to(after)
         else:  # up to a character that no name contains
             text = yield from self._while(r"\s*[^\s<{]*")
         if text is None:
@@ -286,32 +292,32 @@ class Parser:
             arguments[key] = values.typed(text, wanted, schema)
         return values.call(name, arguments)
 
-    def _value(self, tags: Tags, follows: tuple[str, ...]) -> Finds:
+    def _value(self, tags: Tags, follows: tuple[str, ...]) -> TextReader:
         """A value up to its end tag; an end tag after which the call does not continue is part of the value."""
         start = self._at
         while (yield from self._to(tags.end)) is not None:
-            behind = self._at
-            if (yield from self._next(*follows)) is not None or (self._final and not self._held[behind:].strip()):
-                self._at = behind
-                text = self._held[start : behind - len(tags.end)]
+            after = self._at
+            if (yield from self._next(*follows)) is not None or (self._final and not self._pending[after:].strip()):
+                self._at = after
+                text = self._pending[start : after - len(tags.end)]
                 return text.removeprefix("\n").removesuffix("\n") if tags.lines else text
-            self._at = behind
+            self._at = after
         return None
 
-    def _closed(self, call: Calls, ends: tuple[str, ...], begin: str) -> Waits:
+    def _closed(self, call: Calls, ends: tuple[str, ...], begin: str) -> BoolReader:
         """Whether the call ends here: at its markers, at another call where they may be missing, or at the end of the text."""
         loose = call.loose or (call.close and not begin)
         if call.close and (yield from self._next(call.close)) is None:
             return self._ended()
         markers = [marker for marker in (call.end, *ends) if marker]
         if markers and (yield from self._next(*markers)) is None:
-            behind = self._held[self._at :].strip()
-            return bool(loose and behind and not any(m.startswith(behind) for m in markers)) or self._ended()
+            after = self._pending[self._at :].strip()
+            return bool(loose and after and not any(m.startswith(after) for m in markers)) or self._ended()
         return True
 
     def _ended(self) -> bool:
         """Whether the model ended its text here."""
-        return self._final and not self._cut and not self._held[self._at :].strip()
+        return self._final and not self._cut and not self._pending[self._at :].strip()
 
     def _bare(self, marker: str) -> Generator[None, None, None]:
         """An answer that consists of JSON calls only."""
@@ -332,47 +338,47 @@ class Parser:
 
     # -- reading ahead without output; False or None: no match
 
-    def _next(self, *markers: str) -> Finds:
+    def _next(self, *markers: str) -> TextReader:
         """Which of ``markers`` follows, after whitespace; consumed."""
         while True:
-            text = self._held[self._at :].lstrip()
+            text = self._pending[self._at :].lstrip()
             found = max((m for m in markers if text.startswith(m)), key=len, default=None)
             if found is not None:
-                self._at = len(self._held) - len(text) + len(found)
+                self._at = len(self._pending) - len(text) + len(found)
                 return found
             if self._final or (text and not any(m.startswith(text) for m in markers)):
                 return None
             yield
 
-    def _to(self, marker: str) -> Finds:
+    def _to(self, marker: str) -> TextReader:
         """The text before ``marker``; both are consumed."""
         start = scan = self._at
-        while (at := self._held.find(marker, scan)) < 0:
-            scan = max(start, len(self._held) - len(marker) + 1)
+        while (at := self._pending.find(marker, scan)) < 0:
+            scan = max(start, len(self._pending) - len(marker) + 1)
             if self._final:
                 return None
             yield
         self._at = at + len(marker)
-        return self._held[start:at]
+        return self._pending[start:at]
 
-    def _while(self, pattern: str) -> Finds:
+    def _while(self, pattern: str) -> TextReader:
         """The match of ``pattern``, once it ends before the text does."""
         while True:
-            match = re.compile(pattern).match(self._held, self._at)
-            if match is None or match.end() < len(self._held) or self._final:
+            match = re.compile(pattern).match(self._pending, self._at)
+            if match is None or match.end() < len(self._pending) or self._final:
                 self._at = match.end() if match is not None else self._at
                 return match[0] if match is not None else None
             yield
 
-    def _json(self) -> Finds:
+    def _json(self) -> TextReader:
         """The text of the next JSON object; None at the first character that JSON does not allow outside of strings."""
         if (yield from self._next("{")) is None:
             return None
         start, depth, quoted = self._at - 1, 1, False
         while True:
-            match = (_TEXT if quoted else _PLAIN).match(self._held, self._at)
+            match = (_TEXT if quoted else _PLAIN).match(self._pending, self._at)
             self._at = match.end() if match is not None else self._at
-            mark = self._held[self._at : self._at + 1]
+            mark = self._pending[self._at : self._at + 1]
             if mark == '"':
                 quoted = not quoted
             elif mark and mark in "{}[]" and not quoted:
@@ -384,48 +390,48 @@ class Parser:
                 continue
             self._at += 1
             if not depth:
-                return self._held[start : self._at]
+                return self._pending[start : self._at]
 
-    def _quoted(self, end: str) -> Finds:
+    def _quoted(self, end: str) -> TextReader:
         """The text before ``end``, ignoring ``end`` inside Gemma 4's quotes."""
         start = scan = self._at
         quoted = False
         while True:
-            found = [(at, m) for m in (GEMMA_QUOTE, *(() if quoted else (end,))) if (at := self._held.find(m, scan)) >= 0]
+            found = [(at, m) for m in (GEMMA_QUOTE, *(() if quoted else (end,))) if (at := self._pending.find(m, scan)) >= 0]
             if found:
                 at, marker = min(found)
                 if marker == end:
                     self._at = at
-                    return self._held[start:at]
+                    return self._pending[start:at]
                 quoted, scan = not quoted, at + len(marker)
                 continue
             if self._final:
-                self._at = len(self._held)
-                return self._held[start:] if not self._cut else None
-            scan = max(scan, len(self._held) - max(len(end), len(GEMMA_QUOTE)) + 1)
+                self._at = len(self._pending)
+                return self._pending[start:] if not self._cut else None
+            scan = max(scan, len(self._pending) - max(len(end), len(GEMMA_QUOTE)) + 1)
             yield
 
     # -- output
 
     def _drop(self) -> None:
         """Discards what was read."""
-        self._held, self._at = self._held[self._at :], 0
+        self._pending, self._at = self._pending[self._at :], 0
 
-    def _turn(self) -> None:
+    def _new_section(self) -> None:
         """A new section starts: whitespace around it is dropped."""
         self._lead, self._blank = True, ""
 
     def _until(self, kind: str, markers: Sequence[str]) -> Generator[None, None, str]:
         """Emits text up to the first of ``markers`` (returned; "" at the end), or up to a possible start of one."""
         while True:
-            found = min(((at, -len(m), m) for m in markers if (at := self._held.find(m)) >= 0), default=None)
-            at = found[0] if found is not None else len(self._held)
+            found = min(((at, -len(m), m) for m in markers if (at := self._pending.find(m)) >= 0), default=None)
+            at = found[0] if found is not None else len(self._pending)
             if not self._final:  # another marker may start earlier or be longer
-                at = min(at, _beginning(self._held, markers))
-            self._emit(kind, self._held[:at])
-            self._held = self._held[at:]
+                at = min(at, _beginning(self._pending, markers))
+            self._emit(kind, self._pending[:at])
+            self._pending = self._pending[at:]
             if found is not None and found[0] == at and not self._longer(found[2], markers):
-                self._held = self._held[len(found[2]) :]
+                self._pending = self._pending[len(found[2]) :]
                 return found[2]
             if self._final:
                 return ""
@@ -433,7 +439,7 @@ class Parser:
 
     def _longer(self, marker: str, markers: Sequence[str]) -> bool:
         """Whether the pending text may still become a longer marker."""
-        return not self._final and any(len(m) > len(marker) and m.startswith(self._held) for m in markers)
+        return not self._final and any(len(m) > len(marker) and m.startswith(self._pending) for m in markers)
 
     def _emit(self, kind: str, text: str) -> None:
         """Emits text; trailing whitespace is held back where a marker may follow. Without ``kind`` nothing is emitted."""

@@ -60,8 +60,8 @@ class _Child:
                 raise
         self.socket, self.ready = ours, False
         self.outstanding = False  # a reply is outstanding that no caller waits for
-        self._places: list[str] = []  # templates sent, by slot: 18 KB per request took 0.2 ms
-        self._given = 0
+        self._slots: list[str] = []  # templates sent, by slot: 18 KB per request took 0.2 ms
+        self._n_sent = 0
         self._line = bytearray()  # partial reply
 
     def end(self) -> int:
@@ -76,23 +76,25 @@ class _Child:
         self.process.returncode = 0
 
     def has(self, source: str) -> bool:
-        return source in self._places
+        return source in self._slots
 
     def request(self, limits: dict, source: str, body: bytes, patience: float | None = None) -> dict:
         watched = limits["memory"] if WATCHED else None
-        new = source not in self._places
-        place = self._given % PLACES if new else self._places.index(source)
-        told = json.dumps(limits | {"place": place} | ({"source": source} if new else {}) | ({"memory": None} if WATCHED else {})).encode()
+        new = source not in self._slots
+        place = self._n_sent % PLACES if new else self._slots.index(source)
+        header = json.dumps(
+            limits | {"place": place} | ({"source": source} if new else {}) | ({"memory": None} if WATCHED else {})
+        ).encode()
         if not self.ready:
             self.ready = self.receive(START_SECONDS, None)["ready"]
         self.socket.settimeout(WALL_SECONDS)
         try:
-            self.socket.sendall(b"%b\n%b\n" % (told, body))
+            self.socket.sendall(b"%b\n%b\n" % (header, body))
         except TimeoutError:
             raise Stopped(_SILENT) from None
         if new:
-            self._places[place : place + 1] = [source]
-            self._given += 1
+            self._slots[place : place + 1] = [source]
+            self._n_sent += 1
         if patience is None:
             return self.receive(WALL_SECONDS, watched)
         try:
@@ -132,10 +134,10 @@ def resident(pid: int) -> int:
     """Resident bytes of a process, by ps; 0 if it does not exist."""
     try:
         command = ["ps", "-o", "rss=", "-p", str(pid)]
-        told = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False).stdout.strip()
+        header = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False).stdout.strip()
     except OSError as error:
         raise TemplateError(f"the memory of a chat template cannot be watched without `ps` ({error}); install it") from None
-    return int(told) * 1024 if told.isdigit() else 0
+    return int(header) * 1024 if header.isdigit() else 0
 
 
 _SILENT = f"no reply in {WALL_SECONDS:.0f} s"
@@ -151,7 +153,7 @@ class Renderer:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.child: _Child | None = None
-        self._latest = math.inf  # duration of the last rendering, inf if it was large
+        self._last_seconds = math.inf  # duration of the last rendering, inf if it was large
         self.patience = threading.local()
         atexit.register(self.stop)
         os.register_at_fork(after_in_child=self._forget)
@@ -207,13 +209,13 @@ class Renderer:
             self.lock.release()
 
     def _request_nonblocking(self, limits: dict, source: str, body: bytes, patience: float) -> dict:
-        if WATCHED or len(body) > AT_ONCE or self._latest > patience or not self.lock.acquire(blocking=False):
+        if WATCHED or len(body) > AT_ONCE or self._last_seconds > patience or not self.lock.acquire(blocking=False):
             raise WouldBlock
         try:
             if self.child is None or not self.child.ready or self.child.outstanding or not self.child.has(source):
                 raise WouldBlock
             reply = self._request(limits, source, body, patience)
-            if self._latest > patience:
+            if self._last_seconds > patience:
                 raise WouldBlock
             return reply
         except _Died:  # killed from outside
@@ -231,10 +233,10 @@ class Renderer:
         return self._started()
 
     def _request(self, limits: dict, source: str, body: bytes, patience: float | None = None) -> dict:
-        child, began, self._latest = self._idle_child(), time.monotonic(), math.inf
+        child, began, self._last_seconds = self._idle_child(), time.monotonic(), math.inf
         try:
             reply = child.request(limits, source, body, patience)
-            self._latest = time.monotonic() - began if len(reply.get("text", "")) <= MUCH else math.inf
+            self._last_seconds = time.monotonic() - began if len(reply.get("text", "")) <= MUCH else math.inf
         except WouldBlock:
             raise
         except ConnectionError:

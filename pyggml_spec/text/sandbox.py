@@ -165,16 +165,16 @@ def serve() -> None:
     for source in WARM:
         answer({"source": source, "values": {"messages": []}, "now": "2000-01-01"}, 1 << 20, {})
     memory = Memory()
-    asked, told = os.fdopen(0, "rb", 1 << 16), os.fdopen(os.dup(0), "wb")
+    requests, replies = os.fdopen(0, "rb", 1 << 16), os.fdopen(os.dup(0), "wb")
     for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):  # no files written or opened, no core dumps
         resource.setrlimit(what, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # both are inherited
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     reply = {"ready": True, "last": False}
     while True:
-        told.write(json.dumps(reply, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
-        told.flush()
-        if reply["last"] or not (line := asked.readline()):
+        replies.write(json.dumps(reply, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        replies.flush()
+        if reply["last"] or not (line := requests.readline()):
             return
         limits = json.loads(line)
         if "source" in limits:
@@ -182,7 +182,7 @@ def serve() -> None:
         if limits["memory"] is not None:
             memory.allow(limits["memory"])
         signal.setitimer(signal.ITIMER_PROF, limits["seconds"])  # the signal kills the process anywhere
-        reply = answer(json.loads(asked.readline()) | {"source": sources[limits["place"]]}, limits["characters"], compiled)
+        reply = answer(json.loads(requests.readline()) | {"source": sources[limits["place"]]}, limits["characters"], compiled)
         signal.setitimer(signal.ITIMER_PROF, 0)
         reply["last"] = memory.grown()
 

@@ -129,18 +129,18 @@ class BlockText:
 
     def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = (), lines: LineLimits = ANY_LINES):
         self._text = TextStream(piece, stops, lines)
-        self._made: deque[str] = deque()  # text of tokens passed to ``completes`` and not yet taken
+        self._completed: deque[str] = deque()  # text of tokens passed to ``completes`` and not yet taken
         self.completes = self._completes if self._text.stops or lines else None
 
     def _completes(self, token: int) -> str:
-        self._made.append(self._text.push(token))
+        self._completed.append(self._text.push(token))
         return self._text.ended
 
     def take(self, block: Sequence[int]) -> str:
         """Text that may be shown after the next ``block`` of tokens."""
         if self.completes is None:
             return self._text.push(*block)
-        return "".join(self._made.popleft() for _ in block)
+        return "".join(self._completed.popleft() for _ in block)
 
     def finish(self) -> str:
         """The text held back."""

@@ -103,7 +103,7 @@ class Tokenizer:
         self._vocab = lib.llama_model_get_vocab(self._model)
         self._control: dict[str, int] | None = None
         types = file.metadata.get("tokenizer.ggml.token_type")
-        self._said_control = np.flatnonzero(types == _CONTROL).tolist() if isinstance(types, np.ndarray) else []
+        self._file_control = np.flatnonzero(types == _CONTROL).tolist() if isinstance(types, np.ndarray) else []
         self._pieces = lru_cache(1 << 14)(self._piece)  # 0.2 us instead of 1.7
         try:
             self._check_added()
@@ -206,7 +206,7 @@ class Tokenizer:
     @cached_property
     def exposed_tokens(self) -> dict[str, int]:
         """Control tokens of the file that libllama treats as text, so ``encode`` always recognises them: gpt-oss's markers."""
-        left = set(self._said_control) - set(self.control_tokens().values())
+        left = set(self._file_control) - set(self.control_tokens().values())
         return {text: i for i in left if i < self.n_vocab and (text := text_of(lib.llama_vocab_get_text(self.vocab, i)))}
 
     def fim(self) -> "Fim":

@@ -51,19 +51,19 @@ def _int(text: str) -> int | str:
 
 # -- types allowed by a schema
 
-_SAY_WHAT = ("type", "anyOf", "oneOf", "allOf", "$ref", "enum", "const", "not")
+_TYPE_KEYWORDS = ("type", "anyOf", "oneOf", "allOf", "$ref", "enum", "const", "not")
 _OF_OBJECTS, _OF_ARRAYS = ("properties", "required", "additionalProperties", "patternProperties"), ("items", "prefixItems")
 _DEEPEST = 64
 
 
-def meant(schema: Any, depth: int = 0) -> Any:
+def with_implied_types(schema: Any, depth: int = 0) -> Any:
     """``schema`` with implied types, as in llama.cpp: "properties" implies an object, "items" an array."""
     if isinstance(schema, list) and depth < _DEEPEST:
-        return [meant(part, depth + 1) for part in schema]
+        return [with_implied_types(part, depth + 1) for part in schema]
     if not isinstance(schema, dict) or depth >= _DEEPEST:
         return schema
     out = dict(schema)
-    if not any(name in schema for name in _SAY_WHAT):
+    if not any(name in schema for name in _TYPE_KEYWORDS):
         if any(name in schema for name in _OF_OBJECTS):
             out["type"] = "object"
         elif isinstance(schema.get("items"), list):  # tuple syntax of older drafts
@@ -72,10 +72,10 @@ def meant(schema: Any, depth: int = 0) -> Any:
             out["type"] = "array"
     for name in ("items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties"):
         if name in out:
-            out[name] = meant(out[name], depth + 1)
+            out[name] = with_implied_types(out[name], depth + 1)
     for name in ("properties", "patternProperties", "$defs", "definitions"):
         if isinstance(out.get(name), dict):
-            out[name] = {key: meant(part, depth + 1) for key, part in out[name].items()}
+            out[name] = {key: with_implied_types(part, depth + 1) for key, part in out[name].items()}
     return out
 
 
@@ -101,7 +101,7 @@ def kind_of(value: Any) -> str:
 
 def kinds(schema: Any, root: Any, seen: tuple[int, ...] = ()) -> frozenset[str]:
     """JSON types that ``schema`` allows; references are resolved in ``root``."""
-    schema = meant(schema)
+    schema = with_implied_types(schema)
     if not isinstance(schema, dict) or len(seen) > 32:
         return KINDS
     out = KINDS

@@ -75,10 +75,12 @@ def split_steps(engine: ModelRunner, widths: tuple[int, ...], depth: int = 8, co
     if len(engine.resources.segments) < 2:
         raise EngineError("the layers are on one device: there is no cut to measure")
     room, copies = engine.options.n_ctx, copy_speeds(engine) if copies is None else copies
-    return [told_apart(_taken_apart(engine, width, depth), copies) for width in widths if depth + 2 * (WARMUP + RUNS) + width < room]
+    return [
+        without_waiting(_measured_by_part(engine, width, depth), copies) for width in widths if depth + 2 * (WARMUP + RUNS) + width < room
+    ]
 
 
-def told_apart(step: SplitStep, copies: Sequence[CopySpeed]) -> SplitStep:
+def without_waiting(step: SplitStep, copies: Sequence[CopySpeed]) -> SplitStep:
     """A worker does not report completion, so copies include waiting: their excess over idle copies is compute time."""
     alone, shares = {one.source: one for one in copies if "network" in one.way}, []
     for share in step.devices:
@@ -91,7 +93,7 @@ def told_apart(step: SplitStep, copies: Sequence[CopySpeed]) -> SplitStep:
     return replace(step, devices=tuple(replace(share, waits=1 - (share.compute_ms + share.copy_ms) / total) for share in shares))
 
 
-def _taken_apart(engine: ModelRunner, width: int, depth: int) -> SplitStep:
+def _measured_by_part(engine: ModelRunner, width: int, depth: int) -> SplitStep:
     engine.reset(drafting=width > 1 and engine.drafter is not None)
     engine.prefill([i % engine.target.n_vocab for i in range(depth)])
     whole = statistics.median(_step(engine, width) for _ in range(WARMUP + RUNS))
@@ -114,16 +116,16 @@ def split_chunk(engine: ModelRunner, copies: Sequence[CopySpeed] | None = None) 
 
     copies = copy_speeds(engine) if copies is None else copies
     whole = statistics.median(chunk() for _ in range(WARMUP))
-    out = told_apart(_by_device(engine, rows, whole, chunk, WARMUP), copies)
+    out = without_waiting(_by_device(engine, rows, whole, chunk, WARMUP), copies)
     engine.reset()
     return out
 
 
-def _by_device(engine: ModelRunner, width: int, whole: float, step: Callable[[], float], runs_wanted: int) -> SplitStep:
+def _by_device(engine: ModelRunner, width: int, whole: float, step: Callable[[], float], n_runs: int) -> SplitStep:
     with engine.resources.apart() as turns:
         turns.spent()
         runs = []
-        for _ in range(WARMUP + runs_wanted):
+        for _ in range(WARMUP + n_runs):
             step()
             runs.append(turns.spent())
     by_device = [[run[index] for run in runs[WARMUP:]] for index in range(turns.count)]

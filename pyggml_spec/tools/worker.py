@@ -45,7 +45,7 @@ class Worker:
         """``programs``: clients served at a time, each by its own process; others wait. Raises DeviceError: unknown device or host, the
         port is taken, or ggml's RPC backend is missing."""
         library()  # checked first
-        self.port, self._tell = port, say
+        self.port, self._print = port, say
         self.devices = _served(names)
         self.threads = threads or default_threads()
         self.programs = whole(programs, "the number of programs at a time", 1, MOST_PROGRAMS, DeviceError)
@@ -57,14 +57,14 @@ class Worker:
         self._failure: str | None = None
         self._asked = False
 
-    def _asked_to_end(self, *_: object) -> None:
+    def _on_signal(self, *_: object) -> None:
         """Runs in a signal handler: must not take the event's lock in the waiting thread."""
         self._asked = True
 
     def serve(self) -> None:
         """Serves until SIGINT or SIGTERM (main thread), or ``end`` (any thread). Raises DeviceError: a server exits before it listens, or
         repeatedly without a client."""
-        before = {number: signal.signal(number, self._asked_to_end) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             if self.cache is not None:
                 make_private(self.cache)
@@ -97,7 +97,7 @@ class Worker:
     def say(self, line: str) -> None:
         """Keeps serving if the output is closed."""
         with suppress(OSError):
-            self._tell(line)
+            self._print(line)
 
     def listens(self) -> None:
         """A server listens; the first time, prints the addresses."""
@@ -157,13 +157,13 @@ class _Server:
             if not self.listened or in_vain >= IN_VAIN:
                 self.worker.fail(f"{why}{'' if self.listened else ', before it listened'}")
                 return
-            self._say(f"the server {why}; another one was started")
+            self._log(f"the server {why}; another one was started")
 
     def end(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()  # cached weights are written atomically
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         self.worker.say(line if self.worker.programs == 1 else f"[{self.index + 1} of {self.worker.programs}] {line}")
 
     def _serve(self) -> str:
@@ -185,7 +185,7 @@ class _Server:
             reader.start()
             try:
                 for line in process.stdout or ():
-                    self._heard(line.decode("utf-8", "replace").strip())
+                    self._handle_line(line.decode("utf-8", "replace").strip())
             except BaseException:
                 process.kill()  # otherwise the stream is waited for
                 raise
@@ -194,18 +194,18 @@ class _Server:
         how = f"was ended by signal {-process.returncode}" if process.returncode < 0 else f"ended with {process.returncode}"
         return f"{how}{f': {said[:300]}' if said else ''}"
 
-    def _heard(self, line: str) -> None:
+    def _handle_line(self, line: str) -> None:
         kind, _, why = line.partition(": ")
         if kind == "Listening":
             self.listened = True
             self.worker.listens()
         elif kind == "Accepted client connection":
             self.used = True
-            self._say("a program has connected")
+            self._log("a program has connected")
         elif kind == "Client connection closed":
-            self._say("it has left")
+            self._log("it has left")
         elif kind == "Client connection ended":
-            self._say(f"its connection was ended: {why}")
+            self._log(f"its connection was ended: {why}")
 
 
 def _read(pipe: object, lines: deque[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from chat_model import with_control_tokens
 from random_gguf.archs import write_qwen3
 
-from pyggml_spec.cli.foreign import KNOWN, known_to, resolve
+from pyggml_spec.cli.foreign import KNOWN, options_of, resolve
 from pyggml_spec.cli.main import cli, main
 
 LISTED = [line.split() for line in (Path(__file__).parent / "llama_cpp_options.txt").read_text().splitlines() if not line.startswith("#")]
@@ -50,7 +50,7 @@ def test_what_is_refused_says_what_to_use_instead():
         assert not one.refused or len(one.said) > 20, name
         for words in re.findall(r"pyspec (\w+)", one.said):
             assert words in cli.names or words == "pyspec", one.said
-        own = {option for command in COMMANDS.values() for option in known_to(command)} | {"--help", "--version"}
+        own = {option for command in COMMANDS.values() for option in options_of(command)} | {"--help", "--version"}
         assert not set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", re.sub(r"`hf [^`]*`", "", one.said))) - own, one.said
 
 

@@ -38,7 +38,7 @@ def parsed(case: Case, source: str) -> dict:
     inside = "reasoning" if family.open and (case.thinking or family.shut) else ""
     if last["role"] == "assistant":
         inside = "content" if begun["content"] else "reasoning"
-    parser = Parser(format_of(source), inside=inside, goes_on=last["role"] == "assistant", tools=TOOLS if case.tools else ())
+    parser = Parser(format_of(source), inside=inside, continued=last["role"] == "assistant", tools=TOOLS if case.tools else ())
     text = case.text[: case.text.index(case.cut) + len(case.cut)] if case.cut else case.text
     out = [*parser.push(text), *parser.finish(cut=bool(case.cut))]
     calls = [[piece.call.name, piece.call.arguments] for piece in out if piece.call is not None]

@@ -13,7 +13,7 @@ from pyggml_spec.engine.batch import Draft
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml import peer
 from pyggml_spec.tools import split_steps as split_steps_module
-from pyggml_spec.tools.split_steps import CopySpeed, DeviceShare, SplitStep, copy_speeds, split_steps, told_apart, way_of_copies
+from pyggml_spec.tools.split_steps import CopySpeed, DeviceShare, SplitStep, copy_speeds, split_steps, way_of_copies, without_waiting
 
 pytestmark = pytest.mark.slow
 
@@ -80,11 +80,11 @@ def test_what_a_workers_copies_wait_for_is_its_computing(session, monkeypatch):
     """Otherwise a cut between two workers seemed to take 70 % of a step, and a layer there nothing. `pyspec bench` still said so."""
     shares = tuple(DeviceShare(f"D{i}", "layers", ms, 1, 4096, 3.0, 0.5) for i, ms in enumerate((0.1, 4.0)))
     far = [CopySpeed("D0", "D1", 100.0, 1e9, "over the network, through this machine")]
-    first, last = told_apart(SplitStep(1, 4.1, shares), far).devices
+    first, last = without_waiting(SplitStep(1, 4.1, shares), far).devices
     assert first.copy_ms == pytest.approx(0.1 + 0.004096) and first.compute_ms == pytest.approx(3.1 - first.copy_ms)
     assert (last.copy_ms, last.compute_ms) == (3.0, 4.0) and first.waits + last.waits == pytest.approx(1)
     near = [CopySpeed("D0", "D1", 100.0, 1e9, "through the host")]
-    assert [d.copy_ms for d in told_apart(SplitStep(1, 4.1, shares), near).devices] == [3.0, 3.0]
+    assert [d.copy_ms for d in without_waiting(SplitStep(1, 4.1, shares), near).devices] == [3.0, 3.0]
     instant = [CopySpeed("CPU", "CPU", 0.0, 0.0, "over the network, through this machine")]  # then all of it is computing
     monkeypatch.setattr(split_steps_module, "copy_speeds", lambda engine: instant)
     for step in (*split_steps(session.engine, (1, 8)), split_steps_module.split_chunk(session.engine)):
