@@ -182,4 +182,4 @@ def test_options_that_contradict_each_other(options, words):
 def test_prompts_that_cannot_be_measured(talker, tmp_path):
     one_sentence(pyspec("bench", *talker, "--prompts", tmp_path / "no"), "cannot be read")
     done = pyspec("bench", "--prompts", "chat", *SMALL, "--think")
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("pyspec: one thinking mode was asked for")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("pyspec: a thinking mode is selected")

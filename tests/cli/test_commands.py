@@ -150,7 +150,7 @@ def test_compare_ends_with_a_verdict_in_words(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "compare_logits", measured)
     for nmse, code, words in (
         (1e-5, 0, "equal to rounding: the NMSE of 1e-05 is within the tolerance of 0.001"),
-        (1e-2, 3, "differs: the NMSE of 0.01 is above the tolerance of 0.001, which rounding does not explain"),
+        (1e-2, 3, "differs: the NMSE of 0.01 is above the tolerance of 0.001, so rounding does not explain it"),
         (float("nan"), 3, "fetch the file again"),
     ):
         found.append(nmse)

@@ -38,20 +38,20 @@ def test_every_option_of_llama_cpp_is_taken_or_answered(capsys, tools, count, na
             try:
                 left = resolve(ctx, [name, *["1"] * count, "-m", "x.gguf"])
             except click.UsageError as error:
-                assert re.search(r"llama\.cpp's: .{20}|`pyspec \w+` has it", error.message), error.message
+                assert re.search(r"llama\.cpp option: .{20}|`pyspec \w+` has it", error.message), error.message
                 continue
             assert left[-2:] == ["-m", "x.gguf"]
             note = capsys.readouterr().err
-            assert left[:-2] or name == "--slots" or (name in KNOWN and (not KNOWN[name].said or KNOWN[name].said in note)), (command, name)
+            assert left[:-2] or name == "--slots" or (name in KNOWN and (not KNOWN[name].text or KNOWN[name].text in note)), (command, name)
 
 
 def test_what_is_refused_says_what_to_use_instead():
     for name, one in KNOWN.items():
-        assert not one.refused or len(one.said) > 20, name
-        for words in re.findall(r"pyspec (\w+)", one.said):
-            assert words in cli.names or words == "pyspec", one.said
+        assert not one.refused or len(one.text) > 20, name
+        for words in re.findall(r"pyspec (\w+)", one.text):
+            assert words in cli.names or words == "pyspec", one.text
         own = {option for command in COMMANDS.values() for option in options_of(command)} | {"--help", "--version"}
-        assert not set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", re.sub(r"`hf [^`]*`", "", one.said))) - own, one.said
+        assert not set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", re.sub(r"`hf [^`]*`", "", one.text))) - own, one.text
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_what_is_refused_says_what_to_use_instead():
         (["run", "--qqqq"], "`pyspec run --help` lists the options"),
         (["rnu"], "there is no command 'rnu'; did you mean run?"),
         (["sever"], "did you mean serve?"),
-        (["llama-server"], "`pyspec serve` does that here"),
+        (["llama-server"], "use `pyspec serve`"),
         (["qqqq"], "`pyspec --help` lists them"),
         (["model.gguf"], "pyspec run -m model.gguf"),
         (["run", "--kernels", "gmml"], "did you mean ggml?"),
@@ -113,7 +113,7 @@ def test_run_on_a_model_that_chats_says_how(said, instruct):
 def test_a_conversation_of_llama_cli_is_a_chat(said, instruct, how):
     code, text = said("run", "-m", instruct, *MODEL, *how, "--n-predict", 3, "-p", "hello", "--mlock", "--no-mmap", "-b", 512, "-e")
     assert (
-        code == 0 and "`pyspec chat` runs" in text and "chat: " in text and "prompt " in text and "--mlock changes nothing here" in text
+        code == 0 and "`pyspec chat` runs" in text and "chat: " in text and "prompt " in text and "--mlock has no effect here" in text
     ), text
 
 

@@ -139,9 +139,9 @@ def test_a_share_of_one_device_is_a_number(said, share):
     "error, words",
     [
         (OSError(28, "No space left on device"), "the output cannot be written: No space left on device"),
-        (OSError(22, "Invalid argument"), "the system refused what was asked of it: Invalid argument"),
+        (OSError(22, "Invalid argument"), "the system refused the operation: Invalid argument"),
         (OSError(2, "No such file or directory", "x.pem"), "x.pem: No such file or directory"),
-        (OSError("odd"), "the system refused what was asked of it: odd"),
+        (OSError("odd"), "the system refused the operation: odd"),
     ],
 )
 def test_an_error_of_the_system_is_called_what_it_is(said, monkeypatch, error, words):

@@ -283,10 +283,10 @@ def test_a_fork_has_a_child_of_its_own():
 def test_the_limits_are_those_of_the_page():
     text = " ".join((Path(__file__).parents[2] / "docs" / "chat.md").read_text().split())
     assert (
-        f"at {SECONDS:g} s of processor time, at {OWN_MEMORY // MIB} MiB of memory and {MEMORY_PER_CHARACTER} bytes for each character"
+        f"at {SECONDS:g} s of CPU time, at {OWN_MEMORY // MIB} MiB of memory plus {MEMORY_PER_CHARACTER} bytes per character"
         in text
     )
-    assert f"at {OWN_CHARACTERS:,} characters of text and four times" in text
+    assert f"at {OWN_CHARACTERS:,} characters of output plus four times" in text
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ REFUSED = [
     (_add("layers.0.self_attn.q_proj.bias", (512,)), "unknown tensor"),
     (
         _add("model.norm.weight", (512,)),
-        "'norm.weight' and 'model.norm.weight', and only one|'model.norm.weight' and 'norm.weight', and only one",
+        "'norm.weight' and 'model.norm.weight', which are the same|'model.norm.weight' and 'norm.weight', which are the same",
     ),
     (_add("embed_tokens.weight", (4096, 512)), "lm_head"),
     (_drop("layers.1.mlp.up_proj.weight"), "no tensor 'layers.1.mlp.up_proj.weight'"),
