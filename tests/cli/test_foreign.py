@@ -112,9 +112,9 @@ def test_run_on_a_model_that_chats_says_how(said, instruct):
 @pytest.mark.parametrize("how", [["-cnv", "-st"], ["-sys", "Be brief.", "-st"], ["-st"]])
 def test_a_conversation_of_llama_cli_is_a_chat(said, instruct, how):
     code, text = said("run", "-m", instruct, *MODEL, *how, "--n-predict", 3, "-p", "hello", "--mlock", "--no-mmap", "-b", 512, "-e")
-    assert (
-        code == 0 and "`pyspec chat` runs" in text and "chat: " in text and "prompt " in text and "--mlock has no effect here" in text
-    ), text
+    assert code == 0 and "`pyspec chat` runs" in text and "chat: " in text and "prompt " in text and "--mlock has no effect here" in text, (
+        text
+    )
 
 
 def test_escapes_are_read_where_that_is_asked_for(said):

@@ -282,10 +282,7 @@ def test_a_fork_has_a_child_of_its_own():
 
 def test_the_limits_are_those_of_the_page():
     text = " ".join((Path(__file__).parents[2] / "docs" / "chat.md").read_text().split())
-    assert (
-        f"at {SECONDS:g} s of CPU time, at {OWN_MEMORY // MIB} MiB of memory plus {MEMORY_PER_CHARACTER} bytes per character"
-        in text
-    )
+    assert f"at {SECONDS:g} s of CPU time, at {OWN_MEMORY // MIB} MiB of memory plus {MEMORY_PER_CHARACTER} bytes per character" in text
     assert f"at {OWN_CHARACTERS:,} characters of output plus four times" in text
 
 
