@@ -12,7 +12,7 @@ from ..constraints.closed_objects import closed as closed_schema
 from ..errors import SamplingError
 from ..text.formats import BARE
 from ..text.parse import Parser
-from ..text.values import meant
+from ..text.values import with_implied_types
 from . import sampling
 from .bodies import Chat, Generation, wrong
 from .calls import call_schema, calls_grammar
@@ -117,7 +117,7 @@ def _closed(tool: dict[str, Any]) -> dict[str, Any]:
     function = tool["function"]
     if not function.get("parameters"):
         return tool
-    return {**tool, "function": {**function, "parameters": closed_schema(meant(function["parameters"]))}}
+    return {**tool, "function": {**function, "parameters": closed_schema(with_implied_types(function["parameters"]))}}
 
 
 def _n_probs(body: Chat) -> int | None:

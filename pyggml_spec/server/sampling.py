@@ -12,7 +12,7 @@ from ..errors import SamplingError
 from ..sampling.sampler import KNOWN, Sampling
 from ..text.stream import LineLimits
 from ..text.tokenizer import Tokenizer
-from ..text.values import meant
+from ..text.values import with_implied_types
 from .bodies import Fields, Generation, wrong
 from .errors import ApiError
 
@@ -195,7 +195,7 @@ def _schema(value: Any, name: str) -> str:
         return value
     if not isinstance(value, (dict, bool)):
         raise wrong(name, value, 'a JSON schema, like {"type": "object"}')
-    return json.dumps(meant(value) if value != {} else {"type": "object"})
+    return json.dumps(with_implied_types(value) if value != {} else {"type": "object"})
 
 
 _TRIGGER = '{"type": "word", "token", "pattern" or "pattern_full", "value": ...}'
