@@ -88,6 +88,9 @@ void pgs_large_pages(ggml_backend_buffer_t buffer);
 
 // A buffer of host memory for the tensors of ``ctx`` in pages of its own, NULL if there is none; freed by the other one.
 ggml_backend_buffer_t pgs_pages_buffer(struct ggml_context * ctx);
+size_t                pgs_pages_size(struct ggml_context * ctx);  // that such a buffer would have
+// Unallocated tensors of ctx get an empty buffer of this type and an address: graphs take them for allocated, and nothing may compute with them.
+ggml_backend_buffer_t pgs_counted_buffer(struct ggml_context * ctx, ggml_backend_buffer_type_t buft);
 void                  pgs_pages_buffer_free(ggml_backend_buffer_t buffer);
 
 // ---- step_io.c

@@ -153,11 +153,28 @@ static void pages_free(void * pages, size_t size) {
 #endif
 }
 
-ggml_backend_buffer_t pgs_pages_buffer(struct ggml_context * ctx) {
+size_t pgs_pages_size(struct ggml_context * ctx) {
     size_t size = 0;
     for (struct ggml_tensor * t = ggml_get_first_tensor(ctx); t != NULL; t = ggml_get_next_tensor(ctx, t)) {
         size += t->view_src == NULL ? GGML_PAD(ggml_nbytes(t), 64) : 0;
     }
+    return size;
+}
+
+ggml_backend_buffer_t pgs_counted_buffer(struct ggml_context * ctx, ggml_backend_buffer_type_t buft) {
+    const uintptr_t       address = 1 << 20;  // not NULL, aligned, never read
+    ggml_backend_buffer_t buffer  = ggml_backend_buft_alloc_buffer(buft, 0);
+    for (struct ggml_tensor * t = ggml_get_first_tensor(ctx); t != NULL; t = ggml_get_next_tensor(ctx, t)) {
+        if (t->data == NULL) {
+            t->buffer = buffer;
+            t->data   = (void *) (t->view_src != NULL ? (uintptr_t) t->view_src->data + t->view_offs : address);
+        }
+    }
+    return buffer;
+}
+
+ggml_backend_buffer_t pgs_pages_buffer(struct ggml_context * ctx) {
+    const size_t size = pgs_pages_size(ctx);
     char *                pages  = size > 0 ? pages_new(size) : NULL;
     ggml_backend_buffer_t buffer = pages != NULL ? ggml_backend_cpu_buffer_from_ptr(pages, size) : NULL;
     if (buffer == NULL) {

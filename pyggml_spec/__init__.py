@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .events import StepEvent
     from .ggml.device import Device, devices
     from .hub import fetch
+    from .load_options import LoadOptions
     from .models.placement import ExpertOptions
     from .sampling.sampler import Sampling
 
@@ -47,6 +48,7 @@ _LAZY = {
     "Device": "ggml.device",
     "ExpertOptions": "models.placement",
     "Handle": "concurrent",
+    "LoadOptions": "load_options",
     "devices": "ggml.device",
     "fetch": "hub",
     "Sampling": "sampling.sampler",
@@ -70,6 +72,7 @@ __all__ = [
     "Handle",
     "HubError",
     "LibraryError",
+    "LoadOptions",
     "ModelError",
     "PairError",
     "PatchError",

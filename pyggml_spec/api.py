@@ -7,67 +7,47 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, Unpack, cast
+from typing import Any, ParamSpec, Protocol, Self, Unpack, cast
 
 from .arguments import GenerateOptions, RequestOptions
-from .cache.kv import KV_BUCKET
-from .cache.kv_types import MOST_CONTEXT, KVTypes
 from .cache.prefix import PrefixCache, Reuse, layout_of
 from .cache.prefix_files import PrefixFiles
-from .checks import either, numbers, path, token_ids, whole
+from .checks import path, token_ids, whole
 from .concurrent import ConcurrentSession
+from .context_size import default_context, room, rough_bytes
 from .drafters.base import Drafter
-from .drafters.multi import AnyDrafter, combine
-from .drafters.pairs import drafters_for
-from .engine.graphs import STREAMED
+from .drafters.multi import AnyDrafter
 from .engine.lock import ENDED, Turns
-from .engine.options import MOST_WIDTH, WIDEST_CHUNK, AtMost, EngineOptions, candidate_widths, check_masks, check_options
-from .engine.planned import WEIGHTS, Placed, bytes_taken, largest, plan_weights
+from .engine.memory import SHARED, count_memory
+from .engine.options import candidate_widths
 from .engine.request import PLAIN, SPECULATIVE, LoopOptions
 from .engine.resources import Closable, P
 from .engine.runner import ModelRunner
 from .engine.scheduler import Scheduler, rests
 from .engine.stats import Stats
-from .errors import ContextError, DeviceError, EngineError, ModelError, PairError, PyspecError, SamplingError
+from .errors import ContextError, EngineError, PyspecError, SamplingError
 from .events import StepEvent
 from .folders import why_nothing_is_kept
 from .ggml.cores import CORE_MONITOR
-from .ggml.device import Backend, build_notes, devices, disable_graph_replay, free_bytes, present, release_threads
-from .ggml.devices import execution_order, open_backends, pick_devices
+from .ggml.device import Backend, disable_graph_replay, free_bytes, present, release_threads
 from .ggml.library import versions
-from .ggml.peer import enable_peer_access
-from .gguf_io import GGUFFile
+from .load_options import AUTO, MOST_BYTES, LoadOptions
+from .loading import Loader, Progress, files_to_load, silent
 from .models.decoder import Decoder
-from .models.placement import ExpertOptions, Placement
-from .models.registry import embedded_drafter, open_drafter, open_target
-from .models.rope import RopeOptions, ignored_yarn
-from .models.weights import Weights
 from .multi_device.lanes import GROUPS
-from .multi_device.offload_calibration import settle
-from .multi_device.split import Segment, SplitWeights, check_drafter, split
 from .sampling.recommended import chosen
 from .sampling.sampler import Sampler, Sampling
 from .speculation.calibrate import cached_costs, cached_kinds, keep_drafts, known_drafts, plain_cost
 from .speculation.confidence import Confidence
-from .speculation.methods import Methods, methods
 from .speculation.ngram_policy import NgramPolicy
 from .speculation.policy import NEVER_PAYS, AcceptancePrior, SpeculationPolicy, StepPlan, chain_plans, useful_widths, worth_keeping
 from .speculation.synthetic import SyntheticAcceptance
 from .text.stream import BlockText, stop_texts
-from .text.tokenizer import Tokenizer, first_difference, vocabulary_note
+from .text.tokenizer import Tokenizer
 
-DEMO = Path(__file__).parent / "demo"
-DEMO_TARGET, DEMO_DRAFTER, DEMO_MTP = DEMO / "target.gguf", DEMO / "drafter.gguf", DEMO / "mtp-demo.gguf"
-LEAST_CONTEXT = 4096  # tokens; what is taken without asking where memory has no room for the model's own context
-CONTEXT_STEP = 1024  # what a context that memory limits is a multiple of
-SPARED = 4 << 30  # bytes of a device, and at most a quarter of what is free, that a context nobody asked for leaves to others
 GREEDY = Sampling(temperature=0)
-AUTO = "auto"
-THE_MODELS = "the model's"
-
 PREFIX_MEMORY = 1 << 30  # bytes on the device that the prefix cache may take, and at most an eighth of what is free after loading
 PREFIX_DISK = 8 << 30
-MOST_BYTES = 1 << 60
 
 # operations of ggml's that compute value by value, or move values
 BY_ROWS = frozenset(
@@ -109,10 +89,6 @@ MANY = "this session runs many requests at once: submit this one too, or close w
 ONLY = "this session gave up its own caches with concurrent(only=True): submit to that one, or load the model again"
 CLOSED = "the session is closed: load the model again"
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what, done, total) while something long goes on: "weights", "drafter weights", "identity of the target" and
-"... drafter" (bytes; for a prefix cache on disk only, once per file), "prefill" (tokens)."""
-
 
 @dataclass(frozen=True)
 class Configuration:
@@ -149,113 +125,56 @@ class Session:
 
     def __init__(self) -> None:
         self._parts: list[Closable] = []
-        self._order: list[int] = [0]  # of the devices as they were named
+        self.options = LoadOptions()
         self.notes: list[str] = []
         self.load_seconds = 0.0
-        self._context_from = ""  # where the context's length comes from; "" if it was asked for
         self.drafter: AnyDrafter | None = None
-        self.lookup: NgramPolicy | None = None  # what drafts without a model
+        self.lookup: NgramPolicy | None = None  # n-gram drafting
         self.costs: dict[int, float] | None = None  # milliseconds per step by width, of the first drafter; None where the width is pinned
-        self._verify_costs: dict[int, float] = {}  # of steps that verify given ids, by rows; where a drafter says what its drafts are worth
+        self._verify_costs: dict[int, float] = {}  # of steps that verify given ids, by rows; where a drafter reports confidence
         self.other_costs: dict[
             StepPlan, float
         ] = {}  # of other kinds of steps: further drafters, and graphs of more rows than there are drafts
         self.costs_cached = False
-        self._known_drafts: Mapping[str, AcceptancePrior] = {}  # what texts taught of each drafter, of earlier sessions at first
-        self._drafts_count = False  # whether what this session's texts teach is to be kept
-        self._costs_under: tuple[tuple[int, bool], ...] | None = None  # of which condition of the engine they are
-        self._costs_again = False  # whether they were measured again because others had gone; once, as others may come and go
+        self._known_drafts: Mapping[str, AcceptancePrior] = {}  # acceptance of each drafter, of earlier sessions at first
+        self._drafts_count = False  # whether this session's acceptance is to be stored
+        self._costs_under: tuple[tuple[int, bool], ...] | None = None  # the engine's condition in which they were measured
+        self._costs_again = False  # whether they were measured again because other work had ended; once
         self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
-        self._concurrent: ConcurrentSession | None = None  # the ConcurrentSession that was made last
-        self._rows_stay = False  # whether rows in place are those that would be computed
-        self._last: tuple[int, list[int]] = (-1, [])  # the engine's epoch in it, and its tokens
-        self._turns = Turns()  # who has the engine
+        self._concurrent: ConcurrentSession | None = None  # the last one
+        self._rows_stay = False  # whether rows in place equal those that would be computed
+        self._last: tuple[int, list[int]] = (-1, [])  # the engine's epoch of the last generation, and its tokens
+        self._turns = Turns()
 
     def _own(self, part: P) -> P:
         self._parts.append(part)
         return part
 
-    # -- loading
-
-    def _load(
-        self,
-        target: Path,
-        draft: Sequence[Path],
-        device: str | None,
-        threads: int | None,
-        kernels: str | None,
-        asked: dict[str, Any],
-        width: int | None,
-        prefix: tuple[str | Path | None, int | None, int | None],
-        experts: ExpertOptions | None,
-        spec: Methods,
-        progress: Progress,
-        tensor_split: Sequence[float] | None,
-        offload: int | str | None,
-        rope: RopeOptions | None,
-    ) -> "Session":
-        started = time.perf_counter()
-        backends = self._open(device, threads, kernels)
-        self.notes += enable_peer_access([backend.device for backend in backends])
-        file = self._own(GGUFFile(target))
-        file.rope = rope
-        self.target = open_target(file)
-        for one in dict.fromkeys(backend.device for backend in backends):
-            self.notes += [note for note in build_notes(one) if note not in self.notes]
-        self.notes += ignored_yarn(file, self.target.arch)
-        if rope is not None:
-            self.notes.append(self._positions(file))
-        self.tokenizer = self._own(Tokenizer(file))
-        self.notes += filter(None, [vocabulary_note(file)])
-        self.drafter = self._open_drafters(file, draft, spec)
-        implied = self._implied(spec, width)
-        lookup = spec.lookup or implied
-        options = EngineOptions(
-            **{**asked, "n_ctx": self._context(asked["n_ctx"])},
-            width=self._width(width, lookup is not None),
-            given=lookup is not None,
-            implied=implied is not None,
-        )
-        check_options(options, self.target, self.drafter)  # before the weights, which take their time
-        offload = check_offload(offload, options.chunk)
-        placement, host = self._place_experts(experts, threads, max(options.chunk, options.width), offload is not None, kernels)
-        if asked["n_ctx"] is None:
-            options = replace(options, n_ctx=self._own_context(options, tensor_split, (placement, host), offload))
-        check_masks(options, backends)
-        segments = self._split(backends, tensor_split, options)
-        self.target.weights = self._target_weights(segments, lambda done, total: progress("weights", done, total), placement, host)
-        if host is not None and placement is not None:
-            where = "are in pinned memory" if self.target.weights.pinned else "stay mapped"
-            self.notes.append(
-                f"{placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file {where})"
-            )
-        for member in self.drafter.methods if self.drafter is not None else ():
-            member.weights = self._weights(member, lambda done, total: progress("drafter weights", done, total))
-        self._open_streams(offload)
-        self.engine = self._own(self._make_engine(options))
-        self._settle_streams(offload)
-        if implied is not None:
-            self.lookup = NgramPolicy.unmeasured(implied, [w for w in candidate_widths(options.width) if w > 1])
+    def _load(self, target: Path, drafts: Sequence[Path], options: LoadOptions, progress: Progress) -> None:
+        started, self.options = time.perf_counter(), options
+        loader = Loader(target, drafts, options, self._own, progress)
+        loader.open()
+        loader.choose_context()
+        loader.load_weights()
+        self.backends, self.backend = loader.backends, loader.backend
+        self.target, self.tokenizer, self.drafter = loader.target, loader.tokenizer, loader.drafter
+        self.engine = loader.engine()
+        self.notes, self._context_from, width = loader.notes, loader.context_from, self.engine.options.width
+        if loader.default_ngram and loader.ngram is not None:
+            self.lookup = NgramPolicy.unmeasured(loader.ngram, [w for w in candidate_widths(width) if w > 1])
             if not self.batch_invariant:
                 self.notes.append(OTHERWISE)
-        elif spec.lookup is not None:
-            self.lookup = self._lookup_control(spec.lookup)
-        self.scheduler = Scheduler(self.engine, options.width, lookup=self.lookup)
-        if self.drafter is not None and width is None:
+        elif loader.ngram is not None:
+            self.lookup = self._lookup_control(loader.ngram)
+        self.scheduler = Scheduler(self.engine, width, lookup=self.lookup)
+        if self.drafter is not None and options.draft_width is None:
             self._measure_costs()
             self._known_drafts, self._drafts_count = known_drafts(self.engine), True
         self.scheduler.policy = self.new_policy()
-        self.prefix = self._own(self._prefix_cache(*prefix, progress))
-        members = self.drafter.methods if self.drafter is not None else ()
-        exact = self.batch_invariant and not any(member.weights.other_matrix_bytes for member in members)
+        self.prefix = self._own(self._prefix_cache(options, progress))
+        exact = self.batch_invariant and not any(member.weights.other_matrix_bytes for member in loader.members)
         self._rows_stay = exact and not self.engine.sequence.stateful and self.prefix.files is None  # files have whole chunks
         self.load_seconds = time.perf_counter() - started
-        return self
-
-    def _implied(self, spec: Methods, width: int | None) -> str | None:
-        """What drafts from the text itself where no drafter does and nothing else was asked for: on CPUs, where it was measured."""
-        on_cpu = all(backend.device.kind == "cpu" for backend in self.backends)
-        return spec.implied if self.drafter is None and width is None and len(self.backends) == 1 and on_cpu else None
 
     @property
     def batch_invariant(self) -> bool:
@@ -269,207 +188,12 @@ class Session:
         models = tuple(member.method for member in self.drafter.methods) if self.drafter is not None else ()
         return models if self.lookup is None else (*models, self.lookup.method)
 
-    def _positions(self, file: GGUFFile) -> str:
-        """What the rope options came to, beside what the file says: an option that the scaling in use does not read changes nothing."""
-        asked, used = file.rope, getattr(self.target, "rope")  # noqa: B009  (a model that takes these options has it)
-        file.rope = None
-        try:
-            own = getattr(open_target(file), "rope")  # noqa: B009
-        except ModelError:  # a scaling that is not supported
-            return f"positions are {used}, as asked"
-        finally:
-            file.rope = asked
-        return (
-            f"positions are {used}, as in the file: the rope options change nothing"
-            if used == own
-            else f"positions are {used}; the file says {own}"
-        )
-
-    def _open_drafters(self, file: GGUFFile, drafts: Sequence[Path], spec: Methods) -> AnyDrafter | None:
-        """Those of the files ``drafts``, and the MTP layer of the target's own ``file`` where it was asked for, or where there are no others;
-        None if nobody may draft."""
-        members = [self._open_drafter(file, path, spec) for path in drafts]
-        found = {member.method for member in members}
-        if "draft-mtp" in (spec.asked - found if spec.asked or members else spec.model):
-            own = embedded_drafter(file)
-            if own is not None:
-                own.check_pair(self.target)
-                members.append(own)
-                found.add(own.method)
-        if missing := sorted(spec.asked - found):
-            raise PairError(f"{file.path.name} has nothing that drafts as {' or '.join(missing)}: give its drafter with `draft`")
-        if spec.tokens and not members:
-            raise PairError("`draft_vocab` is for drafters that are models, and there is none: give one with `draft`, or leave it out")
-        if spec.tokens and spec.tokens >= self.target.n_vocab:
-            self.notes.append(f"`draft_vocab` {spec.tokens} changes nothing: the vocabulary has {self.target.n_vocab} tokens")
-        for member in members:
-            if spec.tokens:
-                member.limit_vocab(spec.tokens, self.target)
-        return combine(members)
-
-    def _open_drafter(self, file: GGUFFile, draft: Path, spec: Methods) -> Drafter:
-        draft_file = self._own(GGUFFile(draft))
-        drafter = open_drafter(draft_file, file)
-        if drafter.method not in spec.model:
-            raise PairError(
-                f"{draft.name} drafts as {drafter.method}, which is not among what may draft; name it with `spec`, or leave the file out"
-            )
-        drafter.check_pair(self.target)
-        self._check_vocabularies(file, draft_file)
-        return drafter
-
-    def _weights(
-        self,
-        model: Decoder | Drafter,
-        progress: Callable[[int, int], None],
-        placement: Placement | None = None,
-        host: Backend | None = None,
-    ) -> Weights:
-        parts = (self.backend, model.file, model.specs(), model.groups(), model.fused_alike())
-        return self._own(Weights(*parts, progress, placement, host))
-
-    def _open(self, device: str | None, threads: int | None, kernels: str | None) -> list[Backend]:
-        """The devices, in the order in which layers go through them; ``backend`` is the last one."""
-        found = pick_devices(device)
-        self._order = execution_order(found)
-        backends = [self._own(backend) for backend in open_backends(found, threads, kernels)]
-        self.backends = tuple(backends[i] for i in self._order)
-        self.backend = self.backends[-1]
-        return list(self.backends)
-
-    def _split(self, backends: Sequence[Backend], shares: Sequence[float] | None, options: EngineOptions) -> tuple[Segment, ...]:
-        """Which layers each device has."""
-        if len(backends) == 1:
-            if shares is not None and (len(shares) != 1 or not 0 < shares[0] < math.inf):
-                given = ",".join(f"{share:g}" for share in shares)
-                raise EngineError(
-                    f"proportions of a split need several devices, and there is one for {given}: name them with `device`, separated by commas"
-                )
-            return ()
-        check_drafter(self.drafter)
-        if shares is not None and len(shares) == len(backends):
-            shares = [shares[i] for i in self._order]
-        sizes, drafter = self.target.file.tensors, self.drafter
-        at_last = sizes["output.weight" if "output.weight" in sizes else "token_embd.weight"].nbytes
-        members = drafter.methods if drafter is not None else ()
-        at_last += sum(member.file.nbytes for member in members if member.file is not self.target.file)
-        per_layer = options.n_ctx * sum(map(options.kv.row_bytes, self.target.kv_shapes())) // self.target.n_layer
-        return split(self.target, backends, shares, [free_bytes(b.device) for b in backends], at_last, per_layer)
-
-    def _target_weights(
-        self, segments: tuple[Segment, ...], progress: Callable[[int, int], None], placement: Placement | None, host: Backend | None
-    ) -> Weights:
-        if not segments:
-            return self._weights(self.target, progress, placement, host)
-        return cast(Weights, self._own(SplitWeights(self.target, segments, self.drafter, placement, host, progress)))
-
-    def _place_experts(
-        self, options: ExpertOptions | None, threads: int | None, rows: int, copied: bool, kernels: str | None = None
-    ) -> tuple[Placement | None, Backend | None]:
-        """Where the target's experts go, and the CPU that computes those of the host; ``copied``: for prompts, they are to be copied to the device."""
-        placement = options.placement(self.target, rows, copied) if options is not None else None
-        none_hosted = placement is None or all(len(hot) == self.target.experts.n_expert for hot in placement.hot.values())  # type: ignore[union-attr]
-        if copied and none_hosted and not self._hosts_layers:
-            raise EngineError(
-                "`offload_prompts` is for routed experts and layers that lie in host memory, and none do: keep some there (`n_cpu_moe`, or a CPU beside "
-                "the device; `experts` in Python), or leave it out"
-            )
-        if placement is None:
-            return None, None
-        if not placement.hot:
-            return placement, None
-        cpu = next(d for d in devices() if d.kind == "cpu")
-        host = self._own(Backend(cpu, threads, kernels))
-        return replace(placement, kernels=host.kernels), host
-
-    def _open_streams(self, offload: int | str | None) -> None:
-        """Memory on the devices for copies of the host's experts, if all have some for it; ``offload`` as of ``load``."""
-        if offload is None:
-            return None
-        if self._hosts_layers and not self.target.weights.hosts_experts:
-            return self._open_guests(offload)
-        for part in getattr(self.target.weights, "parts", [self.target.weights]):
-            if part.backend.device.kind == "rpc":
-                return self._without_streams(f"copies for {part.backend.device.name} would go over the network")
-            stream = part.open_stream(offload if isinstance(offload, int) else 1)
-            if stream is None or stream.fits:
-                continue
-            free, need = free_bytes(present(part.backend.device)), stream.need
-            stream.close()
-            name = part.backend.device.name
-            return self._without_streams(f"copies of two layers need {need >> 20} MiB on {name}, which has {free >> 20} MiB free")
-        return None
-
-    def _open_guests(self, offload: int | str) -> None:
-        """The same for copies of the layers that the CPU has, on the device behind it."""
-        weights, device = cast(SplitWeights, self.target.weights), self.backends[1].device
-        if device.kind == "rpc":
-            return self._without_streams(f"copies for {device.name} would go over the network")
-        try:
-            stream = weights.open_guests(offload if isinstance(offload, int) else 1)
-        except DeviceError as error:
-            return self._without_streams(str(error))
-        if stream.fits:
-            return None
-        free, need = free_bytes(present(device)), stream.need
-        stream.close()
-        return self._without_streams(f"copies of two layers need {need >> 20} MiB on {device.name}, which has {free >> 20} MiB free")
-
-    @property
-    def _hosts_layers(self) -> bool:
-        """Whether the CPU has layers beside another device."""
-        return len(self.backends) > 1 and self.backends[0].device.kind == "cpu"
-
-    def _without_streams(self, why: str) -> None:
-        what = "layers" if self._hosts_layers and not self.target.weights.hosts_experts else "experts"
-        self.target.weights.close_streams()
-        self.notes.append(f"prompts of {what} in host memory are computed by the CPU: {why}")
-
-    def _make_engine(self, options: EngineOptions) -> ModelRunner:
-        """Without copies of experts, if it has no memory beside them."""
-        try:
-            return ModelRunner(self.backend, self.target, self.drafter, options)
-        except (DeviceError, EngineError) as error:
-            if not self.target.weights.streams:
-                raise
-            self._without_streams(f"with copies of two layers on the device, {error}")
-        return ModelRunner(self.backend, self.target, self.drafter, options)
-
-    def _settle_streams(self, offload: int | str | None) -> None:
-        """From how many rows on chunks compute with copies: as it was asked for, or as it was measured."""
-        streams = self.target.weights.streams
-        if not streams:
-            return None
-        chunk, where = None, " and ".join(dict.fromkeys(stream.device.device.name for stream in streams))
-        if offload == AUTO:
-            chunk = settle(self.engine)
-            if chunk is None or chunk.copies >= chunk.host:
-                self.engine.graphs.drop("prefill", STREAMED)
-                self.engine.resources.drop_guests()
-                took = f"a chunk of {chunk.rows} rows takes {chunk.host:.0f} ms there, and {chunk.copies:.0f} ms with copies on {where}" if chunk else (
-                    f"a context of {self.engine.options.n_ctx} holds no chunk that could be measured"
-                )  # fmt: skip
-                return self._without_streams(took)
-        took = f"; {chunk.rows} rows take {chunk.copies:.0f} ms, by the CPU {chunk.host:.0f} ms" if chunk is not None else ""
-        layers, nbytes = sum(len(stream.layers) for stream in streams), sum(stream.nbytes for stream in streams)
-        guests = self.target.weights.guests
-        if guests is not None:
-            self.notes.append(
-                f"chunks of prompts of {streams[0].rows} rows or more compute on {where} with copies of {layers} layer{'s' * (layers > 1)} of the CPU "
-                f"({nbytes / 2**30:.2f} GiB there, {guests.buffer_bytes / 2**30:.2f} GiB of host memory beside the layers{took})"
-            )
-            return None
-        self.notes.append(
-            f"chunks of prompts of {streams[0].rows} rows or more compute on {where} with copies of the experts of {layers} layer{'s' * (layers > 1)} "
-            f"({nbytes / 2**30:.2f} GiB there{took})"
-        )
-        return None
-
-    def _prefix_cache(self, folder: str | Path | None, memory: int | None, disk: int | None, progress: Progress) -> PrefixCache:
-        return PrefixCache(self.engine, self._prefix_memory(memory), self._prefix_files(self.engine, folder, disk, progress))
+    def _prefix_cache(self, options: LoadOptions, progress: Progress) -> PrefixCache:
+        files = self._prefix_files(self.engine, options.prefix_cache, options.prefix_disk, progress)
+        return PrefixCache(self.engine, self._prefix_memory(options.prefix_memory), files)
 
     def _prefix_files(
-        self, engine: ModelRunner, folder: str | Path | None, disk: int | None, progress: Progress = lambda what, done, total: None, shared: bool = False
+        self, engine: ModelRunner, folder: str | Path | None, disk: int | None, progress: Progress = silent, shared: bool = False
     ) -> PrefixFiles | None:  # fmt: skip
         disk = PREFIX_DISK if disk is None else whole(disk, "the space for the prefix cache's files", 0, MOST_BYTES, PyspecError)
         if folder is None:
@@ -485,13 +209,6 @@ class Session:
         if asked is None:
             return min(PREFIX_MEMORY, free_bytes(present(self.backend.device)) // 8)
         return whole(asked, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
-
-    def _check_vocabularies(self, target: GGUFFile, draft: GGUFFile) -> None:
-        difference = first_difference(target, draft)
-        if difference:
-            raise PairError(
-                f"{draft.path.name} cannot draft for {target.path.name}: {difference}; a drafter only fits the target it was made for: {drafters_for(target)}"
-            )
 
     def _lookup_control(self, method: str) -> NgramPolicy:
         """Of this session's sequences; what verifying costs is measured, or known from an earlier session."""
@@ -531,47 +248,6 @@ class Session:
             self._verify_costs, control.confidence = given, {method: Confidence(given) for method in confident}
         return control
 
-    def _context(self, n_ctx: int | None) -> int:
-        """The context that was asked for; None: the least that ``_own_context`` gives."""
-        trained = self.target.context_length
-        if n_ctx is None:
-            return min(LEAST_CONTEXT, trained)
-        n_ctx = whole(n_ctx, "the context (`n_ctx`)", 0, MOST_CONTEXT, ContextError)
-        if not n_ctx and trained > MOST_CONTEXT:
-            self.notes.append(f"the context is {MOST_CONTEXT}, the longest there is: the model was trained with {trained} tokens")
-        self._context_from = "" if n_ctx else THE_MODELS
-        n_ctx = n_ctx or min(trained, MOST_CONTEXT)
-        if n_ctx > trained:
-            self.notes.append(f"the context of {n_ctx} is longer than the {trained} tokens that the model was trained with")
-        return n_ctx
-
-    def _own_context(
-        self, options: EngineOptions, shares: Sequence[float] | None, placed: Placed, offload: int | str | None,
-        free: int | None = None, beside: int = 0,
-    ) -> int:  # fmt: skip
-        """The model's own context, or the longest that leaves memory on every device; before weights are loaded.
-
-        ``options``: with so many slots, caches of theirs stand beside those of one sequence. ``free``: bytes of each device, None for what they
-        report; ``beside``: bytes on the last one that are wanted for something else.
-        """
-        rooms = [_left(free_bytes(present(b.device)) if free is None else free) for b in self.backends]
-        rooms[-1] -= beside
-        most = min(self.target.context_length, MOST_CONTEXT)
-        members = self.drafter.methods if self.drafter is not None else ()
-        files = {id(file): file for file in (self.target.file, *(member.file for member in members))}  # an MTP layer may be in the target's
-        weights = sum(file.nbytes for file in files.values())
-        alone = placed == (None, None) and len(rooms) == 1
-
-        def fits(asked: EngineOptions) -> bool:
-            if alone and asked.n_ctx == most and weights + weights // 4 + self._roughly(asked) <= rooms[0]:
-                return True
-            return self._fit(asked, shares, placed, offload, rooms)
-
-        n_ctx = self._longest(options, most, fits)
-        trained = self.target.context_length
-        self._context_from = THE_MODELS if n_ctx == trained else f"of {trained}: {'memory' if n_ctx < most else 'the longest there is'}"
-        return n_ctx
-
     def slots_context(self, slots: int, only: bool = False) -> int:
         """Tokens of context for each of ``slots`` where nobody says how many: the session's, or as many as leave memory on every device.
 
@@ -582,88 +258,19 @@ class Session:
         if not self._context_from:
             return options.n_ctx
         held = [0] * len(self.backends) if self.engine.graphs.closed else [
-            sum(n for name, n in part.items() if name not in WEIGHTS) for part in self.engine.memory_by_segment()
+            sum(n for name, n in part.items() if name not in SHARED) for part in self.engine.memory_by_segment()
         ]  # fmt: skip
         rooms = []
         for backend, mine in zip(self.backends, held, strict=True):
             on_cpu = backend.device.kind == "cpu"  # whose pages are taken when they are written
-            rooms.append(_left(free_bytes(present(backend.device)) + mine * (only - on_cpu)))
+            rooms.append(room(free_bytes(present(backend.device)) + mine * (only - on_cpu)))
+        if len(rooms) == 1 and rough_bytes(self.target, self.drafter, options) <= rooms[0]:
+            return options.n_ctx
 
-        def fits(asked: EngineOptions) -> bool:
-            if len(rooms) == 1 and self._roughly(asked) <= rooms[0]:
-                return True
-            taken = bytes_taken(self.backend, self.target, self.drafter, asked, weights=False)
-            return all(n <= room for n, room in zip(taken, rooms, strict=True))
+        def taken(n_ctx: int) -> list[int]:
+            return count_memory(self.backend, self.target, self.drafter, replace(options, n_ctx=n_ctx)).totals(weights=False)
 
-        return self._longest(options, options.n_ctx, fits)
-
-    def _longest(self, options: EngineOptions, most: int, fits: Callable[[EngineOptions], bool]) -> int:
-        """The longest context up to ``most`` that fits; LEAST_CONTEXT is taken as if it did."""
-
-        def possible(n_ctx: int) -> bool:
-            asked = replace(options, n_ctx=n_ctx)
-            try:
-                check_masks(asked, self.backends)
-                return fits(asked)
-            except ContextError:
-                return False
-
-        least = min(LEAST_CONTEXT, most)
-        return least if most == least else max(least, largest(possible, most, CONTEXT_STEP))
-
-    def _roughly(self, options: EngineOptions) -> int:
-        """More bytes than caches and graphs take on one device: only where these are too many, graphs are planned to know."""
-        shapes = self.drafter.kv_shapes() if self.drafter is not None else ()
-        per_token = sum(map(options.kv.row_bytes, self.target.kv_shapes())) + sum(map(options.draft_kv.row_bytes, shapes))
-        sequences = options.slots + (options.slots > 1)
-        return (options.n_ctx + KV_BUCKET) * (per_token * sequences + 8 * options.chunk) + (1 << 30)  # masks, and all other buffers
-
-    def _fit(
-        self, options: EngineOptions, shares: Sequence[float] | None, placed: Placed, offload: int | str | None, rooms: Sequence[int]
-    ) -> bool:
-        """Whether weights, caches and graphs fit ``rooms``."""
-        notes = list(self.notes)
-        with ExitStack() as stack:
-
-            def own(part: P) -> P:
-                stack.callback(part.close)
-                return part
-
-            plan_weights(self.target, self.drafter, self.backend, self._split(self.backends, shares, options), placed, own)
-            self._open_streams(offload)
-            self.notes = notes
-            taken = bytes_taken(self.backend, self.target, self.drafter, replace(options, slots=1))
-            if options.slots > 1:
-                more = bytes_taken(self.backend, self.target, self.drafter, options, weights=False)
-                taken = [a + b for a, b in zip(taken, more, strict=True)]
-            names = [b.device.name for b in self.backends]
-            return all(
-                sum(n for n, other in zip(taken, names, strict=True) if other == name) <= room
-                for name, room in zip(names, rooms, strict=True)
-            )
-
-    def _width(self, width: int | None, lookup: bool = False) -> int:
-        if self.drafter is None:
-            if isinstance(width, AtMost) and not lookup:  # a limit of drafts, and there are none
-                return 16
-            if width not in (None, 1) and not lookup:
-                raise PairError(f"a draft width of {width} needs a drafter: give one with `draft`, or leave the width out")
-            return 16 if width is None else max(2, whole(width, "the draft width", 1, MOST_WIDTH, PairError))
-        if width is None:
-            return self.drafter.block_size
-        limit, first = isinstance(width, AtMost), self.drafter.methods[0]
-        width = max(2, int(whole(width, "the draft width", 1, MOST_WIDTH, PairError)))
-        if limit and width > first.block_size:
-            self.notes.append(
-                f"at most {first.block_size - 1} drafts are made where {width - 1} may be: {first.title} was trained for no more"
-            )
-            return first.block_size
-        if len(self.drafter.methods) > 1 and width > first.block_size:
-            raise PairError(
-                f"a draft width of {width} is wider than the {first.block_size} that {first.method} drafts, which drafts alone where the width is "
-                f"given; use `draft_width` {first.block_size} or less"
-            )
-        return width
+        return default_context(taken, rooms, options.n_ctx)
 
     # -- generating
 
@@ -1105,142 +712,61 @@ class Session:
         self.close()
 
 
-def _left(free: int) -> int:
-    """Bytes that may be taken of those that are free, where nobody asked for so many."""
-    return free - min(free // 4, SPARED)
-
-
 def _kinds_of(member: Drafter, rows: Sequence[int]) -> list[StepPlan]:
     """Kinds of steps in which this drafter drafts, for graphs of these rows."""
     fitting = [r for r in rows if r <= member.block_size]
     return chain_plans(member.method, fitting) if member.chained else [StepPlan.of(member.method, r) for r in fitting]
 
 
-def check_offload(rows: int | str | None, chunk: int) -> int | str | None:
-    """``offload_prompts`` as it is, if it is "auto", None, or a number of rows that a prompt's chunks have."""
-    if rows is None or rows == AUTO:
-        return rows
-    asked = whole(rows, f"what `offload_prompts` asks for beside {AUTO!r}, rows of a chunk,", 1, WIDEST_CHUNK)
-    if asked > chunk:
-        raise EngineError(
-            f"no chunk of a prompt has the {asked} rows that `offload_prompts` asks for: a `chunk` has {chunk}; ask for fewer"
-        )
-    return asked
+F = ParamSpec("F")
 
 
-def draft_files(draft: "str | Path | Sequence[str | Path] | None") -> tuple[Path, ...]:
-    """The drafters' files that a caller named."""
-    named: Sequence[Any] = (
-        () if draft is None else draft if isinstance(draft, Sequence) and not isinstance(draft, (str, bytes)) else (draft,)
-    )
-    return tuple(path(one, "the drafter (`draft`)") for one in named)
+class _Load(Protocol[F]):
+    """``load`` as type checkers see it: with each field of LoadOptions as a keyword."""
+
+    def __call__(
+        self,
+        target: str | Path | None = None,
+        draft: str | Path | Sequence[str | Path] | None = None,
+        options: LoadOptions | None = None,
+        progress: Progress = silent,
+        *args: F.args,
+        **fields: F.kwargs,
+    ) -> Session: ...
 
 
-def demo_drafters(spec: Methods) -> tuple[Path, ...]:
-    """Those of the embedded pair: the block drafter, and its MTP layer where that is asked for."""
-    found = {"draft-dflash": DEMO_DRAFTER} if not spec.asked else {"draft-dflash": DEMO_DRAFTER, "draft-mtp": DEMO_MTP}
-    return tuple(path for method, path in found.items() if method in spec.model and path.exists())
+def _takes(options: Callable[F, LoadOptions]) -> Callable[[Callable[..., Session]], _Load[F]]:
+    return lambda call: cast(Any, call)
 
 
+@_takes(LoadOptions)
 def load(
     target: str | Path | None = None,
     draft: str | Path | Sequence[str | Path] | None = None,
-    *,
-    device: str | None = None,
-    threads: int | None = None,
-    kernels: str | None = None,
-    n_ctx: int | None = None,
-    draft_width: int | None = None,
-    graphs: bool = True,
-    cache_type_k: str = "f16",
-    cache_type_v: str = "f16",
-    draft_cache_type_k: str = "f16",
-    draft_cache_type_v: str = "f16",
-    chunk: int = 512,
-    prefix_cache: str | Path | None = None,
-    prefix_memory: int | None = None,
-    prefix_disk: int | None = None,
-    experts: ExpertOptions | None = None,
-    spec: Sequence[str] | None = None,
-    no_spec: Sequence[str] = (),
-    draft_vocab: int | None = None,
-    tensor_split: Sequence[float] | None = None,
-    offload_prompts: int | str | None = None,
-    rope: RopeOptions | None = None,
-    progress: Progress = lambda what, done, total: None,
+    options: LoadOptions | None = None,
+    progress: Progress = silent,
+    **fields: Any,
 ) -> Session:
-    """Loads a target and perhaps its drafter; without a target, the embedded pair.
+    """Loads a target and perhaps its drafters; without a target, the embedded pair.
 
     Args:
-        target, draft: GGUF files. A target without a drafter, and without an MTP layer of its own, has n-grams of the text verified where it repeats (``spec``). Of several drafters, one that
-            drafts blocks and one that drafts chains, the one with the most expected tokens per millisecond drafts each step.
-        device: name as in ``devices()``; None takes the first GPU, or the CPU. Several, separated by commas: the target's layers are split over
-            them; a CPU among GPUs has the first layers, whatever the order.
-        threads: CPU threads, always so many; None takes as many as other work leaves cores for, at most 16, and one step may have more of them than another.
-        kernels: "native" or "ggml" for products on a CPU; None takes "native" on x86 with AVX2, and ggml's elsewhere, which are llama.cpp's bit for bit.
-        n_ctx: tokens of context; 0 takes what the model was trained with; None that too, or as many as memory has room for, three quarters of what
-            is free and all but 4 GiB; ``configuration`` names which.
-        draft_width: rows per verified block; None lets width control choose, from costs measured here and acceptance seen while running.
-        graphs: False launches every step kernel by kernel, for the whole process (a control: what CUDA graph replay is worth).
-        cache_type_k, cache_type_v: what K and V rows are stored as, one of ``cache.kv_types.TYPES``; the next two are the drafter's.
-        chunk: widest prefill chunk in tokens; also the grain in which prompts that begin alike are computed once.
-        prefix_cache: folder in which computed prompts outlive the process; made if it is not there. Without it they are kept in memory.
-        prefix_memory: bytes on the device for them; None takes 1 GiB, or an eighth of what is free if that is less. 0 still reuses what the
-            prompt before left in place, if the model is attention only.
-        prefix_disk: bytes that the folder may take, None for 8 GiB; what was not used for longest is deleted.
-        experts: which routed experts of the target stay in host memory; None keeps all of them on the device.
-        spec: ways of drafting, of ``speculation.methods.METHODS`` and named as llama.cpp's `--spec-type` names them; None takes the drafter of ``draft``,
-            or else the target's own MTP layer if its file has one, or else, on a CPU and without ``draft_width``, n-grams of the text itself ("suffix"), which are
-            verified only where that is expected to be faster. An empty one takes none.
-        no_spec: ways that are not to draft, whatever there is.
-        draft_vocab: drafters choose among the first so many tokens of the vocabulary, which are the frequent ones where it was made of merges: their
-            heads take less time, and some drafts are not made. None for all of it.
-        tensor_split: how many layers each of several devices gets, in proportion and in the order in which they are named; None takes their free
-            memory, and gives a CPU what GPUs have no room for.
-        offload_prompts: chunks of prompts of so many rows or more compute on the device with copies of the experts that ``experts`` keeps in host memory,
-            or of the layers that a CPU beside it has, layer by layer; "auto" measures from how many rows on that is faster. None: the CPU computes what
-            lies in its memory.
-        rope: what holds of positions in place of what the target's file says, to stretch its context: as llama.cpp's options of these names.
+        target, draft: GGUF files. A target without a drafter, and without an MTP layer of its own, has n-grams of the text verified where it repeats. Of
+            several drafters, one that drafts blocks and one that drafts chains, the one with the most expected tokens per millisecond drafts each step.
+        options: how they are loaded; None for the defaults.
+        progress: called with (what, done, total) while files are read.
+        fields: of ``LoadOptions``, in place of those of ``options``.
 
     Raises:
         PyspecError: any reason why this cannot work, in one sentence.
     """
-    if target is None:
-        if draft is not None:
-            raise PyspecError(f"the drafter {draft} needs its target: name it with `target`")
-        if not DEMO_TARGET.exists():
-            raise PyspecError("this installation has no embedded pair; name a target with `target`")
-        target, draft = DEMO_TARGET, demo_drafters(methods(spec, no_spec, draft_vocab))
-    either(experts, ExpertOptions, "`experts`")
-    tensor_split = None if tensor_split is None else numbers(tensor_split, "the proportions (`tensor_split`)")
-    either(rope, RopeOptions, "`rope`")
-    if not graphs:
+    options = LoadOptions.of(options, fields)
+    files = files_to_load(target, draft, options.methods)
+    if not options.graphs:
         disable_graph_replay()
     session = Session()
     try:
-        options = {
-            "n_ctx": n_ctx,
-            "chunk": chunk,
-            "kv": KVTypes(cache_type_k, cache_type_v),
-            "draft_kv": KVTypes(draft_cache_type_k, draft_cache_type_v),
-        }
-        prefix = (prefix_cache, prefix_memory, prefix_disk)
-        return session._load(
-            path(target, "`target`"),
-            draft_files(draft),
-            device,
-            threads,
-            kernels,
-            options,
-            draft_width,
-            prefix,
-            experts,
-            methods(spec, no_spec, draft_vocab),
-            progress,
-            tensor_split,
-            offload_prompts,
-            rope,
-        )
+        session._load(*files, options, progress)
+        return session
     except BaseException:
         session.close()
         raise

@@ -4,13 +4,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Self, Unpack
+from typing import Any, Self
 
 from .api import Session, load
-from .arguments import LoadOptions
 from .engine.stats import Stats
 from .errors import PyspecError, TemplateError
 from .events import StepEvent
+from .load_options import LoadOptions
 from .sampling.sampler import Sampling
 from .text.formats import TAIL, Format
 from .text.parse import Parser
@@ -54,22 +54,23 @@ class Chat:
     def load(
         cls,
         target: str | Path | None = None,
-        draft: str | Path | None = None,
+        draft: str | Path | Sequence[str | Path] | None = None,
+        options: LoadOptions | None = None,
         *,
         template: str | None = None,
         system: str | None = None,
         thinking: bool | None = None,
         sampling: Sampling | None = None,
         variables: Mapping | None = None,
-        **options: Unpack[LoadOptions],
+        **fields: Any,
     ) -> Self:
-        """A conversation with a model that is loaded for it; use it in a ``with`` block, or ``close`` it. ``options`` as of ``load``.
+        """A conversation with a model that is loaded for it; use it in a ``with`` block, or ``close`` it. ``options`` and ``fields`` as of ``load``.
 
         Raises:
             PyspecError: the model cannot be loaded.
             TemplateError: the template is wrong.
         """
-        session = load(target, draft, **options)
+        session = load(target, draft, options, **fields)
         try:
             return cls(session, template, system, thinking, sampling, variables)
         except BaseException:

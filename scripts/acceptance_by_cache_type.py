@@ -13,7 +13,7 @@ import statistics
 from pathlib import Path
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO, DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.loading import DEMO, DEMO_DRAFTER, DEMO_TARGET
 
 
 def main() -> None:

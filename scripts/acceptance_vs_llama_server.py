@@ -14,7 +14,7 @@ from bench_vs_llamacpp import server_options
 from llama_server import LlamaServer, ServerEnded
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO, DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.loading import DEMO, DEMO_DRAFTER, DEMO_TARGET
 
 
 def main() -> None:

@@ -21,10 +21,10 @@ from pathlib import Path
 from llama_server import LlamaServer, environment
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO, DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.ggml.cores import default_threads
 from pyggml_spec.ggml.device import cpu_wait_s
 from pyggml_spec.ggml.library import versions
+from pyggml_spec.loading import DEMO, DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.bench import BenchOptions, bench
 from pyggml_spec.tools.prompts import read_prompts
 

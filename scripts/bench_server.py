@@ -364,7 +364,7 @@ class _Peer(LlamaServer):
 
 def _servers(args: argparse.Namespace, slots: int) -> tuple[dict[str, Any], dict[str, str]]:
     """By name, all of them loaded, at the same time; and why others are not."""
-    from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
+    from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 
     synthetic = ["--spec-synth-len", args.synthetic_acceptance] if args.synthetic_acceptance else []
     target, drafter = (args.m, args.md) if args.m else (DEMO_TARGET, DEMO_DRAFTER)

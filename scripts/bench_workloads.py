@@ -29,12 +29,12 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.engine import commits, request, scheduler, stream
 from pyggml_spec.engine.batch import Draft, Prefill
 from pyggml_spec.engine.request import LoopOptions
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.speculation import calibrate
 from pyggml_spec.speculation.ngram_policy import NgramPolicy
 from pyggml_spec.text.tokenizer import Tokenizer

@@ -15,9 +15,9 @@ import sys
 import time
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_MTP, DEMO_TARGET
 from pyggml_spec.drafters import base as drafters
 from pyggml_spec.ggml.library import lib
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_MTP, DEMO_TARGET
 from pyggml_spec.speculation.policy import PLAIN_STEP, SpeculationPolicy, StepPlan
 
 BLOCKS, CHAIN = "draft-dflash", "draft-mtp"

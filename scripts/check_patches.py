@@ -23,7 +23,7 @@ from llama_server import LlamaServer, ServerEnded
 from random_gguf.archs import write_gemma4
 from random_gguf.model import Shape, write_dflash
 
-from pyggml_spec.api import DEMO
+from pyggml_spec.loading import DEMO
 
 PROMPTS = [json.loads(line)["prompt"] for line in (DEMO / "prompts.jsonl").read_text().splitlines()][:8]
 TOKENS = 72

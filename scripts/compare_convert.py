@@ -27,8 +27,8 @@ from random_gguf.dflash2 import write_dflash2, write_dspark
 from random_gguf.eagle3 import write_eagle3
 from random_gguf.model import Shape, write_qwen35
 
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.convert import convert_drafter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))

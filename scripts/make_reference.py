@@ -31,7 +31,7 @@ MORE = {  # what else is meant to be used, by module
     "text.stream": ("LineLimits",),
     "text.template": ("ChatTemplate",),
     "sampling.recommended": ("recommended", "chosen"),
-    "arguments": ("LoadOptions", "GenerateOptions", "RequestOptions"),
+    "arguments": ("GenerateOptions", "RequestOptions"),
     "speculation.synthetic": ("SyntheticAcceptance",),
     "doctor.examine": ("examine",),
     "doctor.report": ("Report", "Check"),

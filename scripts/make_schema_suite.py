@@ -14,10 +14,10 @@ from collections import Counter
 from pathlib import Path
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_TARGET
 from pyggml_spec.constraints.grammar import Grammar
 from pyggml_spec.errors import SamplingError
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO_TARGET
 from pyggml_spec.text.tokenizer import Tokenizer
 
 OUT = Path(__file__).parent.parent / "tests/constraints/json_schema_suite.json"

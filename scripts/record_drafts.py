@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO
+from pyggml_spec.loading import DEMO
 from pyggml_spec.tools.prompts import read_prompts
 
 WIDTHS = (2, 4, 8, 16)

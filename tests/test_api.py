@@ -1,9 +1,12 @@
 """What the Python API promises alongside the engine: names for type checkers, lists of prompts, chats in one call, the file's sampling."""
 
+import ast
 import inspect
 import subprocess
 import sys
 import typing
+from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from gguf_io.build import F32, I32, Model
 
 import pyggml_spec as ps
 from pyggml_spec import arguments
-from pyggml_spec.api import Session, load
+from pyggml_spec.api import Session
 from pyggml_spec.concurrent import ConcurrentSession
 from pyggml_spec.errors import ContextError, SamplingError, TemplateError
 from pyggml_spec.tools.plan import plan
@@ -30,7 +33,6 @@ def demo():
     [
         (Session.steps, arguments.GenerateOptions),
         (ConcurrentSession.submit, arguments.SubmitOptions),
-        (load, arguments.LoadOptions),
     ],
 )
 def test_the_named_options_are_those_of_the_call(call, options):
@@ -38,6 +40,34 @@ def test_the_named_options_are_those_of_the_call(call, options):
     hints = typing.get_type_hints(call)
     named = [name for name, p in inspect.signature(call).parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
     assert typing.get_type_hints(options) == {name: hints[name] for name in named}
+
+
+def test_the_fields_of_load_options_are_listed_once():
+    """Python, the command line, the server and `plan` build LoadOptions: a second list of its fields would drift from it."""
+    names = {field.name for field in fields(ps.LoadOptions)}
+    root = Path(ps.__file__).parent
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                found = names & {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+            elif isinstance(node, ast.ClassDef):
+                found = names & {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+            else:
+                continue
+            assert len(found) < 8 or node.name == "LoadOptions", f"{path.relative_to(root)} lists {sorted(found)} in {node.name}"
+
+
+def test_options_and_fields_of_load():
+    options = ps.LoadOptions(device="CPU", threads=1, n_ctx=128, draft_width=4)
+    with (
+        ps.load(options=options) as one,
+        ps.load(options=options, n_ctx=256) as two,
+        ps.load(device="CPU", threads=1, n_ctx=128, draft_width=4) as three,
+    ):
+        assert one.options == three.options == options and two.options == replace(options, n_ctx=256)
+        assert (one.engine.options, two.engine.options.n_ctx) == (three.engine.options, 256)
+    with pytest.raises(TypeError, match="n_context"):
+        ps.load(n_context=5)
 
 
 def test_a_type_checker_knows_the_options(tmp_path):
@@ -49,10 +79,14 @@ def test_a_type_checker_knows_the_options(tmp_path):
         "    session.generate('a', ignore_ends=True)\n"
         "    session.generate('a', stop=3)\n"
         "    reveal_type(ps.Chat.load().answer('a'))\n"
+        "ps.load('t.gguf', None, n_ctx=4, device='CPU')\n"
+        "ps.load(n_ctx='4')\n"
+        "ps.load('t.gguf', n_context=4)\n"
     )
     done = subprocess.run([sys.executable, "-m", "mypy", "--no-incremental", "user.py"], cwd=tmp_path, capture_output=True, text=True)
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert len(errors) == 2 and "ignore_ends" in errors[0] and '"stop"' in errors[1] and 'is "str"' in done.stdout, done.stdout
+    assert len(errors) == 4 and "ignore_ends" in errors[0] and '"stop"' in errors[1] and 'is "str"' in done.stdout, done.stdout
+    assert '"n_ctx"' in errors[2] and "n_context" in errors[3], done.stdout
 
 
 def test_many_prompts_come_back_in_their_order(demo):

@@ -10,7 +10,7 @@ import pytest
 from cli.process import environment, pyspec
 from test_pages import GUIDE, PAGES, arguments, blocks, commands
 
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 
 pytestmark = pytest.mark.slow
 ELSEWHERE = (

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.engine.request import LoopOptions
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.kernels import levels
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.speculation.policy import SpeculationPolicy
 
 FIRST, SECOND = "def quicksort(items):\n", "import os\n"

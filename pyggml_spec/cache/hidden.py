@@ -45,7 +45,7 @@ class LastHiddenState:
 
     @property
     def nbytes(self) -> int:
-        return lib.ggml_backend_buffer_get_size(self._buffer)
+        return self.backend.size_of(self._buffer)
 
     def close(self) -> None:
         if self._buffer is not None:

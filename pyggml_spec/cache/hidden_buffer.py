@@ -42,6 +42,7 @@ class HiddenStateBuffer:
     """
 
     def __init__(self, backend: Backend, n_embd: int, count: int, width: int, slots: int, methods: Iterable[str]) -> None:
+        self.backend = backend
         self.most = room(4 * n_embd * count, slots)
         self.batch = batch_of(slots)
         between = BETWEEN if backend.device.kind == "cpu" else ()
@@ -121,7 +122,7 @@ class HiddenStateBuffer:
 
     @property
     def nbytes(self) -> int:
-        return lib.ggml_backend_buffer_get_size(self._buffer)
+        return self.backend.size_of(self._buffer)
 
     def close(self) -> None:
         if self._buffer is not None:

@@ -139,9 +139,6 @@ class KVCache:
             )
         return buffer
 
-    def _free(self, home: _Home) -> None:
-        home.backend.free_temporary(home.buffer)
-
     def _tensor(self, home: _Home, kind: int, *ne: int) -> Tensor:
         home.tensors.append(lib.ggml_new_tensor(home.ctx, kind, len(ne), ne))
         return home.tensors[-1]
@@ -168,6 +165,8 @@ class KVCache:
 
     def _write_constants(self) -> None:
         for home in self._homes:
+            if home.backend.counting:
+                continue
             constants = {home.mask_base: 0.5 - np.arange(self.live + self.trash, dtype=np.float32)}
             constants |= {tensor: hadamard(n) for n, tensor in home.rotations.items()}
             for tensor, values in constants.items():
@@ -212,11 +211,11 @@ class KVCache:
     @property
     def nbytes_by_home(self) -> list[int]:
         """Bytes on each device."""
-        return [lib.ggml_backend_buffer_get_size(home.buffer) for home in self._homes]
+        return [home.backend.size_of(home.buffer) for home in self._homes]
 
     def close(self) -> None:
         for home in self._homes:
             if home.buffer is not None:
-                self._free(home)
+                home.backend.free_temporary(home.buffer)
             lib.ggml_free(home.ctx)
         self._homes = []

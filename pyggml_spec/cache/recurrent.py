@@ -39,7 +39,7 @@ class _Pool(NamedTuple):
 
 
 class DeltaState:
-    """Owns the device pools, or with ``planned`` only their sizes. ``homes``: the placement of the layers, in order.
+    """Owns the device pools, of a counting backend only their sizes. ``homes``: the placement of the layers, in order.
 
     Attributes:
         width: rows of the blocks that the pools are laid out for; with one slot 0 after a prompt, and 1 after plain tokens.
@@ -48,23 +48,23 @@ class DeltaState:
         uncommitted: whether the last step left blocks that are not part of the states.
     """
 
-    def __init__(self, homes: Sequence[DeltaSegment], shape: DeltaShape, max_width: int, slots: int = 1, planned: bool = False) -> None:
+    def __init__(self, homes: Sequence[DeltaSegment], shape: DeltaShape, max_width: int, slots: int = 1) -> None:
         self.shape, self.max_width, self.slots, self.inline = shape, max_width, slots, slots == 1
         self._err = new_err()
         self._pools: list[_Pool] = []
         first = 0
         for home in homes:
-            self._pools.append(_Pool(home, self._new(home, planned), first, "tail" if not self._pools else f"tail_{home.segment}"))
+            self._pools.append(_Pool(home, self._new(home), first, "tail" if not self._pools else f"tail_{home.segment}"))
             first += home.layers
         self._every = np.arange(slots).reshape(-1, 1)
         self._taken: dict[tuple, np.ndarray] = {}  # cache of fill_take
         self.width, self.accepted, self.uncommitted = 0, np.zeros(slots, np.int64), False
         self._accepted = ffi.cast("int64_t *", self.accepted.ctypes.data)
 
-    def _new(self, home: DeltaSegment, planned: bool) -> Any:
+    def _new(self, home: DeltaSegment) -> Any:
         shape = self.shape
         sizes = [home.layers, shape.head_size, shape.n_head_k, shape.n_head_v, shape.repeat, shape.conv, home.row, self.max_width]
-        spec = ffi.new("pgs_delta_shape *", [*sizes, 0 if self.inline else self.slots, planned, home.backend.level_handle])
+        spec = ffi.new("pgs_delta_shape *", [*sizes, 0 if self.inline else self.slots, home.backend.counting, home.backend.level_handle])
         handle = lib.pgs_delta_new(home.backend.handle, spec, self._err)
         if handle == ffi.NULL:
             self.close()

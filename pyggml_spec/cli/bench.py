@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import click
@@ -22,7 +21,7 @@ from ..tools.split_steps import copy_speeds, split_steps
 from .bench_prompts import chosen_prompts, measure, modes
 from .help import GroupedCommand
 from .main import EXIT_INTERRUPT
-from .options import loading_options, target_options
+from .options import measuring
 from .report import BUSY, configuration_line
 from .sampling import sampler_options, take_sampling
 from .tables import json_line, written
@@ -61,10 +60,7 @@ class _Numbers(click.ParamType):
 
 
 @click.command("bench", cls=GroupedCommand)
-@partial(
-    target_options, context="what the measurements need; with --prompts what the model was trained with, or as much as memory has room for"
-)
-@loading_options
+@measuring("what the measurements need; with --prompts what the model was trained with, or as much as memory has room for")
 @click.option(
     "-p", "--n-prompt", "lengths", type=_Numbers(), default="512", show_default=True, help="Prompt lengths to measure; 0 for none."
 )
@@ -89,7 +85,6 @@ class _Numbers(click.ParamType):
     default=(),
     help="Accept the draft of each position in this share of the blocks, at random, instead.",
 )
-@click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per block. Default: chosen while running.")
 @click.option("--slots", type=_Numbers(), help="Sequences at once: aggregate speed for each of these numbers, instead of the other tests.")
 @click.option(
     "--prompts",
@@ -104,8 +99,7 @@ class _Numbers(click.ParamType):
 @click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True, help="Form of the rows.")
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object with everything.")
 def command(
-    target, draft, device, threads, n_ctx, graphs, experts, spec, no_spec, draft_vocab, lengths, tokens, depths, repetitions, synthetic, rates, draft_width, slots, prompts, thinking,
-    output, as_json, **cache_types,
+    target, draft, options, lengths, tokens, depths, repetitions, synthetic, rates, slots, prompts, thinking, output, as_json, **more,
 ):  # fmt: skip
     """Measures speed, or acceptance on real prompts.
 
@@ -115,24 +109,13 @@ def command(
     _check_combination(prompts is not None)
     if rates and synthetic is not None:
         raise click.UsageError("--synthetic-acceptance and --spec-synth-rates both say how many drafts are accepted; give one of them")
-    asked = take_sampling(cache_types)
-    settings = {
-        "device": device,
-        "threads": threads,
-        "draft_width": draft_width,
-        "graphs": graphs,
-        "experts": experts,
-        "spec": spec,
-        "no_spec": no_spec,
-        "draft_vocab": draft_vocab,
-        **cache_types,
-    }
+    asked = take_sampling(more)
     if prompts is not None:
         if not tokens:
             raise click.UsageError("--prompts needs tokens to generate (-n)")
         chosen = chosen_prompts(prompts)
         with progress_line() as progress:
-            session = load(target, draft, n_ctx=n_ctx, progress=progress, **settings)
+            session = load(target, draft, options, progress)
         with session, Interrupt() as interrupt:
             sampling, notes = asked.sampling(session.target.file)
             say(configuration_line(session.configuration(), None, sampling.describe(), notes))
@@ -142,16 +125,17 @@ def command(
     if not lengths and not tokens:
         raise click.UsageError("there is nothing to measure: give prompt lengths (-p) or tokens to generate (-n)")
     depths = depths or (0,)
-    options = BenchOptions(lengths, tokens, depths, repetitions or 5, synthetic, draft_width, rates)
+    cache_types = {field.name: getattr(options, field.name) for field in fields(options) if "cache_type" in field.name}
+    measured = BenchOptions(lengths, tokens, depths, repetitions or 5, synthetic, options.draft_width, rates)
     if slots is not None and (0 in slots or not slots or not tokens):
         raise click.UsageError("--slots takes numbers from 1 up, and needs tokens to generate (-n)")
-    need = tokens_needed(options) if slots else max(depths) + max([*lengths, tokens + 8])
+    need = tokens_needed(measured) if slots else max(depths) + max([*lengths, tokens + 8])
     with progress_line() as progress:
-        session = load(target, draft, n_ctx=n_ctx or max(need, 512), progress=progress, **settings)
+        session = load(target, draft, options, progress, n_ctx=options.n_ctx or max(need, 512))
     with session:
         say(configuration_line(session.configuration(), None))
         with Waiting(session.engine) as waiting:
-            rows, interrupted = _measured(session, slots, options)
+            rows, interrupted = _measured(session, slots, measured)
         if not rows:
             sys.exit(EXIT_INTERRUPT)
         click.echo(_slots_table(rows, output) if slots else _table(rows, output))

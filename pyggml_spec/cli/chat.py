@@ -21,11 +21,9 @@ from .names import in_options
 from .options import (
     TokenLimit,
     argument_text,
+    check_prefix,
     escape_option,
-    loading_options,
-    prefix_options,
-    take_prefix,
-    target_options,
+    loading,
     text_of,
     unescaped,
 )
@@ -46,8 +44,7 @@ _LONG = 512  # tokens; computing fewer takes too little time to show a bar
 
 
 @click.command("chat", cls=GroupedCommand, words="questions are typed, or piped in, a line each")
-@target_options
-@loading_options
+@loading
 @click.option("-p", "--prompt", "question", help="First question; further ones are typed.")
 @escape_option
 @click.option("-st", "--single-turn", is_flag=True, help="End after the first answer.")
@@ -62,16 +59,11 @@ _LONG = 512  # tokens; computing fewer takes too little time to show a bar
 @click.option("-n", "--predict", "--n-predict", "max_tokens", type=TokenLimit(1),
               help=f"Tokens per answer; -1 for no limit but the context. Default: until the end token; {CONTINUE_TOKENS} if the model has no chat template.")  # fmt: skip
 @sampling_options
-@click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
-@prefix_options
 @click.option("-q", "--quiet", is_flag=True, help="Answers and errors only.")
 def command(
     target,
     draft,
-    device,
-    threads,
-    n_ctx,
-    graphs,
+    options,
     question,
     escaped,
     single_turn,
@@ -82,7 +74,6 @@ def command(
     template_file,
     variables,
     max_tokens,
-    draft_width,
     quiet,
     **more,
 ):
@@ -91,7 +82,7 @@ def command(
     The caches are kept from turn to turn. Lines can be piped in; the exit code is then 1 if one of them failed.
     """
     asked = take_sampling(more)
-    take_prefix(more, keep_memory=True)
+    check_prefix(options)
     source = text_of("chat_template", template, template_file)
     system = text_of("system_prompt", system, system_file)
     question = question if question is None else argument_text(question)
@@ -102,9 +93,7 @@ def command(
         thinking = given["enable_thinking"]
     RENDERER.start()  # it is ready by the time the model is
     with progress_line() as progress:
-        session = load(
-            target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, progress=progress, **more
-        )
+        session = load(target, draft, options, progress)
     with session:
         template, origin = chat_template(session, source)
         sampling, notes = asked.sampling(session.target.file)

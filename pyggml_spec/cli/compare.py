@@ -8,7 +8,7 @@ import click
 from ..errors import PyspecError
 from .help import Command
 from .main import EXIT_CHECK
-from .options import cache_type_options, kernels_option, text_of
+from .options import CACHE_TYPE_K, CACHE_TYPE_V, KERNELS, text_of
 from .tables import json_line
 from .terminal import printable, progress_line, say
 
@@ -38,8 +38,9 @@ _VERDICTS = {
 )
 @click.option("--device", help="Device for both engines. Default: the first GPU, or the CPU.")
 @click.option("-t", "--threads", type=click.IntRange(1, 512), help="CPU threads for both engines.")
-@kernels_option
-@cache_type_options
+@KERNELS
+@CACHE_TYPE_K
+@CACHE_TYPE_V
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object.")
 def command(
     file,

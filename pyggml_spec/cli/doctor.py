@@ -12,7 +12,7 @@ from ..gguf_io.safetensors import parse_json
 from .help import Command
 from .main import EXIT_CHECK
 from .names import in_options
-from .options import split_options, target_options
+from .options import opening_split
 from .tables import json_line
 from .terminal import printable, progress_line, say
 
@@ -21,11 +21,10 @@ _MAX_PROMPTS = 1 << 24
 
 
 @click.command("doctor", cls=Command)
-@target_options
-@split_options
+@opening_split
 @click.option("--prompts", "prompts_file", type=click.Path(), metavar="FILE", help='JSON lines with a "prompt" each. Default: Python code.')
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
-def command(target, draft, device, threads, kernels, n_ctx, tensor_split, prompts_file, as_json):
+def command(target, draft, options, prompts_file, as_json):
     """Measures known causes of low acceptance and missing speed. Exit code 3 if a check fails.
 
     The target continues some prompts, and the drafter drafts at many positions of these texts: with the file's hyper-parameters, and with
@@ -33,8 +32,8 @@ def command(target, draft, device, threads, kernels, n_ctx, tensor_split, prompt
     """
     prompts = _prompts(prompts_file) if prompts_file is not None else None
     with progress_line() as progress:
-        report = examine(target, draft, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, prompts=prompts, tensor_split=tensor_split,
-                         progress=progress)  # fmt: skip
+        report = examine(target, draft, device=options.device, threads=options.threads, kernels=options.kernels, n_ctx=options.n_ctx, prompts=prompts,
+                         tensor_split=options.tensor_split, progress=progress)  # fmt: skip
     if as_json:
         click.echo(json_line(report.as_dict()))
     else:

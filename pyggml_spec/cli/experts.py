@@ -7,7 +7,7 @@ import click
 from ..api import load
 from ..errors import PyspecError
 from ..models.placement import ExpertOptions
-from .options import target_options
+from .options import opening
 from .run import check_place, write_atomically
 from .terminal import progress_line, say, size
 
@@ -20,7 +20,7 @@ def command():
 
 
 @command.command("profile", short_help="Counts the choices of the routers on a text.")
-@target_options
+@opening
 @click.option("-f", "--file", "text_file", type=click.Path(), required=True, help="Text like the one that the model will be used on.")
 @click.option("-o", "--output", type=click.Path(), help="Default: MODEL.experts.json, where --expert-residency looks for it.")
 @click.option(
@@ -28,7 +28,7 @@ def command():
     is_flag=True,
     help="Keep all experts on the device while profiling. Default: in host memory, so that any model can be profiled.",
 )
-def profile_command(target, draft, device, threads, kernels, n_ctx, text_file, output, on_device):
+def profile_command(target, draft, options, text_file, output, on_device):
     """Counts which experts the routers choose on a text, and says which hit rate each residency would have.
 
     The hit rates are those of the last quarter of the text, with the hot experts chosen by the first three.
@@ -45,9 +45,9 @@ def profile_command(target, draft, device, threads, kernels, n_ctx, text_file, o
         raise PyspecError(f"the text {text_file} cannot be read: {error.strerror}") from None
     path = Path(output or f"{target}.experts.json")
     check_place(path, "profile")
-    options = ExpertOptions(0 if on_device else -1, count=True)
+    experts = ExpertOptions(0 if on_device else -1, count=True)
     with progress_line() as progress:
-        with load(target, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, experts=options, progress=progress) as session:
+        with load(target, options=options, progress=progress, experts=experts) as session:
             tokens = session.tokenizer.encode(text, False)
             result = profile(session, tokens, lambda done, total: progress("profile", done, total))
             sizes = [expert_bytes(session, fraction) for fraction in FRACTIONS]

@@ -4,9 +4,9 @@ import re
 
 import click
 
-from .options import target_options
+from .options import opening
 
-_EVERY = click.command(target_options(lambda **_: None))  # arguments shared by all commands
+_EVERY = click.command(opening(lambda **_: None))  # arguments shared by all commands
 _NAME = re.compile(r"`(\w+)`")
 
 

@@ -1,24 +1,14 @@
 """pyspec plan"""
 
 import sys
-from functools import partial
 
 import click
 
+from ..load_options import LoadOptions
 from ..tools.plan import Checked, NoPlan, Plan, check, plan, plan_everywhere
 from .help import GroupedCommand
-from .llama_cpp import llama_cpp_options
 from .main import EXIT_CHECK
-from .options import (
-    cache_type_options,
-    chunk_option,
-    draft_cache_type_options,
-    expert_options,
-    prefix_memory_option,
-    spec_options,
-    split_options,
-    target_options,
-)
+from .options import planning
 from .tables import json_line
 from .terminal import size
 
@@ -36,10 +26,7 @@ TOLERATED = 0.01
 
 
 @click.command("plan", cls=GroupedCommand)
-@partial(target_options, device="Plan for this device only, or for a split over several. Default: every device.")
-@llama_cpp_options
-@split_options
-@click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: the drafter's block.")
+@planning("Plan for this device only, or for a split over several. Default: every device.", "none, as for a run without --prefix-cache")
 @click.option(
     "--slots",
     type=click.IntRange(1),
@@ -47,27 +34,22 @@ TOLERATED = 0.01
     show_default=True,
     help="Sequences at once, each with a context of its own (Session.concurrent).",
 )
-@expert_options
-@spec_options
-@cache_type_options
-@draft_cache_type_options
-@prefix_memory_option("none, as for a run without --prefix-cache")
-@chunk_option
 @click.option(
     "--check", "checked", is_flag=True, help="Then load it, generate a little, and compare. Exit code 3 if the plan is more than 1 % off."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per device.")
-def command(target, draft, device: str | None, prefix_memory: int | None, checked: bool, as_json: bool, **options):
+def command(target, draft, options: LoadOptions, slots: int, checked: bool, as_json: bool):
     """Says how many bytes a pair will take before it is loaded, and the longest context that fits. Exit code 3 if no device has room.
 
     What a driver takes for itself (some hundred MiB with CUDA) is not counted.
     """
-    options["prefix_memory"] = (prefix_memory or 0) << 20
     if checked:
-        found = check(target, draft, device=device, **options)
+        found = check(target, draft, options, slots=slots)
         click.echo(json_line(found.as_dict())) if as_json else _show_checked(found)
         sys.exit(EXIT_CHECK if found.error > TOLERATED else 0)
-    plans = [plan(target, draft, device=device, **options)] if device is not None else plan_everywhere(target, draft, **options)
+    plans = (
+        [plan(target, draft, options, slots=slots)] if options.device is not None else plan_everywhere(target, draft, options, slots=slots)
+    )
     for one in plans:
         if as_json:
             click.echo(json_line(one.as_dict()))

@@ -4,7 +4,9 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,6 +14,7 @@ import click
 from ..api import load
 from ..errors import ContextError, PyspecError
 from ..files import replacing
+from ..load_options import LoadOptions
 from ..speculation.calibrate import Waiting
 from ..speculation.ngram import LOOKUPS
 from .help import GroupedCommand
@@ -19,11 +22,9 @@ from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
 from .options import (
     TokenLimit,
     argument_text,
+    check_prefix,
     escape_option,
-    loading_options,
-    prefix_options,
-    take_prefix,
-    target_options,
+    loading,
     unescaped,
 )
 from .report import configuration_line, footer
@@ -36,8 +37,7 @@ PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15
 
 
 @click.command("run", cls=GroupedCommand, words="the prompt is given with -p")
-@target_options
-@loading_options
+@loading
 @click.option("-p", "--prompt", help="Prompt text.")
 @click.option("-f", "--file", "prompt_file", type=click.Path(), help="File with the prompt text.")
 @click.option(
@@ -53,7 +53,6 @@ PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15
     "--logprobs", "logprobs_file", type=click.Path(), help="Write the model's log probability of every token, one JSON object per line."
 )
 @click.option("--n-probs", type=click.IntRange(0, 1024), help="How many most likely tokens --logprobs adds to each. Default: 5")
-@click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
 @click.option("--mode", type=click.Choice(["speculative", "plain", "reference"]), help="Default: speculative if anything drafts.")
 @click.option("--reference-shape", "reference", is_flag=True, help="Same as --mode reference: plain decoding on the W-wide graph.")
 @click.option("--require-spec", is_flag=True, help="Exit with 3 unless drafts were verified.")
@@ -62,10 +61,9 @@ PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15
 @escape_option
 @click.option("-no-cnv", "--no-conversation", "raw", is_flag=True, help="The prompt is meant as raw text: no note about `pyspec chat`.")
 @click.option("--special", "-sp", is_flag=True, help="Recognise control tokens in the prompt text.")
-@prefix_options
 @click.option("--stats", "stats_file", type=click.Path(), help="Write the statistics as one JSON object.")
 @click.option("-q", "--quiet", is_flag=True, help="No configuration line and no footer.")
-def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, max_tokens, draft_width, mode, reference, require_spec, stop, ignore_eos,
+def command(target, draft, options, prompt, prompt_file, max_tokens, mode, reference, require_spec, stop, ignore_eos,
             special, escaped, raw, stats_file, logprobs_file, n_probs, quiet, **more):  # fmt: skip
     """Generates text. The text goes to stdout; everything else goes to stderr.
 
@@ -73,18 +71,18 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
     what the model file recommends, or llama.cpp's defaults: temperature 0.8, top-k 40, top-p 0.95, min-p 0.05.
     """
     asked = take_sampling(more, logprobs=None if logprobs_file is None else 5 if n_probs is None else n_probs)
-    _check(asked, more["spec"], mode, reference, ignore_eos, n_probs if logprobs_file is None else None)
+    _check(asked, options.spec, mode, reference, ignore_eos, n_probs if logprobs_file is None else None)
     _check_outputs(stop, stats_file, logprobs_file)
-    take_prefix(more)
+    check_prefix(options, memory=False)
+    if options.prefix_cache is None:
+        options = replace(options, prefix_memory=0)  # nothing is kept in memory for a single request
     text = _prompt(prompt, prompt_file, embedded=target is None)
     text = unescaped(text) if escaped else text
     if target is None and max_tokens is None:
         max_tokens = 256
     mode = "reference" if reference else mode
     with progress_line() as progress:
-        session = load(
-            target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, progress=progress, **more
-        )
+        session = load(target, draft, options, progress)
     with session, Interrupt() as interrupt:
         sampling, notes = asked.sampling(session.target.file)
         if not quiet:
@@ -93,8 +91,8 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
             say("note: the prompt is continued as raw text, although this model has a chat template: `pyspec chat`, or -cnv, talks with it")
         if target is None and not quiet:
             say("prompt: " + json.dumps(text if len(text) < 60 else text[:57] + "..."))
-        options = {"mode": mode, "sampling": sampling, "stop": stop, "ignore_end": ignore_eos, "special": special}
-        stats, failed = _stream(session, text, max_tokens, interrupt, stats_file, logprobs_file, options)
+        generation = {"mode": mode, "sampling": sampling, "stop": stop, "ignore_end": ignore_eos, "special": special}
+        stats, failed = _stream(session, text, max_tokens, interrupt, stats_file, logprobs_file, generation)
         if not quiet:
             with Waiting(session.engine) as waiting:
                 measured = bool(stats.steps) and stats.stop_reason != "interrupt"
@@ -108,7 +106,7 @@ def command(target, draft, device, threads, n_ctx, graphs, prompt, prompt_file, 
     if failed is not None:
         sys.exit(EXIT_ERROR)
     if require_spec and not (stats.drafted and stats.mode == "speculative"):  # the reference mode fills its blocks with copies
-        say(f"pyspec: --require-spec was given, but no draft was verified: {_why_no_draft(session, stats, more['spec'], more['no_spec'])}")
+        say(f"pyspec: --require-spec was given, but no draft was verified: {_why_no_draft(session, stats, options)}")
         sys.exit(EXIT_CHECK)
 
 
@@ -117,7 +115,7 @@ def has_template(file) -> bool:
     return any(key.startswith("tokenizer.chat_template") for key in file.metadata)
 
 
-def _check(asked, spec: list[str] | None, mode: str | None, reference: bool, ignore_eos: bool, lost_probs: int | None) -> None:
+def _check(asked, spec: Sequence[str] | None, mode: str | None, reference: bool, ignore_eos: bool, lost_probs: int | None) -> None:
     """Refuses options that contradict each other, before a model is loaded."""
     if reference and mode not in (None, "reference"):
         raise click.UsageError(f"--reference-shape is --mode reference, so --mode {mode} contradicts it; give one of them")
@@ -146,7 +144,8 @@ def _same_file(a: Path, b: Path) -> bool:
     return os.path.realpath(a) == os.path.realpath(b) and (a.is_file() or not a.exists())
 
 
-def _why_no_draft(session, stats, spec: list[str] | None, no_spec: tuple[str, ...]) -> str:
+def _why_no_draft(session, stats, options: LoadOptions) -> str:
+    spec, no_spec = options.spec, options.no_spec
     if not session.methods:
         if spec == ["none"]:
             return "--spec-type none takes all drafts away; leave it out"

@@ -16,10 +16,8 @@ from .names import in_options
 from .options import (
     Finite,
     TokenLimit,
-    loading_options,
-    prefix_options,
-    take_prefix,
-    target_options,
+    check_prefix,
+    loading,
     text_of,
 )
 from .report import configuration_line
@@ -30,8 +28,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
 
 
 @click.command("serve", cls=GroupedCommand, words="prompts come over HTTP")
-@target_options
-@loading_options
+@loading
 @click.option(
     "-np", "--parallel", "--slots", "slots", type=click.IntRange(1, 64), default=8, show_default=True, help="Requests that run at once."
 )
@@ -89,8 +86,6 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option("--spm-infill", "suffix_first", is_flag=True, help="/infill puts the suffix in front of the prefix, as some models want it.")
 @click.option("--prefill-assistant/--no-prefill-assistant", default=True, help="Whether an assistant's message at the end is gone on with.")
 @sampler_options
-@click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running.")
-@prefix_options
 @click.option(
     "--share-prefixes",
     is_flag=True,
@@ -114,9 +109,9 @@ _KEY = "Key that requests have to bring; several with commas between them."
     help="The share in which the draft of each position is accepted, instead.",
 )
 @click.option("--jinja/--no-jinja", hidden=True, default=True)
-def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, api_key, api_key_file, queue_requests, queue_tokens, queue_seconds, drain,
+def command(target, draft, options, slots, host, port, api_key, api_key_file, queue_requests, queue_tokens, queue_seconds, drain,
             max_body, alias, tags, max_tokens, template, template_file, variables, reasoning, reasoning_format, cors_origins, allowed_hosts, certificate,
-            certificate_key, show_slots, metrics, page, prefill_assistant, suffix_first, draft_width, prefix_cache, prefix_memory, prefix_disk, share_prefixes, verbose, synthetic, rates, jinja, **more):  # fmt: skip
+            certificate_key, show_slots, metrics, page, prefill_assistant, suffix_first, share_prefixes, verbose, synthetic, rates, jinja, **more):  # fmt: skip
     """Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do. `docs/server.md` lists the endpoints.
 
     -c is the context of each slot. Sampling options are what counts where a request says nothing.
@@ -135,8 +130,7 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
     if rates and synthetic is not None:
         raise click.UsageError("--synthetic-acceptance and --spec-synth-rates both say how many drafts are accepted; give one of them")
     asked = take_sampling(more)
-    prefix = {"prefix_cache": prefix_cache, "prefix_memory": prefix_memory, "prefix_disk": prefix_disk}
-    take_prefix(prefix, keep_memory=True)
+    check_prefix(options)
     source = text_of("chat_template", template, template_file)
     named = _variables(variables)
     hosts = tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",)
@@ -145,10 +139,7 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
     _check(hosts, port, certificate, certificate_key)
     start.log_to_stderr(verbose)
     with progress_line() as progress:
-        session = load(
-            target, draft, device=device, threads=threads, n_ctx=n_ctx, draft_width=draft_width, graphs=graphs, prefix_memory=0, progress=progress,
-            **more,
-        )  # fmt: skip
+        session = load(target, draft, options, progress, prefix_cache=None, prefix_memory=0)
     with session:
         values, refused = recommended(session.target.file.metadata)
         sampling = Sampling(**{**values, **asked.values})
@@ -159,17 +150,17 @@ def command(target, draft, device, threads, n_ctx, graphs, slots, host, port, ap
                 f"each of the {slots} slots has {context} tokens of context, as many as memory has room for: use fewer `slots` for more"
             )
         say(configuration_line(session.configuration(), None, sampling.describe(), notes))
-        options = ServeOptions(
+        served = ServeOptions(
             _names(alias), _names(tags), slots, {"on": True, "off": False}.get(reasoning), reasoning_format, named, verbose,
             metrics, show_slots, page, prefill_assistant, suffix_first,
         )  # fmt: skip
         settings = start.Settings(
-            keys, hosts, port, slots, context, prefix["prefix_memory"], prefix_cache, prefix["prefix_disk"], share_prefixes,
+            keys, hosts, port, slots, context, options.prefix_memory, options.prefix_cache, options.prefix_disk, share_prefixes,
             4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, cors_origins, allowed_hosts, max_body << 20,
             certificate, certificate_key, synthetic, rates, lambda line: say(in_options(line)),
         )  # fmt: skip
         limits = Limits(sampling, max_tokens, context)
-        sys.exit(start.serve(session, settings, limits, options, NAMED.get(source or "", source)))
+        sys.exit(start.serve(session, settings, limits, served, NAMED.get(source or "", source)))
 
 
 class _Encrypted(Exception):

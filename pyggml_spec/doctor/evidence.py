@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..api import DEMO
 from ..engine.request import PLAIN, LoopOptions
 from ..engine.runner import ModelRunner
 from ..engine.scheduler import generate
+from ..loading import DEMO
 
 PROMPTS = DEMO / "prompts.jsonl"
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ..api import DEMO_DRAFTER, DEMO_TARGET, Session
 from ..cache.kv_types import MOST_CONTEXT
 from ..drafters.base import TOKEN_MAP, Drafter
 from ..drafters.dflash import DFlash
@@ -19,10 +18,11 @@ from ..engine.runner import ModelRunner
 from ..errors import EngineError, PyspecError
 from ..ggml.library import versions
 from ..gguf_io import GGUFFile
+from ..load_options import LoadOptions
+from ..loading import DEMO_DRAFTER, DEMO_TARGET, Loader
 from ..models.registry import open_target
 from ..models.weights import Weights
 from ..multi_device.split import SplitWeights
-from ..text.tokenizer import Tokenizer
 from . import files, precision, readings, running, split, templates
 from .evidence import Passage, held_out_prompts, write_passages
 from .opening import open_leniently
@@ -55,17 +55,16 @@ class Subject:
         self._passages: list[Passage] = []
         self._noisy: Passage | None = None
         try:
-            session = self._own(Session())  # only to open the devices
-            backends = session._open(device, threads, kernels)
-            self.backends, self.backend = session.backends, session.backend
-            self.file = self._own(GGUFFile(target))
-            self.target = session.target = open_target(self.file)
-            self.tokenizer = self._own(Tokenizer(self.file))
+            options = LoadOptions(device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, tensor_split=tensor_split, spec=["none"])
+            loader = Loader(Path(target), (), options, self._own)
+            loader.open()
+            self.backends, self.backend = loader.backends, loader.backend
+            self.target, self.tokenizer, self.file = loader.target, loader.tokenizer, loader.target.file
             longest = min(self.target.context_length, MOST_CONTEXT)
             self.n_ctx = min(1024 if n_ctx is None else n_ctx or longest, longest)
             if self.n_ctx < 128:
                 raise PyspecError(f"a context of {self.n_ctx} tokens is too short to measure anything; use `n_ctx` 512 or more")
-            self.segments = session._split(backends, tensor_split, EngineOptions(n_ctx=self.n_ctx))
+            self.segments = loader.segments(self.backends, self.n_ctx)
             self.target.weights = self._own(self.target_weights_of(self.target))
             self.prompts = list(prompts if prompts is not None else held_out_prompts(effort.prompts))[: effort.prompts]
             if not self.prompts:

@@ -172,7 +172,7 @@ class GraphCache:
         covered = covered or self.every
         key = (role, width, span, covered, *more, *self.asked(role))
         step = self._steps.pop(key, None)
-        if step is not None and not self._stale(step):
+        if step is not None and not step.graph.stale:
             self._steps[key] = step  # used last, dropped last: never while it runs
             return step
         if step is not None:
@@ -223,7 +223,7 @@ class GraphCache:
 
     def _find(self, role: str, width: int, span: int, covered: SlotRange | None, *more: Any) -> Step | None:
         step = self._steps.get((role, width, span, covered or self.every, *more, *self.asked(role)))
-        return None if step is None or self._stale(step) else step
+        return None if step is None or step.graph.stale else step
 
     def reserves(self, role: str, width: int, covered: SlotRange) -> bool:
         """Whether graphs like this one were planned for: prompts go slot by slot, a chunk of several at once is planned when it is asked for."""
@@ -312,7 +312,7 @@ class GraphCache:
     def _keep(self, step: Step, role: str, *shape: Any) -> Step:
         """Plans the step's graph and keeps it; it is closed if it cannot be planned."""
         try:
-            self._plan(step)
+            step.graph.plan()
         except BaseException:
             step.graph.close()
             raise
@@ -322,12 +322,6 @@ class GraphCache:
         self._steps[key] = step
         self.changes += 1
         return step
-
-    def _plan(self, step: Step) -> None:
-        step.graph.plan()
-
-    def _stale(self, step: Step) -> bool:
-        return step.graph.stale
 
     def _make_room(self, role: str, width: int, more: tuple = ()) -> None:
         family = [key for key in self._steps if key[:2] == (role, width) and key[4:-3] == more]
@@ -351,19 +345,16 @@ class GraphCache:
 
     @property
     def compute_bytes(self) -> int:
-        return sum(self.bytes_of(role) for role in self.roles.values())
+        return sum(role.buffer_bytes for role in self.roles.values())
 
     def compute_bytes_on(self, backend: Backend) -> int:
         """Those of one device."""
-        return sum(self.bytes_of(role) for role in self.roles.values() if role.backend is backend)
+        return sum(role.buffer_bytes for role in self.roles.values() if role.backend is backend)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that the kept graphs take, whatever the device: their nodes."""
         return sum(part.host_bytes for step in self._steps.values() for part in step.graph.parts)
-
-    def bytes_of(self, role: GraphAllocator) -> int:
-        return role.buffer_bytes
 
     def close(self) -> None:
         for step in self._steps.values():

@@ -42,7 +42,7 @@ P = TypeVar("P", bound=Closable)
 
 
 class Resources:
-    """Owns caches, graphs and the step buffer; borrows models (with their weights) and the backends.
+    """Owns caches, graphs and the step buffer; borrows models (with their weights) and the backends. On counting backends it knows its sizes only.
 
     Attributes:
         segments: of the target's layers, one for each device; ``backend`` is the last one's, which has the drafter too.
@@ -60,11 +60,11 @@ class Resources:
             where it does not.
     """
 
-    kv_class, graphs_class, planned = KVCache, StepGraphs, False  # planning puts classes without memory here
-
     def __init__(self, backend: Backend, target: Decoder, drafter: AnyDrafter | None, options: EngineOptions) -> None:
         check_options(options, target, drafter)
         self.segments: tuple[Segment, ...] = target.weights.segments or (Segment(backend, 0, target.n_layer),)
+        if backend.counting:
+            self.segments = tuple(segment._replace(backend=segment.backend.counted()) for segment in self.segments)
         check_masks(options, [segment.backend for segment in self.segments])
         if len(self.segments) > 1:
             check_drafter(drafter)
@@ -108,7 +108,7 @@ class Resources:
         if self.drafter is not None:
             self.draft_kv = self._cache(self.drafter.kv_shapes(), opt.draft_kv, draft=True)
         if shape is not None:
-            self.delta = self._own(DeltaState(self._delta_homes(), shape, opt.width, opt.slots, self.planned))
+            self.delta = self._own(DeltaState(self._delta_homes(), shape, opt.width, opt.slots))
         self.last_hidden: LastHiddenState | None = None
         if self.drafter is not None and self.drafter.chained:
             self.last_hidden = self._own(LastHiddenState(self.backend, self.drafter.carry_size(self.target), opt.width, opt.slots))
@@ -129,7 +129,7 @@ class Resources:
             own = tuple(w for w in blocks if w <= member.block_size) or blocks[:1]
             widths |= {role if at == 0 else f"{role} {member.method}": own for role in ("fused", "draft")}
         caches = self.kv, self.draft_kv, self.delta, self.ring, self.last_hidden
-        self.graphs = self._own(self.graphs_class(self.segments, self.io, self.target, self.drafter, *caches, widths, opt.slots))
+        self.graphs = self._own(StepGraphs(self.segments, self.io, self.target, self.drafter, *caches, widths, opt.slots))
         self.graphs.looked_at, self.graphs.given = True, opt.given
         self.guests = self.graphs.guests = self._visitors()
         if len(self.segments) > 1:
@@ -137,7 +137,7 @@ class Resources:
         if self.turns is not None and self._has_groups():
             for _ in range(GROUPS):
                 io = self._own(StepIO(self.backend, half_of(opt.slots) * of_slot + 8192, before, self.turns.handle))
-                graphs = self.graphs_class(self.segments, io, self.target, self.drafter, *caches, widths, opt.slots, half_of(opt.slots))
+                graphs = StepGraphs(self.segments, io, self.target, self.drafter, *caches, widths, opt.slots, half_of(opt.slots))
                 graphs.given = opt.given
                 self.lanes.append(Lane(io, self._own(graphs)))
 
@@ -153,7 +153,7 @@ class Resources:
             cast(SplitWeights, weights).visit()
             home = DeltaSegment(1, backend, first[1], self.target.delta_row(0))
             weights.enter(len(self.segments) - 1)
-            delta = self._own(DeltaState([home], replace(shape, layers=first[1]), opt.width, opt.slots, self.planned))
+            delta = self._own(DeltaState([home], replace(shape, layers=first[1]), opt.width, opt.slots))
         there = SequenceMemory(kv, None, delta, shapes, window, first=first)
         return Guests(kv, delta, there, SequenceMemory(self.kv, None, self.delta, shapes, window, first=first), opt.slots)
 
@@ -213,7 +213,7 @@ class Resources:
         for backend in dict.fromkeys(home for home, _ in homes or ((self.backend, 0),)):
             check_types(types, shapes, backend, draft)
         sizes = (shapes, self.options.n_ctx, TRASH_ROWS, window, widest)
-        return self._own(self.kv_class(self.backend, *sizes, types=types, slots=self.options.slots, homes=homes))
+        return self._own(KVCache(self.backend, *sizes, types=types, slots=self.options.slots, homes=homes))
 
     def check_open(self) -> None:
         if self.graphs.closed:

@@ -42,10 +42,8 @@ from .steps import Meanwhile, Steps
 class ModelRunner:
     """Runs steps over its slots. Owns its parts; borrows models (with their weights) and the backend."""
 
-    resources_class = Resources  # planning has some without memory
-
     def __init__(self, backend: Backend, target: Decoder, drafter: AnyDrafter | None, options: EngineOptions) -> None:
-        self.resources = p = self.resources_class(backend, target, drafter, options)
+        self.resources = p = Resources(backend, target, drafter, options)
         self.backend, self.target, self.drafter, self.options, self.slots = backend, target, drafter, options, p.slots
         self.graphs, self.io, self.sequence = p.graphs, p.io, p.sequence
         self.kv, self.draft_kv, self.delta, self.ring = p.kv, p.draft_kv, p.delta, p.ring

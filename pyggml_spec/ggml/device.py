@@ -185,6 +185,7 @@ class Backend:
     """
 
     opened = 0  # backends opened in this process
+    counting = False  # whether buffers are counted instead of allocated
 
     def __init__(self, device: Device, threads: int | None = None, kernels: str | None = None) -> None:
         most = default_threads() if threads is None else whole(threads, "the number of threads", 1, MAX_THREADS, DeviceError)
@@ -271,6 +272,14 @@ class Backend:
         free = lib.pgs_pages_buffer_free if self.device.kind == "cpu" and buffer != ffi.NULL else lib.ggml_backend_buffer_free
         free(buffer)
 
+    def size_of(self, buffer: Buffer) -> int:
+        """Bytes of a buffer that an ``allocate`` method returned; 0 for NULL."""
+        return lib.ggml_backend_buffer_get_size(buffer) if buffer != ffi.NULL else 0
+
+    def counted(self) -> "CountingBackend":
+        """The same device, counting."""
+        return CountingBackend(self)
+
     def extra_buffer_types(self) -> list[BufferType]:
         """Buffer types with their own weight layout (repacked, AMX), best first, without those that the probe refused."""
         proc = self._proc("ggml_backend_dev_get_extra_bufts")
@@ -315,6 +324,47 @@ class Backend:
                 lib.pgs_threads_end(self.handle)
             lib.ggml_backend_free(self.handle)
             self.handle = None
+
+
+class CountingBackend(Backend):
+    """Counts the bytes of buffers instead of allocating them. Tensors in them have an address and a buffer type, and no memory.
+
+    Borrows the stream of another backend, which supports the same operations.
+    """
+
+    counting = True
+
+    def __init__(self, of: Backend) -> None:
+        vars(self).update(vars(of))
+        self._sizes: dict[int, int] = {}
+
+    def _count(self, ctx: Context, buffer_type: BufferType, nbytes: int) -> Buffer:
+        buffer = lib.pgs_counted_buffer(ctx, buffer_type)
+        self._sizes[int(ffi.cast("uintptr_t", buffer))] = nbytes
+        return buffer
+
+    def allocate(self, ctx: Context, buffer_type: BufferType | None = None) -> Buffer:
+        buffer_type = buffer_type or self.default_buffer_type
+        return self._count(ctx, buffer_type, lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, buffer_type))
+
+    def allocate_temporary(self, ctx: Context) -> Buffer:
+        if self.device.kind != "cpu":
+            return self.allocate(ctx)
+        return self._count(ctx, self.default_buffer_type, lib.pgs_pages_size(ctx))
+
+    allocate_zeroed = allocate_temporary
+
+    def free_temporary(self, buffer: Buffer) -> None:
+        lib.ggml_backend_buffer_free(buffer)
+
+    def size_of(self, buffer: Buffer) -> int:
+        return self._sizes.get(int(ffi.cast("uintptr_t", buffer)), 0)
+
+    def counted(self) -> "CountingBackend":
+        return self
+
+    def close(self) -> None:
+        """The stream is borrowed."""
 
 
 def cpu_wait_s() -> float | None:

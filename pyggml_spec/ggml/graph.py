@@ -28,11 +28,15 @@ class AllocatorCounters:
 
 
 class GraphAllocator:
-    """The compute buffer shared by all graphs of one kind of step, which never run concurrently. ``nodes``: limit per graph."""
+    """The compute buffer shared by all graphs of one kind of step, which never run concurrently. ``nodes``: limit per graph.
+
+    On a counting backend graphs are measured; the largest one is the size that the buffer would have.
+    """
 
     def __init__(self, backend: Backend, name: str, nodes: int = NODES) -> None:
         self.name, self.backend, self.nodes = name, backend, nodes
         self.handle: Any = lib.pgs_allocator_new(backend.handle)
+        self.counted = 0  # bytes of the largest graph so far, on a counting backend
 
     @property
     def counters(self) -> AllocatorCounters:
@@ -42,7 +46,7 @@ class GraphAllocator:
 
     @property
     def buffer_bytes(self) -> int:
-        return lib.pgs_allocator_buffer_size(self.handle)
+        return self.counted if self.backend.counting else lib.pgs_allocator_buffer_size(self.handle)
 
     def close(self) -> None:
         if self.handle is not None:
@@ -578,7 +582,10 @@ class Graph:
 
     def plan(self) -> None:
         """Checks support of every node, plans and allocates memory. Raises EngineError with the unsupported node."""
-        check(lib.pgs_graph_plan(self.handle, self._err), self._err)
+        if self.backend.counting:
+            self.allocator.counted = max(self.allocator.counted, self.measure())
+        else:
+            check(lib.pgs_graph_plan(self.handle, self._err), self._err)
 
     def capture(self) -> tuple[int, int, int] | None:
         """Captures the planned graph as a CUDA graph before its first run: microseconds (record, instantiate, upload), or None where
@@ -611,8 +618,8 @@ class Graph:
 
     @property
     def stale(self) -> bool:
-        """Whether the allocator's buffer has moved since ``plan``."""
-        return bool(lib.pgs_graph_stale(self.handle))
+        """Whether the role's buffer has moved since this graph was planned."""
+        return not self.backend.counting and bool(lib.pgs_graph_stale(self.handle))
 
     @property
     def n_nodes(self) -> int:

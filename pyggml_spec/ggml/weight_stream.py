@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import EngineError
 from .device import Backend
 from .graph import Graph
-from .library import Buffer, Context, Tensor, check, ffi, lib, new_err, text
+from .library import Context, Tensor, check, ffi, lib, new_err, text
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class WeightStream:
             sizes[number % 2] = max(sizes[number % 2], at)
         home = lib.ggml_new_tensor(self._home_ctx, lib.GGML_TYPE_I8, 1, (sum(sizes),))
         self.need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(self._home_ctx, buft)
-        self._buffer = self._allocate(home)
+        self._buffer = self.device.allocate(self._home_ctx)
         self.fits = self._buffer != ffi.NULL
         if not self.fits:
             return
@@ -75,10 +75,8 @@ class WeightStream:
             for name, tensor in self.layers[layer].items():
                 offsets[layer, name] += sizes[0] * (number % 2)
                 check(lib.pgs_place(home, offsets[layer, name], tensor, self._err), self._err)
-        self._fill(home, sources, offsets)
-
-    def _allocate(self, home: Tensor) -> Buffer:
-        return self.device.allocate(self._home_ctx)
+        if not self.device.counting:
+            self._fill(home, sources, offsets)
 
     def _fill(self, home: Tensor, sources: Mapping[int, Mapping[str, Tensor]], offsets: Mapping[tuple[int, str], int]) -> None:
         """Registers the copies of each layer: its tensors, and zeros for the padding that kernels read after them."""
@@ -131,7 +129,7 @@ class WeightStream:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return lib.ggml_backend_buffer_get_size(self._buffer) if self._buffer != ffi.NULL else 0
+        return self.device.size_of(self._buffer)
 
     def close(self) -> None:
         if self._handle is not None:

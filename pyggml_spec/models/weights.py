@@ -145,7 +145,6 @@ class Weights:
 
     segments: tuple = ()  # of layers on several devices; see segments.py
     guests: "Weights | None" = None  # of layers in host memory that a device computes with copies of; see guests.py
-    stream_class = WeightStream  # planning puts one without memory here
 
     def __init__(
         self,
@@ -321,6 +320,10 @@ class Weights:
         for home, job_list in by_buft.items():
             self._allocate(home, job_list)
         self._make_groups(runs, found)
+        for key, other in alias.items():
+            self._tensors[key] = self._tensors[other]
+        if self.backend.counting:
+            return
         done = 0
         for home, job_list in by_buft.items():
             for key, _, _, use, sources in job_list:
@@ -339,8 +342,6 @@ class Weights:
                         self.file.forget(info.name)
                 done += sum(info.nbytes for info in sources)
                 progress(done, total)
-        for key, other in alias.items():
-            self._tensors[key] = self._tensors[other]
 
     def _new_tensors(self, ctx: Context, home: int, jobs: list) -> list[Tensor]:
         """The tensors of ``jobs``, without memory."""
@@ -379,7 +380,7 @@ class Weights:
         lib.ggml_backend_buffer_set_usage(buffer, lib.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         self._buffers.append(buffer)
         if home < len(self._bufts) - 1:
-            self.repacked_bytes += lib.ggml_backend_buffer_get_size(buffer)
+            self.repacked_bytes += self.backend.size_of(buffer)
 
     def _pack(self, weight: Tensor, sources: list[TensorInfo]) -> None:
         packed, first = cast(Packed, weight), 0
@@ -471,6 +472,9 @@ class Weights:
     def _host_tensor(self, ctx: Context, info: TensorInfo, shape: tuple[int, ...]) -> Tensor:
         """All experts of the tensor, as a tensor over the file's own pages; a copy where the file does not align them."""
         tensor = lib.ggml_new_tensor(ctx, info.type, len(shape), shape)
+        if self.backend.counting:
+            self._host_buffers.append(lib.pgs_counted_buffer(ctx, lib.ggml_backend_cpu_buffer_type()))
+            return tensor
         view = self.file.read(info.name)
         data = ffi.from_buffer(view)
         address, pinned = int(ffi.cast("uintptr_t", data)), self._pinned_type()
@@ -510,7 +514,7 @@ class Weights:
         sources = self._hosted if layers is None else layers
         if not sources:
             return None
-        stream = self.stream_class(self.backend, sources, rows)
+        stream = WeightStream(self.backend, sources, rows)
         if stream.fits:
             self.stream = stream
         return stream
@@ -625,7 +629,7 @@ class Weights:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all weight buffers on the device."""
-        return sum(lib.ggml_backend_buffer_get_size(b) for b in self._buffers)
+        return sum(map(self.backend.size_of, self._buffers))
 
     @property
     def nbytes(self) -> int:

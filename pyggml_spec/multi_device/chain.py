@@ -79,6 +79,8 @@ class ChainGraph(Graph):
     def plan(self) -> None:
         for graph in self._graphs:
             graph.plan()
+        if self.allocator.backend.counting:
+            return
         read = [hop for hop in self._hops if hop[3].data != ffi.NULL]
         hops = ffi.new("pgs_hop[]", [list(hop) for hop in sorted(read, key=lambda hop: hop[0])])
         parts = ffi.new("pgs_graph *[]", [graph.handle for graph in self._graphs])

@@ -54,6 +54,9 @@ class GuestWeights(Weights):
     def _allocate(self, home: int, jobs: list) -> None:
         ctx = self._context(len(jobs))
         self._new_tensors(ctx, home, jobs)
+        if self.backend.counting:
+            self._buffers.append(self.backend.allocate(ctx, self._host_type()))
+            return
         need, free = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, self._host_type()), free_bytes(self._host.device)
         buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, self._host_type()) if need <= free else ffi.NULL
         if buffer == ffi.NULL:

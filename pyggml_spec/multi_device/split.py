@@ -169,8 +169,6 @@ class SplitWeights:
         guests: those of the first segment's layers, while the second one's device computes chunks of prompts with copies of them.
     """
 
-    guests_class = GuestWeights  # planning puts one without memory here
-
     def __init__(
         self,
         target: Decoder,
@@ -179,7 +177,6 @@ class SplitWeights:
         placement: Placement | None,
         host: Backend | None,
         progress: Callable[[int, int], None],
-        weights_class: Callable[..., Weights] = Weights,
         borrowed: bool = False,
     ) -> None:
         """``borrowed``: the last device has the embedding too, for drafters that come later."""
@@ -198,7 +195,7 @@ class SplitWeights:
                 families = [tuple(name for name in family if name in here) for family in alike]
                 hot = None if placement is None else placement.within(segment.first, segment.end)
                 report = partial(_report, progress, done, total)
-                self.parts.append(weights_class(segment.backend, target.file, mine, here, families, report, hot, host))
+                self.parts.append(Weights(segment.backend, target.file, mine, here, families, report, hot, host))
                 done += _file_bytes(target, mine)
         except BaseException:
             self.close()
@@ -226,7 +223,7 @@ class SplitWeights:
         names = {spec.name for spec in specs}
         groups = {name: members for name, members in self._target.groups().items() if set(members) <= names}
         families = [tuple(name for name in family if name in groups) for family in self._target.fused_alike()]
-        self.guests = self.guests_class(host, device, self.parts[1], self.parts[0], self.file, specs, groups, families, progress)
+        self.guests = GuestWeights(host, device, self.parts[1], self.parts[0], self.file, specs, groups, families, progress)
         stream = self.parts[1].open_stream(rows, self.guests.layers)
         assert stream is not None
         if stream.fits:

@@ -1,31 +1,26 @@
 """How much memory a pair will take, before any of it is allocated.
 
-The engine's own code plans: weights, caches and graphs are made as it makes them, except that weights, K/V and compute buffers get sizes
-instead of memory. So the numbers are those of a session that is loaded afterwards, whatever the models and the backend. Only the step buffer
-and the rows of experts in host memory exist for a moment.
+The steps of loading run on backends that count: weights, caches and graphs are made as loading makes them, and buffers get sizes instead of memory. Only
+the step buffer and the rows of experts in host memory exist for a moment.
 """
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..api import DEMO_TARGET, MOST_BYTES, Session, check_offload, demo_drafters, draft_files, load
-from ..cache.kv_types import MOST_CONTEXT, KVTypes
-from ..checks import either, numbers, path, whole
-from ..engine.options import EngineOptions
-from ..engine.planned import PlannedEngine, PlannedGraphs, largest, plan_weights
+from ..api import load
+from ..cache.kv_types import MOST_CONTEXT
+from ..context_size import token_bytes
+from ..engine.memory import SHARED, MemoryCount, longest
 from ..engine.request import PLAIN, SPECULATIVE, LoopOptions
 from ..engine.resources import P
-from ..errors import ContextError, PyspecError
+from ..errors import PyspecError
 from ..ggml.device import devices, free_bytes, pick_device
 from ..ggml.devices import pick_devices
-from ..gguf_io import GGUFFile
-from ..models.placement import ExpertOptions
-from ..models.registry import open_target
-from ..speculation.methods import Methods, methods
+from ..load_options import LoadOptions
+from ..loading import Loader, files_to_load
 
 
 @dataclass(frozen=True)
@@ -117,69 +112,103 @@ class NoPlan:
 def plan(
     target: str | Path | None = None,
     draft: str | Path | Sequence[str | Path] | None = None,
+    options: LoadOptions | None = None,
     *,
-    device: str | None = None,
-    threads: int | None = None,
-    n_ctx: int | None = None,
-    draft_width: int | None = None,
-    chunk: int = 512,
     slots: int = 1,
-    prefix_memory: int = 0,
     free: int | None = None,
-    cache_type_k: str = "f16",
-    cache_type_v: str = "f16",
-    draft_cache_type_k: str = "f16",
-    draft_cache_type_v: str = "f16",
-    experts: ExpertOptions | None = None,
-    kernels: str | None = None,
-    spec: Sequence[str] | None = None,
-    no_spec: Sequence[str] = (),
-    draft_vocab: int | None = None,
-    tensor_split: Sequence[float] | None = None,
-    offload_prompts: int | str | None = None,
+    **fields: Any,
 ) -> Plan:
-    """What ``session.load`` with the same arguments will take on one device; without a target, for the embedded pair.
+    """What ``load`` with the same arguments takes on its devices; without a target, for the embedded pair.
 
     Args:
-        device, tensor_split: as of ``load``; None takes the first GPU, or the CPU.
-        offload_prompts: as of ``load``; with "auto", what is taken where copies pay. What does not fit with them is planned without, as it is loaded.
-        threads: no number of them changes what is allocated.
+        options, fields: as of ``load``. ``prefix_memory`` counts as if it were full, None as 0. With ``offload_prompts`` "auto", copies are counted; what
+            does not fit with them is planned without, as it is loaded.
         slots: more than 1: ``Session.concurrent`` with so many slots is planned too.
-        prefix_memory: counted as if it were full.
-        free: bytes to take as free, instead of what the device reports.
+        free: bytes to take as free, instead of what the devices report.
 
     Raises:
         PyspecError: the pair cannot be loaded there at all, for the reason that ``load`` would give.
     """
-    if target is None:
-        if draft is not None:
-            raise PyspecError(f"the drafter {draft} needs its target: name it with `target`")
-        target, draft = DEMO_TARGET, demo_drafters(methods(spec, no_spec, draft_vocab))
-    either(experts, ExpertOptions, "`experts`")
-    tensor_split = None if tensor_split is None else numbers(tensor_split, "the proportions (`tensor_split`)")
-    prefix_memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
-    kv, draft_kv = KVTypes(cache_type_k, cache_type_v), KVTypes(draft_cache_type_k, draft_cache_type_v)
-    options = {"chunk": chunk, "kv": kv, "draft_kv": draft_kv}
-    return _plan_on(
-        device,
-        tensor_split,
-        path(target, "`target`"),
-        draft_files(draft),
-        threads,
-        kernels,
-        n_ctx,
-        draft_width,
-        options,
-        slots,
-        prefix_memory,
-        free,
-        experts,
-        methods(spec, no_spec, draft_vocab),
-        check_offload(offload_prompts, chunk),
-    )
+    options = LoadOptions.of(options, fields)
+    files, prefix_memory = files_to_load(target, draft, options.methods), options.prefix_memory or 0
+    with ExitStack() as stack:
+
+        def own(part: P) -> P:
+            stack.callback(part.close)
+            return part
+
+        loader = Loader(*files, options, own)
+        loader.open()
+        loader.choose_context(slots, free, prefix_memory)
+        n_ctx = loader.engine_options.n_ctx
+        stack.enter_context(loader.counted(n_ctx))
+        planned = _Planned(loader, slots, prefix_memory, free)
+        parts = planned.parts(n_ctx)
+        weights = loader.target.weights
+        if weights.streams and not _fit(parts):  # nor are they taken at load
+            weights.close_streams()
+            planned.counts.clear()
+            parts = planned.parts(n_ctx)
+        one, of_slots = planned.count(n_ctx), planned.count(n_ctx, slots).caches() if slots != 1 else {}
+        by_type: dict[str, int] = {}
+        for mine in (weights, *(member.weights for member in loader.members)):
+            for name, nbytes in mine.bytes_by_type.items():
+                by_type[name] = by_type.get(name, 0) + nbytes
+        trained, rooms = loader.target.context_length, [part.free for part in parts]
+        copied = sum(stream.nbytes for stream in weights.streams) + (weights.guests.buffer_bytes if weights.guests is not None else 0)
+        return Plan(
+            device=",".join(part.device for part in parts),
+            n_ctx=n_ctx,
+            trained_context=trained,
+            memory=one.by_purpose,
+            slots=slots,
+            slots_memory=of_slots,
+            prefix_memory=prefix_memory,
+            weights_by_type=by_type,
+            compute_by_role=one.compute,
+            host_bytes=weights.host_bytes,
+            kv_per_token=token_bytes(loader.target, loader.drafter, loader.engine_options),
+            free=sum({part.device: part.free for part in parts}.values()),
+            largest_context=longest(lambda n: loader.by_device(planned.totals(n)), rooms, min(trained, MOST_CONTEXT)),
+            split=parts if len(parts) > 1 else (),
+            copied=copied,
+        )
 
 
-def plan_everywhere(target=None, draft=None, **options) -> list[Plan | NoPlan]:
+class _Planned:
+    """Counts of one loader, each made once: graphs are built for them, which is what a plan takes its time for."""
+
+    def __init__(self, loader: Loader, slots: int, prefix_memory: int, free: int | None) -> None:
+        self.loader, self.slots, self.prefix_memory, self.free = loader, slots, prefix_memory, free
+        self.counts: dict[tuple[int, int], MemoryCount] = {}
+
+    def count(self, n_ctx: int, slots: int = 1) -> MemoryCount:
+        if (n_ctx, slots) not in self.counts:
+            self.counts[n_ctx, slots] = self.loader.count(n_ctx, slots)
+        return self.counts[n_ctx, slots]
+
+    def totals(self, n_ctx: int) -> list[int]:
+        """Bytes per backend, slots and the prefix cache included."""
+        totals = self.count(n_ctx).totals()
+        if self.slots != 1:
+            totals = [a + b for a, b in zip(totals, self.count(n_ctx, self.slots).totals(weights=False), strict=True)]
+        totals[-1] += self.prefix_memory
+        return totals
+
+    def parts(self, n_ctx: int) -> tuple[PlanPart, ...]:
+        backends = self.loader.backends
+        layers = [str(segment) for segment in self.loader.target.weights.segments] or [""]
+        rooms = [free_bytes(backend.device) if self.free is None else self.free for backend in backends]
+        names = [backend.device.name for backend in backends]
+        return tuple(map(PlanPart, names, layers, self.totals(n_ctx), rooms))
+
+
+def plan_everywhere(
+    target: str | Path | None = None,
+    draft: str | Path | Sequence[str | Path] | None = None,
+    options: LoadOptions | None = None,
+    **more: Any,
+) -> list[Plan | NoPlan]:
     """``plan`` for every device of this machine; a device that cannot run the pair is a NoPlan.
 
     Raises:
@@ -188,7 +217,7 @@ def plan_everywhere(target=None, draft=None, **options) -> list[Plan | NoPlan]:
     out: list[Plan | NoPlan] = []
     for device in devices():
         try:
-            out.append(plan(target, draft, device=device.name, **options))
+            out.append(plan(target, draft, options, device=device.name, **more))
         except PyspecError as error:
             out.append(NoPlan(device.name, str(error)))
             last = error
@@ -241,23 +270,22 @@ class Checked:
 def check(
     target: str | Path | None = None,
     draft: str | Path | Sequence[str | Path] | None = None,
+    options: LoadOptions | None = None,
     *,
-    device: str | None = None,
-    threads: int | None = None,
     slots: int = 1,
-    prefix_memory: int = 0,
     free: int | None = None,
-    **options,
+    **fields: Any,
 ) -> Checked:
     """Plans, then loads, generates a little in every mode, and looks at what is allocated. Arguments as of ``plan``.
 
     Raises:
         PyspecError: it does not fit, or cannot be loaded.
     """
-    names = device if device is not None else pick_device().name
-    picked = list(dict.fromkeys(pick_devices(names)))
+    options = LoadOptions.of(options, fields)
+    options = replace(options, device=options.device or pick_device().name)
+    picked = list(dict.fromkeys(pick_devices(options.device)))
     before = [free_bytes(one) for one in picked]
-    planned = plan(target, draft, device=names, slots=slots, prefix_memory=prefix_memory, free=free, **options)
+    planned = plan(target, draft, options, slots=slots, free=free)
     if not planned.fits:
         raise PyspecError(
             f"{planned.total} bytes are planned and {planned.free} are free on {planned.device}, so nothing was loaded; "
@@ -267,8 +295,8 @@ def check(
     with ExitStack() as stack:
         # one thread where it only has to be right: several wait for each other
         on_cpu = any(one.kind == "cpu" for one in picked)
-        threads = threads or (1 if on_cpu else None)
-        session = stack.enter_context(load(target, draft, device=names, threads=threads, prefix_memory=0, **options))
+        threads = options.threads or (1 if on_cpu else None)
+        session = stack.enter_context(load(target, draft, options, threads=threads, prefix_memory=0))
         room = planned.n_ctx - 1
         prompt = [i % session.target.n_vocab for i in range(max(1, min(700, room // 2)))]
         for mode in ("speculative", "plain") if session.drafter is not None else ("plain",):
@@ -278,105 +306,6 @@ def check(
             for i in range(slots):
                 scheduler.submit(prompt[: 40 + i], LoopOptions(min(16, room // 4), PLAIN if session.drafter is None else SPECULATIVE))
             scheduler.run()
-            of_slots = {name: n for name, n in scheduler.engine.memory().items() if name not in ("weights", "draft_weights")}
+            of_slots = {name: n for name, n in scheduler.engine.memory().items() if name not in SHARED}
         taken = sum(before) - sum(free_bytes(pick_device(one.name)) for one in picked) if not on_cpu else None
         return Checked(planned, session.engine.memory(), of_slots, taken)
-
-
-def _plan_on(
-    names: str | None,
-    shares: Sequence[float] | None,
-    target_path: Path,
-    drafts: Sequence[Path],
-    threads: int | None,
-    kernels: str | None,
-    n_ctx: int | None,
-    draft_width: int | None,
-    asked: dict[str, Any],
-    slots: int,
-    prefix_memory: int,
-    free: int | None,
-    experts: ExpertOptions | None,
-    spec: Methods,
-    offload: int | str | None,
-) -> Plan:
-    with ExitStack() as stack:
-
-        def own(part: P) -> P:
-            stack.callback(part.close)
-            return part
-
-        session = own(Session())  # only for what it makes of the arguments
-        file = own(GGUFFile(target_path))
-        target = session.target = open_target(file)
-        drafter = session.drafter = session._open_drafters(file, drafts, spec)
-        chosen = n_ctx is None
-        n_ctx = session._context(n_ctx)
-        backends = session._open(names, threads, kernels)
-        implied = session._implied(spec, draft_width)
-        lookup = spec.lookup or implied
-        width = session._width(draft_width, lookup is not None)
-        backend, found = backends[-1], [b.device for b in backends]
-        options = EngineOptions(n_ctx=n_ctx, width=width, given=lookup is not None, implied=implied is not None, **asked)
-        placed = session._place_experts(experts, threads, max(options.chunk, width), offload is not None)
-        if chosen:
-            n_ctx = session._own_context(replace(options, slots=slots), shares, placed, offload, free, prefix_memory)
-            options = replace(options, n_ctx=n_ctx)
-        segments = session._split(backends, shares, options)
-        plan_weights(target, drafter, backend, segments, placed, own)
-        members = drafter.methods if drafter is not None else ()
-        session._open_streams(offload)
-
-        @cache  # of the same context it is asked up to three times; building the graphs is what a plan takes
-        def memory_of(context: int, slots: int) -> tuple[dict[str, int], dict[str, int], list[int]]:
-            """By purpose, by role, and on each device: of several slots without the weights."""
-            engine = PlannedEngine(backend, target, drafter, replace(options, n_ctx=context, slots=slots))
-            try:
-                assert isinstance(engine.graphs, PlannedGraphs)
-                apart = ("weights", "draft_weights") if slots != 1 else ()
-                by_part = [sum(n for name, n in part.items() if name not in apart) for part in engine.memory_by_segment()]
-                return engine.memory(), dict(engine.graphs.bytes_by_role), by_part
-            finally:
-                engine.close()
-
-        def of_slots(context: int) -> dict[str, int]:
-            memory = memory_of(context, slots)[0] if slots != 1 else {}
-            return {name: nbytes for name, nbytes in memory.items() if name not in ("weights", "draft_weights")}  # which are shared
-
-        def on_devices(context: int) -> tuple[PlanPart, ...]:
-            one = memory_of(context, 1)[2]
-            more = [*memory_of(context, slots)[2]] if slots != 1 else [0] * len(one)
-            more[-1] += prefix_memory
-            totals = [a + b for a, b in zip(one, more, strict=True)]
-            rooms = [free_bytes(d) if free is None else free for d in found]
-            layers = [str(segment) for segment in segments] or [""]
-            return tuple(PlanPart(d.name, what, n, room) for d, what, n, room in zip(found, layers, totals, rooms, strict=True))
-
-        def fits(context: int) -> bool:
-            try:
-                return _fit(on_devices(context))
-            except ContextError:  # a device cannot count the values of its masks; nobody asked for this context
-                return False
-
-        parts = on_devices(n_ctx)
-        if target.weights.streams and not _fit(parts):  # nor are they taken at load
-            target.weights.close_streams()
-            memory_of.cache_clear()
-            parts = on_devices(n_ctx)
-        (memory, roles, _), slots_memory = memory_of(n_ctx, 1), of_slots(n_ctx)
-        by_type: dict[str, int] = {}
-        for weights in (target.weights, *(member.weights for member in members)):
-            for name, nbytes in weights.bytes_by_type.items():
-                by_type[name] = by_type.get(name, 0) + nbytes
-        trained = target.context_length
-        longest = largest(fits, min(trained, MOST_CONTEXT))
-        room = sum({part.device: part.free for part in parts}.values())
-        draft_shapes = drafter.kv_shapes() if drafter is not None else ()
-        per_token = sum(map(options.kv.row_bytes, target.kv_shapes())) + sum(map(options.draft_kv.row_bytes, draft_shapes))
-        host_bytes = target.weights.host_bytes
-        guests = target.weights.guests
-        copied = sum(stream.nbytes for stream in target.weights.streams) + (guests.buffer_bytes if guests is not None else 0)
-        return Plan(
-            ",".join(d.name for d in found), n_ctx, trained, memory, slots, slots_memory, prefix_memory, by_type, roles, host_bytes, per_token,
-            room, longest, parts if segments else (), copied
-        )  # fmt: skip

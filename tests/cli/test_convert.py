@@ -9,7 +9,7 @@ import pytest
 from cli.process import pyspec
 from tools.checkpoint import export
 
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 
 
 @pytest.fixture(scope="module")

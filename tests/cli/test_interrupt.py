@@ -98,11 +98,11 @@ def test_both_names_of_the_program_are_one():
 def test_while_weights_are_loaded(pinned):
     patch = """if True:
         from pyggml_spec.models.weights import Weights
-        upload = Weights._upload
+        upload = Weights.upload
         def slow(self, *args, **kwargs):
             ctrl_c()
             return upload(self, *args, **kwargs)
-        Weights._upload = slow
+        Weights.upload = slow
     """
     done = run_patched(patch, *pinned, "-p", PROMPT)
     assert (done.returncode, done.stdout) == (130, "") and not done.stderr.strip()

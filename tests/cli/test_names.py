@@ -8,10 +8,10 @@ import pytest
 from cli.process import one_sentence, pyspec
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_TARGET
 from pyggml_spec.cli.main import cli
 from pyggml_spec.cli.names import in_options
 from pyggml_spec.errors import ContextError
+from pyggml_spec.loading import DEMO_TARGET
 
 ROOT = DEMO_TARGET.parents[1]
 COMMAND = re.compile(r"(pyspec|pip|llama-gguf-split|gguf-set-metadata|nvidia-smi) [^;`]*")  # a whole command line to type, options and all

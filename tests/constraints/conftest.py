@@ -2,8 +2,8 @@
 
 import pytest
 
-from pyggml_spec.api import DEMO_TARGET
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO_TARGET
 from pyggml_spec.text.tokenizer import Tokenizer
 
 

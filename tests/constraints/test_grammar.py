@@ -19,7 +19,7 @@ CALL = 'root ::= "def " name "(" (name ("," name)*)? "):" "\\n" "    return " na
 TALKER = """
 import os, threading
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.api import DEMO_TARGET
+from pyggml_spec.loading import DEMO_TARGET
 from pyggml_spec.constraints.grammar import Grammar
 from pyggml_spec.text.tokenizer import Tokenizer
 

@@ -66,7 +66,7 @@ from pathlib import Path
 from pyggml_spec.errors import EngineError, SamplingError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.constraints.grammar import Grammar, Vocabulary
-from pyggml_spec.api import DEMO_TARGET
+from pyggml_spec.loading import DEMO_TARGET
 from pyggml_spec.text.tokenizer import Tokenizer
 
 tokenizer = Tokenizer(GGUFFile(DEMO_TARGET))

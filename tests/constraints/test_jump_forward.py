@@ -7,10 +7,10 @@ import weakref
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.constraints.grammar import Grammar, Vocabulary
 from pyggml_spec.constraints.jump_forward import ForcedDrafts
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.sampling.sampler import Sampling
 from pyggml_spec.text.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from gguf_io.build import ARR, BOOL, F32, I32, STR, U32, Model
 
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.quants import dequantise, quantise, type_id
 
 Q8_0 = type_id("q8_0")

@@ -7,9 +7,9 @@ import pytest
 from doctor.broken import AT_A_GLANCE, BROKEN, store, values, write, write_loud_target, write_own_embedding
 from gguf_io.build import BOOL, Model
 
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.doctor import FAIL, WARN, Subject, examine_drafter
 from pyggml_spec.doctor.examine import Effort
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.doctor.evidence import write_passages
 from pyggml_spec.doctor.probe import Probe, Reading, _mask
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 
 PROMPT = "class Stack:\n    def __init__(self):\n"
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.doctor import examine_drafter
 from pyggml_spec.doctor.examine import Effort, Subject
 from pyggml_spec.doctor.precision import relative_error
@@ -16,6 +15,7 @@ from pyggml_spec.doctor.report import FAIL, FILES, FIT, OK, READING, WARN, Check
 from pyggml_spec.doctor.running import loop_acceptance, other_work, pays, replay
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.ggml.cores import ThreadRule
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.quants import type_id
 
 

@@ -7,12 +7,12 @@ from click.testing import CliRunner
 from pairs import write_pair
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.cli.main import cli
 from pyggml_spec.doctor import split
 from pyggml_spec.doctor.examine import Effort, Subject, examine_drafter
 from pyggml_spec.doctor.report import NOT_APPLICABLE, OK, WARN
 from pyggml_spec.doctor.split import Layers, Move, faster_step, level_chunks
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.split_steps import CopySpeed, DeviceShare, SplitStep, split_chunk
 
 pytestmark = pytest.mark.slow

@@ -3,8 +3,8 @@
 import pytest
 from gguf_io.build import STR, Model
 
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.doctor.examine import Effort, Subject, examine_drafter
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 
 pytestmark = pytest.mark.slow
 

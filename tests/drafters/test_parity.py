@@ -12,7 +12,6 @@ from random_gguf.dflash2 import write_dflash2
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO, DEMO_DRAFTER, DEMO_MTP, DEMO_TARGET
 from pyggml_spec.cache.kv import NOWHERE
 from pyggml_spec.cache.kv_types import KVTypes
 from pyggml_spec.drafters.base import DraftOutput
@@ -30,6 +29,7 @@ from pyggml_spec.errors import ModelError, PairError
 from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.step_io import StepFields, StepIO
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO, DEMO_DRAFTER, DEMO_MTP, DEMO_TARGET
 from pyggml_spec.text.tokenizer import Tokenizer
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan

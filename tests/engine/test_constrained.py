@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.constraints import grammar as grammars
 from pyggml_spec.constraints.grammar import Grammar, allows, only
 from pyggml_spec.engine import masked
@@ -22,6 +21,7 @@ from pyggml_spec.engine.masked import MaskedRows
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.scheduler import Scheduler
 from pyggml_spec.errors import DeviceError, EngineError
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 from pyggml_spec.tools.plan import plan

@@ -102,7 +102,7 @@ def test_own_kernels_are_llama_cpps_to_rounding(tmp_path, quant):
 
 def test_a_tied_head_is_held_once(tmp_path):
     """The table that rows are looked up in is the packed head itself; all weights together take what the file takes, and 5 % at most."""
-    from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
+    from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 
     with ps.load(device="CPU", threads=1, n_ctx=64) as session:
         weights = session.target.weights

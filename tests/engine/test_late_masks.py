@@ -5,9 +5,9 @@ import threading
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.constraints import grammar as grammars
 from pyggml_spec.constraints.grammar import Grammar
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 
 AMBIGUOUS = "root ::= s\ns ::= s s s | s s | [a-z]"
 SCHEMA = '{"type": "object", "properties": {"kind": {"enum": ["list", "dict"]}, "size": {"type": "integer", "maximum": 99}}, "required": ["kind", "size"], "additionalProperties": false}'

@@ -5,8 +5,8 @@ import pytest
 from engine.helpers import oracle, reference, run
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_TARGET
 from pyggml_spec.errors import ContextError, EngineError, PairError
+from pyggml_spec.loading import DEMO_TARGET
 
 PROMPT = [65, 66, 67, 10, 32]
 N = 80

@@ -8,10 +8,10 @@ from random_gguf.archs import write_qwen3
 
 import pyggml_spec as ps
 from pyggml_spec import building
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.errors import GGUFError
 from pyggml_spec.ggml import probe
 from pyggml_spec.gguf_io import GGUFFile, identity
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.speculation import calibrate
 
 WINDOW = 4096

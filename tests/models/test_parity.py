@@ -4,7 +4,7 @@ import pytest
 from architectures import params
 from random_gguf.model import Shape, write_qwen35
 
-from pyggml_spec.api import DEMO_TARGET
+from pyggml_spec.loading import DEMO_TARGET
 from pyggml_spec.tools.compare import compare_logits
 
 QUANTS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"]

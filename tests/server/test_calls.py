@@ -6,10 +6,10 @@ from contextlib import closing
 import pytest
 from gguf_io.build import I32, Model
 
-from pyggml_spec.api import DEMO_TARGET
 from pyggml_spec.constraints.grammar import Grammar
 from pyggml_spec.constraints.lazy import LazyGrammar
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO_TARGET
 from pyggml_spec.server.calls import calls_grammar
 from pyggml_spec.server.errors import ApiError
 from pyggml_spec.text.formats import FORMATS, Tags

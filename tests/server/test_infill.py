@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from server.running import Running, events
 
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.server.bodies import Infill
 from pyggml_spec.server.errors import ApiError
 from pyggml_spec.server.infill import BATCH, SNIPPET, _read, lay_out

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import llama_cpp
 import pytest
 
-from pyggml_spec.api import DEMO_TARGET
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO_TARGET
 from pyggml_spec.server.served import NAMED, Rendering, Served, ServeOptions
 from pyggml_spec.text import template
 from pyggml_spec.text.template import ChatTemplate

@@ -4,9 +4,9 @@ import pytest
 from speculation.test_ngram_policy import PROMPT
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_TARGET
 from pyggml_spec.chat import chat_template
 from pyggml_spec.cli.report import configuration_line
+from pyggml_spec.loading import DEMO_TARGET
 from pyggml_spec.speculation.ngram_policy import NOTHING, PLAIN_STEPS, WARMUP, NgramPolicy
 from pyggml_spec.tools.bench_prompts import PromptsOptions, bench_prompts
 from pyggml_spec.tools.plan import check

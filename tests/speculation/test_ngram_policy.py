@@ -8,8 +8,8 @@ from random_gguf.archs import write_gemma4
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.errors import EngineError
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.speculation.ngram_policy import Choice, NgramPolicy
 from pyggml_spec.speculation.policy import SpeculationPolicy, StepPlan
 

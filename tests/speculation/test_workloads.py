@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pyggml_spec.api import DEMO_TARGET
 from pyggml_spec.cache import hidden_buffer as features
 from pyggml_spec.cache.cursor import Cursor
 from pyggml_spec.engine import scheduler, stream
@@ -23,6 +22,7 @@ from pyggml_spec.engine.batch import Draft, Prefill, StepOutput
 from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.ggml.cores import ThreadCounts
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO_TARGET
 from pyggml_spec.speculation.ngram_policy import NgramPolicy
 from pyggml_spec.speculation.policy import SpeculationPolicy
 from pyggml_spec.text.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from compare_convert import differences
 from gguf_io.build import Model
 from tools.checkpoint import export
 
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.convert import convert_drafter
 
 

@@ -8,9 +8,9 @@ from cli.process import pyspec
 from gguf_io.build import Model
 from tools.checkpoint import floats
 
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.errors import GGUFError, ModelError
 from pyggml_spec.ggml.library import lib, text
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.compare_weights import compare_weights
 from pyggml_spec.tools.quants import TYPES, dequantise, quantise, type_id
 

@@ -11,9 +11,9 @@ from random_gguf.model import Shape
 from tools.checkpoint import as_dflash2, export, floats
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.errors import ConvertError
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools import convert as module
 from pyggml_spec.tools.convert import convert_drafter
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import ExitStack, closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,13 +12,14 @@ from random_gguf.archs import WRITERS, write_gemma4, write_gpt_oss, write_laguna
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
-from pyggml_spec.api import DEMO_DRAFTER, DEMO_TARGET, Session
 from pyggml_spec.cli.report import configuration_line
 from pyggml_spec.engine import options as engine_options
 from pyggml_spec.engine import resources as parts
 from pyggml_spec.engine.request import PLAIN, LoopOptions
 from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError, PairError, PyspecError
 from pyggml_spec.ggml.device import devices
+from pyggml_spec.load_options import LoadOptions
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET, Loader
 from pyggml_spec.models.placement import ExpertOptions, Routing
 from pyggml_spec.tools.plan import NoPlan, check, plan, plan_everywhere
 
@@ -247,7 +249,7 @@ def test_what_does_not_fit_is_not_loaded(tmp_path):
 
 def test_the_check_as_a_command(capsys, monkeypatch):
     from pyggml_spec.cli import main
-    from pyggml_spec.engine import planned as module
+    from pyggml_spec.ggml import device
 
     def run(*args):
         with pytest.raises(SystemExit) as stop:
@@ -259,7 +261,7 @@ def test_the_check_as_a_command(capsys, monkeypatch):
     code, out = run("--json", "--slots", "2")
     allocated = json.loads(out)["allocated"]
     assert not code and allocated["error"] < 0.01 and allocated["slots_memory"]["kv"] > 0
-    monkeypatch.setattr(module.PlannedKV, "nbytes", 12345)  # a plan that has drifted from the engine
+    monkeypatch.setattr(device.CountingBackend, "size_of", lambda self, buffer: 12345)  # a plan that has drifted from the engine
     code, out = run()
     assert code == 3
 
@@ -322,10 +324,11 @@ def test_the_trained_context_may_be_longer_than_there_is_one(tmp_path):
     target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 24))
     planned = plan(target, device="CPU", n_ctx=0)
     assert (planned.n_ctx, planned.trained_context) == (1 << 23, 1 << 24)
-    with Session() as session:
-        session.target = SimpleNamespace(context_length=1 << 24)
-        assert session._context(0) == 1 << 23
-        assert session.notes == ["the context is 8388608, the longest there is: the model was trained with 16777216 tokens"]
+    with ExitStack() as stack:
+        loader = Loader(target, (), LoadOptions(device="CPU", n_ctx=0), lambda part: stack.enter_context(closing(part)))
+        loader.open()
+        assert loader.engine_options.n_ctx == 1 << 23
+        assert loader.notes == ["the context is 8388608, the longest there is: the model was trained with 16777216 tokens"]
 
 
 def test_every_device_of_the_machine():
@@ -390,6 +393,7 @@ def test_memory_limits_the_default_context(long, monkeypatch):
     """A quarter of what is free stays free. The plan says beforehand what is loaded then, and with slots, what they get."""
     whole, less = (plan(long, device="CPU", n_ctx=n).total for n in (40960, 8192))
     free = (whole + less) // 2 * 4 // 3
+    monkeypatch.setattr("pyggml_spec.loading.free_bytes", lambda device: free)
     monkeypatch.setattr("pyggml_spec.api.free_bytes", lambda device: free)
     planned = plan(long, device="CPU", free=free)
     assert 8192 < planned.n_ctx < 40960 and planned.n_ctx % 1024 == 0 and planned.total <= free - free // 4

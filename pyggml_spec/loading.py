@@ -1,0 +1,452 @@
+"""The steps of loading: devices, files, context, weights, engine. `plan` takes the same steps on counting backends."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from .cache.kv_types import MOST_CONTEXT
+from .checks import path, whole
+from .context_size import LEAST_CONTEXT, default_context, room, rough_bytes, token_bytes
+from .drafters.base import Drafter
+from .drafters.multi import AnyDrafter, combine
+from .drafters.pairs import drafters_for
+from .engine.graphs import STREAMED
+from .engine.memory import MemoryCount, count_memory
+from .engine.options import MOST_WIDTH, AtMost, EngineOptions, check_masks, check_options
+from .engine.resources import P
+from .engine.runner import ModelRunner
+from .errors import DeviceError, EngineError, ModelError, PairError, PyspecError
+from .ggml.device import Backend, build_notes, devices, free_bytes, present
+from .ggml.devices import execution_order, open_backends, pick_devices
+from .ggml.peer import enable_peer_access
+from .gguf_io import GGUFFile
+from .load_options import AUTO, LoadOptions
+from .models.decoder import Decoder
+from .models.placement import Placement
+from .models.registry import embedded_drafter, open_drafter, open_target
+from .models.rope import ignored_yarn
+from .models.weights import Weights
+from .multi_device.offload_calibration import settle
+from .multi_device.split import Segment, SplitWeights, check_drafter, split
+from .speculation.methods import Methods
+from .text.tokenizer import Tokenizer, first_difference, vocabulary_note
+
+DEMO = Path(__file__).parent / "demo"
+DEMO_TARGET, DEMO_DRAFTER, DEMO_MTP = DEMO / "target.gguf", DEMO / "drafter.gguf", DEMO / "mtp-demo.gguf"
+TRAINED = "the model's"  # where a context comes from
+WIDTH = 16  # rows of the widest block without a drafter
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what, done, total) during long work: "weights", "drafter weights", "identity of the target" and
+"... drafter" (bytes; for a prefix cache on disk only, once per file), "prefill" (tokens)."""
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """A Progress that reports nothing."""
+
+
+class Loader:
+    """Loads a target and its drafters step by step: ``open``, ``choose_context``, ``load_weights``, ``engine``; `plan` counts instead of the last two.
+
+    Everything it opens is given to ``own``, which closes it.
+
+    Attributes:
+        backends: in the order in which layers go through them; ``backend`` is the last one.
+        engine_options: of the engine; their context is final after ``choose_context``.
+        context_from: where the context comes from: TRAINED, "of N: memory", "" if it was requested.
+        ngram: the n-gram method, None without one; ``default_ngram``: whether it was chosen by default.
+    """
+
+    def __init__(
+        self, target: Path, drafts: Sequence[Path], options: LoadOptions, own: Callable[[P], P], progress: Progress = silent
+    ) -> None:
+        self._path, self._drafts, self.options, self._own, self._progress = target, drafts, options, cast(Any, own), progress
+        self.notes: list[str] = []
+        self.drafter: AnyDrafter | None = None
+        self.context_from = ""
+
+    # -- devices and files
+
+    def open(self) -> None:
+        """Opens devices and files, and checks everything that can be checked before weights are read.
+
+        Raises:
+            PyspecError: this model cannot be loaded with these options.
+        """
+        self._open_devices()
+        self.notes += enable_peer_access([backend.device for backend in self.backends])
+        file = self._own(GGUFFile(self._path))
+        file.rope = self.options.rope
+        self.target = open_target(file)
+        for device in dict.fromkeys(backend.device for backend in self.backends):
+            self.notes += [note for note in build_notes(device) if note not in self.notes]
+        self.notes += ignored_yarn(file, self.target.arch)
+        if self.options.rope is not None:
+            self.notes.append(self._rope_note(file))
+        self.tokenizer: Tokenizer = self._own(Tokenizer(file))
+        self.notes += filter(None, [vocabulary_note(file)])
+        self._open_drafters(file)
+        self._choose_engine_options()
+        self._place_experts()
+
+    def _open_devices(self) -> None:
+        found = pick_devices(self.options.device)
+        self._order = execution_order(found)
+        backends = [self._own(backend) for backend in open_backends(found, self.options.threads, self.options.kernels)]
+        self.backends: tuple[Backend, ...] = tuple(backends[i] for i in self._order)
+
+    @property
+    def backend(self) -> Backend:
+        return self.backends[-1]
+
+    @property
+    def members(self) -> Sequence[Drafter]:
+        return self.drafter.methods if self.drafter is not None else ()
+
+    def _rope_note(self, file: GGUFFile) -> str:
+        """The rope parameters in use, compared with the file's: an option that this scaling ignores changes nothing."""
+        asked, used = file.rope, getattr(self.target, "rope")  # noqa: B009  (a model that takes these options has it)
+        file.rope = None
+        try:
+            own = getattr(open_target(file), "rope")  # noqa: B009
+        except ModelError:  # a scaling that is not supported
+            return f"positions are {used}, as asked"
+        finally:
+            file.rope = asked
+        return (
+            f"positions are {used}, as in the file: the rope options change nothing"
+            if used == own
+            else f"positions are {used}; the file says {own}"
+        )
+
+    def _open_drafters(self, file: GGUFFile) -> None:
+        """The named files, and the target's own MTP layer where it is requested, or where there are no others."""
+        methods = self.options.methods
+        members = [self._open_drafter(file, path) for path in self._drafts]
+        found = {member.method for member in members}
+        if "draft-mtp" in (methods.asked - found if methods.asked or members else methods.model):
+            own = embedded_drafter(file)
+            if own is not None:
+                own.check_pair(self.target)
+                members.append(own)
+                found.add(own.method)
+        if missing := sorted(methods.asked - found):
+            raise PairError(f"{file.path.name} has nothing that drafts as {' or '.join(missing)}: give its drafter with `draft`")
+        if methods.tokens and not members:
+            raise PairError("`draft_vocab` is for drafters that are models, and there is none: give one with `draft`, or leave it out")
+        if methods.tokens >= self.target.n_vocab:
+            self.notes.append(f"`draft_vocab` {methods.tokens} changes nothing: the vocabulary has {self.target.n_vocab} tokens")
+        for member in members if methods.tokens else ():
+            member.limit_vocab(methods.tokens, self.target)
+        self.drafter = combine(members)
+
+    def _open_drafter(self, file: GGUFFile, draft: Path) -> Drafter:
+        draft_file = self._own(GGUFFile(draft))
+        drafter = open_drafter(draft_file, file)
+        if drafter.method not in self.options.methods.model:
+            raise PairError(
+                f"{draft.name} drafts as {drafter.method}, which is not among what may draft; name it with `spec`, or leave the file out"
+            )
+        drafter.check_pair(self.target)
+        if difference := first_difference(file, draft_file):
+            raise PairError(
+                f"{draft.name} cannot draft for {file.path.name}: {difference}; a drafter only fits the target it was made for: {drafters_for(file)}"
+            )
+        return drafter
+
+    # -- options of the engine
+
+    def _choose_engine_options(self) -> None:
+        asked, methods = self.options, self.options.methods
+        on_cpu = all(backend.device.kind == "cpu" for backend in self.backends)
+        self.default_ngram = (
+            self.drafter is None and asked.draft_width is None and len(self.backends) == 1 and on_cpu and methods.implied is not None
+        )
+        self.ngram = methods.implied if self.default_ngram else methods.lookup
+        self.engine_options = EngineOptions(
+            n_ctx=self._requested_context(),
+            width=self._width(),
+            chunk=asked.chunk,
+            kv=asked.kv,
+            draft_kv=asked.draft_kv,
+            given=self.ngram is not None,
+            implied=self.default_ngram,
+        )
+        check_options(self.engine_options, self.target, self.drafter)
+
+    def _requested_context(self) -> int:
+        """The requested context; by default the least that ``choose_context`` gives."""
+        n_ctx, trained = self.options.n_ctx, self.target.context_length
+        if n_ctx is None:
+            return min(LEAST_CONTEXT, trained)
+        if not n_ctx and trained > MOST_CONTEXT:
+            self.notes.append(f"the context is {MOST_CONTEXT}, the longest there is: the model was trained with {trained} tokens")
+        self.context_from = "" if n_ctx else TRAINED
+        n_ctx = n_ctx or min(trained, MOST_CONTEXT)
+        if n_ctx > trained:
+            self.notes.append(f"the context of {n_ctx} is longer than the {trained} tokens that the model was trained with")
+        return n_ctx
+
+    def _width(self) -> int:
+        """Rows of the widest verified block."""
+        width, limit = self.options.draft_width, isinstance(self.options.draft_width, AtMost)
+        if self.drafter is None:
+            if limit and self.ngram is None:  # a limit of drafts, and there are none
+                return WIDTH
+            if width not in (None, 1) and self.ngram is None:
+                raise PairError(f"a draft width of {width} needs a drafter: give one with `draft`, or leave the width out")
+            return WIDTH if width is None else max(2, int(width))
+        if width is None:
+            return self.drafter.block_size
+        first, width = self.drafter.methods[0], max(2, int(whole(width, "the draft width", 1, MOST_WIDTH, PairError)))
+        if limit and width > first.block_size:
+            self.notes.append(
+                f"at most {first.block_size - 1} drafts are made where {width - 1} may be: {first.title} was trained for no more"
+            )
+            return first.block_size
+        if len(self.drafter.methods) > 1 and width > first.block_size:
+            raise PairError(
+                f"a draft width of {width} is wider than the {first.block_size} that {first.method} drafts, which drafts alone where the width is "
+                f"given; use `draft_width` {first.block_size} or less"
+            )
+        return width
+
+    def _place_experts(self) -> None:
+        """Where the target's experts go, and the CPU backend that computes those in host memory."""
+        self.placement: Placement | None = None
+        self._host: Backend | None = None
+        experts, copied = self.options.experts, self.options.offload_prompts is not None
+        rows = max(self.engine_options.chunk, self.engine_options.width)
+        placement = experts.placement(self.target, rows, copied) if experts is not None else None
+        all_on_device = placement is None or all(len(hot) == self.target.experts.n_expert for hot in placement.hot.values())  # type: ignore[union-attr]
+        if copied and all_on_device and not self._hosts_layers:
+            raise EngineError(
+                "`offload_prompts` is for routed experts and layers that lie in host memory, and none do: keep some there (`n_cpu_moe`, or a CPU beside "
+                "the device; `experts` in Python), or leave it out"
+            )
+        if placement is not None and placement.hot:
+            cpu = next(d for d in devices() if d.kind == "cpu")
+            self._host = self._own(Backend(cpu, self.options.threads, self.options.kernels))
+            placement = replace(placement, kernels=self._host.kernels)
+        self.placement = placement
+
+    @property
+    def _hosts_layers(self) -> bool:
+        """Whether a CPU has layers of a target whose other layers are on another device."""
+        return len(self.backends) > 1 and self.backends[0].device.kind == "cpu"
+
+    # -- context
+
+    def choose_context(self, slots: int = 1, free: int | None = None, reserved: int = 0) -> None:
+        """Sets the context where none was requested: the trained one, or the longest that leaves memory on every device.
+
+        Args:
+            slots: the caches of so many sequences are counted too, if there are several.
+            free: bytes of each device; None for what they report.
+            reserved: bytes on the last device for something else.
+        """
+        if self.options.n_ctx is None:
+            trained = self.target.context_length
+            n_ctx = self._default_context(slots, free, reserved, min(trained, MOST_CONTEXT))
+            self.context_from = (
+                TRAINED if n_ctx == trained else f"of {trained}: {'memory' if n_ctx < MOST_CONTEXT else 'the longest there is'}"
+            )
+            self.engine_options = replace(self.engine_options, n_ctx=n_ctx)
+        check_masks(self.engine_options, self.backends)
+
+    def _default_context(self, slots: int, free: int | None, reserved: int, most: int) -> int:
+        rooms = [room(free_bytes(present(b.device)) if free is None else free) for b in self.backends]
+        rooms[-1] -= reserved
+        options = replace(self.engine_options, n_ctx=most, slots=slots)
+        if self.placement is None and self._host is None and len(rooms) == 1:
+            files = {id(file): file for file in (self.target.file, *(member.file for member in self.members))}
+            weights = sum(file.nbytes for file in files.values())
+            if weights + weights // 4 + rough_bytes(self.target, self.drafter, options) <= rooms[0]:
+                return most  # without counting
+
+        def taken(n_ctx: int) -> list[int]:
+            with self.counted(n_ctx):
+                totals = self.count(n_ctx).totals()
+                if slots > 1:
+                    totals = [a + b for a, b in zip(totals, self.count(n_ctx, slots).totals(weights=False), strict=True)]
+            return self.by_device(totals)
+
+        return default_context(taken, rooms, most)
+
+    def by_device(self, totals: Sequence[int]) -> list[int]:
+        """Of bytes per backend, each with those of the other backends on the same device."""
+        names = [backend.device.name for backend in self.backends]
+        return [sum(n for n, other in zip(totals, names, strict=True) if other == name) for name in names]
+
+    @contextmanager
+    def counted(self, n_ctx: int) -> Iterator[None]:
+        """Within, the models have weights for an engine with this context that are counted: nothing is read or allocated."""
+        with ExitStack() as stack:
+
+            def own(part: P) -> P:
+                stack.callback(part.close)
+                return part
+
+            notes = list(self.notes)
+            self._make_weights(tuple(backend.counted() for backend in self.backends), n_ctx, own, silent)
+            self.notes = notes
+            yield
+
+    def count(self, n_ctx: int, slots: int = 1) -> MemoryCount:
+        """Bytes of an engine with this context, within ``counted``."""
+        return count_memory(self.backend, self.target, self.drafter, replace(self.engine_options, n_ctx=n_ctx, slots=slots))
+
+    # -- weights and engine
+
+    def load_weights(self) -> None:
+        """Reads the weights onto the devices."""
+        self._make_weights(self.backends, self.engine_options.n_ctx, self._own, self._progress)
+        if self._host is not None and self.placement is not None:
+            where = "are in pinned memory" if self.target.weights.pinned else "stay mapped"
+            self.notes.append(
+                f"{self.placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file {where})"
+            )
+
+    def _make_weights(self, backends: Sequence[Backend], n_ctx: int, own: Any, progress: Progress) -> None:
+        segments, placed = self.segments(backends, n_ctx), (self.placement, self._host)
+        report = partial(progress, "weights")
+        if segments:
+            self.target.weights = cast(Weights, own(SplitWeights(self.target, segments, self.drafter, *placed, report)))
+        else:
+            self.target.weights = own(_weights(self.target, backends[-1], report, *placed))
+        for member in self.members:
+            member.weights = own(_weights(member, backends[-1], partial(progress, "drafter weights")))
+        if self.options.offload_prompts is not None:
+            self._open_streams(backends)
+
+    def segments(self, backends: Sequence[Backend], n_ctx: int) -> tuple[Segment, ...]:
+        """Which layers each device has; empty for one device."""
+        shares = self.options.tensor_split
+        if len(backends) == 1:
+            if shares is not None and (len(shares) != 1 or not 0 < shares[0] < math.inf):
+                given = ",".join(f"{share:g}" for share in shares)
+                raise EngineError(
+                    f"proportions of a split need several devices, and there is one for {given}: name them with `device`, separated by commas"
+                )
+            return ()
+        check_drafter(self.drafter)
+        if shares is not None and len(shares) == len(backends):
+            shares = [shares[i] for i in self._order]
+        sizes = self.target.file.tensors
+        at_last = sizes["output.weight" if "output.weight" in sizes else "token_embd.weight"].nbytes
+        at_last += sum(member.file.nbytes for member in self.members if member.file is not self.target.file)
+        per_layer = n_ctx * token_bytes(self.target, None, self.engine_options) // self.target.n_layer
+        return split(self.target, backends, shares, [free_bytes(b.device) for b in backends], at_last, per_layer)
+
+    def engine(self) -> ModelRunner:
+        """The engine; without copies of offloaded weights, if it has no memory for both."""
+        runner = self._own(self._make_engine())
+        self._settle_streams(runner)
+        return runner
+
+    def _make_engine(self) -> ModelRunner:
+        make = partial(ModelRunner, self.backend, self.target, self.drafter, self.engine_options)
+        try:
+            return make()
+        except (DeviceError, EngineError) as error:
+            if not self.target.weights.streams:
+                raise
+            self._without_streams(f"with copies of two layers on the device, {error}")
+        return make()
+
+    # -- prompt chunks that compute with copies of weights in host memory
+
+    def _open_streams(self, backends: Sequence[Backend]) -> None:
+        """Memory on the devices for the copies, if all have room for it."""
+        rows = self.options.offload_prompts if isinstance(self.options.offload_prompts, int) else 1
+        weights: Any = self.target.weights
+        parts: Any = [weights] if self._copies_layers else getattr(weights, "parts", [weights])
+        for part in parts:
+            device = backends[1].device if self._copies_layers else part.backend.device
+            if device.kind == "rpc":
+                return self._without_streams(f"copies for {device.name} would go over the network")
+            try:
+                stream = part.open_guests(rows) if self._copies_layers else part.open_stream(rows)
+            except DeviceError as error:
+                return self._without_streams(str(error))
+            if stream is not None and not stream.fits:
+                free, need = free_bytes(present(device)), stream.need
+                stream.close()
+                return self._without_streams(
+                    f"copies of two layers need {need >> 20} MiB on {device.name}, which has {free >> 20} MiB free"
+                )
+        return None
+
+    @property
+    def _copies_layers(self) -> bool:
+        """Whether whole layers are copied, and not experts."""
+        return self._hosts_layers and not self.target.weights.hosts_experts
+
+    def _without_streams(self, why: str) -> None:
+        what = "layers" if self._copies_layers else "experts"
+        self.target.weights.close_streams()
+        self.notes.append(f"prompts of {what} in host memory are computed by the CPU: {why}")
+
+    def _settle_streams(self, engine: ModelRunner) -> None:
+        """From how many rows on chunks compute with copies: as requested, or as measured."""
+        streams = self.target.weights.streams
+        if not streams:
+            return None
+        chunk, where = None, " and ".join(dict.fromkeys(stream.device.device.name for stream in streams))
+        if self.options.offload_prompts == AUTO:
+            chunk = settle(engine)
+            if chunk is None or chunk.copies >= chunk.host:
+                engine.graphs.drop("prefill", STREAMED)
+                engine.resources.drop_guests()
+                took = f"a chunk of {chunk.rows} rows takes {chunk.host:.0f} ms there, and {chunk.copies:.0f} ms with copies on {where}" if chunk else (
+                    f"a context of {self.engine_options.n_ctx} holds no chunk that could be measured"
+                )  # fmt: skip
+                return self._without_streams(took)
+        took = f"; {chunk.rows} rows take {chunk.copies:.0f} ms, by the CPU {chunk.host:.0f} ms" if chunk is not None else ""
+        layers, nbytes = sum(len(stream.layers) for stream in streams), sum(stream.nbytes for stream in streams)
+        which, more = f"the experts of {layers} layer{'s' * (layers > 1)}", ""
+        if (guests := self.target.weights.guests) is not None:
+            which = f"{layers} layer{'s' * (layers > 1)} of the CPU"
+            more = f", {guests.buffer_bytes / 2**30:.2f} GiB of host memory beside the layers"
+        self.notes.append(
+            f"chunks of prompts of {streams[0].rows} rows or more compute on {where} with copies of {which} ({nbytes / 2**30:.2f} GiB there{more}{took})"
+        )
+        return None
+
+
+def _weights(
+    model: Decoder | Drafter,
+    backend: Backend,
+    report: Callable[[int, int], None],
+    placement: Placement | None = None,
+    host: Backend | None = None,
+) -> Weights:
+    return Weights(backend, model.file, model.specs(), model.groups(), model.fused_alike(), report, placement, host)
+
+
+def files_to_load(
+    target: str | Path | None, draft: str | Path | Sequence[str | Path] | None, methods: Methods
+) -> tuple[Path, tuple[Path, ...]]:
+    """The target's file and the drafters'; without a target, the embedded pair: its block drafter, and its MTP layer where that is requested.
+
+    Raises:
+        PyspecError: a drafter without a target, something that is no path, or no embedded pair.
+    """
+    if target is not None:
+        return path(target, "`target`"), draft_files(draft)
+    if draft is not None:
+        raise PyspecError(f"the drafter {draft} needs its target: name it with `target`")
+    if not DEMO_TARGET.exists():
+        raise PyspecError("this installation has no embedded pair; name a target with `target`")
+    found = {"draft-dflash": DEMO_DRAFTER} | ({"draft-mtp": DEMO_MTP} if methods.asked else {})
+    return DEMO_TARGET, tuple(file for method, file in found.items() if method in methods.model and file.exists())
+
+
+def draft_files(draft: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...]:
+    """The drafters' files that a caller named."""
+    several = isinstance(draft, Sequence) and not isinstance(draft, (str, bytes))
+    return tuple(path(one, "the drafter (`draft`)") for one in (() if draft is None else cast(Any, draft) if several else (draft,)))
