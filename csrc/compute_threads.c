@@ -1,8 +1,7 @@
 // The threads that ggml computes with, where it was built with OpenMP (llama-cpp-python's wheels are).
 //
-// GCC's OpenMP gives every thread that computes a team of its own, which lives as long as that thread, asleep or not. While a process has more
-// threads in teams than it has cores, every barrier of every team spins for 1,000 rounds at most, not 300,000, and then sleeps in the kernel. So a
-// thread that computes no more, and a second one that does, on two cores: 73 sleeps per token instead of none, 187 tok/s instead of 712.
+// GCC's OpenMP keeps a team per computing thread as long as the thread lives. With more team threads than cores, barriers spin briefly and then sleep in the
+// kernel, which costs most of the decoding speed; so threads that stop computing release their team.
 #include "pgs.h"
 
 #include <stdatomic.h>
@@ -11,7 +10,7 @@
 #include <dlfcn.h>
 #endif
 
-// How many threads the CPU backends compute with whose number follows what other work leaves of the machine (ggml/cores.py).
+// CPU backends with an adaptive number of threads (ggml/cores.py).
 enum { MOST_BACKENDS = 64 };
 
 static struct {

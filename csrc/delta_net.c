@@ -9,7 +9,7 @@
 // this is safe; a test compares it with the copying form. (One launch instead of one per layer: 48 at 27B.)
 //
 // Memory, F32, L layers, block of w rows, everything for width w compact, so that every view of it is contiguous:
-//   states  [S, S, H_v, L]                      behind a scratch area for the replay's unused attention output
+//   states  [S, S, H_v, L]                      after a scratch area for the replay's unused attention output
 //   conv    [row, (d_conv - 1) + w, L]          per layer: history rows, then the block's projected rows
 //   convd   [channels, w, L]                    the block after convolution and SiLU; v is read from here
 //   qk      [S, 2 H_k r, w, L]                  the block's normalised q and k, each head `repeat` times, r
@@ -49,7 +49,7 @@ struct pgs_delta {
     struct ggml_tensor ** replayed;
 };
 
-static int64_t replay_scratch(const pgs_delta * d, int64_t width) {  // floats of attention output that a replay writes and nobody reads
+static int64_t replay_scratch(const pgs_delta * d, int64_t width) {  // floats of attention output that a replay writes and discards
     return d->s.head_size * d->s.n_head_v * width * d->n_slots * d->s.n_layer;
 }
 
@@ -74,7 +74,7 @@ void pgs_delta_free(pgs_delta * d) {
     }
 }
 
-// An empty buffer, and addresses in it that nobody reads.
+// An empty buffer, and addresses in it that are never read.
 static ggml_backend_buffer_t pretended(struct ggml_context * ctx, ggml_backend_buffer_type_t buft) {
     const ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(buft, 0);
     for (struct ggml_tensor * t = ggml_get_first_tensor(ctx); t != NULL; t = ggml_get_next_tensor(ctx, t)) {
@@ -102,7 +102,7 @@ pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape,
     d->n_slots  = s.n_slots > 0 ? s.n_slots : 1;
     d->count    = 1;
     d->channels = s.head_size * (2 * s.n_head_k + s.n_head_v);
-    d->s.level  = pgs_delta_own(s.level, s.head_size, s.max_width, s.conv) ? s.level : NULL;
+    d->s.level  = pgs_delta_native(s.level, s.head_size, s.max_width, s.conv) ? s.level : NULL;
     if (s.row < d->channels) {
         snprintf(err, PGS_ERR, "delta-net rows of %lld floats are narrower than %lld convolution channels", (long long) s.row,
                  (long long) d->channels);
@@ -194,7 +194,7 @@ void pgs_delta_clear_blocks(pgs_delta * d, int64_t width) {
     ggml_backend_tensor_memset(d->gates, 0, 0, (size_t) (d->s.n_head_v * 2) * rows);
 }
 
-// The n_seq states behind `offset` floats of `from`, F32 [S, S, H_v, n_seq].
+// The n_seq states at `offset` floats of `from`, F32 [S, S, H_v, n_seq].
 static struct ggml_tensor * states_view(const pgs_delta * d, struct ggml_context * ctx, struct ggml_tensor * from, int64_t offset,
                                         int64_t n_seq) {
     const int64_t S = d->s.head_size;
@@ -276,7 +276,7 @@ static struct ggml_tensor * replay_block(const pgs_delta * d, struct ggml_contex
     return ggml_gated_delta_net(ctx, k, k, v, g, beta, state, 1);
 }
 
-// By our own kernels the states are written in place, and rows that do not count are not computed.
+// By native kernels the states are written in place, and rows that do not count are not computed.
 static void own_replay(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t w, struct ggml_tensor * keep) {
     const pgs_delta_shape s = d->s;
     const int64_t S = s.head_size, N = d->n_slots, H = heads_qk(d), together = d->count == N ? N * s.n_layer : d->count;
@@ -424,7 +424,7 @@ static struct ggml_tensor * conv_input_slots(pgs_delta * d, struct ggml_context 
     return rows;
 }
 
-// By our own kernels, from [history ; block] on.
+// By native kernels, from [history ; block] on.
 static struct ggml_tensor * own_layer(const pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t at, bool uncommitted,
                                       const pgs_delta_inputs * in, struct ggml_tensor * sx, char * err) {
     const pgs_delta_shape s = d->s;

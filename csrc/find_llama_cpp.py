@@ -16,7 +16,7 @@ def main(wanted: str) -> None:
     if dist.version != wanted:
         sys.exit(f"llama-cpp-python {dist.version} is installed, but this package is compiled against {wanted}; {remedy}")
     files = [Path(dist.locate_file(f)).resolve() for f in dist.files or []]
-    header = next((f for f in files if f.name == "llama.h"), None)  # ggml's are beside it
+    header = next((f for f in files if f.name == "llama.h"), None)  # in the same folder as ggml's
     libs = [f for f in files if f.parent.parent.name == "llama_cpp" and f.name.startswith("libggml-base.")]
     if header is None or not libs:
         sys.exit(f"llama-cpp-python {wanted} is installed without its headers or its libraries; {remedy} --force-reinstall")

@@ -9,9 +9,9 @@
 // would cost it as much as having no hot experts at all. It has one graph per layer, whose number of pairs is set before it runs.
 //
 // No filler may share an expert with a real row where the CPU is the device: ggml's product takes another kernel there, with another rounding,
-// for an expert that has eight rows or more. So the host's graph has no padding, and the cold pairs get a slot of their own behind the hot ones.
+// for an expert that has eight rows or more. So the host's graph has no padding, and the cold pairs get a slot of their own after the hot ones.
 // A GPU's wide product takes it for granted that a token uses an expert once: ggml-cuda counts a second use without ever writing its row
-// number, and reads what lay there before. So its cold pairs take different slots, from those behind the hot ones on.
+// number, and reads what lay there before. So its cold pairs take different slots, after the hot ones.
 #include "pgs.h"
 
 #include <stdio.h>
@@ -35,7 +35,7 @@ typedef struct host_layer {
     struct ggml_cgraph *  gf;
     struct ggml_tensor *  x;   // F32 [n_embd, 1, pairs]
     struct ggml_tensor *  id;  // I32 [1, pairs]
-    struct ggml_tensor *  order, * rounded;  // of our own kernels: the pairs by expert, and x as products read it,
+    struct ggml_tensor *  order, * rounded;  // of native kernels: the pairs by expert, and x as products read it,
     enum ggml_type        rounded_for;       // those of this type
 } host_layer;
 
@@ -52,11 +52,11 @@ struct pgs_experts {
         struct ggml_tensor * x;      // F32 [n_embd, rows]
         struct ggml_tensor * hot;    // I32 [n_used * rows] slot of the hot expert, n_hot where it is cold
         struct ggml_tensor * pick;   // I32 [n_used * rows] row of the pool
-        struct ggml_tensor * pool;   // F32 [n_embd, 2 * n_used * rows] the device's results, behind them the host's
+        struct ggml_tensor * pool;   // F32 [n_embd, 2 * n_used * rows] the device's results, then the host's
     } on_device;
     struct {  // host memory, pinned where the device offers it
         struct ggml_tensor *order, *x, *hot, *pick, *pair_x, *pair_id, *pair_scale[2], *gate, *up, *hidden, *out;
-        struct ggml_tensor *pair_order, *tiles;  // of our own kernels
+        struct ggml_tensor *pair_order, *tiles;  // of native kernels
     } on_host;
     int64_t n_cold;  // pairs of the layer between its two cuts
 };
@@ -167,7 +167,7 @@ static struct ggml_tensor * scaled(pgs_experts * e, host_layer * layer, struct g
     return node;
 }
 
-// x F32 [n_in, 1, pairs] times the experts of the pairs, in `home`: by our own kernels where they know the type, else by ggml's.
+// x F32 [n_in, 1, pairs] times the experts of the pairs, in `home`: by native kernels where they know the type, else by ggml's.
 static struct ggml_tensor * multiply(pgs_experts * e, host_layer * layer, struct ggml_context * ctx, struct ggml_tensor * experts,
                                      struct ggml_tensor * x, struct ggml_tensor * home, char * err) {
     const pgs_level * level = e->shape.level;
@@ -262,7 +262,7 @@ static void set_pairs(host_layer * layer, int64_t pairs) {
     }
     for (int i = 0; i < ggml_graph_n_nodes(layer->gf); i++) {
         struct ggml_tensor * node = ggml_graph_node(layer->gf, i);
-        if (node->type == GGML_TYPE_F32) {  // orders and rounded rows of our own kernels have room for all
+        if (node->type == GGML_TYPE_F32) {  // orders and rounded rows of native kernels have room for all
             set_count(node, 2, pairs);
         }
     }

@@ -2,7 +2,7 @@
 #include "pgs.h"
 
 // cache: [n_embd_kv, n_rows (, slots)] of any type that ggml_set_rows writes, rows counted through all slots; rows: F32 [head_size, n_head_kv, T]; index: I64 [T].
-// Rows that nobody may see (padding, rows past the context) carry the index of a trash row past the end of the live rows.
+// Invisible rows (padding, rows past the context) carry the index of a trash row past the end of the live rows.
 void pgs_kv_write_rows(struct ggml_context * ctx, struct ggml_cgraph * gf, struct ggml_tensor * cache, struct ggml_tensor * rows,
                        struct ggml_tensor * index) {
     if (cache->ne[2] > 1) {

@@ -1,6 +1,5 @@
-// Files that are mapped. Whoever reads a page of a file that was cut since gets SIGBUS, whose default is to end the process with "Bus error": here the
-// file is named instead, and the status is 1. Weights in host memory are such pages for as long as the model is loaded, and threads of ggml read them:
-// there is nothing to go on with.
+// Reading a page of a mapped file that was truncated since raises SIGBUS ("Bus error"): this handler names the file and exits with status 1. Weights in host
+// memory are such pages while a model is loaded, so there is no way to continue.
 #include "pgs.h"
 
 #if defined(__unix__) || defined(__APPLE__)
@@ -25,7 +24,7 @@ static atomic_flag      said = ATOMIC_FLAG_INIT;
 static struct sigaction before;  // what was to be done with the signal until now, and is with those of other memory
 
 static void on_bus(int number, siginfo_t * info, void * context) {
-    const bool   sent = info->si_code <= 0;  // by somebody, whose number lies where a fault has its address
+    const bool   sent = info->si_code <= 0;  // sent by a process, whose id is at the place of the fault address
     const char * at   = info->si_addr;
     for (int i = 0; !sent && i < MOST_MAPS; i++) {
         const char * start = atomic_load(&maps[i].start);
@@ -34,7 +33,7 @@ static void on_bus(int number, siginfo_t * info, void * context) {
                 pause();
             }
             if (write(STDERR_FILENO, maps[i].sentence, maps[i].length) < 0) {
-                // nobody reads it
+                // no reader
             }
             _exit(1);
         }

@@ -1,11 +1,11 @@
 // pyggml_spec step engine: the parts of a decoding step that must never change shape between steps.
 //
-// Who owns what
+// Ownership
 //   pgs_allocator    one graph allocator (ggml_gallocr) and the counters of one kind of step
 //   pgs_graph   one arena (ggml_context) and one graph inside it; kept and recomputed, never rebuilt
 //   pgs_io      the device buffer that all small inputs and outputs of a step live in, and its pinned host mirror
 //   pgs_chain   the order of a step's graphs on several devices, and what is copied between them
-//   pgs_lane    a thread that runs such a step, one part behind the other, beside those of other lanes
+//   pgs_lane    a thread that runs such steps, part by part, in parallel to other lanes
 //   pgs_experts what moves between host and device where experts are in host memory, and the host's own small graphs
 //   pgs_stream  weights in host memory that are copied to a device, layer by layer, while it computes
 //   pgs_delta   the recurrent state of all delta-net layers: states, convolution rows, the uncommitted block
@@ -71,10 +71,10 @@ uint64_t              pgs_graph_uid(pgs_graph * graph);  // what ggml-cuda recog
 size_t                pgs_graph_traffic(const pgs_graph * graph);
 void                  pgs_graph_memory(const pgs_graph * graph, uintptr_t * begin, uintptr_t * end);
 
-// Cuts the graph behind its last node: there the host fetches what experts of `layer` work on (`fetch`), or gives back their results.
+// Cuts the graph after its last node: there the host fetches the inputs of the experts of `layer` (`fetch`), or returns their results.
 int pgs_graph_cut(pgs_graph * graph, pgs_experts * experts, int64_t layer, int64_t rows, bool fetch, char * err);
-// There the device waits for the weights of `layer` (`arrive`), or is done with them: layers in the order of their numbers, all of one stream.
-int pgs_graph_stream_cut(pgs_graph * graph, pgs_stream * stream, int64_t layer, bool arrive, char * err);
+// Cuts the graph where the device waits for the weights of `layer` (`begins`), or is done with them; layers ascending, one stream.
+int pgs_graph_stream_cut(pgs_graph * graph, pgs_stream * stream, int64_t layer, bool begins, char * err);
 int pgs_graph_cuts(const pgs_graph * graph);
 
 // Gives `node` (not yet allocated, not a view) the memory at byte `offset` of the allocated tensor `home`.
@@ -123,7 +123,7 @@ bool pgs_needs_all_threads(struct ggml_cgraph * graph);
 
 // ---- step_chain.c
 
-typedef struct pgs_hop {  // behind the part `after`, `src` of its graph is copied to `dst`, an input of the part `to`
+typedef struct pgs_hop {  // after the part `after`, its `src` is copied to `dst`, an input of the part `to`
     int32_t              after, to;
     struct ggml_tensor * src;
     struct ggml_tensor * dst;
@@ -133,14 +133,14 @@ typedef struct pgs_hop {  // behind the part `after`, `src` of its graph is copi
 pgs_chain * pgs_chain_new(pgs_graph ** parts, pgs_io ** ios, int n_parts, const pgs_hop * hops, int n_hops, char * err);
 void        pgs_chain_free(pgs_chain * chain);
 
-// What several steps that are under way must not take from each other, of all devices of an engine; `capacity`: bytes of a step's inputs.
+// State shared by overlapping steps on all devices of an engine; `capacity`: bytes of a step's inputs.
 pgs_flow * pgs_flow_new(pgs_io ** ios, int n_ios, size_t capacity, char * err);
 void       pgs_flow_free(pgs_flow * flow);
 void       pgs_flow_settle(pgs_flow * flow);  // waits for all of them
 int pgs_chain_launch(pgs_chain * chain, pgs_flow * flow, size_t upload_bytes, size_t read_offset, size_t read_bytes, bool ahead,
                      pgs_step_times * times, char * err);
 
-// What it is made of, for those who run it otherwise.
+// Its components.
 int             pgs_chain_parts(const pgs_chain * chain);
 int             pgs_chain_hops(const pgs_chain * chain);
 pgs_graph *     pgs_chain_graph(const pgs_chain * chain, int part);
@@ -149,8 +149,7 @@ const pgs_hop * pgs_chain_hop(const pgs_chain * chain, int hop);
 
 // ---- map_watch.c
 
-// From now on a process that reads a page of this memory which its file has no more says `sentence`, and ends with 1. Returns a number for
-// pgs_unwatch_map; -1 where that is not possible.
+// On a read of this memory past the end of its truncated file, the process prints `sentence` and exits with 1. Returns a number for pgs_unwatch_map, or -1.
 int  pgs_watch_map(const void * start, size_t bytes, const char * sentence);
 void pgs_unwatch_map(int number);
 
@@ -158,14 +157,14 @@ void pgs_unwatch_map(int number);
 
 typedef struct pgs_spent {  // by one device, on the steps of all lanes
     int64_t parts, computed_us;                // parts computed, uploads and reads included
-    int64_t copies, copied_us, copied_bytes;   // to other devices, behind them
-    int64_t queued_us;                         // that lanes waited for their turn on it, or behind what was queued there
+    int64_t copies, copied_us, copied_bytes;   // to other devices
+    int64_t queued_us;                         // that lanes waited for the device or its queue
 } pgs_spent;
 
-// Whose turn it is on each device of an engine; `ios`: of all of them, the last one's last.
+// The lane queue of each device of an engine; `ios` in device order.
 pgs_turns * pgs_turns_new(pgs_io ** ios, int n_ios, char * err);
 void        pgs_turns_free(pgs_turns * turns);
-void        pgs_turns_spent(pgs_turns * turns, pgs_spent * out);  // [n_ios], since it was asked last
+void        pgs_turns_spent(pgs_turns * turns, pgs_spent * out);  // [n_ios], since the last call
 
 pgs_lane * pgs_lane_new(pgs_turns * turns, char * err);
 void       pgs_lane_free(pgs_lane * lane);
@@ -175,12 +174,12 @@ bool       pgs_lane_busy(pgs_lane * lane);
 
 // ---- step_rows.c
 
-#define PGS_NOWHERE (-1073741824.0f)  // "near" of a ring row that holds no position: as if after every query
+#define PGS_NOWHERE (-1073741824.0f)  // mask base of an empty ring row: later than every query
 
 typedef struct pgs_rows {  // inputs of one graph in host memory; NULL: it has no such input
     int64_t   width, count;         // rows per slot, slots
-    int64_t   live, ring, trash;    // rows of the caches: of those that keep every position, of rings, and behind either
-    int64_t   window, near;         // positions that sliding layers see, rows of a ring that they read
+    int64_t   live, ring, trash;    // live rows of full caches, of rings, and trash rows
+    int64_t   window, near;         // positions that sliding layers see, ring rows that they read
     int64_t   history;              // rows of a convolution's history
     int32_t * positions;            // [width * count]
     int64_t * kv_rows;              // [width * count] rows past those that count, or past the last live one, are trash rows
@@ -225,7 +224,7 @@ typedef struct pgs_delta_shape {
     int64_t max_width;  // widest block that is verified
     int64_t n_slots;    // sequences that share steps; 0: one sequence, in the layout that needs no copy
     bool    planned;    // sizes instead of memory, for plans: graphs can be built and measured, not run
-    const pgs_level * level;  // of our own kernels; NULL for ggml's
+    const pgs_level * level;  // of native kernels; NULL for ggml's
 } pgs_delta_shape;
 
 typedef enum pgs_delta_mode {
@@ -273,7 +272,7 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
 typedef enum { PGS_SWIGLU, PGS_GEGLU, PGS_SWIGLU_OAI } pgs_glu;  // how gate and up become one
 
 typedef struct pgs_experts_shape {
-    int64_t n_layer;   // layers of the model; those without experts in host memory are never asked for
+    int64_t n_layer;   // layers of the model, including those without experts in host memory
     int64_t n_embd;
     int64_t n_ff;      // hidden values of one expert
     int64_t n_expert;
@@ -281,8 +280,8 @@ typedef struct pgs_experts_shape {
     int64_t max_rows;  // widest step
     pgs_glu glu;
     bool    distinct;  // wide products of the device need different experts for each token
-    const pgs_level * level;  // of our own kernels on the host; NULL for ggml's
-    size_t  tiles;     // bytes of activations as our own products read them, of the widest step (pgs_expert_tiles)
+    const pgs_level * level;  // of native kernels on the host; NULL for ggml's
+    size_t  tiles;     // bytes of activations as native products read them, of the widest step (pgs_expert_tiles)
 } pgs_experts_shape;
 
 typedef struct pgs_experts_counts {
@@ -303,7 +302,7 @@ struct ggml_tensor * pgs_experts_begin(pgs_experts * e, pgs_graph * graph, int64
                                        struct ggml_tensor * chosen, char * err);
 struct ggml_tensor * pgs_experts_end(pgs_experts * e, pgs_graph * graph, int64_t index, struct ggml_tensor * down, int64_t rows, char * err);
 
-// Slots behind the hot experts of a layer, for pairs that the host computes: with the hot ones, enough for one token.
+// Padding slots after the hot experts of a layer, for pairs that the host computes.
 int64_t pgs_experts_fillers(int64_t n_used, int64_t n_hot);
 // The slots that a token's chosen experts I32 [n_used] are called with; a cold one's result is not used.
 void   pgs_experts_slots(const int32_t * slot, const int32_t * chosen, int64_t n_used, int64_t n_hot, bool distinct, int32_t * out);
@@ -325,22 +324,22 @@ pgs_stream * pgs_stream_new(ggml_backend_t device, ggml_backend_t queue, struct 
 void         pgs_stream_free(pgs_stream * s);
 // A part of a layer's weights: `bytes` of host memory, which stay as and where they are, go to byte `to` of the home.
 int  pgs_stream_add(pgs_stream * s, int layer, const void * from, size_t to, size_t bytes, char * err);
-void pgs_stream_more(pgs_stream * s, bool more);  // whether another chunk comes behind the next one
+void pgs_stream_more(pgs_stream * s, bool more);  // whether another chunk follows the next one
 void pgs_stream_start(pgs_stream * s);
-void pgs_stream_arrive(pgs_stream * s, int layer);
+void pgs_stream_wait(pgs_stream * s, int layer);
 void pgs_stream_leave(pgs_stream * s, int layer);
 void pgs_stream_reset(pgs_stream * s);
 void pgs_stream_counters(const pgs_stream * s, pgs_stream_counts * out);
 
-// ---- cpu/: our own kernels on CPUs. Nothing here is for other devices.
+// ---- cpu/: native kernels on CPUs
 
-// The levels of instructions that this build has and this processor runs, best first; NULL behind the last one.
+// The levels of instructions that this build has and this processor runs, best first; NULL after the last one.
 const pgs_level * pgs_level_at(int index);
 const char *      pgs_level_name(const pgs_level * level);
 
 // Weights of `n_in` inputs and `n_out` outputs as packed tensors, I8 [ne[0], ne[1], ne[2]]; false if there is no product with this type.
 bool pgs_pack_shape(enum ggml_type type, int64_t n_in, int64_t n_out, int64_t * ne);
-// Packs `n_rows` rows of a file as the outputs `first` and following of `n_out`. Outputs that are no multiple of 16 leave bytes that nobody writes: clear them.
+// Packs `n_rows` rows of a file as the outputs `first` and following of `n_out`. Clear the buffer first if n_out is no multiple of 16.
 void pgs_pack_rows(enum ggml_type type, const void * rows, int64_t n_in, int64_t n_out, int64_t first, int64_t n_rows, void * packed);
 // One output's weights of `n_out`, F32 [n_in].
 void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t n_out, int64_t index, float * out);
@@ -349,7 +348,7 @@ void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t
 enum ggml_type pgs_activation_type(const pgs_level * level, enum ggml_type type);
 // x F32 [n_in, ...] as products with this type of weight read it; any number of products may.
 struct ggml_tensor * pgs_activations(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * x);
-// Whether x is so small that each thread of a product had better round it for itself than wait for others that do.
+// Whether x is small enough for each thread of a product to quantise it itself.
 bool pgs_rounds_alone(const pgs_level * level, enum ggml_type type, const struct ggml_tensor * x);
 // `activations` of x, or NULL: threads round x for themselves, which pgs_rounds_alone has to allow.
 struct ggml_tensor * pgs_product(struct ggml_context * ctx, const pgs_level * level, enum ggml_type type, struct ggml_tensor * packed,
@@ -370,9 +369,9 @@ struct ggml_tensor * pgs_sum_rows(struct ggml_context * ctx, const pgs_level * l
 struct ggml_tensor * pgs_argmax(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x);
 // F32 [n_i, T] each -> F32 [n_0 + n_1 + ..., T]; at most 9.
 struct ggml_tensor * pgs_join(struct ggml_context * ctx, struct ggml_tensor ** parts, int count);
-struct ggml_tensor * pgs_mask(struct ggml_context * ctx, struct ggml_tensor * near, struct ggml_tensor * q_last, struct ggml_tensor * q_first,
+struct ggml_tensor * pgs_mask(struct ggml_context * ctx, struct ggml_tensor * mask_base, struct ggml_tensor * q_last, struct ggml_tensor * q_first,
                               int64_t kv_bucket, int64_t slots);
-// Attention as ggml_flash_attn_ext; NULL for shapes that our kernels do not take.
+// Attention as ggml_flash_attn_ext; NULL for shapes that native kernels do not take.
 struct ggml_tensor * pgs_attention_node(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * q, struct ggml_tensor * k,
                                         struct ggml_tensor * v, struct ggml_tensor * mask, float scale);
 
@@ -383,7 +382,7 @@ bool pgs_expert_types(const pgs_level * level, enum ggml_type type);
 // Bytes that activations for so many pairs need, and numbers that their order needs.
 size_t  pgs_expert_tiles(const pgs_level * level, enum ggml_type type, int64_t n_in, int64_t n_expert, int64_t pairs);
 int64_t pgs_expert_order_size(int64_t n_expert, int64_t pairs);
-// `n_expert` matrices of a file, one behind the other, as packed ones.
+// Packs `n_expert` consecutive matrices of a file.
 void pgs_pack_experts(const pgs_level * level, enum ggml_type type, const void * rows, int64_t n_in, int64_t n_out, int64_t n_expert, void * packed);
 // chosen I32 [n_used, T] -> the (token, choice) pairs ordered by expert, which the other two read. An expert that does not exist gives rows of NaN.
 struct ggml_tensor * pgs_expert_order(struct ggml_context * ctx, struct ggml_tensor * chosen, int64_t n_expert);
@@ -397,7 +396,7 @@ struct ggml_tensor * pgs_expert_product(struct ggml_context * ctx, const pgs_lev
 
 // ---- cpu/delta_nodes.c
 
-bool pgs_delta_own(const pgs_level * level, int64_t head_size, int64_t max_width, int64_t taps);
+bool pgs_delta_native(const pgs_level * level, int64_t head_size, int64_t max_width, int64_t taps);
 struct ggml_tensor * pgs_convolution(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * rows, struct ggml_tensor * taps,
                                      int64_t first, int64_t later);
 struct ggml_tensor * pgs_delta_rule(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * mixed, const pgs_delta_inputs * in,

@@ -1,11 +1,11 @@
-// A step over several devices: graphs, one behind the other, each on a backend of its own, and what moves from one to the next.
+// A step over several devices: graphs in order, each on its own backend, and the copies between them.
 //
 // Everything is queued: where two devices copy to each other by themselves, the host is free until pgs_chain_wait, and a device waits for the
 // rows that it needs, not for the host. Where they do not (one of them is the CPU), ggml waits and copies through the host.
 //
-// Several steps may be under way, one behind the other (prompts, chunk by chunk): the second device computes one while the first computes the next.
+// Several steps may overlap (chunks of a prompt): the second device computes one while the first computes the next.
 // What then must not be written before it was read is in pgs_flow: inputs are uploaded from stages of the mirror, and rows are copied to a device
-// only behind what it computed before.
+// only after its earlier work.
 #include "pgs.h"
 
 #include <stdio.h>
@@ -103,7 +103,7 @@ struct pgs_chain {
     pgs_graph ** parts;
     pgs_io **    part_ios;  // the step buffer of each part's device
     pgs_io **    ios;       // of the devices that take part, the last part's last
-    pgs_hop *    hops;  // in the order of the parts behind which they are
+    pgs_hop *    hops;  // in the order of the parts that they follow
     size_t *     landings;  // of each: where in the stage its bytes lie, NOWHERE where they go from device to device
     char *       stage;
 };
@@ -114,8 +114,8 @@ static ggml_backend_reg_t kind_of(ggml_backend_t backend) {
     return ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
 }
 
-// What a worker gives to a device of this machine is asked for without waiting, so that all that a part leaves comes in one round trip, and a part
-// on another worker does not wait for it. ggml asks for it tensor by tensor, each a round trip.
+// Reads from a worker are queued without waiting, so that all outputs of a part take one round trip, and a part
+// on another worker does not wait for it. ggml reads tensor by tensor, each a round trip.
 static bool plan_landings(pgs_chain * chain) {
     size_t end = 0;
     for (int i = 0; i < chain->n_hops; i++) {
@@ -129,7 +129,7 @@ static bool plan_landings(pgs_chain * chain) {
     return end == 0 || chain->stage != NULL;
 }
 
-// What is due before this part, from wherever it was asked for.
+// Pending reads that this part needs.
 static void land(const pgs_chain * chain, int part) {
     for (int i = 0; i < chain->n_hops; i++) {
         const pgs_hop * h = &chain->hops[i];
@@ -248,7 +248,7 @@ static void upload(const pgs_chain * chain, pgs_flow * flow, size_t bytes, bool 
     }
 }
 
-// `ahead`: the step is not waited for; the next one may be launched behind it.
+// `ahead`: the step is not waited for; the next one may be launched before it ends.
 int pgs_chain_launch(pgs_chain * chain, pgs_flow * flow, size_t upload_bytes, size_t read_offset, size_t read_bytes, bool ahead,
                      pgs_step_times * times, char * err) {
     const int64_t t0 = ggml_time_us();
@@ -273,7 +273,7 @@ int pgs_chain_launch(pgs_chain * chain, pgs_flow * flow, size_t upload_bytes, si
             const int       m = number(flow, chain->part_ios[h->to]);
             const ggml_backend_t to = pgs_graph_backend(chain->parts[h->to]);
             const bool alike = kind_of(from) == kind_of(to);
-            // behind what that device still reads; events are one backend's own, and between two of them a copy waits for both
+            // after that device's pending reads; events belong to one backend, and a copy between two waits for both
             if (flow->busy[m] && alike && n != m) {
                 ggml_backend_event_wait(from, flow->done[m]);
             }

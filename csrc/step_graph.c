@@ -1,6 +1,5 @@
-// Split allocators: every kind of step ("allocator") owns one graph allocator, and every graph of the allocator is planned once and then only
-// recomputed. Allocators of different topology that share one allocator re-plan on every alternation (56 re-plans and 14 device frees in 26
-// steps were measured on a shared one; 3 and 0 after the split).
+// One graph allocator per kind of step; each graph is planned once and then only recomputed. Kinds of different topology that share an allocator would
+// re-plan on every alternation.
 #ifdef __linux__
 #define _DEFAULT_SOURCE
 #include <sys/mman.h>
@@ -292,7 +291,7 @@ static void dims(const struct ggml_tensor * t, char * out, size_t n) {
              (long long) t->ne[2], (long long) t->ne[3]);
 }
 
-// A worker is asked about all nodes at once, one round trip per graph (patches/0030). The first node that it cannot compute, -1 if there is none;
+// A worker checks all nodes at once, one round trip per graph (patches/0030). The first node that it cannot compute, -1 if there is none;
 // UNKNOWN of devices of this machine, and of workers that do not say.
 enum { UNKNOWN = -2 };
 
@@ -311,7 +310,7 @@ static int remote_check(ggml_backend_t backend, struct ggml_cgraph * gf) {
     return check != NULL ? check(backend, gf) : UNKNOWN;
 }
 
-// A backend asserts, and ends the process, on an operation that it cannot run: ask first.
+// A backend asserts, and ends the process, on an unsupported operation: check first.
 static int check_supported(const pgs_graph * graph, char * err) {
     struct ggml_cgraph * gf     = graph->gf;
     const int            remote = remote_check(graph->allocator->backend, gf);
@@ -366,7 +365,7 @@ static int plan(pgs_graph * graph, char * err) {
     if (!ggml_gallocr_reserve(allocator->galloc, graph->gf) || !ggml_gallocr_alloc_graph(allocator->galloc, graph->gf)) {
         snprintf(err, PGS_ERR, "the backend %s has no memory for a compute buffer of this graph (%zu MiB were in use by its allocator)",
                  ggml_backend_name(allocator->backend), before >> 20);
-        allocator->generation++;  // the buffer was freed before the larger one was asked for
+        allocator->generation++;  // the buffer was freed before the larger one was allocated
         return 1;
     }
     const size_t after = pgs_allocator_buffer_size(allocator);
@@ -424,7 +423,7 @@ bool pgs_graph_stale(const pgs_graph * graph) {
 }
 
 static int add_cut(pgs_graph * graph, graph_cut cut, char * err) {
-    // before its first node a graph cannot say how it is laid out: the cut behind that asks
+    // before its first node a graph cannot say how it is laid out: the next cut queries it
     if (ggml_graph_n_nodes(graph->gf) > 0 && known_fields(graph) == NULL) {
         snprintf(err, PGS_ERR, "this ggml lays its graphs out in another way, so weights of steps cannot be in host memory with it");
         return 1;
@@ -443,13 +442,13 @@ int pgs_graph_cut(pgs_graph * graph, pgs_experts * experts, int64_t layer, int64
     return add_cut(graph, (graph_cut) { ggml_graph_n_nodes(graph->gf), experts, layer, rows, fetch }, err);
 }
 
-int pgs_graph_stream_cut(pgs_graph * graph, pgs_stream * stream, int64_t layer, bool arrive, char * err) {
+int pgs_graph_stream_cut(pgs_graph * graph, pgs_stream * stream, int64_t layer, bool begins, char * err) {
     if (graph->stream != NULL && graph->stream != stream) {
         snprintf(err, PGS_ERR, "a graph takes weights from one stream, and this one would take layer %lld from another", (long long) layer);
         return 1;
     }
     graph->stream = stream;
-    return add_cut(graph, (graph_cut) { ggml_graph_n_nodes(graph->gf), NULL, layer, 0, arrive }, err);
+    return add_cut(graph, (graph_cut) { ggml_graph_n_nodes(graph->gf), NULL, layer, 0, begins }, err);
 }
 
 int pgs_graph_cuts(const pgs_graph * graph) {
@@ -479,7 +478,7 @@ static int at_cut(const pgs_graph * graph, const graph_cut * cut, char * err) {
     if (cut->experts != NULL) {
         return (cut->first ? pgs_experts_fetch : pgs_experts_give)(cut->experts, cut->layer, cut->rows, err);
     }
-    (cut->first ? pgs_stream_arrive : pgs_stream_leave)(graph->stream, (int) cut->layer);
+    (cut->first ? pgs_stream_wait : pgs_stream_leave)(graph->stream, (int) cut->layer);
     return 0;
 }
 
@@ -531,7 +530,7 @@ static double thread_us(void) {
 #endif
 }
 
-// One compute, a node at a time: microseconds of this thread for each of them (out[0 .. n_nodes)), of CPU backends. A norm and the product behind
+// One compute, a node at a time: microseconds of this thread for each of them (out[0 .. n_nodes)), of CPU backends. A norm and the product after
 // it, which ggml computes as one, count as one. What it costs to compute a part is in every figure: that of views is nothing else.
 int pgs_graph_times(pgs_graph * graph, double * out, char * err) {
     const graph_fields * fields = (const graph_fields *) graph->gf;
@@ -628,7 +627,7 @@ size_t pgs_graph_traffic(const pgs_graph * graph) {
             if (t == NULL || !persistent(t) || (node->op == GGML_OP_SET_ROWS && home_of(t) == home_of(node))) {
                 continue;
             }
-            // a layout of its own can need more than the tensor: AMX keeps a sum beside each column of a block
+            // a layout of its own can need more than the tensor: AMX keeps a sum for each column of a block
             size_t bytes = t->view_src == NULL && t->buffer != NULL ? ggml_backend_buffer_get_alloc_size(t->buffer, t) : ggml_nbytes(t);
             if (node->op == GGML_OP_GET_ROWS && j == 0) {
                 const size_t rows = ggml_row_size(t->type, t->ne[0]) * (size_t) ggml_nelements(node->src[1]);
@@ -661,7 +660,7 @@ int pgs_place(struct ggml_tensor * home, size_t offset, struct ggml_tensor * nod
                  ggml_nbytes(home));
         return 1;
     }
-    if (ggml_backend_buffer_get_size(home->buffer) == 0) {  // planned: there is nothing behind the address
+    if (ggml_backend_buffer_get_size(home->buffer) == 0) {  // planned: no memory at the address
         node->buffer = home->buffer;
         node->data   = (char *) home->data + offset;
         return 0;

@@ -81,7 +81,7 @@ void pgs_io_read(pgs_io * io, size_t offset, size_t bytes) {
 }
 
 // A tensor inside the buffer. With `after`, the tensor carries that node as its source although both have memory of their own: the
-// graph then orders every reader behind the node that fills this memory (drafted ids become the verifier's tokens without a copy).
+// graph then orders every reader after the node that fills this memory (drafted ids become the verifier's tokens without a copy).
 struct ggml_tensor * pgs_io_tensor(pgs_io * io, struct ggml_context * ctx, enum ggml_type type, int64_t ne0, int64_t ne1, size_t offset,
                                    struct ggml_tensor * after, char * err) {
     struct ggml_tensor * t = ggml_new_tensor_2d(ctx, type, ne0, ne1);

@@ -1,15 +1,12 @@
-// Steps over several devices that run beside each other: each in a lane, which is a thread. A device computes for one lane at a time.
+// Steps over several devices in parallel lanes (threads). A device computes for one lane at a time.
 //
-// While the steps of one group of slots are on the second device, those of another group are on the first. Devices that compute while their caller
-// waits (the CPU) can do that in threads only, and workers answer one after the other; so a lane waits for each part of its step and for each copy,
-// on whatever device, and nothing that it reads or writes is another lane's: graphs, step buffers and what is copied into are its own.
+// While one group of slots is on the second device, another one is on the first. Devices that compute synchronously (CPU, workers) need threads for that, so
+// a lane waits for each part and copy of its step; graphs, step buffers and copy targets are its own.
 //
-// A device with a queue of its own (a GPU of ggml-cuda) is given to the next lane as soon as a part is queued: that one's upload and launch, some
-// 0.1 ms of the host, pass while the device computes, and so do the copies of what a part left, which no part behind it writes. The other devices are
-// held until their part and its copies are done.
+// A device with a queue (ggml-cuda) passes to the next lane as soon as a part is queued, so that uploads, launches and copies overlap with computation.
+// Other devices are held until the part and its copies are done.
 //
-// Of those who wait for a device, whoever begins a step there comes first: the drafts of a step are made on its last device, and all the others wait for
-// them. There are two lanes: one waits at most, and who has just left a device goes on to another one.
+// Among waiting lanes, one that begins a step goes first: drafts are computed on the last device, and the others depend on them.
 #include "pgs.h"
 
 #include <stdio.h>
@@ -95,7 +92,7 @@ static void give(pgs_turns * turns, int device) {
     pthread_mutex_unlock(&turns->mutex);
 }
 
-// A part that was queued at `start` has been computed now: behind what was queued before it.
+// A part queued at `start` is done; earlier parts of the queue count separately.
 static void book_part(pgs_turns * turns, int device, int64_t start) {
     pthread_mutex_lock(&turns->mutex);
     const int64_t now = ggml_time_us(), began = turns->until[device] > start ? turns->until[device] : start;
@@ -193,7 +190,7 @@ static void hold(const pgs_chain * chain, bool held) {
     }
 }
 
-// Waits until something has changed or 20 ms are over, by a clock that nobody sets; whether they are.
+// Waits for a change, or 20 ms of monotonic time; returns whether it timed out.
 static bool wait_a_moment(pgs_lane * lane) {
     struct timespec until = { 0, 20000000 };
 #ifdef __APPLE__
@@ -220,7 +217,7 @@ static void cond_init(pthread_cond_t * cond) {
 #endif
 }
 
-// Ends ggml's threads of this one when nothing was asked for a while: teams of more threads than there are cores sleep at every barrier.
+// Ends this thread's ggml threads after an idle period: teams of more threads than there are cores sleep at every barrier.
 static void wait_for_work(pgs_lane * lane) {
     while (lane->state == IDLE) {
         if (!lane->warm) {

@@ -1,7 +1,7 @@
 // Weights that lie in host memory and are computed with on a device: while a wide chunk of a prompt goes through the layers, those of one layer
 // are copied while the one before computes.
 //
-// Two places on the device take turns: the layers that are copied have numbers from 0 on, and a layer of an even number lies in the first place,
+// Two buffers on the device alternate: the layers that are copied have numbers from 0 on, and a layer of an even number lies in the first place,
 // the others in the second. Copies go through a queue of their own (a second backend on the same device). The device waits for a layer's copy
 // before it computes with it, and the queue waits for the device before it writes over what that has used; both are events, so that the host waits
 // for nothing. A device without events is waited for instead (CPUs, which compute before they return).
@@ -115,7 +115,7 @@ void pgs_stream_start(pgs_stream * s) {
     s->counts.chunks++;
 }
 
-void pgs_stream_arrive(pgs_stream * s, int layer) {
+void pgs_stream_wait(pgs_stream * s, int layer) {
     if (s->arrived[layer % 2] != NULL) {
         ggml_backend_event_wait(s->device, s->arrived[layer % 2]);
     } else {
@@ -123,7 +123,7 @@ void pgs_stream_arrive(pgs_stream * s, int layer) {
     }
 }
 
-// Behind what the device computes with this layer: its place is free for the one after the next, or of the next chunk, if there is one.
+// After the device has computed this layer: its buffer is free for the layer after the next, or of the next chunk.
 void pgs_stream_leave(pgs_stream * s, int layer) {
     const int place = layer % 2;
     if (s->used[place] != NULL) {
@@ -139,7 +139,7 @@ void pgs_stream_leave(pgs_stream * s, int layer) {
     }
 }
 
-// A step broke off: nobody knows which of its nodes are still under way, and what lies where.
+// After an aborted step, pending nodes and the contents of the buffers are unknown.
 void pgs_stream_reset(pgs_stream * s) {
     ggml_backend_synchronize(s->device);
     ggml_backend_synchronize(s->queue);

@@ -1,7 +1,7 @@
 // Attention of a few query rows that share a head of K and V, once for all levels.
 //
 // Positions are taken in blocks of POSITIONS from the first row of the cache on, whatever the span and the number of query rows: a row has the
-// same bits alone, in a block and in a prompt. What the mask hides adds exact zeros, so blocks that nobody sees are left out. Sums are F32.
+// same bits alone, in a block and in a prompt. Masked positions add exact zeros, so fully masked blocks are skipped. Sums are F32.
 #pragma once
 
 #include <math.h>
@@ -9,7 +9,7 @@
 #include "kernels.h"
 #include "layout.h"
 
-#define ROW_PAIR (VL / 8)      // query rows whose scores are summed at once: 8 sums fit the registers beside their operands
+#define ROW_PAIR (VL / 8)      // query rows whose scores are summed at once: 8 sums fit the registers with their operands
 #define ACROSS   4         // vectors of a row of V that are summed at once
 #define PV_ROWS  (VL / 4)  // for so many query rows
 
@@ -46,7 +46,7 @@ INLINE void widen_row(const char * from, float * to, int size, const int type) {
     }
 }
 
-// Rows [first, first + n) of a cache as F32; zeros behind them.
+// Rows [first, first + n) of a cache as F32, zero-padded.
 static void widen(const pgs_cache * c, int64_t first, int n, float * to) {
     for (int j = 0; j < n; j++) {
         const char * from = c->rows + (size_t) (first + j) * c->step;
@@ -64,27 +64,27 @@ static void widen(const pgs_cache * c, int64_t first, int n, float * to) {
     memset(to + (size_t) n * c->size, 0, (size_t) (POSITIONS - n) * c->size * sizeof(float));
 }
 
-// Rows that come next are asked for while these are computed with: a step's weights have gone by since they were read last, and what is one head's of each
+// Rows that come next are prefetched while these are computed: a step's weights have gone by since they were read last, and what is one head's of each
 // position is too short for what processors fetch by themselves. One core of an EPYC 9004, a step of 1, 2, 4, 8, 16 rows of the embedded pair with 200
 // positions: 60, 230, 306, 452, 727 us of attention, and 40, 180, 249, 393, 672 with it; every head for itself gains nothing there. A few rows at a time
-// between what is computed, because processors wait when they have asked for too many, and of the next head only, because four heads are more than come
+// between what is computed, because processors stall on too many outstanding prefetches, and of the next head only, because four heads are more than come
 // while one is computed with. One core of a Zen 5, 224 positions that are in no cache, a block of 8 rows: all heads of a block at once 34 us with two
 // heads of K and V, 44 with four, a few rows at a time 27 and 40, of the next head only 27 and 34.
-typedef struct ahead {  // rows of K and of V from `first` to `end` are still to be asked for, `each` at a time
+typedef struct ahead {  // rows of K and of V from `first` to `end` are still to be prefetched, `each` at a time
     const pgs_cache * k, * v;
     int64_t           first, end, each;
 } ahead;
 
-static void ask_for_rows(ahead * next, int64_t n) {
+static void prefetch_rows(ahead * next, int64_t n) {
     const int64_t first = next->first, end = first + n < next->end ? first + n : next->end;
     for (int64_t j = first; j < end; j++) {
-        pgs_ask_for(next->k->rows + (size_t) j * next->k->step + next->k->from, next->k->asks);
-        pgs_ask_for(next->v->rows + (size_t) j * next->v->step + next->v->from, next->v->asks);
+        pgs_prefetch(next->k->rows + (size_t) j * next->k->step + next->k->from, next->k->prefetched);
+        pgs_prefetch(next->v->rows + (size_t) j * next->v->step + next->v->from, next->v->prefetched);
         next->first = j + 1;
     }
 }
 
-// POSITIONS values of a mask as F32; -Inf behind the first n.
+// POSITIONS values of a mask as F32; -Inf after the first n.
 static void widen_mask(const uint16_t * mask, int n, float * to) {
     uint16_t whole[POSITIONS];
     if (n < POSITIONS) {
@@ -148,7 +148,7 @@ INLINE void turn_as(const char * rows, size_t step, int n, int size, float * tur
     for (int j = 0; j < POSITIONS; j += VL) {
         for (int e = 0; e < size; e += VL) {
             vf x[VL];
-            _Pragma("GCC unroll 16") for (int i = 0; i < VL; i++) {  // behind the last one that one again, which masks hide
+            _Pragma("GCC unroll 16") for (int i = 0; i < VL; i++) {  // past the end the last one again, masked
                 x[i] = cached(rows + (size_t) (j + i < n ? j + i : n - 1) * step, e, type);
             }
             transpose(x);
@@ -214,7 +214,7 @@ static void score_rows(const pgs_attention * a, int64_t first, int n, float (*sc
     if (a->rows >= TURN_FROM) {
         turn(&a->k, first, n, k, turned);
         for (; r + TURNED_ROWS <= a->rows; r += TURNED_ROWS) {
-            ask_for_rows(next, next->each);
+            prefetch_rows(next, next->each);
             score_turned(a->q + r, turned, size, scores + r, TURNED_ROWS);
         }
         for (; r + TURNED_ROWS / 2 <= a->rows; r += TURNED_ROWS / 2) {
@@ -225,7 +225,7 @@ static void score_rows(const pgs_attention * a, int64_t first, int n, float (*sc
         widen(&a->k, first, n, k);
     }
     for (; r + ROW_PAIR <= a->rows; r += ROW_PAIR) {
-        ask_for_rows(next, next->each);
+        prefetch_rows(next, next->each);
         score(a->q + r, k, size, scores + r, ROW_PAIR);
     }
     for (; r < a->rows; r++) {
@@ -258,7 +258,7 @@ static void weigh_rows(float * out, const float * kept, const float * v, int siz
         int       r    = 0;
         for (; r + PV_ROWS <= rows; r += PV_ROWS) {
             float * to = out + (size_t) r * size;
-            ask_for_rows(next, next->each);
+            prefetch_rows(next, next->each);
             wide ? weigh(to, kept + r, v, size, e, scores + r, PV_ROWS, ACROSS) : weigh(to, kept + r, v, size, e, scores + r, PV_ROWS, 1);
         }
         for (; r < rows; r++) {
@@ -306,7 +306,7 @@ static void mask_scores(float (*scores)[POSITIONS], const uint16_t * const * mas
             _Pragma("GCC unroll 2") for (int j = 0; j < POSITIONS; j += LANES) {
                 EACH_PART {
                     const vf m = vf_load(mask + j + VL * p);
-                    // what nobody may see may hold anything
+                    // masked rows may hold anything
                     const vf s = vf_below(m, -1e30f, vf_set(-INFINITY), vf_fma(vf_load(scores[r] + j + VL * p), vf_set(scale), m));
                     vf_store(scores[r] + j + VL * p, s);
                     top[i][p] = vf_max(s, top[i][p]);
@@ -368,11 +368,11 @@ static void attend(const pgs_attention * a) {
         so_far.sum[r]     = 0.0f;
     }
     memset(out, 0, (size_t) a->rows * size * sizeof(float));
-    // as often as score_rows and weigh_rows ask
+    // as often as score_rows and weigh_rows prefetch
     const int times = a->rows / (a->rows < TURN_FROM ? ROW_PAIR : TURNED_ROWS) + a->rows / PV_ROWS * ((size + ACROSS * VL - 1) / (ACROSS * VL)) + 1;
-    ahead     next  = { &a->k, &a->v, 0, a->k.asks > 0 ? a->span : 0, (POSITIONS + times - 1) / times };
-    const int64_t lead = a->k.from > 0 ? 0 : POSITIONS;  // rows of this head are asked for a block ahead
-    ask_for_rows(&next, lead);
+    ahead     next  = { &a->k, &a->v, 0, a->k.prefetched > 0 ? a->span : 0, (POSITIONS + times - 1) / times };
+    const int64_t lead = a->k.from > 0 ? 0 : POSITIONS;  // rows of this head are prefetched a block ahead
+    prefetch_rows(&next, lead);
     for (int64_t first = 0; first < a->span; first += POSITIONS) {
         const int n    = (int) (a->span - first < POSITIONS ? a->span - first : POSITIONS);
         bool      seen = false;
@@ -391,7 +391,7 @@ static void attend(const pgs_attention * a) {
             soften(scores + r, masks + r, n, a->scale, &so_far, r, a->rows - r < SOFTENED ? a->rows - r : SOFTENED);
         }
         weigh_rows(out, so_far.kept, v, size, scores, a->rows, &next);
-        ask_for_rows(&next, first + lead + POSITIONS - next.first);
+        prefetch_rows(&next, first + lead + POSITIONS - next.first);
     }
     for (int r = 0; r < a->rows; r++) {
         const float share = so_far.sum[r] == 0.0f ? 0.0f : 1.0f / so_far.sum[r];

@@ -4,7 +4,7 @@
 // values take 85 cycles of a Zen 5 per row, 32 of which compute. So a row goes through a panel of columns, which stays in the first-level cache, before
 // the next row does: once for what changes, once for the change and the output, so nothing that is near waits for what is near. Eight heads of 64, 8
 // rows, AVX-512 and AVX2: 21.5 and 48.9 us with columns in registers, 11.5 and 18.8 so; in one go instead of two 20.8 and 27.0. (ggml's goes over the
-// whole state once per row and per operation.) Sums are of LANES values side by side, in order, whatever columns stand beside, so neither rows, threads
+// whole state once per row and per operation.) Sums are of LANES values side by side, in order, independent of other columns, so neither rows, threads
 // nor levels change a bit.
 #pragma once
 
@@ -88,21 +88,19 @@ INLINE void delta_panel(const pgs_head * h, int64_t j, int64_t count, bool follo
     _Alignas(64) float own[DELTA_PANEL], change[DELTA_PANEL / LANES];
     const int64_t size = N * LANES;
     float *       state = h->state + j * size, * kept = h->keeps ? state : own;
-    // States have left the caches since the last step. The panel behind is asked for a little at a time, because processors wait when they have asked for
-    // too much: eight heads of 64 that are in no cache, 1, 4, 8 rows: 5.5, 9.9, 15.5 us without, 4.7, 7.1, 12.2 before the changes of a row only, 3.9, 7.5,
-    // 13.1 before every step.
-    const size_t asks = follows ? ((size_t) (2 * size) * sizeof(float) / (size_t) h->rows + 63) / 64 * 64 : 0;
-    const char * behind = (const char *) (state + count * size);
+    // States are no longer in the caches. The next panel is prefetched in small parts, because processors stall on too many outstanding prefetches.
+    const size_t prefetched = follows ? ((size_t) (2 * size) * sizeof(float) / (size_t) h->rows + 63) / 64 * 64 : 0;
+    const char * next_panel = (const char *) (state + count * size);
     for (int64_t t = 0; t < h->rows; t++) {
         const float next = t + 1 < h->rows ? h->decay[t + 1] : 1.0f;
-        for (int64_t c = 0; c < count; c += 4, behind += asks) {
-            pgs_ask_for(behind, asks);
+        for (int64_t c = 0; c < count; c += 4, next_panel += prefetched) {
+            pgs_prefetch(next_panel, prefetched);
             const four by = t == 0 ? delta_change(h, t, j + c, state + c * size, N, 1) : delta_change(h, t, j + c, kept + c * size, N, 0);
             memcpy(change + c, &by, sizeof(by));
         }
-        for (int64_t c = 0; c < count; c += 4, behind += asks) {
+        for (int64_t c = 0; c < count; c += 4, next_panel += prefetched) {
             float * to = kept + c * size;
-            pgs_ask_for(behind, asks);
+            pgs_prefetch(next_panel, prefetched);
             if (t == 0) {
                 delta_step(h, t, j + c, change + c, state + c * size, to, next, N, 1, gives);
             } else {

@@ -1,4 +1,4 @@
-// Delta-net layers by our own kernels, as nodes of ggml's graphs: the convolution, the delta rule with everything between the two, and the replay of
+// Delta-net layers by native kernels, as nodes of ggml's graphs: the convolution, the delta rule with everything between the two, and the replay of
 // pending blocks. They write into the pools of csrc/delta_net.c past what a node returns: a pool is read by nodes that come later in the order of
 // the graph, or by the next graph.
 #include "kernels.h"
@@ -32,7 +32,7 @@ static float * floats(const struct ggml_tensor * t, int64_t i1, int64_t i2, int6
     return (float *) ((char *) t->data + (size_t) i1 * t->nb[1] + (size_t) i2 * t->nb[2] + (size_t) i3 * t->nb[3]);
 }
 
-bool pgs_delta_own(const pgs_level * level, int64_t head_size, int64_t max_width, int64_t taps) {
+bool pgs_delta_native(const pgs_level * level, int64_t head_size, int64_t max_width, int64_t taps) {
     const bool sizes = head_size == 16 || head_size == 32 || head_size == 64 || head_size == 128 || head_size == 256;
     return level != NULL && sizes && max_width <= DELTA_ROWS && taps <= MOST_TAPS;
 }
@@ -87,7 +87,7 @@ static void columns(const pgs_level * level, const pgs_head * h, int64_t part, i
     level->delta(h, h->size / LANES * part / parts * LANES, h->size / LANES * (part + 1) / parts * LANES);
 }
 
-// One head of one sequence, `part` of its columns; the columns behind them `follow`, or not.
+// One head of one sequence, `part` of its columns; whether the next columns `follow`.
 static void run_head(const struct ggml_tensor * dst, const pgs_level * level, int64_t head, int64_t seq, int64_t part, int64_t parts, bool follow) {
     const struct ggml_tensor * mixed = dst->src[0], * beta = dst->src[1], * alpha = dst->src[2], * dt = dst->src[3], * a = dst->src[4];
     const struct ggml_tensor * on = dst->src[6], * qk_pool = dst->src[7], * gates_pool = dst->src[8];
@@ -145,7 +145,7 @@ static void run_delta(struct ggml_tensor * dst, int ith, int nth, void * userdat
 
 // mixed F32 [channels, T, B] -> F32 [size, heads, T * B]. The states F32 [size, size, heads, B] are written in place, or, where `qk` and `gates` are
 // given, stay as they are while normalised k, g and beta go there: qk F32 [size, 2 heads_k repeat, T * B], gates F32 with g [heads, T * B] first, and beta
-// `beta_at` floats behind.
+// at offset `beta_at`.
 struct ggml_tensor * pgs_delta_rule(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * mixed, const pgs_delta_inputs * in,
                                     int64_t repeat, struct ggml_tensor * states, struct ggml_tensor * qk, struct ggml_tensor * gates, int64_t beta_at) {
     struct ggml_tensor * src[] = { mixed, in->beta, in->alpha, in->dt, in->a, states, qk == NULL ? in->on : NULL, qk, gates };
@@ -194,7 +194,7 @@ static void run_replay(struct ggml_tensor * dst, int ith, int nth, void * userda
 }
 
 // The accepted rows of the blocks of n pairs of layer and slot, folded into the states in place. k F32 [size, heads_k repeat, w, n], v F32 [size, heads, w, n],
-// gates F32 with g [heads, w, n] first and beta `beta_at` floats behind, states F32 [size, size, heads, n], keep F32 [w * slots] with 1 for accepted rows.
+// gates F32 with g [heads, w, n] first and beta at offset `beta_at`, states F32 [size, size, heads, n], keep F32 [w * slots] with 1 for accepted rows.
 struct ggml_tensor * pgs_delta_replay(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * k, struct ggml_tensor * v,
                                       struct ggml_tensor * gates, int64_t beta_at, struct ggml_tensor * states, struct ggml_tensor * keep,
                                       int64_t slots) {

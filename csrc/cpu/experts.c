@@ -18,7 +18,7 @@ typedef struct run {  // the pairs of one expert
     int32_t rows;
 } run;
 
-// What is in memory behind `count` runs: the place of every pair, -1 where its expert does not exist, then the pair at every place.
+// Memory layout after `count` runs: the place of every pair, -1 where its expert does not exist, then the pair at every place.
 typedef struct order {
     int32_t * count;
     run *     runs;
@@ -179,7 +179,7 @@ typedef struct weights {
     const pgs_kernel * k;
     bool               packed;
     int                together;  // groups that are multiplied together: pairs where they are packed
-    size_t             ahead;     // bytes ahead of use that weights are asked for
+    size_t             ahead;     // prefetch distance of weights in bytes
     const char *       data;
     size_t             row, expert;  // bytes, where they are a file's
     size_t             block;        // bytes of a file's block
@@ -260,7 +260,7 @@ static int64_t at_least(int64_t cost, int64_t of, int64_t most) {
     return n < most ? n : most;
 }
 
-// Threads share what is multiplied together, one behind the other through all experts; an expert with many rows counts for more.
+// Threads share what is multiplied together, in order through all experts; an expert with many rows counts for more.
 static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
     const struct ggml_tensor * w = dst->src[0], * chosen = dst->src[3];
     int32_t                    p[3];  // type, inputs, experts
@@ -275,9 +275,9 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
     }
     const int64_t mine = total * ith / nth, others = total * (ith + 1) / nth;
     const int64_t rows = *o.count > 0 ? (pairs + *o.count - 1) / *o.count : 1;  // of an expert, about
-    const pgs_asking asking = from.packed && rows <= TILE ? pgs_asking_begin(from.k->type, PGS_EXPERTS, rows) : (pgs_asking) { 0 };
+    const pgs_prefetch_tune tune = from.packed && rows <= TILE ? pgs_prefetch_tune_begin(from.k->type, PGS_EXPERTS, rows) : (pgs_prefetch_tune) { 0 };
     int64_t          read   = 0;  // groups of weights
-    from.ahead = asking.ahead;
+    from.ahead = tune.ahead;
     for (int32_t i = 0; i < *o.count; i++) {
         const int64_t cost  = o.runs[i].rows + READING;
         const int64_t first = from.together * at_least(mine - before, cost, units), last = from.together * at_least(others - before, cost, units);
@@ -288,7 +288,7 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
         }
         before += units * cost;
     }
-    pgs_asking_end(&asking, (size_t) (read * from.blocks) * from.k->record);
+    pgs_prefetch_tune_end(&tune, (size_t) (read * from.blocks) * from.k->record);
     for (int64_t pair = ith; pair < pairs; pair += nth) {
         if (o.place[pair] < 0) {
             memset((float *) dst->data + pair * dst->ne[0], 0xff, (size_t) dst->ne[0] * sizeof(float));  // NaN, which the engine notices

@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SUMS_STEP 64  // outputs, of four groups, whose sums lie beside each other
+#define SUMS_STEP 64  // outputs, of four groups, whose sums are adjacent
 
 typedef struct pgs_kernel {  // products with one type of weight
     int    type;             // enum ggml_type
@@ -16,10 +16,10 @@ typedef struct pgs_kernel {  // products with one type of weight
     size_t record;           // bytes of a record
     size_t act;              // bytes of a block of a tile
 
-    // Rounds `n` values of one row to what products read: `blocks` blocks of row `row` of a tile, values behind the last one being 0.
+    // Rounds `n` values of one row to what products read: `blocks` blocks of row `row` of a tile, zero-padded.
     void (*activations)(const float * x, int64_t n, char * tile, int row);
     // sums[r * SUMS_STEP + i] += the products of the outputs i of a pair of groups, or of one, with the rows r of a tile, over `blocks` blocks: their records
-    // lie as layout.h says. Weights are asked for that many bytes ahead of use. A row's bits depend neither on the other rows nor on the other group.
+    // lie as layout.h says. `ahead`: prefetch distance of weights in bytes. A row's bits depend neither on the other rows nor on the other group.
     void (*product)(const char * records, int groups, int64_t blocks, const char * tile, int rows, float * sums, size_t ahead);
 } pgs_kernel;
 
@@ -31,7 +31,7 @@ typedef struct pgs_kernel {  // products with one type of weight
 typedef struct pgs_cache {  // rows of one head of K or V
     const char * rows;
     size_t       step;  // bytes between them
-    size_t       asks;  // bytes of each row that are asked for ahead of use,
+    size_t       prefetched;  // bytes of each row to prefetch,
     size_t       from;  // from here on: 0, or what another head reads next
     int          type, size;
     void (*to_float)(const void * from, float * to, int64_t n);  // NULL for F32, F16 and BF16
@@ -60,7 +60,7 @@ typedef struct pgs_head {  // one head of a delta-net layer and some rows of a s
     bool          keeps;           // whether the state is written
     float *       out;             // NULL: only the state is wanted
     size_t        step_out;
-    bool          follows;         // whether the columns that lie behind these come next: they are asked for meanwhile
+    bool          follows;         // whether the next columns follow; they are prefetched
 } pgs_head;
 
 struct pgs_level {
@@ -97,14 +97,13 @@ static inline int64_t pgs_tiles_at_once(const pgs_kernel * k, int64_t blocks) {
 }
 
 // Into the second-level cache, without the places that first-level misses need.
-static inline void pgs_ask_for(const char * from, size_t bytes) {
+static inline void pgs_prefetch(const char * from, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) {
         __builtin_prefetch(from + i, 0, 2);
     }
 }
 
-// Lines that will be written, for this core alone. Stores to lines that another core has read wait for it one behind the other: between cores without a common
-// cache the outputs of a delta-net layer, 128 lines, took 5.7 us of 12.7.
+// Prefetches lines for writing: stores to lines that a core of another cache domain has read are serialised otherwise.
 static inline void pgs_will_write(void * to, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) {
 #if defined(__x86_64__)
@@ -115,19 +114,19 @@ static inline void pgs_will_write(void * to, size_t bytes) {
     }
 }
 
-// Where weights lie: in caches perhaps, in memory, or with experts of which others are chosen every time.
-typedef enum pgs_lies { PGS_NEAR, PGS_FAR, PGS_EXPERTS, PGS_PLACES } pgs_lies;
+// Where weights are: possibly in a cache, in memory, or experts, whose choice varies.
+typedef enum pgs_locality { PGS_IN_CACHE, PGS_IN_MEMORY, PGS_EXPERTS, PGS_PLACES } pgs_locality;
 
-typedef struct pgs_asking {
+typedef struct pgs_prefetch_tune {
     void * trial;  // NULL where it is decided
     int    way;
-    size_t ahead;  // bytes ahead of use that weights are asked for; 0: not at all
+    size_t ahead;  // prefetch distance in bytes; 0: none
     double began;  // nanoseconds
-} pgs_asking;
+} pgs_prefetch_tune;
 
-// Around a product of few rows, up to 32, and the bytes of weights that this thread read for it; see asking.c.
-pgs_asking pgs_asking_begin(int type, pgs_lies where, int64_t rows);
-void       pgs_asking_end(const pgs_asking * a, size_t bytes);
+// Called around a product of up to 32 rows; `bytes`: weights read by this thread (prefetch_tune.c).
+pgs_prefetch_tune pgs_prefetch_tune_begin(int type, pgs_locality where, int64_t rows);
+void       pgs_prefetch_tune_end(const pgs_prefetch_tune * a, size_t bytes);
 
 // Outputs of the section that begins at `start`, of n: two of `first`, then those of `later`; all of them if `first` is 0. Each section is shared among all
 // threads, so a thread that has heads of q has those of k and v too.

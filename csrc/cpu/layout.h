@@ -1,5 +1,5 @@
-// How weights and activations lie in memory for our own products. The layout is the same at every level, and so are the results, bit for bit:
-// sums of a block are whole numbers, and the floating-point steps behind them are the same fused ones in the same order.
+// How weights and activations lie in memory for native products. The layout is the same at every level, and so are the results, bit for bit:
+// sums of a block are whole numbers, and the floating-point steps after them are the same fused ones in the same order.
 //
 // Weights: a record holds LANES outputs side by side for the inputs of one block; quads of inputs of one output are neighbours, because that
 // is what the dot products of processors take. Records of the same outputs are a "group". Two groups are a pair, whose records take turns, block by block:

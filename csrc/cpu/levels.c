@@ -1,4 +1,4 @@
-// Which instructions this processor has, and which of our kernels can therefore run on it.
+// Which instructions this processor has, and which of native kernels can therefore run on it.
 #include "kernels.h"
 #include "pgs.h"
 
@@ -8,7 +8,7 @@
 #include <cpuid.h>
 
 static bool has_avx2(void) {
-    __builtin_cpu_init();  // asks whether the operating system keeps the registers, too
+    __builtin_cpu_init();  // includes whether the operating system saves the registers
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 

@@ -114,38 +114,38 @@ struct ggml_tensor * pgs_join(struct ggml_context * ctx, struct ggml_tensor ** p
 
 // What the five nodes of pgs_kv_mask compute, as one.
 static void run_mask(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
-    const struct ggml_tensor * near = dst->src[0], * last = dst->src[1], * first = dst->src[2];
-    const int64_t span = dst->ne[0], T = dst->ne[1], rows = rows_of(dst);
+    const struct ggml_tensor * base = dst->src[0], * last = dst->src[1], * first = dst->src[2];
+    const int64_t kv_bucket = dst->ne[0], T = dst->ne[1], rows = rows_of(dst);
     (void) userdata;
     for (int64_t row = ith; row < rows; row += nth) {
-        const float * x     = (const float *) ((const char *) near->data + (near->ne[1] > 1 ? (size_t) (row / T) * near->nb[1] : 0));
+        const float * x     = (const float *) ((const char *) base->data + (base->ne[1] > 1 ? (size_t) (row / T) * base->nb[1] : 0));
         const float   upper = *row_of(last, row), lower = first != NULL ? *row_of(first, row) : 0.0f;
-        uint16_t *    to    = (uint16_t *) dst->data + row * span;
+        uint16_t *    to    = (uint16_t *) dst->data + row * kv_bucket;
         if (first == NULL) {
-            for (int64_t i = 0; i < span; i++) {
+            for (int64_t i = 0; i < kv_bucket; i++) {
                 to[i] = x[i] + upper > 0.0f ? 0 : HIDDEN;
             }
         } else {
-            for (int64_t i = 0; i < span; i++) {
+            for (int64_t i = 0; i < kv_bucket; i++) {
                 to[i] = x[i] + upper > 0.0f && (x[i] + lower) * -1.0f + 1.0f > 0.0f ? 0 : HIDDEN;
             }
         }
     }
 }
 
-struct ggml_tensor * pgs_mask(struct ggml_context * ctx, struct ggml_tensor * near, struct ggml_tensor * q_last, struct ggml_tensor * q_first,
-                              int64_t span, int64_t slots) {
-    struct ggml_tensor * src[] = { near, q_last, q_first };
-    return named(ggml_custom_4d(ctx, GGML_TYPE_F16, span, q_last->ne[1] / slots, 1, slots, src, 3, run_mask, GGML_N_TASKS_MAX, NULL), "native mask");
+struct ggml_tensor * pgs_mask(struct ggml_context * ctx, struct ggml_tensor * mask_base, struct ggml_tensor * q_last, struct ggml_tensor * q_first,
+                              int64_t kv_bucket, int64_t slots) {
+    struct ggml_tensor * src[] = { mask_base, q_last, q_first };
+    return named(ggml_custom_4d(ctx, GGML_TYPE_F16, kv_bucket, q_last->ne[1] / slots, 1, slots, src, 3, run_mask, GGML_N_TASKS_MAX, NULL), "native mask");
 }
 
 // ---- attention
 
-// Heads whose rows are asked for ahead of use, counted from this one: `count` from `first` on.
+// Heads whose rows are prefetched, relative to this one: `count` from `first` on.
 static pgs_cache cache_of(const struct ggml_tensor * t, int64_t head, int64_t slot, int64_t first, int64_t count) {
     const bool   direct = t->type == GGML_TYPE_F32 || t->type == GGML_TYPE_F16 || t->type == GGML_TYPE_BF16;
-    const size_t asks   = count > 0 ? (size_t) (count - 1) * t->nb[2] + ggml_row_size(t->type, t->ne[0]) : 0;
-    return (pgs_cache) { (const char *) t->data + (size_t) head * t->nb[2] + (size_t) slot * t->nb[3], t->nb[1], asks, (size_t) first * t->nb[2],
+    const size_t prefetched   = count > 0 ? (size_t) (count - 1) * t->nb[2] + ggml_row_size(t->type, t->ne[0]) : 0;
+    return (pgs_cache) { (const char *) t->data + (size_t) head * t->nb[2] + (size_t) slot * t->nb[3], t->nb[1], prefetched, (size_t) first * t->nb[2],
                          t->type, (int) t->ne[0], direct ? NULL : ggml_get_type_traits(t->type)->to_float };
 }
 
@@ -160,8 +160,7 @@ static void run_attention(struct ggml_tensor * dst, int ith, int nth, void * use
     const bool    neighbours = k->nb[2] < k->nb[1] && v->nb[2] < v->nb[1];  // heads of a position
     for (int64_t unit = begin; unit < end; unit++) {
         const int64_t first = unit % pieces * piece, head = unit / pieces % heads, slot = unit / pieces / heads;
-        // the first head of a thread, or of a slot, asks for its own rows and, where they lie beside them, those of the next head, which asks for those of
-        // the one behind it
+        // the first head of a thread or slot prefetches its own rows; each head prefetches those of the next one where they are adjacent
         const bool    starts = unit == begin || unit % pieces == 0, own = unit == begin || head == 0 || !neighbours;
         const bool    more   = neighbours && head + 1 < heads && (unit / pieces + 1) * pieces < end;
         const int64_t from = own ? 0 : 1, count = starts ? own + more : 0;

@@ -1,11 +1,11 @@
-// What the nodes of our own kernels share.
+// What the nodes of native kernels share.
 #pragma once
 
 #include "ggml.h"
 
 #include <string.h>
 
-#define PARAMETERS_AT 32  // ggml keeps a node's function and its data in the first 24 bytes of its parameters; ours come behind them
+#define PARAMETERS_AT 32  // ggml keeps a node's function and its data in the first 24 bytes of its parameters; ours follow
 
 static inline void * parameters_of(const struct ggml_tensor * node) {
     return (char *) node->op_params + PARAMETERS_AT;

@@ -1,16 +1,15 @@
-// Products as nodes of ggml's graphs. A graph waits for all threads behind each of its nodes, and each reads what the others wrote: between cores without a
-// common cache 50 ns or more per line. So what products read is made where it is rounded, for few rows by each thread for itself, and what follows a product
-// is computed where its outputs are: what is added to them, or a gate and the rounding of what it gives.
+// Matrix products as graph nodes. Every node ends with a barrier, and lines written by a core of another cache domain cost 50 ns or more. So operands are
+// computed where they are quantised (for few rows by each thread itself), and additions, gates and quantisation are fused into the product.
 #include "kernels.h"
 #include "layout.h"
 #include "nodes.h"
 #include "pgs.h"
 
 #define WIDE          (SUMS_STEP / LANES)  // groups whose sums are stored together, a row after the other: every row lies in a page of its own
-#define FAR_BYTES     (1 << 20)    // of a matrix that is no longer in a second-level cache when it is read again
-#define ASKED_TILES   4            // tiles with which it is measured how far ahead weights are asked for: with more, they come while these compute
-#define ASKED_BYTES   (64 << 10)   // of weights for a thread, with which it is measured: what else a product does would be taken for reading
-#define ASKED_AHEAD   (4 << 10)    // bytes ahead, where it is not measured
+#define MEMORY_BYTES     (1 << 20)    // size of a matrix that does not stay in a second-level cache
+#define PREFETCH_TILES   4            // most tiles of tuned products: with more, computation hides the latency
+#define PREFETCH_BYTES   (64 << 10)   // fewest bytes of weights per thread of tuned products
+#define PREFETCH_AHEAD   (4 << 10)    // default distance
 #define MOST_MADE     16384        // values of a row that is made where it is rounded
 #define ALONE         4096         // values that each thread of a product rounds for itself, at most
 #define ROUNDED_BYTES (128 << 10)  // of a tile of these
@@ -19,7 +18,7 @@
 
 // ---- rounding
 
-// What a row that products read is made of: it is given, or a norm or a gate that nobody else has to compute first.
+// Source of an operand row: given, or a fused norm or gate.
 typedef enum made_by { GIVEN, NORM, GATE } made_by;
 
 typedef struct rounding {
@@ -29,7 +28,7 @@ typedef struct rounding {
     uint8_t type, made_by, silus;
 } rounding;
 
-// How `x` is rounded, and `from` what: three tensors or NULL. The nodes of what is made fall out of the graph unless somebody else reads them.
+// How `x` is rounded, and `from` what: three tensors or NULL. Fused nodes leave the graph unless they have other readers.
 static rounding rounding_of(enum ggml_type type, struct ggml_tensor * x, struct ggml_tensor ** from) {
     rounding             how  = { .n = (int32_t) x->ne[0], .rows = (int32_t) rows_of(x), .type = (uint8_t) type, .made_by = GIVEN };
     struct ggml_tensor * made = x->op == GGML_OP_RESHAPE && ggml_is_contiguous(x) ? x->src[0] : x;
@@ -110,7 +109,7 @@ typedef struct job {  // the products of one thread: weights, and as many tiles 
     int64_t            blocks, groups;
     const char *       tiles;
     int                count, rows;  // tiles, and rows in them
-    size_t             ahead;        // bytes ahead of use that weights are asked for
+    size_t             ahead;        // prefetch distance in bytes
 } job;
 
 // The outputs of a pair of groups, or of one.
@@ -151,9 +150,9 @@ static job begin_job(const struct ggml_tensor * node, const pgs_level * level, c
     return j;
 }
 
-static pgs_asking begin_asking(const struct ggml_tensor * w, const job * j, int64_t bytes) {
-    const bool timed = j->count <= ASKED_TILES && bytes >= ASKED_BYTES;
-    return timed ? pgs_asking_begin(j->k->type, ggml_nbytes(w) >= FAR_BYTES ? PGS_FAR : PGS_NEAR, j->rows) : (pgs_asking) { .ahead = ASKED_AHEAD };
+static pgs_prefetch_tune begin_prefetch_tune(const struct ggml_tensor * w, const job * j, int64_t bytes) {
+    const bool timed = j->count <= PREFETCH_TILES && bytes >= PREFETCH_BYTES;
+    return timed ? pgs_prefetch_tune_begin(j->k->type, ggml_nbytes(w) >= MEMORY_BYTES ? PGS_IN_MEMORY : PGS_IN_CACHE, j->rows) : (pgs_prefetch_tune) { .ahead = PREFETCH_AHEAD };
 }
 
 // Groups [first, end) of a thread: its share of the pairs of a section.
@@ -204,8 +203,8 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
         j.rows  = (int) (rows - row < most * TILE ? rows - row : most * TILE);
         j.count = (j.rows + TILE - 1) / TILE;
         j.tiles += (size_t) (row / TILE * blocks) * k->act;
-        const pgs_asking asking = begin_asking(w, &j, bytes);
-        j.ahead = asking.ahead;
+        const pgs_prefetch_tune tune = begin_prefetch_tune(w, &j, bytes);
+        j.ahead = tune.ahead;
         for (int64_t start = 0, size; start < n_out; start += size) {
             size = pgs_section(p.first, p.later, start, n_out);
             const range r = share_of(start, size, groups, ith, nth);
@@ -221,7 +220,7 @@ static void run_product(struct ggml_tensor * dst, int ith, int nth, void * userd
                 }
             }
         }
-        pgs_asking_end(&asking, (size_t) bytes);
+        pgs_prefetch_tune_end(&tune, (size_t) bytes);
     }
 }
 
@@ -285,8 +284,8 @@ static void run_gated(struct ggml_tensor * dst, int ith, int nth, void * userdat
     job                j = begin_job(dst, level, &p, bytes, own);
     j.rows  = rows;
     j.count = (rows + TILE - 1) / TILE;
-    const pgs_asking asking = begin_asking(w, &j, bytes);
-    j.ahead = asking.ahead;
+    const pgs_prefetch_tune tune = begin_prefetch_tune(w, &j, bytes);
+    j.ahead = tune.ahead;
     float * up = halves[!p.gate_last], * gate = halves[p.gate_last];
     for (int64_t at = first; at < end; at += piece) {
         const int64_t here = end - at < piece ? end - at : piece;
@@ -304,7 +303,7 @@ static void run_gated(struct ggml_tensor * dst, int ith, int nth, void * userdat
             to->activations(up + r * here, here, (char *) dst->data + (size_t) (r / TILE * to_blocks + at / to->block) * to->act, r % TILE);
         }
     }
-    pgs_asking_end(&asking, (size_t) bytes);
+    pgs_prefetch_tune_end(&tune, (size_t) bytes);
 }
 
 // The product whose halves a gate reads, if the gate's values can be rounded for products with `type` where they are computed; NULL if not.

@@ -1,6 +1,6 @@
 // The products, once for all levels: the file of a level includes its vectors, then this.
 //
-// A block is summed in whole numbers, exactly; then come the same fused steps in the same order for every row, whatever rows stand beside it
+// A block is summed in whole numbers, exactly; then come the same fused steps in the same order for every row, independent of other rows
 // and however they are cut into calls: that is why a row alone, in a block and in a prompt has the same bits.
 #pragma once
 
@@ -67,8 +67,8 @@
     }
 #endif
 
-// `size` bytes of records `ahead` of where they are multiplied, into the first-level cache. How far ahead, or not at all, is measured (asking.c).
-INLINE void ask_for(const char * w, size_t size) {
+// `size` bytes of records `ahead` of where they are multiplied, into the first-level cache. How far ahead, or not at all, is measured (prefetch_tune.c).
+INLINE void prefetch_matrix(const char * w, size_t size) {
     for (size_t k = 0; k < size; k += 64) {
         prefetch(w + k);
     }
@@ -107,7 +107,7 @@ INLINE void q8_0_rows(ARGUMENTS, const int R, const int G, const int N) {
     vf             acc[4][ROWS];
     SUMS_COME(acc)
     for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
-        ask_for(w + ahead, G * size);
+        prefetch_matrix(w + ahead, G * size);
         EACH_FEW {
             vi s[2][ROWS];
             EACH_VEC EACH_ROW s[v][r] = bias_start(x->by_128 + row + r);
@@ -161,7 +161,7 @@ INLINE void small_rows(ARGUMENTS, const int R, const int G, const int N, const i
     vf             acc[4][ROWS];
     SUMS_COME(acc)
     for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
-        ask_for(w + ahead, G * size);
+        prefetch_matrix(w + ahead, G * size);
         EACH_FEW {
             vi s[2][ROWS];
             EACH_VEC EACH_ROW s[v][r] = vi_set(start_of_32(x->by_8[row + r], kind));
@@ -187,7 +187,7 @@ INLINE void iq4_nl_rows(ARGUMENTS, const int R, const int G, const int N) {
     vf             acc[4][ROWS];
     SUMS_COME(acc)
     for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
-        ask_for(w + ahead, G * size);
+        prefetch_matrix(w + ahead, G * size);
         EACH_FEW {
             vi s[2][ROWS];
             EACH_VEC EACH_ROW s[v][r] = bias_start(x->by_128 + row + r);
@@ -221,7 +221,7 @@ INLINE void k_rows(ARGUMENTS, const int R, const int G, const int N, const int f
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++) {
                 if (at == 0) {
-                    ask_for(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
+                    prefetch_matrix(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
                 }
                 if (i == 2 && !five && !WHOLE_SCALES) {
                     EACH_VEC EACH_ROW {
@@ -279,7 +279,7 @@ INLINE void q6_k_rows(ARGUMENTS, const int R, const int G, const int N) {
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++) {
                 if (at == 0) {
-                    ask_for(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
+                    prefetch_matrix(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
                 }
                 _Pragma("GCC unroll 4") for (int u = 0; u < 4; u++) {
                     const int j = 4 * i + u;
@@ -314,7 +314,7 @@ INLINE void q2_k_rows(ARGUMENTS, const int R, const int G, const int N) {
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++) {
                 if (at == 0) {
-                    ask_for(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
+                    prefetch_matrix(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
                 }
                 _Pragma("GCC unroll 4") for (int u = 0; u < 4; u++) {
                     const int j = 4 * i + u;
@@ -352,7 +352,7 @@ INLINE void q3_k_rows(ARGUMENTS, const int R, const int G, const int N) {
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++) {
                 if (at == 0) {
-                    ask_for(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
+                    prefetch_matrix(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
                 }
                 _Pragma("GCC unroll 4") for (int u = 0; u < 4; u++) {
                     const int j = 4 * i + u;
@@ -388,7 +388,7 @@ INLINE void iq4_xs_rows(ARGUMENTS, const int R, const int G, const int N) {
 #pragma GCC unroll 1
             for (int j = 0; j < 8; j++) {
                 if (at == 0) {
-                    ask_for(w + ahead + (size_t) j * (G * size / 8), G * size / 8);
+                    prefetch_matrix(w + ahead + (size_t) j * (G * size / 8), G * size / 8);
                 }
                 vi s[2][ROWS];
                 EACH_ROW {
@@ -425,7 +425,7 @@ INLINE void float_rows(ARGUMENTS, const int R, const int G, const int N, const i
     const size_t    size = type == F32 ? sizeof(rec_f32) : sizeof(rec_f16);
     const act_f32 * x    = (const act_f32 *) tile;
     for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
-        ask_for(w + ahead, G * size);
+        prefetch_matrix(w + ahead, G * size);
         EACH_FEW {
             vf even[2][ROWS], odd[2][ROWS];
             EACH_VEC EACH_ROW even[v][r] = odd[v][r] = vf_zero();

@@ -268,10 +268,10 @@ INLINE void regroup_f16(const char * from, size_t step, rec_f16 * to) {
     }
 }
 
-// Processors do not follow so many places by themselves: what comes behind these rows is asked for in the order in which it lies.
+// Hardware prefetchers cannot follow so many streams: the next rows are prefetched in memory order.
 #define EACH_BLOCK(rec, file, call)                                                                \
     for (int64_t b = 0; b < blocks; b++) {                                                         \
-        pgs_ask_for(next + (size_t) b * LANES * (file), LANES * (file));                           \
+        pgs_prefetch(next + (size_t) b * LANES * (file), LANES * (file));                           \
         call(rows + (size_t) b * (file), step, (rec *) (records + (size_t) b * sizeof(rec)));      \
     }                                                                                              \
     break;
@@ -294,7 +294,7 @@ static void regroup(int type, const char * rows, size_t step, int64_t blocks, ch
         case GGML_TYPE_Q6_K: EACH_BLOCK(rec_q6_k, 210, regroup_q6_k)
         case GGML_TYPE_F32:
             for (int64_t i = 0; i < 32 * blocks; i += 4) {
-                pgs_ask_for(next + i * 4 * LANES, 16 * LANES);
+                pgs_prefetch(next + i * 4 * LANES, 16 * LANES);
                 quads_of(rows + 4 * i, step, 4, (uint8_t (*)[4 * LANES]) (records + (size_t) i * 4 * LANES), 0);
             }
             break;

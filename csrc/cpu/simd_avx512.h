@@ -9,7 +9,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define VL     16
 #define ROWS   8  // that share a load of weights, at most
-#define HELD   8  // vectors of sums that fit the registers beside all else
+#define HELD   8  // vectors of sums that fit the registers
 
 // Shapes of products (products.h). One core of an EPYC 9005, weights in the second-level cache, GMAC/s at 4 and 8 rows: Q8_0 269 and 318 with one vector of
 // outputs at once, 335 and 361 with two; Q4_K 340 and 379, 376 and 322 (three sums of each output spill), Q5_K 283 and 312, 286 and 279, Q6_K 239 and 294,

@@ -184,8 +184,8 @@ def test_rows_that_are_switched_off_leave_the_state_alone(level):
 
 def test_shapes_that_are_left_to_ggml():
     level = LEVELS[0].handle
-    assert lib.pgs_delta_own(level, 64, 64, 4) and not lib.pgs_delta_own(ffi.NULL, 64, 16, 4)
-    assert not any(lib.pgs_delta_own(level, *shape) for shape in ((48, 16, 4), (64, 65, 4), (64, 16, 17)))
+    assert lib.pgs_delta_native(level, 64, 64, 4) and not lib.pgs_delta_native(ffi.NULL, 64, 16, 4)
+    assert not any(lib.pgs_delta_native(level, *shape) for shape in ((48, 16, 4), (64, 65, 4), (64, 16, 17)))
 
 
 # -- rows of values

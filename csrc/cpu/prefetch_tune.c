@@ -1,17 +1,15 @@
-// How far ahead of use weights are asked for: what a processor fetches by itself differs too much to be known beforehand. One row of Q4_K that lies in
-// memory takes 0.68 of the time on a core of an EPYC 9004 if weights are asked for, and 1.35 times as long on one of a Xeon with AMX, which reads 17 GB/s
-// when it is left alone and 12 when it is told what comes next. One of Q8_0 in memory on a core of an EPYC 9005 runs at 44 GMAC/s
-// left alone, at 56 if it asks 4 KB ahead, and at 67 with 16 KB. So the first products of a kind are computed each way and timed, by each thread for itself. Bits do not depend on it.
+// Auto-tuning of the prefetch distance of weights: the best one depends on the processor's hardware prefetchers (a Xeon with AMX is slower with software
+// prefetch, EPYCs are faster). Each thread times the first products of a kind with every distance. Results are bit-equal.
 #include "kernels.h"
 #include "ggml.h"
 
 #include <stdlib.h>
 #include <time.h>
 
-#define SKIPPED 63  // products of a kind that are not timed: the first ones find caches and pages cold
-#define TRIALS  32  // that are timed, of each way
+#define SKIPPED 63  // untimed warm-up products of a kind
+#define TRIALS  32  // timed products per distance
 #define WAYS    3
-#define KINDS   6   // numbers of rows
+#define KINDS   6   // classes of row counts
 #define TYPES   16
 
 static const size_t AHEAD[WAYS] = { 0, 4 << 10, 16 << 10 };
@@ -64,17 +62,17 @@ static int way_of(int seen) {
     return sum % WAYS;
 }
 
-pgs_asking pgs_asking_begin(int type, pgs_lies where, int64_t rows) {
+pgs_prefetch_tune pgs_prefetch_tune_begin(int type, pgs_locality where, int64_t rows) {
     const int kind = rows <= 2 ? (int) rows - 1 : rows <= 4 ? 2 : rows <= 8 ? 3 : rows <= 16 ? 4 : 5;
     trial *   t    = &trials[index_of(type)][where][kind];
     if (t->seen == SKIPPED + WAYS * TRIALS) {
-        return (pgs_asking) { NULL, t->best, AHEAD[t->best], 0 };
+        return (pgs_prefetch_tune) { NULL, t->best, AHEAD[t->best], 0 };
     }
     const int way = way_of(t->seen);
-    return (pgs_asking) { t, way, AHEAD[way], now() };
+    return (pgs_prefetch_tune) { t, way, AHEAD[way], now() };
 }
 
-void pgs_asking_end(const pgs_asking * a, size_t bytes) {
+void pgs_prefetch_tune_end(const pgs_prefetch_tune * a, size_t bytes) {
     trial * t = a->trial;
     if (t == NULL || bytes == 0) {
         return;
