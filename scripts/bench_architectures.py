@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("-p", "--prompts", default="512,4096")
     parser.add_argument("-t", "--threads", type=int)
     parser.add_argument("--n-cpu-moe", type=int, default=0, help="layers whose experts are in host memory, in every leg")
-    parser.add_argument("--host-layers", type=int, default=0, help="layers that the CPU has beside the device, in every leg")
+    parser.add_argument("--host-layers", type=int, default=0, help="layers on the CPU, in every leg")
     parser.add_argument("--offload-prompts", metavar="ROWS", help="of pyspec; auto or a number")
     parser.add_argument("--layers", type=int, help="layers of each target (default: as published)")
     parser.add_argument("--drafter", choices=DRAFTERS, default="dflash")

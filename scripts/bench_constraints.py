@@ -8,7 +8,7 @@ Tokens per second, the best of all rounds, and ratios. Plainly: without a constr
 drafter used). With a drafter: speculative decoding without and with the schema, at a synthetic acceptance if asked for, as random weights accept
 nothing; once without forced tokens, which make it faster. With --slots: that many sequences of different schemas against as many without.
 
-Schemas: "keys" has long names and one digit behind each, most of it forced; "strings" has free text, most of it allowed. --processor-time counts the
+Schemas: "keys" has long names with one digit each, mostly forced; "strings" has free text, most of it allowed. --processor-time counts the
 process's processor time instead of the clock's, for busy machines.
 """
 
@@ -46,7 +46,7 @@ class Bench:
         self.prompt = session.tokenizer.encode(PROMPT)
 
     def alone(self, mode: str, constrained: bool, forced: bool) -> tuple[float, Stats]:
-        """Tokens per second behind the first token, and the statistics."""
+        """Tokens per second after the first token, and the statistics."""
         args, session, stats = self.args, self.session, Stats()
         sampling = ps.Sampling(temperature=0, json_schema=schema(0, args.schema)) if constrained else None
         sampler = session._sampler(sampling, False) if sampling is not None else None

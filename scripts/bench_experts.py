@@ -4,7 +4,7 @@
     bench_experts.py -m target.gguf -md drafter.gguf --device CUDA0 [--residency 0 0.25 0.5 0.75 1] [--text FILE] [--varied] --out FILE.json
 
 Hot experts are chosen on the first part of ``--text`` (random tokens without it); hit rates are those of what was then generated. Full host
-placement is residency 0. ``--varied`` compares milliseconds per step by width: blocks of what the drafter says behind one repeated token, and
+placement is residency 0. ``--varied`` compares milliseconds per step by width: blocks drafted after one repeated token, and
 blocks of varied tokens, which is how width control measures.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a step of one sequence costs beside the device's work: one installation, or two against each other, a round of one, a round of the other.
+"""Host time per step of one sequence: one installation, or two against each other, a round of one, a round of the other.
 
     bench_host.py [--python OLD/.venv/bin/python --python NEW/.venv/bin/python] [-m target.gguf -md drafter.gguf] [--device CPU] [-t 1]
                   [--rounds 9] [--tokens 96] [--widths 1,2,4,8,16] [--slots 1,4,8,16] [--graphs]

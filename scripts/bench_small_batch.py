@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Products of a quantised matrix with few or many rows on a CUDA device: how right, how fast, beside ggml's own kernels in the same library.
+"""Products of a quantised matrix with few or many rows on a CUDA device: accuracy and speed against ggml's kernels in the same library.
 
-    bench_small_batch.py check [--types q4_K,q6_K] [--rows 1-64]        error against float64; rows alone and beside others; replays
+    bench_small_batch.py check [--types q4_K,q6_K] [--rows 1-64]        error against float64; single rows against batches; replays
     bench_small_batch.py time  [--types ...] [--shapes ...] [--rows 1,8,16,32,64] [--before LIBRARIES] [--out FILE.json]
 
-The kernels are those of patches/0020 and those behind it (GGML_CUDA_SMALL_BATCH=0 switches them off, GGML_CUDA_SMALL_BATCH_TMA=0 makes them load as cards before Hopper do),
+The kernels are those of patches/0020 and later (GGML_CUDA_SMALL_BATCH=0 switches them off, GGML_CUDA_SMALL_BATCH_TMA=0 makes them load as cards before Hopper do),
 from 65 rows on those of patches/0031 (GGML_CUDA_LARGE_BATCH=0).
 `time` starts a process per side and lets them take turns; both replay one CUDA graph over at least 1 GB of distinct weights per shape, and what is
 printed is the median per product. With --before the first side is that folder's libraries, another build, instead of ggml's kernels. `check` ends with the number of cases that are wrong.

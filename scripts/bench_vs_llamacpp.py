@@ -5,7 +5,7 @@
     bench_vs_llamacpp.py --tools DIR -m target-with-mtp.gguf --rates 0.85,0.7,0.55,0.45 --device CUDA0 --out FILE.json
 
 Legs, interleaved round by round: llama-bench (prompt processing and plain decoding), llama-server with draft-dflash (block 16,
---spec-draft-n-max 15, greedy, --backend-sampling), and pyspec. llama-server keeps running beside pyspec; only one of them computes at a time.
+--spec-draft-n-max 15, greedy, --backend-sampling), and pyspec. llama-server and pyspec both keep running; only one of them computes at a time.
 Without -md, the MTP layer of the target's own file drafts: there is one llama-server for each number of drafts of --n-max then, and the
 fastest of them is what pyspec is compared with. --n-cpu-moe and --host-layers keep weights in host memory in every leg (llama.cpp then computes prompts
 on the device, with copies); --offload-prompts lets pyspec do so too. --rates are shares of blocks in which each position's draft is accepted, for both.
@@ -142,9 +142,7 @@ def main() -> None:
     parser.add_argument("--n-max", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3, 4])
     parser.add_argument("--draft-width", type=int)
     parser.add_argument("--n-cpu-moe", type=int, default=0, help="layers whose experts are in host memory, in every leg")
-    parser.add_argument(
-        "--host-layers", type=int, default=0, help="layers that the CPU has beside the device, the first ones, in every leg"
-    )
+    parser.add_argument("--host-layers", type=int, default=0, help="first layers, on the CPU, in every leg")
     parser.add_argument("--offload-prompts", type=lambda text: text if text == "auto" else int(text), help="as of pyspec: ROWS or auto")
     parser.add_argument("--again", action="store_true", help="also a text that was written before, plainly and with `--spec-type suffix`")
     parser.add_argument("--out", type=Path, required=True)

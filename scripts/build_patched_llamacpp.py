@@ -6,7 +6,7 @@
 
 The tree comes out of the llama-cpp-python sdist (downloaded by pip into DIR), or is a copy of --tree. The tools land in DIR/build/bin;
 `pyspec build --patches` builds llama-cpp-python on it. --unpatched builds the same tree as it is, for comparisons.
---test runs the tree's own tests of what the patches touch and ends with the number of those that fail. CMake and Ninja are taken from beside this
+--test runs the tree's own tests of what the patches touch and ends with the number of those that fail. CMake and Ninja are those of this
 Python (`pip install cmake ninja`) or from PATH.
 """
 
@@ -42,7 +42,7 @@ TEST_RUNS = [
 
 
 def test(tools: Path) -> int:
-    """Runs the tests; their random models and logs stay in the folder beside the tools. Returns how many fail."""
+    """Runs the tests; their random models and logs stay in the folder of the tools. Returns how many fail."""
     work, failed = tools.parent / "test-runs", 0
     (work / "models").mkdir(parents=True, exist_ok=True)
     for line in TEST_RUNS:
@@ -68,10 +68,10 @@ def run(command: list[str], env: dict[str, str] | None = None) -> None:
 
 
 def find_tools() -> None:
-    """CMake and Ninja beside this Python are on PATH from here on. Ends with a sentence where CMake or a compiler is missing."""
+    """Puts CMake and Ninja of this Python on PATH. Ends with a sentence where CMake or a compiler is missing."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if not shutil.which("cmake"):
-        sys.exit(f"cmake is neither beside {sys.executable} nor on PATH; {sys.executable} -m pip install cmake ninja gets it")
+        sys.exit(f"cmake is neither next to {sys.executable} nor on PATH; {sys.executable} -m pip install cmake ninja gets it")
     building.find_compilers()
 
 

@@ -5,7 +5,7 @@
     check_drafters.py --device CUDA0 -m target.gguf [-md drafter.gguf] --spec draft-mtp --clamp 8
 
 Ways of one text: reference and plain, each drafter pinned, both by width control, and kinds of steps in turn whatever they give, alone and in four
-slots. Exit code 1 if texts with the rows of the reference shape differ, if a graph is built behind warm-up, or if NaN is not noticed.
+slots. Exit code 1 if texts with the rows of the reference shape differ, if a graph is built after warm-up, or if NaN is not noticed.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def told(name: str, stats, text: str, like: str) -> None:
     same = next((i for i, (a, b) in enumerate(zip(text, like)) if a != b), min(len(text), len(like)))
     replayed = "" if stats.replay_rate is None else f", {100 * stats.replay_rate:.1f} % replayed"
     print(
-        f"{name}: {stats.tokens_per_second:.1f} tok/s, {stats.tokens_per_step:.2f} per step, built behind warm-up {stats.graphs_built_after_warmup}, "
+        f"{name}: {stats.tokens_per_second:.1f} tok/s, {stats.tokens_per_step:.2f} per step, built after warm-up {stats.graphs_built_after_warmup}, "
         f"buffers grown {stats.buffer_growths_after_warmup}{replayed}, {'the same text' if text == like else f'the same up to character {same}'}"
         f" {dict(stats.drafters)}",
         flush=True,

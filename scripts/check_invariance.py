@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Has a row the bits that it has alone, however many rows are computed beside it? For libggml-cuda with patches/0024 and GGML_CUDA_BATCH_INVARIANT=1.
+"""Are the bits of a row independent of the batch size? For libggml-cuda with patches/0024 and GGML_CUDA_BATCH_INVARIANT=1.
 
     GGML_CUDA_BATCH_INVARIANT=1 check_invariance.py --device CUDA0                                # tiny random models
     GGML_CUDA_BATCH_INVARIANT=1 check_invariance.py --device CUDA0 -m target.gguf -md drafter.gguf
@@ -29,7 +29,7 @@ UNCOVERED = ("qwen35, ", "qwen35moe", "qwen3next", "gemma4, shared K/V", "gemma4
 
 
 def alone(engine, tokens: list[int]) -> list[np.ndarray]:
-    """F32 [n_vocab] behind each of ROWS tokens that are computed one by one."""
+    """F32 [n_vocab] after each of ROWS tokens computed one by one."""
     begin(engine, tokens)
     out = []
     for at in range(PROMPT, PROMPT + ROWS):

@@ -105,7 +105,7 @@ def measure(args) -> None:
 
 
 def logits(engine, tokens: list[int], width: int) -> np.ndarray:
-    """F32 [STEPS, width, n_vocab] behind a fixed text, one token of it accepted per step."""
+    """F32 [STEPS, width, n_vocab] after a fixed text, one accepted token per step."""
     engine.reset()
     engine.read_candidates(None)
     engine.prefill(tokens[:PROMPT])
@@ -138,7 +138,7 @@ def slots(session, tokens: list[int]) -> np.ndarray:
 
 
 def drafts(engine, tokens: list[int]) -> np.ndarray:
-    """I32 [STEPS, width]: blocks of the drafters in turn, of which every other one is behind a plain token."""
+    """I32 [STEPS, width]: blocks of the drafters in turn, every other one after a plain token."""
     engine.reset()
     engine.prefill(tokens[:PROMPT])
     out = []

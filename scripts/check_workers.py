@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Two workers as hosts of their own, behind links with delay, loss and an end: is the text that of one CPU, what does a step cost, who says what.
+"""Two workers in network namespaces, with delay, loss and disconnection: text equality with one CPU, cost of a step, error messages.
 
     check_workers.py [--tokens 64] [--width 8] [--delays 0 1 10] [--loss 1]        as root, on Linux with network namespaces and /dev/net/tun
 
 Each worker runs in a network namespace whose only way out is a link that this program carries packet by packet, delayed and dropped as asked:
 kernels without tc's netem do, too. Delays are one way, in milliseconds. The embedded pair drafts and verifies blocks of one width. Printed for every
-link: whether the text is equal, milliseconds per step behind warm-up, and what a step sends; then how long a program takes to say that its link
+link: whether the text is equal, milliseconds per step after warm-up, and what a step sends; then how long a program takes to say that its link
 was cut, in the middle of a generation and idle. Ends with the number of what is not as promised.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`pyspec convert` beside llama.cpp's own converter, over every published layout of drafters: each tensor bit by bit, each key.
+"""`pyspec convert` against llama.cpp's converter, over every published layout of drafters: each tensor bit by bit, each key.
 
     compare_convert.py --llama-cpp LLAMA_CPP --python PYTHON
     compare_convert.py --llama-cpp LLAMA_CPP --python PYTHON --checkpoint FOLDER -m target.gguf --target-folder FOLDER

@@ -114,7 +114,7 @@ def make(name: str, folder: Path):
         ids = torch.randint(0, 256, (1, TOKENS))
         out = model(ids, output_hidden_states=True)
     model.save_pretrained(folder)
-    if name == "gemma4 unified":  # the text part is published as part of this, with tokens that are not to be generated beside it
+    if name == "gemma4 unified":  # the text part is published as part of this, with tokens that must not be generated
         config_file = Path(folder) / "config.json"
         more = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "moe_intermediate_size": None}  # which the converter looks for
         config_file.write_text(json.dumps(json.loads(config_file.read_text()) | more))

@@ -36,7 +36,7 @@ def main() -> int:
     args.add_argument("--tokens", type=int, default=24)
     args.add_argument("--requests", action="store_true")
     args.add_argument("--device", default="CPU")
-    args.add_argument("--groups", action="store_true", help="requests that decode in two groups beside each other, with --device A,B")
+    args.add_argument("--groups", action="store_true", help="requests in two pipelined groups, with --device A,B")
     args.add_argument(
         "--tie", type=float, default=TIE, help="a wrong state is off by 0.1 and more; kernels of a GPU round more than the CPU's"
     )

@@ -2,7 +2,7 @@
 """Writes a random-weight target and its dflash drafter with the shapes of a real model, in seconds. llama.cpp loads both.
 
     make_random_gguf.py 35B-A3B --quant Q4_K --out models/
-    make_random_gguf.py 27B 4B --mtp --out models/          (targets with an MTP layer behind the others, and no drafter)
+    make_random_gguf.py 27B 4B --mtp --out models/          (targets with an MTP layer, and no drafter)
     make_random_gguf.py 4B --twin --drafter dflash2 --out models/
 
 ``--quant`` is a tensor type, or Q4_K_M or Q5_K_M, which mix types as llama-quantize does.

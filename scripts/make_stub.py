@@ -83,7 +83,7 @@ def python_type(ctype, given: bool = False) -> str:
 
 
 def fields(ffi, ctype) -> list[str]:
-    """The lines of a struct's class body: none of one that is only declared, whose size nobody knows."""
+    """The lines of a struct's class body; none for an opaque struct."""
     try:
         ffi.sizeof(ctype)  # also completes the fields: cffi asserts that they are, and ends the process
     except ffi.error:

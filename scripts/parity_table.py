@@ -8,7 +8,7 @@ Models are tiny and random (random norms, gates, routers; sliding windows of 24)
 --all prints a line per case.
 Models with a sliding window get another cell for the longest prompt, with every position kept as llama.cpp keeps them instead of a ring.
 With -m it is one model's logits instead, and nothing is judged: a twin (``make_random_gguf.py --twin``) has the same numbers in F32, and says whose
-logits are how far from them; of a text, the perplexity of both engines, as llama-perplexity counts it. Without -m, exit code 3 if that cell or one of a prompt that no ring wraps in is above 1e-10, another above 1e-6, or a row's argmax differs: behind the end of a
+logits: distance to them; of a text, the perplexity of both engines, as llama-perplexity counts it. Without -m, exit code 3 if that cell or one of a prompt that no ring wraps in is above 1e-10, another above 1e-6, or a row's argmax differs: after the end of a
 ring more than one row's.
 """
 
@@ -52,7 +52,7 @@ def every_position():
 
 
 def ours(path: str, prompts: list[list[int]], args) -> list[np.ndarray]:
-    """Our logits behind every token of each prompt."""
+    """Our logits after every token of each prompt."""
     n_ctx = max(map(len, prompts))
     with ps.load(path, device=args.device, threads=args.threads, kernels=args.kernels, n_ctx=n_ctx, prefix_memory=0) as session:
         out = []

@@ -4,7 +4,7 @@
     run_sanitized_tests.py [pytest's arguments]
     run_sanitized_tests.py --proof
 
-What is found ends the process that does it, and so its test. ``--proof`` builds a copy with a write behind an allocation, and fails unless that is found. The
+What is found ends the process that does it, and so its test. ``--proof`` builds a copy with a write past an allocation, and fails unless that is found. The
 build stays in build/sanitized. Without arguments, the tests of whatever runs our own C code; they take minutes. ggml itself is not built anew.
 """
 
@@ -35,13 +35,13 @@ def build(source: Path, folder: Path, *options: str) -> Path:
         "-DCMAKE_BUILD_TYPE=Debug",
         *options,
     ]
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # CMake and Ninja of the environment
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])  # CMake and Ninja of the environment
     for command in (["cmake", "-S", source, "-B", folder, "-G", "Ninja", "--no-warn-unused-cli", *configure], ["cmake", "--build", folder]):
         subprocess.run(
-            [shutil.which("cmake", path=beside) or "cmake", *command[1:]],
+            [shutil.which("cmake", path=path) or "cmake", *command[1:]],
             check=True,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PATH": beside},
+            env={**os.environ, "PATH": path},
         )
     return next(folder.glob("_native*.so"))
 
@@ -86,7 +86,7 @@ def run(extension: Path, tests: list[str]) -> tuple[int, str]:
 
 
 def prove() -> int:
-    """0 if a write behind an allocation is found."""
+    """0 if a write past an allocation is found."""
     name, before, after = INJECTED
     with tempfile.TemporaryDirectory(prefix="sanitized-") as folder:
         copy = Path(folder) / "source"
@@ -99,7 +99,7 @@ def prove() -> int:
         (copy / name).write_text(text.replace(before, after))
         status, found = run(build(copy, Path(folder) / "build", "-DPGS_SANITIZE_LEVEL=-O0", *WITHOUT_KERNELS), QUICK)
     shown = next((line for line in found.splitlines() if "heap-buffer-overflow" in line), "")
-    print(shown or "a write behind an allocation was not found")
+    print(shown or "a write past an allocation was not found")
     return 0 if status and shown else 1
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Several `pyspec serve` behind one address: as many workers as one likes, and a router that keeps what begins alike on one of them.
+"""Several `pyspec serve` processes at one address, with a router that sends prompts with a common prefix to the same one.
 
     python scripts/serve_workers.py [--workers 2] [--router sglang|nginx] [--port 8080] -- [options of pyspec serve]
     python scripts/serve_workers.py --devices CUDA0,CUDA1 -- -m target.gguf -md drafter.gguf --slots 16     # a worker per GPU

@@ -3,7 +3,7 @@
 
     step_trace.py [-m target.gguf -md drafter.gguf] [-n 4096] [--device CPU] [-t 2] [--synthetic-acceptance 6] [--mode plain] --out FILE.csv
 
-Prints, per width, the median step, the 99th percentile and the slowest, and the slowest of the eight steps behind each span boundary.
+Prints, per width, the median step, the 99th percentile and the slowest, and the slowest of the eight steps after each KV-bucket boundary.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pyggml_spec.engine.scheduler import generate
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
-NEAR = 8  # steps behind a boundary that are looked at
+NEAR = 8  # steps after a boundary
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
         if spans[i - 1] != spans[i - 2]:
             worst.append(max(ms for *_, ms in rows[i : i + NEAR]))
     if worst:
-        print(f"{len(worst)} span boundaries; slowest of the {NEAR} steps behind each: median {statistics.median(worst):.3f} ms, most {max(worst):.3f} ms, "
+        print(f"{len(worst)} bucket boundaries; slowest of the {NEAR} steps after each: median {statistics.median(worst):.3f} ms, most {max(worst):.3f} ms, "
               f"against {usual:.3f} ms usually")  # fmt: skip
     print(f"graphs built ahead {stats.graphs_built_ahead}, waited for {stats.graphs_built_after_warmup}; CUDA graphs {stats.cuda_graphs}; host us/step",
           {k: round(v / stats.steps) for k, v in stats.host_us.items()})  # fmt: skip

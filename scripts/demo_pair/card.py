@@ -34,7 +34,7 @@ def write_prompts(work, dest, count=20):
         piece = tok.decode(ids)
         # End on a whole line, so that the continuation starts where a writer would.
         piece = piece[: piece.rfind("\n") + 1]
-        # No credits or links: a prompt is a task, not somebody's name.
+        # no credits or links: a prompt is a task, not a name
         if len(tok.encode(piece).ids) < 50 or re.search(
             r"\ufffd|copyright|author|licen[sc]e|https?:|\(c\)|@\w+\.\w+\.", piece, re.IGNORECASE
         ):

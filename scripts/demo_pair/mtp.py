@@ -1,9 +1,8 @@
-"""The MTP layer of the demo pair: one full-attention layer behind the frozen target, which drafts a chain.
+"""The MTP layer of the demo pair: one full-attention layer after the frozen target, which drafts a chain.
 
-The row of draft i (from 0) at position p is the token x_p and a hidden state h of the token before it: the target's own, behind its last norm,
-where i is 0, and what draft i - 1 left at p - 1, behind this layer's norm, otherwise. It proposes the token at p + 1. Its chain began at p - i: it
-attends to rows of committed tokens up to there, and to the chain's own rows behind. Drafts before it were right, or nobody asks for it: so
-training on the true tokens is exact.
+The row of draft i (from 0) at position p is the token x_p and a hidden state h of the previous token: the target's, after its last norm, for i = 0,
+else that of draft i - 1, after this layer's norm. It predicts the token at p + 1. It attends to rows of committed tokens up to p - i, and to the
+chain's rows after them. Earlier drafts of an accepted chain are correct, so training on the true tokens is exact.
 """
 
 import dataclasses
@@ -31,7 +30,7 @@ class MTPConfig:
 
 
 class MTPLayer(nn.Module):
-    """Names are those of the tensors in the file, behind `blk.N.`, where dots are underscores."""
+    """Names are those of the tensors after `blk.N.`, with underscores for dots."""
 
     def __init__(self, c):
         super().__init__()

@@ -176,7 +176,7 @@ def write_deepseek2(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, yarn: float = 4.0,
     multiplier: float = 0.0707, groups: int = 1, sigmoid: bool = True, joined: bool = False, shared: int = 2
 ) -> Path:  # fmt: skip
-    """Writes a random deepseek2 target: a leading dense layer, then experts beside ``shared`` ones that are one matrix.
+    """Writes a random deepseek2 target: a leading dense layer, then routed experts plus ``shared`` ones in one matrix.
 
     ``multiplier`` is that of yarn's magnitude, 0 for none; with ``groups`` a token's experts lie in all of them but one; ``sigmoid`` False is the router
     of the first models: a softmax without a bias. ``joined`` stores gate and up of the experts as one tensor.
@@ -288,7 +288,7 @@ def write_qwen35moe(
 
 
 def shared_and_routed(s: Shape, joined: bool) -> Callable:
-    """What writes routed experts and a shared one behind a gate."""
+    """A writer of routed experts and a gated shared one."""
 
     def ffn(w: Writer, prefix: str, other: int | None) -> None:
         if prefix == "blk.0.":

@@ -15,7 +15,7 @@ def write_gemma4_assistant(
 ) -> Path:
     """Writes a random drafter of ``layers`` layers of width ``n_embd`` for a random gemma4 target of the same shape; its last layer is full.
 
-    ``tables`` adds those of a smaller head, which nobody reads.
+    ``tables`` adds those of a reduced head, which are unused.
     """
     s, n, w = shape, n_embd, Writer(Path(path), ARCH, quant, seed, layers)
     out, sliding = w.out, [i + 1 < layers for i in range(layers)]

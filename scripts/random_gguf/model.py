@@ -102,7 +102,7 @@ MIXES = {"Q4_K_M": Mix("q4_K", "q6_K", "q5_K", "q6_K"), "Q5_K_M": Mix("q5_K", "q
 
 
 class Drawn(dict[tuple, tuple[np.ndarray, Any]]):
-    """Blocks that were drawn from a state of a generator, with its state behind them: writing models of few seeds again and again is a third of
+    """Blocks drawn from a state of a generator, with its state afterwards: writing models of few seeds again and again is a third of
     what tests of models take. The oldest go first."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -178,11 +178,11 @@ class Writer:
         """``count`` rows of n F32 numbers within -most to most."""
         self.out.add_tensor(name, self.rng.uniform(-most, most, (count, n)).astype(np.float32))
 
-    def sizes(self, s: Shape, heads: list[int] | None = None, heads_kv: list[int] | None = None, behind: int = 0, size_v: int = 0) -> None:
-        """The keys that every target has; ``heads`` and ``heads_kv`` per layer where layers differ; ``behind``: MTP layers; ``size_v``: of heads of V,
+    def sizes(self, s: Shape, heads: list[int] | None = None, heads_kv: list[int] | None = None, n_mtp: int = 0, size_v: int = 0) -> None:
+        """The keys that every target has; ``heads`` and ``heads_kv`` per layer where layers differ; ``n_mtp``: MTP layers; ``size_v``: of heads of V,
         where it is another."""
         out, self.n_layer = self.out, s.n_layer
-        out.add_block_count(s.n_layer + behind)
+        out.add_block_count(s.n_layer + n_mtp)
         out.add_context_length(s.n_ctx)
         out.add_embedding_length(s.n_embd)
         out.add_feed_forward_length(s.n_ff)
@@ -256,10 +256,10 @@ def write_qwen35(path: str | Path, shape: Shape = Shape(), quant: str = "F32", s
     return write_hybrid(path, "qwen35", shape, quant, seed, mixed, ffn)
 
 
-def hybrid_keys(w: Writer, a: str, s: Shape, behind: int = 0) -> None:
-    """The keys of a target with delta-net layers; ``behind``: MTP layers."""
+def hybrid_keys(w: Writer, a: str, s: Shape, n_mtp: int = 0) -> None:
+    """The keys of a target with delta-net layers; ``n_mtp``: MTP layers."""
     out = w.out
-    w.sizes(s, behind=behind)
+    w.sizes(s, n_mtp=n_mtp)
     out.add_rope_dimension_count(s.n_rot)
     out.add_rope_freq_base(s.rope_base)
     if a != "qwen3next":
@@ -273,7 +273,7 @@ def hybrid_keys(w: Writer, a: str, s: Shape, behind: int = 0) -> None:
 
 
 def write_attention(w: Writer, b: str, s: Shape, other: int | None) -> None:
-    """One gated attention layer without its norms before and behind; ``other`` is the type of attn_v."""
+    """One gated attention layer without its norms; ``other`` is the type of attn_v."""
     w.matrix(b + "attn_q.weight", s.n_embd, 2 * s.n_head * s.head_size)
     w.matrix(b + "attn_k.weight", s.n_embd, s.n_head_kv * s.head_size)
     w.matrix(b + "attn_v.weight", s.n_embd, s.n_head_kv * s.head_size, kind=other)
@@ -286,14 +286,14 @@ def write_hybrid(
     path: str | Path, a: str, s: Shape, quant: str, seed: int, mixed: bool, ffn: Callable, joined: bool = False, mtp: Callable | None = None
 ) -> Path:
     """Writes a random target with delta-net layers; ``ffn(writer, prefix, other type)`` writes the FFN tensors of a layer,
-    ``mtp(writer, other type)`` an MTP layer behind the last one.
+    ``mtp(writer, other type)`` an additional MTP layer.
 
     qwen3next has beta and alpha in one matrix, and with ``joined`` q, k, v and z in one too, both with the parts of each k-head side by side.
     """
     path = Path(path)
     w = Writer(path, a, quant, seed)
     out = w.out
-    hybrid_keys(w, a, s, behind=1 if mtp is not None else 0)
+    hybrid_keys(w, a, s, n_mtp=1 if mtp is not None else 0)
     w.embedding_and_head(s)
     other = type_id("q6_K") if mixed else None
     channels, inner = s.delta_head * (2 * s.delta_k + s.delta_v), s.delta_head * s.delta_v
@@ -321,7 +321,7 @@ def write_hybrid(
 
 def write_dflash(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2, *,
-    gelu: bool = False, value_scale: float = 0.0, softcap: float = 0.0, norms_behind: bool = False, shared_kv: bool = False,
+    gelu: bool = False, value_scale: float = 0.0, softcap: float = 0.0, post_norms: bool = False, shared_kv: bool = False,
     factors: bool = False, own: tuple[str, ...] = (), causal: bool = False, gate: str = "", feature_norms: bool = False,
     block: int = 16, tokens: int = 0, more: Callable[[Writer], None] = lambda w: None
 ) -> Path:  # fmt: skip
@@ -329,7 +329,7 @@ def write_dflash(
 
     ``tokens``: of the target's vocabulary, so many that a head of its own chooses among (d2t); ``more`` writes what other drafters have besides.
 
-    ``norms_behind`` adds norms behind attention and FFN and a scale per layer, ``shared_kv`` leaves attn_v out, ``factors`` adds rope_freqs.
+    ``post_norms`` adds norms after attention and FFN and a scale per layer, ``shared_kv`` leaves attn_v out, ``factors`` adds rope_freqs.
     As drafters of Laguna targets: ``feature_norms`` adds enc.aux_norm, ``gate`` adds attn_gate per "head" or per "output".
     """
     s, path = shape, Path(path)
@@ -398,7 +398,7 @@ def write_dflash(
             ("attn_k_norm", s.draft_head_size),
         ):
             w.vector(f"{b}{name}.weight", n, 0.5, 1.5)
-        if norms_behind:
+        if post_norms:
             w.norms(b, {"post_attention_norm": s.n_embd, "post_ffw_norm": s.n_embd, "layer_output_scale": 1})
     more(w)
     w.close()

@@ -7,24 +7,24 @@ import numpy as np
 from .archs import expert_keys, ffn_shapes, write_experts
 from .model import Shape, Writer, hybrid_keys, write_attention, write_hybrid
 
-OWN_ENDS = ("embedding", "norm", "head")  # what a layer may have of its own instead of the target's
+OWN_TENSORS = ("embedding", "norm", "head")  # what a layer may have of its own instead of the target's
 
 
 def write_mtp_target(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, *, arch: str = "qwen35",
     own: tuple[str, ...] = ()
 ) -> Path:  # fmt: skip
-    """Writes a random target of qwen35, qwen35moe or qwen3next with one MTP layer behind the others; ``own`` as in OWN_ENDS."""
+    """Writes a random target of qwen35, qwen35moe or qwen3next with an additional MTP layer; ``own`` as in OWN_TENSORS."""
     routed = arch != "qwen35"
 
     def ffn(w: Writer, prefix: str, other: int | None) -> None:
         _write_ffn(w, prefix, shape, other, routed)
 
-    def behind(w: Writer, other: int | None) -> None:
+    def write_layer(w: Writer, other: int | None) -> None:
         w.out.add_uint32(f"{arch}.nextn_predict_layers", 1)
         _write_layer(w, shape, other, routed, own)
 
-    return write_hybrid(path, arch, shape, quant, seed, mixed, ffn, mtp=behind)
+    return write_hybrid(path, arch, shape, quant, seed, mixed, ffn, mtp=write_layer)
 
 
 def write_mtp(
@@ -34,7 +34,7 @@ def write_mtp(
     """Writes the MTP layer alone, with an embedding, a head and a last norm of the file's own: `mtp-*.gguf`, whose architecture is the target's."""
     path, routed = Path(path), arch != "qwen35"
     w = Writer(path, arch, quant, seed)
-    hybrid_keys(w, arch, shape, behind=1)
+    hybrid_keys(w, arch, shape, n_mtp=1)
     if routed:
         expert_keys(w, shape)
         w.out.add_expert_shared_feed_forward_length(shape.n_ff_shared)

@@ -23,7 +23,7 @@ PROMPT = np.random.default_rng(3).integers(0, 256, 128).tolist()  # a whole chun
 VARIANTS = {
     "value scale": {"value_scale": 0.3},
     "gelu": {"gelu": True},
-    "norms behind": {"norms_behind": True},
+    "norms behind": {"post_norms": True},
     "K is V": {"shared_kv": True},
     "rope table": {"factors": True},
     "own embedding": {"own": ("embedding",)},
@@ -33,7 +33,7 @@ VARIANTS = {
         "causal": True,
         "value_scale": 1.7,
         "gelu": True,
-        "norms_behind": True,
+        "post_norms": True,
         "shared_kv": True,
         "own": ("embedding", "head"),
         "softcap": 2.0,

@@ -38,7 +38,7 @@ from pyggml_spec.tools.prompts import read_prompts
 FUNCTION = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 QUANTS = ("F32", "Q8_0", "Q4_K")
 PROMPTS = (1, UB - 1, UB, UB + 1, LAST)  # tokens around a chunk's end
-GEMMA = {"factors": True, "norms_behind": True, "gelu": True}
+GEMMA = {"factors": True, "post_norms": True, "gelu": True}
 CUT, BOTH = {"own": ("head",), "tokens": 100}, ("head", "embedding")
 
 

@@ -127,7 +127,7 @@ class Gguf(Target):
 
 
 DRAFTERS = {
-    "plain": {}, "norms": {"norms_behind": True, "shared_kv": True, "gelu": True, "factors": True}, "causal": {"causal": True, "value_scale": 0.5},
+    "plain": {}, "norms": {"post_norms": True, "shared_kv": True, "gelu": True, "factors": True}, "causal": {"causal": True, "value_scale": 0.5},
     "own": {"own": ("token_embd", "output"), "softcap": 5.0}, "laguna": {"feature_norms": True, "gate": "head"},
 }  # fmt: skip
 

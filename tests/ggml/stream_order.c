@@ -136,7 +136,7 @@ static int run(int layers) {
         pgs_stream_start(s);
         const int breaks = dice(8) == 0 ? (int) dice((unsigned) layers) : layers;
         for (int layer = 0; layer < layers; layer++) {
-            pgs_stream_arrive(s, layer);
+            pgs_stream_wait(s, layer);
             compute(layer);
             if (layer == breaks) {
                 pgs_stream_reset(s);

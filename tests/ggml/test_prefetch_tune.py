@@ -3,7 +3,7 @@
 import pytest
 from ggml.broken_c import run
 
-BUILD = "cpu/asking.c", "asking_clock.c"
+BUILD = "cpu/prefetch_tune.c", "prefetch_clock.c"
 BROKEN = {
     "a slower way": ("[TRIALS / 2] < t->took[t->best]", "[TRIALS / 2] > t->took[t->best]"),
     "the fastest product": ("t->took[way][TRIALS / 2] <", "t->took[way][0] <"),
