@@ -148,13 +148,7 @@ def stage_export(run):
     run.log("exported", out.name, out.stat().st_size)
 
 
-OUTPUTS = {
-    "import": "tokenizer.json",
-    "corpus": "packages.json",
-    "generate": "generated.pt",
-    "mtp": "mtp.pt",
-    "eval": "mtp_metrics.json",
-}
+OUTPUTS = {"import": "tokenizer.json", "corpus": "packages.json", "generate": "generated.pt", "mtp": "mtp.pt", "eval": "mtp_metrics.json"}
 
 
 def main():

@@ -428,8 +428,7 @@ class PrefixCache:
     def _seen(self, keys: list[bytes]) -> int:
         """Number of leading chunks that are known."""
         return next(
-            (i for i, key in enumerate(keys) if key not in self._store.chunks and not (self.files and self.files.has(key, ROWS))),
-            len(keys),
+            (i for i, key in enumerate(keys) if key not in self._store.chunks and not (self.files and self.files.has(key, ROWS))), len(keys)
         )
 
     def _rows(self, slot: int, chunk: Chunk, drafting: bool) -> Pieces:

@@ -201,11 +201,7 @@ def write_glm_dsa(
         w.out.add_array(f"{key}.types", list(full))
     _write_deepseek2(w, s, mixed, yarn, 0.0, 1, True, False, shared)
     kinds = {"attn_k": type_id("q6_K")} if mixed else {}
-    shapes = {
-        "attn_k": (s.n_embd, s.index_size),
-        "attn_q_b": (s.n_lora_q, s.index_heads * s.index_size),
-        "proj": (s.n_embd, s.index_heads),
-    }
+    shapes = {"attn_k": (s.n_embd, s.index_size), "attn_q_b": (s.n_lora_q, s.index_heads * s.index_size), "proj": (s.n_embd, s.index_heads)}
     for i in range(s.n_layer):
         if full is None or full[i]:
             w.matrices(f"blk.{i}.indexer.", shapes, kinds)
