@@ -83,6 +83,7 @@ def test_defaults_when_the_usual_quantisations_are_missing():
     assert _chosen(["mmproj-a.gguf"], None, False) is None
 
 
+@pytest.mark.slow
 def test_a_pair_of_the_hub_runs_and_is_fetched_once(hub, asked, pair, tmp_path):
     named = ["-hf", "Some/Target-GGUF", "-hfd", "Some/Target-GGUF"]
     first, files = asked("run", *named, *CPU), asked("run", "-m", str(pair[0]), "-md", str(pair[1]), *CPU)
@@ -99,6 +100,7 @@ def test_a_pair_of_the_hub_runs_and_is_fetched_once(hub, asked, pair, tmp_path):
     assert asked("run", *named, *CPU, "-q").stdout == first.stdout
 
 
+@pytest.mark.slow
 def test_a_model_in_several_files_is_fetched_whole(hub, asked, pair):
     done, file = asked("run", "-hf", "some/split", *CPU[:-2]), asked("run", "-m", str(pair[0]), *CPU[:-2])
     assert done.returncode == 0 and done.stdout == file.stdout, done.stderr
@@ -106,6 +108,7 @@ def test_a_model_in_several_files_is_fetched_whole(hub, asked, pair):
     assert asked("run", "-hf", "some/split", *CPU[:-2], "-q", HF_HUB_OFFLINE="1").stdout == done.stdout
 
 
+@pytest.mark.slow
 def test_the_python_api_fetches_too(asked, hub, tmp_path):
     script = (
         "import pyggml_spec as ps; seen = []\n"
@@ -118,6 +121,7 @@ def test_the_python_api_fetches_too(asked, hub, tmp_path):
     assert done.stdout == "True True\n" and done.stderr == "", done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names, words",
     [
@@ -136,6 +140,7 @@ def test_what_cannot_be_had_is_one_sentence(asked, names, words):
     one_sentence(done, *words)
 
 
+@pytest.mark.slow
 def test_a_closed_repository_an_absent_hub_and_an_absent_package(asked, hub, tmp_path):
     hub.closed.add("Some/Target-GGUF")
     assert "closed to you" in (done := asked("run", "-hf", "Some/Target-GGUF", *CPU)).stderr and done.returncode == 1
@@ -149,6 +154,7 @@ def test_a_closed_repository_an_absent_hub_and_an_absent_package(asked, hub, tmp
     assert asked("run", "-hf", "a/b", "-m", "c", *CPU).returncode == asked("run", "-hff", "b", *CPU).returncode == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings, words",
     [
@@ -166,6 +172,7 @@ def test_settings_that_cannot_be_read_are_one_sentence(asked, settings, words):
     one_sentence(asked("run", "-hf", "Some/Target-GGUF", *CPU, **settings), "Some/Target-GGUF", words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repo", ["a--b/c", "a/b..c", "a/b.git", "-a/b", "a/b-", f"a/{'x' * 200}"])
 def test_names_that_the_hub_does_not_have(asked, repo):
     one_sentence(asked("run", "-hf", repo, *CPU), "names no repository of the hub")

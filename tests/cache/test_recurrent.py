@@ -51,6 +51,7 @@ def test_replay_of_the_first_rows_is_the_state_after_them(session, rows):
     assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 9, 15, 16])
 def test_rollback_then_going_on_equals_a_sequence_that_never_drafted(session, rows):
     engine = session.engine

@@ -17,6 +17,7 @@ from pyggml_spec.ggml.kernels import levels
 from pyggml_spec.tools import compare
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", Commands.names)
 def test_every_command_has_help(command):
     done = pyspec(command, "--help")
@@ -99,6 +100,7 @@ def test_inspect_lets_no_escape_sequence_through(tmp_path):
     assert len(shown) < 3 * 5000  # one long key does not indent the lines of all others
 
 
+@pytest.mark.slow
 def test_inspect_writes_what_the_locale_cannot(pair):
     assert pyspec("inspect", pair[0], env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}).returncode == 0
 
@@ -132,6 +134,7 @@ def test_compare_ends_with_one_json_line(pair):
     assert result["tokens"] == 16 and result["nmse"] <= 1e-10 and result["argmax_agree"] == 1.0
 
 
+@pytest.mark.slow
 def test_compare_ends_with_a_verdict_in_words(pair, tmp_path, monkeypatch):
     """On random ids alone, and with numbers alone, it was unclear whether a file or an engine was wrong."""
     line = ["compare", "--logits", str(pair[0]), "--tokens", "16", "--device", "CPU", "-t", "1", "--kernels", "ggml"]

@@ -117,6 +117,7 @@ def test_a_conversation_of_llama_cli_is_a_chat(said, instruct, how):
     )
 
 
+@pytest.mark.slow
 def test_escapes_are_read_where_that_is_asked_for(said):
     from pyggml_spec.cli.options import unescaped
 

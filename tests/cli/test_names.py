@@ -45,6 +45,7 @@ def test_no_sentence_of_the_library_names_an_option(path):
     assert not words & OPTIONS
 
 
+@pytest.mark.slow
 def test_an_argument_is_said_as_the_option_of_the_running_command():
     run, convert = (next(c for c in _commands() if c.name == name) for name in ("run", "convert"))
     assert (

@@ -18,6 +18,7 @@ DOCUMENTED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_stdout_is_the_text_and_nothing_else(pinned, text):
     done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40)
     assert (done.returncode, done.stdout.decode()) == (0, text)
@@ -29,6 +30,7 @@ def test_without_a_terminal_there_are_no_bars_and_no_escapes(pinned):
     assert "\x1b" not in done.stderr and "\r" not in done.stderr
 
 
+@pytest.mark.slow
 def test_cache_types_are_engaged(pinned):
     """Under our names, llama.cpp's old ones and its new ones."""
     for more in (["--cache-type-k", "q8_0", "--draft-cache-type-v", "q4_0"], ["-ctk", "q8_0", "-ctvd", "q4_0"],
@@ -38,6 +40,7 @@ def test_cache_types_are_engaged(pinned):
     assert pyspec("run", *pinned, "-p", PROMPT, "-ctv", "q4_K").returncode == 2
 
 
+@pytest.mark.slow
 def test_quiet_says_nothing(pinned, text):
     """In a process as users': nor does a library that takes itself apart at the end."""
     process = start("run", *pinned, "-p", PROMPT, "-n", 40, "-q")
@@ -117,6 +120,7 @@ def test_require_spec_passes_when_drafts_were_verified(pinned):
     assert pyspec("run", *pinned, "-p", PROMPT, "-n", 5, "--require-spec").returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more, words",
     [(["--mode", "plain"], "the mode was plain"), (["--mode", "reference"], "the mode was reference"), (["-n", 1], "first token")],

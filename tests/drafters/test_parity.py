@@ -130,6 +130,7 @@ def test_ids_of_the_embedded_dflash_equal_llama_cpp():
     assert 60 < accepted < 15 * 60
 
 
+@pytest.mark.slow
 def test_ids_of_the_embedded_mtp_layer_equal_llama_cpp():
     """60 blocks of what the embedded target writes, as many drafts accepted as are right: some, and not all."""
     with GGUFFile(DEMO_TARGET) as file, closing(Tokenizer(file)) as tokenizer:
@@ -148,6 +149,7 @@ def test_ids_of_the_embedded_mtp_layer_equal_llama_cpp():
     assert 90 < accepted < 7 * 60
 
 
+@pytest.mark.slow
 def test_the_embedded_mtp_layer_is_worth_its_drafts():
     """Held-out prompts: 2.4 tokens a step over 64 tokens of these; plain decoding gives 1, a layer without its training 1.1."""
     prompts = [prompt.text for prompt in read_prompts(DEMO / "prompts.jsonl")][:4]
@@ -203,6 +205,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method, options, owner, name, wrong", WRONG.values(), ids=WRONG)
 def test_other_inputs_give_other_ids(tmp_path, monkeypatch, method, options, owner, name, wrong):
     monkeypatch.setattr(owner, name, wrong)
@@ -222,6 +225,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method, options, verdict", SHOWN)
 def test_inspect_and_plan(tmp_path, method, options, verdict):
     target, draft = write_files(tmp_path, method, **options)
@@ -257,6 +261,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method, arch, shape, options, words", REFUSED)
 def test_a_drafter_that_does_not_fit_is_refused(tmp_path, method, arch, shape, options, words):
     target, draft = WRITERS[arch](tmp_path / "t.gguf", Shape()), WRITE[method](tmp_path / "d.gguf", Shape(**shape), **options)
@@ -314,6 +319,7 @@ def test_a_convolution_of_dflash2_is_that_of_numpy(tmp_path):
             assert np.allclose(fields.host["y"].reshape(slots, width, n), want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
 def test_graphs_of_dflash2_have_room_for_many_taps(tmp_path, slots):
     """As many nodes more for each layer and tap as are planned for, and no more."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from architectures import others, params
 from engine.batch_helpers import Pair, accept, prompts, random_work, run, serve
 from random_gguf.model import Shape
 
@@ -21,10 +22,10 @@ from pyggml_spec.ggml.library import ffi, lib, text
 from pyggml_spec.ggml.step_io import StepFields
 
 KINDS = ("qwen35", "qwen3", "gemma4")  # states, rows alone, rings: what slots have to keep apart
-OTHERS = ("minimax-m2", "muse-glimmer", "gpt-oss", "qwen3next", "deepseek2", "glm-dsa")  # the same in other layers
+OTHERS = others(KINDS)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=params(KINDS, ("qwen35",)))
 def pair(request, tmp_path_factory):
     made = Pair(tmp_path_factory.mktemp("pairs"), request.param)
     yield made
@@ -44,6 +45,7 @@ def test_distinct_prompts_equal_their_solo_streams(hybrid, count):
     assert run(hybrid.batch(count), texts, 24) == [hybrid.solo(text, 24) for text in texts]
 
 
+@pytest.mark.slow
 def test_identical_prompts_give_one_answer(pair):
     """Compared with each other, not with a model's answer: nothing can excuse a difference."""
     text = prompts(3)[2]
@@ -52,12 +54,14 @@ def test_identical_prompts_give_one_answer(pair):
     assert answers[0] == pair.solo(text, 24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)])
 def test_unequal_lengths_in_any_order(pair, order):
     texts = [prompts(4)[i] for i in order]
     assert run(pair.batch(4), texts, 24) == [pair.solo(text, 24) for text in texts]
 
 
+@pytest.mark.slow
 def test_one_sequence_ends_in_the_middle_of_a_block(hybrid):
     """The others go on in graphs that still cover its slot."""
     texts = prompts(4)
@@ -77,6 +81,7 @@ def test_one_sequence_ends_in_the_middle_of_a_block(hybrid):
     assert [out[s][:30] for s in (0, 2, 3)] == [want[s] for s in (0, 2, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [KV_BUCKET, GPU_KV_BUCKET])
 def test_slots_on_both_sides_of_what_a_ring_has_in_use(tmp_path, least):
     """A ring of 512 rows is read up to the span of the longest sequence: half of it at first, all of it behind its wrap."""
@@ -104,6 +109,7 @@ def test_slots_on_both_sides_of_what_a_ring_has_in_use(tmp_path, least):
     pair.close()
 
 
+@pytest.mark.slow
 def test_no_step_reads_what_others_left_in_the_step_buffer(pair, monkeypatch):
     """Graphs share it: where one has ids of padding rows, another has logits. A decoding slot beside a prompt had such rows, and their embeddings
     were looked up wherever the bytes of a logit pointed."""
@@ -142,6 +148,7 @@ def test_no_step_reads_what_others_left_in_the_step_buffer(pair, monkeypatch):
     assert max(checked) > 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", [0xFF, 0x71, 0x3E], ids=["NaN bytes", "1e30", "0x3e bytes"])
 def test_a_poisoned_freed_slot_changes_nothing(pair, poison):
     """Neither for the neighbours, whose steps cover it, nor for the next sequence in it."""
@@ -170,6 +177,7 @@ def test_a_poisoned_freed_slot_changes_nothing(pair, poison):
     assert [out[s][:20] for s in (0, 1, 3)] == [want[s] for s in (0, 1, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone, between", [(1, None), (2, 4)], ids=["same width", "another width between"])
 def test_a_block_of_nan_leaves_nothing_in_its_slot(hybrid, gone, between):
     """A sequence whose verified block is NaN throughout is released: conv rows, keys, decays and betas of that block are stale then. Rows that are
@@ -203,6 +211,7 @@ def test_a_block_of_nan_leaves_nothing_in_its_slot(hybrid, gone, between):
     assert all(hybrid.agrees(texts[slot], out[slot][:24]) for slot in range(3)) and want[gone] == out[gone][:24]
 
 
+@pytest.mark.slow
 def test_four_times_512_tokens_are_one_forward_pass(tmp_path):
     """Public engines fall back to one token at a time here. Logits of each sequence against the same sequence alone."""
     pair = Pair(tmp_path, "qwen35", n_ctx=768)
@@ -224,6 +233,7 @@ def test_four_times_512_tokens_are_one_forward_pass(tmp_path):
     pair.close()
 
 
+@pytest.mark.slow
 def test_real_text_four_times_512_tokens(tmp_path):
     """The embedded target on Python source: what it has learnt is still there when four texts share a pass."""
     text = Path(np.__file__).parent.joinpath("lib", "_function_base_impl.py").read_text()
@@ -260,6 +270,7 @@ def test_single_tokens_of_two_sequences_in_turn(pair):
     assert [out[0], out[1]] == [pair.solo(text, 21) for text in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pair, seed", [(arch, seed) for arch in KINDS for seed in range(6)] + [(arch, 6) for arch in OTHERS], indirect=["pair"]
 )
@@ -471,6 +482,7 @@ def test_candidates_of_requests_that_want_different_numbers(hybrid):
 # -- graphs
 
 
+@pytest.mark.slow
 def test_eight_ragged_slots_share_one_graph_per_span(tmp_path):
     """Whatever their lengths and widths, and it is there before it is needed: no step waits for a graph, no buffer grows."""
     pair = Pair(tmp_path, "qwen35", n_ctx=1024)

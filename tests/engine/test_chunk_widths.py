@@ -25,6 +25,7 @@ def test_a_prompt_computes_its_own_rows(session, rows):
     assert rows <= engine.rows_computed - before <= max(rows, rows * 17 / 16 + 1)
 
 
+@pytest.mark.slow
 def test_memory_that_was_planned_does_for_every_length(session):
     """No buffer grows, and the graphs of many lengths are not all kept."""
     graphs, engine = session.engine.graphs, session.engine

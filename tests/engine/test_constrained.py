@@ -83,6 +83,7 @@ def host_texts(session):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONSTRAINTS)
 @pytest.mark.parametrize("values", VALUES)
 def test_the_text_is_the_hosts(session, host_texts, device, kind, values):
@@ -267,6 +268,7 @@ def test_a_block_is_filled_up_to_a_width_that_is_cheaper(session, guided):
     assert [row for row, _ in guide.wanted(np.array([wrong] * 7))] == [0, 1, 2, 3, 4, 5], "what only fills up cannot come"
 
 
+@pytest.mark.slow
 def test_synthetic_acceptance_follows_the_constraint(session, device):
     """Its drafts are tokens that may come, so that every row costs what it costs when drafts are right."""
     synthetic = SyntheticAcceptance(3, 3, seed=1)
@@ -278,6 +280,7 @@ def test_synthetic_acceptance_follows_the_constraint(session, device):
             jsonschema.validate(json.loads(text), json.loads(schema))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fits", "forced", "ahead", "accept"])
 def test_a_constraint_that_fails_within_a_step_ends_its_own_sequence_alone(session, device, monkeypatch, method):
     """Limits of llguidance are found behind some token: whoever shares the step goes on."""
@@ -303,6 +306,7 @@ def test_a_constraint_that_fails_within_a_step_ends_its_own_sequence_alone(sessi
         assert not server.ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("spec", ["draft-dflash", "suffix", "draft-dflash,draft-mtp,suffix"])
 def test_memory_of_looked_at_and_looked_up_drafts_is_there_at_load(spec, slots):

@@ -53,6 +53,7 @@ def held(always_slow, monkeypatch):
     held.gate.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SLOW)
 @pytest.mark.parametrize("values", VALUES)
 def test_the_text_is_that_of_masks_computed_at_once(session, always_slow, monkeypatch, kind, values):
@@ -66,6 +67,7 @@ def test_the_text_is_that_of_masks_computed_at_once(session, always_slow, monkey
     assert set(texts) == {session.generate("import os\n\n", 24, sampling=sampling)[0]}
 
 
+@pytest.mark.slow
 def test_the_others_go_on_while_a_mask_is_computed(session, held):
     with session.concurrent(slots=3) as server:
         slow = server.submit("import os\n\n", 12, sampling=ps.Sampling(temperature=0, grammar=AMBIGUOUS))
@@ -115,6 +117,7 @@ def test_what_a_thread_raises_ends_its_sequence(session, always_slow, monkeypatc
         assert beside.result(30)[1].emitted == 20
 
 
+@pytest.mark.slow
 def test_an_ambiguous_grammar_is_named_and_its_remedy(session):
     words = "s s s s s s | s s s s s | s s s s | s s s | s s"
     with pytest.raises(ps.ConstraintError, match="too ambiguous.*s ::= \\[a-z\\]\\+"):

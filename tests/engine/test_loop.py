@@ -77,6 +77,7 @@ def test_no_tokens_asked_for(session):
     assert tokens == [] and stats.stop_reason == "length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["speculative", "plain", "reference"])
 def test_the_end_of_the_context_inside_a_block(pair, mode):
     """Rows past the end go to trash rows; every position of the context is used and none more."""
@@ -166,6 +167,7 @@ def test_blocks_wider_than_planned_and_accepting_nonsense_are_refused(session, p
         ps.load(*pair, device="CPU", draft_width=17)
 
 
+@pytest.mark.slow
 def test_speculative_text_equals_reference_text_on_the_embedded_pair_with_rejections():
     with ps.load(device="CPU", threads=1, n_ctx=512, draft_width=16) as demo:  # mixed widths could flip a near-tie
         for prompt in ("def ", "import os\n\n\ndef walk(path):\n", "class Queue:\n    "):

@@ -43,6 +43,7 @@ def _scheduler(pair, slots, width=None, **options) -> Scheduler:
     return Scheduler(ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, **options)), width)
 
 
+@pytest.mark.slow
 def test_more_sequences_than_slots_all_get_their_own_tokens(pair, scheduler):
     texts = prompts(7)
     streams = [scheduler.submit(text, DRAFT) for text in texts]
@@ -92,6 +93,7 @@ def test_a_late_sequence_and_one_that_is_cancelled_do_not_disturb_the_others(pai
     assert d.slot == b.slot  # the lowest free one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", range(4))
 def test_cancelling_at_any_moment_frees_the_slot(pair, scheduler, steps):
     long = [5] * 700  # two chunks
@@ -123,6 +125,7 @@ def test_limits_ends_and_modes_are_per_sequence(pair, scheduler):
     assert streams[0].stats.drafted == 0 and streams[1].stats.drafted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [PLAIN, SPECULATIVE])
 def test_a_full_context_ends_a_sequence_with_its_last_token(pair, mode):
     with _scheduler(pair, 2) as scheduler:
@@ -193,6 +196,7 @@ def test_threads_iterate_their_own_streams(pair, scheduler):
     assert [out[i] for i in range(5)] == [pair.solo(text, 20) for text in texts]
 
 
+@pytest.mark.slow
 def test_drafted_and_matched_are_the_same_integers_by_either_engine_and_any_prefill_chunk():
     """The embedded pair, whose drafts are sometimes right; the batch engine with one slot."""
     seen = []
@@ -212,6 +216,7 @@ def test_drafted_and_matched_are_the_same_integers_by_either_engine_and_any_pref
     assert all(run == seen[0] for run in seen) and seen[0][2] > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_requests_at_random(pair, seed):
     """See scripts/fuzz_slots.py --requests for more seeds."""
@@ -262,6 +267,7 @@ def test_wrong_requests_are_refused_when_they_are_made(pair, scheduler):
     assert scheduler.idle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [None, 4])
 def test_reference_mode_in_several_slots(pair, width):
     """It was refused: plain decoding on blocks of full width, beside sequences that draft."""
@@ -366,6 +372,7 @@ def test_closing_waits_for_the_step_of_another_thread_and_closes_once(pair, monk
     assert closed == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [0, 3, 7])
 def test_a_question_of_the_caller_that_raises_ends_its_own_sequence_alone(pair, scheduler, calls):
     """The others' blocks stayed open, and the next step refused them. ``calls``: at the first token, in a block, in a later one."""
@@ -427,6 +434,7 @@ def test_every_cancelled_sequence_ends_although_the_end_of_one_raises(scheduler,
     assert scheduler.idle and not any(slot.used for slot in scheduler.engine.slots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given, words", [([9999], "9999 is outside"), ([1] * 99, "99 ids where"), ("ab", "gave is 'ab'"), ([0.5], "whole numbers")]
 )

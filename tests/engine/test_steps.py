@@ -27,6 +27,7 @@ def session(pair):
         yield loaded
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not levels(), reason="native kernels do not run on this processor")
 @pytest.mark.parametrize("kind, width, rounded, most", [("plain", 1, 0, 80), ("fused", 4, 4, 125)])
 def test_a_step_of_our_own_kernels_has_few_nodes(kind, width, rounded, most):
@@ -43,6 +44,7 @@ def _total(engine, name):
     return sum(getattr(c, name) for c in engine.graphs.counters().values())
 
 
+@pytest.mark.slow
 def test_1000_steps_inside_a_span_build_and_allocate_nothing(session):
     engine, steps = session.engine, 0
     engine.reset()
@@ -107,6 +109,7 @@ def test_graphs_of_all_kinds_together_are_bounded(pair, monkeypatch):
         assert session.generate([5] * 300, 40)[0] == want
 
 
+@pytest.mark.slow
 def test_with_a_context_of_4096_every_role_allocates_once(session):
     """Crossing span boundaries re-plans inside the same buffer and never frees device memory."""
     engine = session.engine
@@ -129,6 +132,7 @@ def test_a_span_boundary_adds_exactly_one_graph(session):
     assert ("fused", 16, 512, SlotRange(0, 1)) in {key[:4] for key in engine.graphs.steps()}
 
 
+@pytest.mark.slow
 def test_generation_prepares_the_spans_ahead(session):
     """A run that crosses three span boundaries builds nothing after warm-up."""
     _, stats = run(session.engine, [9] * 100, 700)
@@ -173,6 +177,7 @@ def test_a_closed_session_says_so(pair):
             pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots, verb, call", [(1, "measure", 3), (1, "plan", 1), (1, "plan", 2), (2, "measure", 2), (2, "plan", 1)])
 def test_a_reservation_that_fails_changes_nothing(session, monkeypatch, slots, verb, call):
     """Without device memory for a role's largest graph: the graphs wrote drafter rows from then on, whatever the sequence had asked for."""
@@ -222,6 +227,7 @@ def test_graphs_of_a_role_whose_buffer_could_not_grow_are_not_computed(session):
     role.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", "speculative"])
 def test_a_gpu_builds_the_graphs_of_its_next_span_while_it_computes(pair, monkeypatch, mode):
     """The CPU, called a GPU: spans of 1,024 rows, and the text of the CPU's."""

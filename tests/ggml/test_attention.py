@@ -63,6 +63,7 @@ def test_every_type_of_row(level, kind, rows):
     assert np.abs(attention(level, q, (k, v), mask, 2, 100, kind) - exact(q, k_values, v_values, mask)).max() < 1e-5
 
 
+@pytest.mark.slow
 @on_every_level
 @pytest.mark.parametrize("size, heads, heads_kv", SHAPES[:3])
 def test_a_rows_bits_do_not_depend_on_its_neighbours_span_or_threads(level, size, heads, heads_kv):

@@ -93,6 +93,7 @@ def guarded(request):
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products(guarded, name):
     """Of as many rows and outputs as fill tiles and groups, of fewer and of more; of inputs that fill blocks, and where a type has none also others."""

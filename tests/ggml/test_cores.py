@@ -187,6 +187,7 @@ def test_threads_by_default(monkeypatch, mine, limit, threads):
     assert cores.default_threads() == threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["native", "ggml"])
 def test_bits_do_not_depend_on_how_many_threads_other_work_leaves(pair, kernels):
     """ggml's attention cuts 512 positions into as many pieces as there are threads: such graphs keep all of them."""
@@ -238,6 +239,7 @@ with ps.load(device="CPU", threads=1, n_ctx=256) as one, ps.load(device="CPU", n
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(READ(cores.allowed()) is None or len(cores.allowed() or ()) < 2, reason="one core, or nothing is known of others")
 def test_busy_processes_do_not_stop_decoding():
     """With as many threads as cores it took 20 to 100 times as long as one thread."""

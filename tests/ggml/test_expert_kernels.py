@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from architectures import params
 from ggml.kernel_graphs import LEVELS, bench, compute, matrix, product
 
 from pyggml_spec.ggml.kernels import packed_shape
@@ -14,7 +15,7 @@ KINDS = [
 BLOCK = {name: max(32, lib.ggml_blck_size(type_id(name))) for name in KINDS}
 
 on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
-of_every_type = pytest.mark.parametrize("name", KINDS)
+of_every_type = pytest.mark.parametrize("name", params(KINDS, ("q8_0", "q4_k")))
 
 
 def experts_of(name, n_in, n_out, n_expert, seed=0):
@@ -56,6 +57,7 @@ def one_by_one(level, name, weights, x, chosen):
     return out
 
 
+@pytest.mark.slow
 @on_every_level
 @of_every_type
 @pytest.mark.parametrize("n_out", [1, 16, 49])
@@ -72,6 +74,7 @@ def test_rows_are_those_of_dense_products(level, name, n_out):
                 assert np.array_equal(routed(level, name, weights, x, chosen, threads, packed), want), (rows, own, packed, threads)
 
 
+@pytest.mark.slow
 @on_every_level
 @of_every_type
 def test_products_are_those_of_ggml_but_for_rounding(level, name):
@@ -82,6 +85,7 @@ def test_products_are_those_of_ggml_but_for_rounding(level, name):
     assert ((got - theirs) ** 2).sum() / (theirs**2).sum() < (1e-10 if name[0] in "qm" and not name.endswith("_1") else 1e-3)
 
 
+@pytest.mark.slow
 @on_every_level
 @pytest.mark.parametrize(
     "name, n_in, n_out", [("q8_0", 4096, 33), ("f32", 4096, 17), ("q6_k", 2048, 16), ("mxfp4", 2880, 32), ("f16", 33, 5), ("f32", 7, 20)]
@@ -118,6 +122,7 @@ def test_packing_experts_is_packing_matrices(level, name):
             assert bytes(ffi.buffer(one.tensor.data, piece.size)) == piece.tobytes(), expert
 
 
+@pytest.mark.slow
 @on_every_level
 @of_every_type
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -70,6 +70,7 @@ def shapes(peer: Peer) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command, behind", [(SET, b"\0" + bytes(12)), (GET, struct.pack("<QQ", 0, 4)), (MEMSET, struct.pack("<QQB", 0, 4, 0))]
 )
@@ -202,6 +203,7 @@ def test_memory_is_given_back_when_a_program_leaves(kept):
     assert resident(kept.server()) - before < 8 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", [b"", b"\x0e", struct.pack("<BQ", HELLO, 24) + bytes(3)])
 def test_who_says_nothing_at_first_is_not_waited_for(kept, said):
     """One silent connection kept all others from the worker for ever."""
@@ -218,6 +220,7 @@ def test_who_stops_in_the_middle_of_a_message_is_not_waited_for(kept):
         assert answers(kept) < 4
 
 
+@pytest.mark.slow
 def test_who_is_silent_between_messages_is_waited_for(kept):
     """A program whose user thinks."""
     peer = Peer(kept)

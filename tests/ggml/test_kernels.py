@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from architectures import params
 from ggml.kernel_graphs import LEVELS, bench, compute, matrix, product
 
 from pyggml_spec.errors import DeviceError, EngineError
@@ -15,7 +16,7 @@ KINDS = [
 BLOCK = {name: max(32, lib.ggml_blck_size(type_id(name))) for name in KINDS}
 
 on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
-of_every_type = pytest.mark.parametrize("name", KINDS)
+of_every_type = pytest.mark.parametrize("name", params(KINDS, ("q8_0", "q4_k")))
 
 
 def activations(rows, n_in, seed=1):
@@ -41,6 +42,7 @@ def test_this_machine_tests_a_level():
     assert [level.name for level in LEVELS] == [name for name in ALL_LEVELS if name in {level.name for level in LEVELS}]
 
 
+@pytest.mark.slow
 @on_every_level
 @of_every_type
 @pytest.mark.parametrize("n_out", [1, 3, 16, 49, 1031])
@@ -56,6 +58,7 @@ def test_products_are_right(level, name, n_out):
     assert nmse(got, theirs) < (1e-10 if name[0] == "q" and not name.endswith("_1") else 1e-3)
 
 
+@pytest.mark.slow
 @on_every_level
 @of_every_type
 @pytest.mark.parametrize("blocks", [1, 2, 11])
@@ -120,6 +123,7 @@ def test_extreme_weights_and_activations(level, name):
         assert np.allclose(product(level, type_id(name), rows, x), exact(name, rows, x), rtol=1e-3)
 
 
+@pytest.mark.slow
 @on_every_level
 @of_every_type
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -141,6 +145,7 @@ def test_zeros(level, name):
     assert not product(level, type_id(name), rows, np.zeros((2, BLOCK[name]), np.float32)).any()
 
 
+@pytest.mark.slow
 @on_every_level
 @of_every_type
 def test_matrices_are_packed_piece_by_piece(level, name):
@@ -166,6 +171,7 @@ def test_activations_that_are_views(level, name):
         assert np.array_equal(compute(graph, graph.matmul(weight, part)), want)
 
 
+@pytest.mark.slow
 @on_every_level
 @pytest.mark.parametrize("rows, n_out", [(1, 2064), (1, 40), (4, 2064), (30, 40)])
 def test_bits_stay_while_it_is_measured_whether_to_ask_for_weights_ahead(level, rows, n_out):
@@ -193,6 +199,7 @@ def test_products_of_one_input_share_its_activations(level, rows, roundings):
         assert graph.op_counts() == {"native product": 4, "native rounding": roundings, "native join": 1}
 
 
+@pytest.mark.slow
 @on_every_level
 @of_every_type
 @pytest.mark.parametrize("rows, threads", [(1, 1), (1, 3), (7, 2), (8, 3), (9, 2), (40, 2)])
@@ -251,6 +258,7 @@ def test_products_make_the_norms_and_gates_that_they_read(level, name, made):
         assert np.array_equal(compute(graph, both), np.concatenate([given, want], axis=1), equal_nan=True)
 
 
+@pytest.mark.slow
 @on_every_level
 @pytest.mark.parametrize(
     "name, down, n", [("q8_0", "q8_0", 320), ("q4_0", "f16", 96), ("f32", "f32", 32), ("q8_0", "q4_K", 768), ("q4_k", "q6_K", 8448)]
@@ -282,6 +290,7 @@ def test_what_gates_the_other_half_of_a_product_is_rounded_where_it_is_computed(
         assert "native gated product" not in graph.op_counts()
 
 
+@pytest.mark.slow
 @on_every_level
 @of_every_type
 @pytest.mark.parametrize("threads", [1, 3])

@@ -144,6 +144,7 @@ def read(tensor, like):
 SIZES = [(16, 1, 3, 1), (32, 2, 4, 2), (64, 4, 8, 1), (64, 2, 12, 3), (128, 2, 6, 1), (256, 1, 1, 1)]
 
 
+@pytest.mark.slow
 @on_every_level
 @pytest.mark.parametrize("size, heads_k, heads, repeat", SIZES)
 def test_delta_layers(level, size, heads_k, heads, repeat):

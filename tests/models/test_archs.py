@@ -62,6 +62,7 @@ def test_logits_of_every_type(tmp_path, arch, quant):
         assert_equal(path, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", params(WRITERS, ("qwen35moe",)))
 def test_mixed_types_are_not_fused_and_still_equal(tmp_path, arch):
     assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape(), "Q4_K", mixed=True), 65)
@@ -102,6 +103,7 @@ def test_drafted_ids_of_quantised_caches(tmp_path, arch, types):
         assert_blocks_equal(session, target, draft, ids, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", params(WRITERS, ("qwen35moe", "gemma4")))
 def test_speculative_text_equals_plain(tmp_path, arch):
     """A real drafter whose blocks are mostly rejected, and a scripted one with every accepted length 0 .. 15 in turn."""
@@ -139,6 +141,7 @@ def test_rollback_after_every_accepted_length(tmp_path, arch):
             assert seen[accepted] == engine.verify_step(tokens[34 + accepted : 49 + accepted]).ids.tolist(), accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", params(TARGETS))
 def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
     """Of every layer and of the last one's output, bit for bit, at a position that was decoded plainly."""
@@ -268,6 +271,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch, keys, words", REFUSED)
 def test_keys_that_contradict_are_refused(tmp_path, arch, keys, words):
     with GGUFFile(TARGETS[arch](tmp_path / "t.gguf")) as file:
@@ -282,6 +286,7 @@ NEEDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch, name", [(arch, name) for arch, names in NEEDED.items() for name in names])
 def test_a_missing_tensor_is_refused(tmp_path, arch, name):
     """Without one of gpt-oss the text would only look right; without one of an indexer llama.cpp ends the process when it computes."""
@@ -318,6 +323,7 @@ def test_heads_without_a_rotation(tmp_path):
     assert_equal(path, 37, cache_type_k="q8_0", cache_type_v="q4_0")
 
 
+@pytest.mark.slow
 def test_yarn_keys_that_are_not_followed_are_said(tmp_path):
     """llama.cpp's converter writes a checkpoint's attention_factor where its laguna graph does not look for it: Laguna XS.2 has 1, and gets 1.416."""
     model = Model(write_laguna(tmp_path / "t.gguf"))
@@ -329,6 +335,7 @@ def test_yarn_keys_that_are_not_followed_are_said(tmp_path):
             assert len([note for note in session.notes if "llama.cpp does not read" in note]) == said
 
 
+@pytest.mark.slow
 def test_qwen3next_needs_one_layout_in_all_layers(tmp_path):
     """One width of rows serves the recurrent states of all layers."""
     model, other = (Model(write_qwen3next(tmp_path / "t.gguf", joined=joined)) for joined in (False, True))
@@ -427,6 +434,7 @@ def test_glm_dsa_has_no_multiplier_of_yarn(tmp_path):
     assert_equal(model.write(tmp_path / "o.gguf"), 40)
 
 
+@pytest.mark.slow
 def test_glm_dsa_names_the_indexers_that_it_does_not_read(tmp_path):
     model = Model(write_glm_dsa(tmp_path / "t.gguf", Shape(n_layer=5)))
     model.keys |= {"glm-dsa.nextn_predict_layers": (U32, 1), "glm-dsa.attention.indexer.types": (ARR, (U32, [1, 0, 1, 0]))}

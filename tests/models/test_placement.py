@@ -58,6 +58,7 @@ def logits(path, placement, kernels=None) -> np.ndarray:
         return np.concatenate(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", ["F32", "Q8_0", "Q4_K"])
 @pytest.mark.parametrize("arch", WRITERS)
 def test_every_placement_gives_the_same_bits(tmp_path, arch, quant):
@@ -79,6 +80,7 @@ def test_every_placement_gives_the_same_bits(tmp_path, arch, quant):
         np.testing.assert_array_equal(first, logits(path, None, kernels))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", ["F32", "Q4_K"])
 def test_slots_that_differ_within_a_token_change_nothing_but_rounding(tmp_path, monkeypatch, quant):
     """What a GPU's wide products need; alongside the CPU the hot experts then get rows that are not theirs, so other kernels."""
@@ -98,6 +100,7 @@ def test_a_file_whose_tensors_are_not_aligned_is_copied(tmp_path, monkeypatch):
     np.testing.assert_array_equal(mapped, logits(path, lambda target: placed(target, lambda i: (1, 4))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen35moe", "minimax-m2", "laguna", "gpt-oss", "qwen3next", "gemma4", "deepseek2"])
 def test_speculative_text_is_the_same_at_any_residency(tmp_path, arch):
     """Prefill, plain and fused steps of several widths, rollback; the hit rate is counted, and nothing is built late."""
@@ -142,6 +145,7 @@ def test_hit_rates_are_those_of_the_other_text():
     assert [hot_count(f, 8) for f in (0, 0.05, 0.07, 0.5, 1.0)] == [0, 0, 1, 4, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "written, sentence",
     [
@@ -192,6 +196,7 @@ def test_a_step_wider_than_planned_is_refused_before_it_runs(tmp_path):
         logits(path, lambda target: placed(target, lambda i: (), rows=16))
 
 
+@pytest.mark.slow
 def test_requests_at_once(tmp_path):
     """The same texts as with all experts on the device; more slots than rows were planned for are refused when they are asked for."""
     target, draft = write_laguna(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")

@@ -31,6 +31,7 @@ def test_every_architecture_is_covered():
     assert CLASSES.keys() == TARGETS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNKNOWN)
 @pytest.mark.parametrize("arch", ALL)
 def test_an_unknown_tensor_is_refused_by_name(tmp_path, arch, name):

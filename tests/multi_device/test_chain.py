@@ -37,6 +37,7 @@ def alone(pair, text, steps):
     return [drafts_of(engine, 0, i) for i in range(steps)]
 
 
+@pytest.mark.slow
 def test_drafts_of_several_slots_are_those_of_each_alone(pair):
     """Slots begin one after the other, sit steps out, and have blocks of different widths; what others accept does not matter to them."""
     texts, batch = prompts(4), pair.batch(4)
@@ -57,6 +58,7 @@ def test_drafts_of_several_slots_are_those_of_each_alone(pair):
     assert got == want
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_solo_streams_whatever_slots_do(pair):
     texts = prompts(5)
     expected = dict(enumerate(pair.solo(text, 60) for text in texts))
@@ -76,6 +78,7 @@ def test_a_rollback_to_before_the_block_drafts_the_same_again(pair):
         engine.accept(rows, int(again.ids[rows - 1]))
 
 
+@pytest.mark.slow
 def test_a_slot_begins_with_nothing_of_the_one_before(pair):
     """Its first row is paired with zeros, not with what the last sequence there left."""
     text, batch = prompts(2)[1][:1], pair.batch(2)
@@ -87,6 +90,7 @@ def test_a_slot_begins_with_nothing_of_the_one_before(pair):
         batch.release(slot)
 
 
+@pytest.mark.slow
 def test_prompts_of_any_length_draft_alike(pair):
     """In one chunk, in several, and with its last token alone: the hidden state of the token before is carried from chunk to chunk."""
     engine, rng = pair.session.engine, np.random.default_rng(4)
@@ -108,6 +112,7 @@ def test_a_block_that_is_given_up_changes_nothing(pair):
     assert engine.fused_step(8).tokens.tolist() == want[0]
 
 
+@pytest.mark.slow
 def test_accepting_through_the_helpers_gives_the_plain_text(pair):
     text, batch = prompts(3)[2], pair.batch(1)
     slot, out = batch.admit(), {0: []}
@@ -117,6 +122,7 @@ def test_accepting_through_the_helpers_gives_the_plain_text(pair):
     assert out[0][:20] == pair.solo(text, 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 3])
 def test_drafts_and_verified_rows_are_chosen_apart(pair, slots):
     """Three drafts in a graph of eight rows are those of a graph of four, and what is accepted of them leaves the same after."""
@@ -141,6 +147,7 @@ def test_drafts_and_verified_rows_are_chosen_apart(pair, slots):
     batch.release(slot)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 3])
 def test_drafts_that_are_looked_at_first_are_the_same(pair, slots):
     """A constraint has the drafts made by a graph of their own, and may pass fewer of them on."""

@@ -285,6 +285,7 @@ def llama_choice(chain, logits):
     return token
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 def test_same_tokens_as_llama_cpps_chain(chain):
     """Order, parameters, history and random numbers, over a vocabulary that takes libllama's large-array paths."""
@@ -373,6 +374,7 @@ def test_what_needs_whole_rows_asks_for_them():
     assert Sampling(grammar="root ::= [a-z]+", temperature=0, top_k=0).candidates() == 0, "the device is asked for the likeliest one"
 
 
+@pytest.mark.slow
 def test_the_same_text_as_llama_cpp_for_the_same_seed(demo):
     """Logits, chain and random numbers all together: plain decoding here, llama_decode and libllama's chain there."""
     sampling = Sampling(seed=7, repeat_penalty=1.1)
@@ -415,6 +417,7 @@ def test_temperature_0_is_greedy(demo):
         assert text == greedy and stats.matched > 0 and stats.seed is None
 
 
+@pytest.mark.slow
 def test_a_drawn_seed_is_told_and_repeats_the_text(demo):
     text, stats = demo.generate("def f(", 40, sampling=Sampling(temperature=1.5))
     assert demo.generate("def f(", 40, sampling=Sampling(temperature=1.5, seed=stats.seed))[0] == text

@@ -28,6 +28,7 @@ def idle(monkeypatch):
     monkeypatch.setattr("pyggml_spec.speculation.calibrate.cpu_wait_s", lambda: 0.0)
 
 
+@pytest.mark.slow
 def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp_path, monkeypatch, idle):
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
@@ -43,6 +44,7 @@ def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp
         assert [p.name for p in tmp_path.iterdir()] == [entry.name]
 
 
+@pytest.mark.slow
 def test_costs_under_other_conditions_have_another_key(pair):
     keys = []
     for conditions in ({}, {}, {"threads": 2}, {"n_ctx": 512}, {"kernels": "ggml"}, {"draft": None}):
@@ -64,6 +66,7 @@ def test_costs_of_a_busy_moment_are_used_but_not_kept(pair, tmp_path, monkeypatc
         assert session.costs and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, None])
 def test_costs_under_load_are_measured_again_without_it(pair, tmp_path, monkeypatch, idle, threads):
     """The thread that decodes need not wait for its own core: what other threads wait for makes steps as slow."""
@@ -138,6 +141,7 @@ def test_plain_steps_are_measured_at_the_length_of_the_text(pair, monkeypatch):
         assert session.calibrate_plain(3, 10_000) > 0  # more than the context holds
 
 
+@pytest.mark.slow
 def test_costs_of_other_kernels_are_not_taken(pair, tmp_path, monkeypatch, idle):
     """A build with other kernels, or a switch of ggml-cuda, has costs of its own: widths were chosen by those that were measured first."""
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
@@ -213,6 +217,7 @@ def test_costs_that_real_steps_undercut_are_outdated():
         assert control.costs_outdated == outdated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_ctx", [1, 5, 9, 10, 12, 20, 26])
 def test_a_context_shorter_than_a_block_loads_and_generates(pair, n_ctx):
     """Measuring had nothing to measure there and ended in a traceback."""
@@ -279,6 +284,7 @@ def test_what_is_computed_beforehand_leaves_room_for_the_block_that_is_measured(
         assert session.generate("def ", 4, ignore_end=True)[1].emitted == 4
 
 
+@pytest.mark.slow
 def test_a_first_text_begins_with_what_earlier_sessions_texts_taught(tmp_path, monkeypatch, idle):
     """Every process began with an assumption: the embedded prompt, whose first blocks bring eleven tokens, was decoded plainly for a hundred steps each time."""
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
@@ -308,6 +314,7 @@ def test_a_first_text_begins_with_what_earlier_sessions_texts_taught(tmp_path, m
     assert not list(tmp_path.glob("drafts-*.json"))
 
 
+@pytest.mark.slow
 def test_what_is_accepted_at_random_teaches_nothing(tmp_path, monkeypatch, idle):
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")

@@ -56,6 +56,7 @@ def milliseconds(
     return spent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", COSTS)
 @pytest.mark.parametrize("name", ["copy", "json", "prose"])
 @pytest.mark.parametrize("chance", [0.0, 0.6, 0.85])

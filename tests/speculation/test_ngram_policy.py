@@ -50,6 +50,7 @@ def session(request):
         yield loaded
 
 
+@pytest.mark.slow
 def test_the_text_is_plain_text_and_repeated_requests_are_copied(session, plain):
     text, first = session.generate(PROMPT, N, ignore_end=True)
     again, second = session.generate(PROMPT, N, ignore_end=True)

@@ -134,6 +134,7 @@ def _geometric(p, rng):
     return accept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97])
 @pytest.mark.parametrize("costs", [H200_27B, SLOW_BLOCKS])
 def test_close_to_the_best_fixed_width_and_never_slower_than_plain(costs, p):
@@ -164,6 +165,7 @@ def test_two_unlucky_blocks_at_the_start_do_not_decide_the_next_sixty_steps():
     assert min(_speed(costs, 0.845, seed, 128) for seed in range(100)) > 1.8 / costs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p, costs", [(0.6, {1: 10.0, 2: 10.7, 4: 14.6}), (0.8, {1: 10.0, 4: 19.8, 8: 28.0})])
 def test_widths_of_the_same_speed_are_not_exchanged_all_the_time(p, costs):
     """2,000 steps, 4 seeds: 56 to 77 changes, each of which takes a graph that commits; without MARGIN 180 to 238, for the same speed."""
@@ -214,6 +216,7 @@ def test_recorded_prompts_gain(costs, mean, least):
     assert statistics.mean(gains) > mean and min(gains) > least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.7])
 @pytest.mark.parametrize("costs", [OWN_KERNELS, GGML, H200_27B, SLOW_BLOCKS, FAST_PLAIN])
 def test_no_text_is_expected_to_lose(costs, share):
@@ -268,6 +271,7 @@ def test_a_long_text_may_begin_badly(costs, least):
     assert _first(costs, START, 240) > least > _first(costs, START, 240, told=False)
 
 
+@pytest.mark.slow
 def test_first_texts_gain_where_many_tokens_are_asked_for():
     for costs, more in (
         (EPYC["one thread"], 0.07),
@@ -296,6 +300,7 @@ def test_a_drafter_that_knows_nothing_costs_long_texts_two_percent(costs):
     assert statistics.mean(gains) > 0.985 and min(gains) > 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("costs", [*EPYC.values(), *DEAR.values(), OWN_KERNELS])
 def test_a_text_that_is_unlike_those_before_it_loses_little(costs, share):
@@ -337,6 +342,7 @@ def _rounds(costs, rows, seed, rounds=8, tokens=96):
     return [statistics.median(of[1:]) for of in gains]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "machine, mean, least", [("two threads, busy", 1.01, 0.94), ("two threads", 1.15, 0.97), ("one thread", 1.63, 1.22)]
 )
@@ -347,6 +353,7 @@ def test_dear_blocks_gain_what_they_can(machine, mean, least):
     assert statistics.mean(gains) > mean and min(gains) > least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("machine", DEAR)
 def test_dear_blocks_of_a_drafter_that_knows_nothing_cost_no_text_more_than_two_percent(machine, share):
@@ -429,6 +436,7 @@ def test_texts_are_plain_to_their_end_while_no_block_can_be_afforded():
     assert not rested[0] and 6 <= sum(rested) < 12  # what plain steps pay for is tried again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "costs", [{1: 1.0, 2: 2.2, 4: 3.3, 8: 5.8, 16: 10.0}, {1: 1.0, 2: 2.2, 4: 3.6, 8: 6.8, 16: 13.0}], ids=["busy", "dear"]
 )
@@ -443,6 +451,7 @@ def test_few_texts_lose_where_blocks_cost_what_they_win(costs):
         assert all(control.costs[1, kind] < 1.3 * costs[kind.tokens] * control.costs[1, PLAIN_STEP] for kind in control.kinds)
 
 
+@pytest.mark.slow
 def test_costs_that_were_measured_wrong_are_learnt_from_the_steps():
     """A machine that was busy while they were measured: blocks seemed twice or three times as dear, or half as dear."""
     for width, factor in ((4, 2.0), (4, 3.0), (8, 0.5), (16, 0.4)):
@@ -456,6 +465,7 @@ NEAR = {1: 0.345, 2: 0.60, 4: 0.63, 8: 0.92, 16: 1.52}  # two cores of an EPYC 9
 SLOWED = {1: 0.42, 2: 0.85, 4: 1.01, 8: 1.15, 16: 1.87}
 
 
+@pytest.mark.slow
 def test_costs_of_a_slow_moment_keep_blocks_away_from_no_session():
     """Each block was one behind plain steps, whose time taught nothing, and what unlucky texts had lost was not there for those behind them: sessions stayed at
     1.03 of plain decoding. What one kind of block is found to cost says something of those that were measured in the same moment."""
@@ -566,6 +576,7 @@ def test_the_number_of_slots_decides():
     assert learnt().choose(4, [None] * 4) == PLAIN_STEP
 
 
+@pytest.mark.slow
 def test_plain_decoding_of_many_is_left_again_when_drafts_become_right():
     control, sequences, used = learnt(), [seen(0) for _ in range(4)], []
     for step in range(6000):
@@ -654,6 +665,7 @@ def _replayed(costs, choose, observe, order, tokens=128):
 CHAIN = "draft-mtp"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [(DRAFTER,), (CHAIN,), (DRAFTER, CHAIN)], ids=["blocks", "chain", "both"])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_regret_against_the_best_fixed_kind_is_bounded(machine, names):

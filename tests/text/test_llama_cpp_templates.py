@@ -36,6 +36,7 @@ def test_all_templates_are_compared(templates):  # noqa: F811
     assert all(set(hashes) == set(CONVERSATIONS) for hashes in KEPT["texts"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT["texts"])
 def test_the_text_is_llama_servers(templates, name):  # noqa: F811
     template = ChatTemplate((templates / f"{name}.jinja").read_text("utf-8"), "<bos>", "<|im_end|>")

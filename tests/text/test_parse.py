@@ -345,6 +345,7 @@ def test_no_cut_changes_what_comes_out(text, form, inside, with_tools, reasoning
     assert parsed(text, form, range(len(text) + 1), **options) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet='<|"{}[]:,call_up word\n=/>', max_size=60), st.sampled_from(list(FORM)), st.booleans())
 def test_nothing_that_a_model_writes_ends_the_parser(text, form, cut):
@@ -355,6 +356,7 @@ def test_nothing_that_a_model_writes_ends_the_parser(text, form, cut):
         assert all(strict(call.arguments) is not None for call in calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [*CALLS, "gpt-oss", "muse-glimmer", "JSON"])
 def test_long_arguments_take_time_that_grows_with_them_alone(form):
     """Pushed in small pieces, markers in them: 200 KB in two seconds, where looking at all of it each time takes minutes."""
