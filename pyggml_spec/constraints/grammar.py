@@ -193,7 +193,40 @@ class Vocabulary:
             raise ConstraintError(f"the {KINDS[kind]} cannot continue: {_reason(matcher.get_error())}")
 
 
-class Grammar:
+class Mask:
+    """What constraints derive from ``bits``, ``fits`` and ``_walk``."""
+
+    _vocabulary: Vocabulary
+
+    def bits(self) -> np.ndarray:
+        raise NotImplementedError
+
+    def fits(self, tokens: Sequence[int]) -> int:
+        raise NotImplementedError
+
+    def _walk(self, follow: Callable[[np.ndarray], int | None], most: int | None = None) -> tuple[list[int], list[np.ndarray]]:
+        raise NotImplementedError
+
+    def allows(self, token: int) -> bool:
+        """Whether ``token`` is allowed next."""
+        return self.fits([token]) == 1
+
+    def mask(self) -> np.ndarray:
+        """Bool [n_vocab]: the tokens that may come next."""
+        return np.unpackbits(self.bits(), count=self._vocabulary.n_vocab, bitorder="little").view(bool)
+
+    def ahead(self, tokens: Sequence[int]) -> list[np.ndarray]:
+        """Masks here and after each of ``tokens``; stops at a token that is not allowed or ends the text, and at a slow mask."""
+        left = iter(tokens)
+        return self._walk(lambda bits: next(left, None))[1]
+
+    def some(self, most: int) -> tuple[list[int], list[np.ndarray]]:
+        """Up to ``most`` allowed tokens (deterministic, no end token), and their masks as ``ahead`` returns them."""
+        ends = self._vocabulary.ends
+        return self._walk(lambda bits: next((token for token in first_set(bits) if token not in ends), None), most)
+
+
+class Grammar(Mask):
     """State of one generation in a constraint.
 
     Attributes:
@@ -250,10 +283,6 @@ class Grammar:
             return int(self.complete)
         return n
 
-    def allows(self, token: int) -> bool:
-        """Whether ``token`` is allowed next."""
-        return self.fits([token]) == 1
-
     def feed(self, tokens: Sequence[int]) -> bool:
         """Consumes existing text; returns False and keeps the state if it is not allowed. Raises ConstraintError: it takes longer than
         FEED_S."""
@@ -294,20 +323,6 @@ class Grammar:
                 f"the {KINDS[self.kind]} cannot continue: no token is allowed, and the text cannot end here; allow one of the two"
             )
         return bits
-
-    def mask(self) -> np.ndarray:
-        """Bool [n_vocab]: the tokens that may come next."""
-        return np.unpackbits(self.bits(), count=self._vocabulary.n_vocab, bitorder="little").view(bool)
-
-    def ahead(self, tokens: Sequence[int]) -> list[np.ndarray]:
-        """Masks here and after each of ``tokens``; stops at a token that is not allowed or ends the text, and at a slow mask."""
-        left = iter(tokens)
-        return self._walk(lambda bits: next(left, None))[1]
-
-    def some(self, most: int) -> tuple[list[int], list[np.ndarray]]:
-        """Up to ``most`` allowed tokens (deterministic, no end token), and their masks as ``ahead`` returns them."""
-        ends = self._vocabulary.ends
-        return self._walk(lambda bits: next((token for token in first_set(bits) if token not in ends), None), most)
 
     def _walk(self, follow: Callable[[np.ndarray], int | None], most: int | None = None) -> tuple[list[int], list[np.ndarray]]:
         """Advances along ``follow`` while tokens are allowed, then rolls back."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import EngineError, SamplingError
 from ..text.tokenizer import Tokenizer
-from .grammar import KINDS, Grammar, Vocabulary, allows, first_set
+from .grammar import KINDS, Grammar, Mask, Vocabulary, allows
 from .pattern import Budget, Pattern
 from .search import Search, SearchState
 
@@ -50,7 +50,7 @@ known_states: "WeakKeyDictionary[Vocabulary, OrderedDict[tuple, _Before]]" = Wea
 _finding = threading.Lock()
 
 
-class LazyGrammar:
+class LazyGrammar(Mask):
     """State of one generation before and after a trigger; same interface as ``Grammar``.
 
     Attributes:
@@ -131,10 +131,6 @@ class LazyGrammar:
         """A budget for one call."""
         return self._before.search.budget() if self._before.search is not None else Budget()
 
-    def allows(self, token: int) -> bool:
-        """Whether ``token`` is allowed next."""
-        return self.fits([token]) == 1
-
     def bits(self) -> np.ndarray:
         """As ``Grammar.bits``."""
         return self._bits(self._budget())
@@ -182,24 +178,10 @@ class LazyGrammar:
         inner = self._inner.copy()
         return inner.bits() if inner.feed(self._vocabulary.tokens_of(text)) else None
 
-    def mask(self) -> np.ndarray:
-        """Bool [n_vocab]: mask of allowed tokens."""
-        return np.unpackbits(self.bits(), count=self._vocabulary.n_vocab, bitorder="little").view(bool)
-
-    def ahead(self, tokens: Sequence[int]) -> list[np.ndarray]:
-        """As ``Grammar.ahead``."""
-        left = iter(tokens)
-        return self._inner.ahead(tokens) if self._begun else self._walk(lambda bits: next(left, None))[1]
-
-    def some(self, most: int) -> tuple[list[int], list[np.ndarray]]:
-        """As ``Grammar.some``."""
-        if self._begun:
-            return self._inner.some(most)
-        ends = self._vocabulary.ends
-        return self._walk(lambda bits: next((token for token in first_set(bits) if token not in ends), None), most)
-
     def _walk(self, follow: Callable[[np.ndarray], int | None], most: int | None = None) -> tuple[list[int], list[np.ndarray]]:
         """A copy advances along ``follow`` while tokens are allowed."""
+        if self._begun:
+            return self._inner._walk(follow, most)
         path: list[int] = []
         copy, budget = self._copy(), self._budget()
         out = [copy._bits(budget)]

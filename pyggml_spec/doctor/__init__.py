@@ -1,5 +1,5 @@
 """Why is acceptance low, or speed missing? Each known cause is measured on the loaded pair.
-evidence.py   texts of the target, with hidden states         probe.py      teacher-forced acceptance on them
+probe.py      texts of the target, and teacher-forced acceptance on them
 files.py      files and build, before anything runs     opening.py    repairs keys of drafters that the engine refuses
 readings.py   sweeps of hyper-parameters                precision.py  cost of quantisation
 templates.py  template and thinking mode                running.py    generations, step times, speed-up

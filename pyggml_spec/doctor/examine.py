@@ -24,9 +24,8 @@ from ..models.registry import open_target
 from ..models.weights import Weights
 from ..multi_device.split import SplitWeights
 from . import files, precision, readings, running, split, templates
-from .evidence import Passage, held_out_prompts, write_passages
 from .opening import open_leniently
-from .probe import FLOOR, JUDGED, Measured, Probe, Reading
+from .probe import FLOOR, JUDGED, Measured, Passage, Probe, Reading, held_out_prompts, write_passages
 from .report import FAIL, FEATURES, FIT, NOT_APPLICABLE, RUNNING, Check, Report, causes_only
 
 Done = Callable[[str, int, int], None]

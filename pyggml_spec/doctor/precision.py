@@ -17,8 +17,7 @@ from ..errors import PyspecError
 from ..ggml.library import lib, text
 from ..models.weights import MATMUL
 from ..tools.quants import TYPES, dequantise, quantise, type_id
-from .evidence import Passage, capture
-from .probe import Measured, Probe, Reading
+from .probe import Measured, Passage, Probe, Reading, capture
 from .readings import MIN_Z, gain
 from .report import FAIL, NOT_APPLICABLE, OK, PRECISION, WARN, Check
 

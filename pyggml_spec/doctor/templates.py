@@ -6,8 +6,7 @@ from ..engine.runner import ModelRunner
 from ..errors import TemplateError
 from ..text.template import KEY, ChatTemplate
 from ..text.tokenizer import Tokenizer
-from .evidence import write_passages
-from .probe import KNOWN, Probe, Reading
+from .probe import KNOWN, Probe, Reading, write_passages
 from .report import NOT_APPLICABLE, OK, RUNNING, WARN, Check
 
 MATTERS = 0.8  # share of the best variant's accepted drafts below which a variant is reported

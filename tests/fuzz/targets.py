@@ -45,8 +45,8 @@ from pyggml_spec.models.weights import find_tensor
 from pyggml_spec.text import template
 from pyggml_spec.text.template import ChatTemplate
 from pyggml_spec.text.tokenizer import Tokenizer, check_vocabulary
+from pyggml_spec.tools.convert import read_layout
 from pyggml_spec.tools.inspect import inspect_file
-from pyggml_spec.tools.layouts import read_layout
 
 MIB = 1 << 20
 
