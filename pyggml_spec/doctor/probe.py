@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from ..loading import DEMO
 from ..cache.kv import KVCache, padded
 from ..drafters.base import ContextInputs
 from ..drafters.dflash import BlockInputs, Hparams
@@ -24,6 +23,7 @@ from ..engine.scheduler import generate
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, GraphAllocator
 from ..ggml.step_io import StepFields, StepIO
+from ..loading import DEMO
 
 JUDGED = 6  # drafts per block whose likelihood is compared
 FLOOR = 1e-6  # smallest probability distinguished from 0

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.doctor.probe import write_passages
-from pyggml_spec.doctor.probe import Probe, Reading, _mask
+from pyggml_spec.doctor.probe import Probe, Reading, _mask, write_passages
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 
 PROMPT = "class Stack:\n    def __init__(self):\n"

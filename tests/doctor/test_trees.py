@@ -7,8 +7,7 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.doctor import trees
-from pyggml_spec.doctor.probe import write_passages
-from pyggml_spec.doctor.probe import BEST, Measured, Probe, Reading, ranks_of
+from pyggml_spec.doctor.probe import BEST, Measured, Probe, Reading, ranks_of, write_passages
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 
 COSTS = {1: 10.0, 2: 11.0, 4: 12.0, 8: 14.0, 16: 18.0}
