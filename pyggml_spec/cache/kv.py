@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import DeviceError
 from ..ggml.device import Backend, free_bytes
-from ..ggml.library import Buffer, Context, Tensor, ffi, lib
+from ..ggml.library import Buffer, Context, Tensor, ffi, lib, new_context
 from ..models.base import KVLayer, KVShape
 from .kv_types import KVTypes, hadamard
 
@@ -119,10 +119,7 @@ class KVCache:
 
     def _layers_on(self, backend: Backend, shapes: Sequence[KVShape], rows: int, types: KVTypes) -> list[KVLayer]:
         sizes = {n for s in shapes for n in (*types.rotations(s), s.index) if n}
-        params = ffi.new(
-            "struct ggml_init_params *", {"mem_size": (3 * len(shapes) + len(sizes) + 2) * lib.ggml_tensor_overhead(), "no_alloc": True}
-        )
-        home = _Home(backend, lib.ggml_init(params[0]))
+        home = _Home(backend, new_context(3 * len(shapes) + len(sizes) + 1))
         self._homes.append(home)
         home.mask_base = self._tensor(home, lib.GGML_TYPE_F32, rows)
         home.rotations = {n: self._tensor(home, lib.GGML_TYPE_F32, n, n) for n in sizes}

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import DeviceError, ModelError, PyspecError
 from ..ggml.device import Backend
-from ..ggml.library import Tensor, ffi, lib, text
+from ..ggml.library import Tensor, ffi, lib, new_context, text
 from ..models.base import KVShape
 
 TYPES = ("f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
@@ -110,7 +110,7 @@ def _other_type(types: KVTypes, shape: KVShape, backend: Backend, option: str) -
 @contextmanager
 def _shapes() -> Iterator[tuple[Any, Callable[..., Tensor]]]:
     """A context of unallocated tensors for support queries, and a constructor (type, *ne)."""
-    ctx = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 32 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
+    ctx = new_context(31)
     try:
         yield ctx, lambda kind, *ne: lib.ggml_new_tensor(ctx, kind, len(ne), ne)
     finally:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..ggml.device import Backend
-from ..ggml.library import Buffer, Context, Tensor, ffi, lib, read_tensor
+from ..ggml.library import Buffer, Context, Tensor, ffi, lib, new_context, read_tensor
 from ..models.base import KVShape
 from .hidden import LastHiddenState
 from .kv import KVCache
@@ -22,8 +22,7 @@ class Pieces:
     """Contiguous tensors in a fixed order: views of a part of a sequence, or a copy that owns its memory. ``backends``: of each tensor."""
 
     def __init__(self, most: int) -> None:
-        params = ffi.new("struct ggml_init_params *", {"mem_size": (most + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
-        self._ctx: Any = lib.ggml_init(params[0])
+        self._ctx: Any = new_context(most)
         self._store: list[tuple[Backend, Context, Buffer]] = []
         self.tensors: list[Tensor] = []
         self.backends: list[Backend] = []
@@ -63,8 +62,7 @@ class Pieces:
     def _copy_on(self, backend: Backend) -> bool:
         """Replaces the tensors on ``backend`` with newly allocated ones."""
         mine = [i for i, other in enumerate(self.backends) if other is backend]
-        params = ffi.new("struct ggml_init_params *", {"mem_size": (len(mine) + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
-        ctx = lib.ggml_init(params[0])
+        ctx = new_context(len(mine))
         for i in mine:
             self.tensors[i] = lib.ggml_new_tensor(ctx, self.tensors[i].type, 2, (self.tensors[i].ne[0], self.tensors[i].ne[1]))
         buffer = backend.allocate_temporary(ctx)

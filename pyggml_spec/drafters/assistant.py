@@ -22,7 +22,6 @@ from ..models.layers import ROPE_FREQS
 from ..models.weights import MATMUL, VECTOR, Spec
 from .base import ChainInputs, ContextInputs, Drafter
 
-BLOCK = 16  # rows of the widest block
 EMBEDDING, NORM = "token_embd.weight", "output_norm.weight"
 PRE_PROJECTION, POST_PROJECTION = "nextn.pre_projection.weight", "nextn.post_projection.weight"
 UNREAD = ("masked_embd_centroids.weight", "masked_embd_ordering", "masked_embd_ordering.weight")
@@ -33,31 +32,24 @@ class Gemma4Assistant(Drafter):
 
     arch, method = "gemma4-assistant", "draft-mtp"
     chained = shares_kv = True
+    block_size = 16
     scaled = ()  # as in llama.cpp
 
     def __init__(self, file: GGUFFile) -> None:
         a = self.arch
         self.file, self.n_embd, self.n_vocab = file, positive(file, f"{a}.embedding_length"), vocabulary(file)
-        self._layers = positive(file, f"{a}.block_count", limit=64)
+        self.n_layer = positive(file, f"{a}.block_count", limit=64)
         self.n_embd_target, self.eps = positive(file, f"{a}.embedding_length_out"), epsilon(file, a)
-        if file.get(f"{a}.nextn_predict_layers", int, 0) != self._layers:
-            raise ModelError(f"{file.path}: nextn_predict_layers is not block_count {self._layers}; all layers of a {a} file draft")
+        if file.get(f"{a}.nextn_predict_layers", int, 0) != self.n_layer:
+            raise ModelError(f"{file.path}: nextn_predict_layers is not block_count {self.n_layer}; all layers of a {a} file draft")
         if self.n_embd == self.n_embd_target:
             raise ModelError(f"{file.path}: embedding_length_out is the drafter's own {self.n_embd}, but it has to be the target's")
-        self.n_head = per_layer(file, f"{a}.attention.head_count", self._layers)
-        self.n_ff = per_layer(file, f"{a}.feed_forward_length", self._layers)
-        self.window, self.sliding = sliding_layers(file, a, self._layers)
+        self.n_head = per_layer(file, f"{a}.attention.head_count", self.n_layer)
+        self.n_ff = per_layer(file, f"{a}.feed_forward_length", self.n_layer)
+        self.window, self.sliding = sliding_layers(file, a, self.n_layer)
         if not self.window:
             raise ModelError(f"{file.path} has no attention.sliding_window, which every {a} model has; convert it again")
         self.full, self.slide = kinds(file, a, self.n_embd // self.n_head[0])
-
-    @property
-    def block_size(self) -> int:
-        return BLOCK
-
-    @property
-    def n_layer(self) -> int:
-        return self._layers
 
     # -- tensors
 
@@ -71,7 +63,7 @@ class Gemma4Assistant(Drafter):
         ]
         if not all(self.sliding):
             out.append(Spec(ROPE_FREQS, (self.full.size // 2,), VECTOR))
-        for i in range(self._layers):
+        for i in range(self.n_layer):
             size, n_ff = self._kind(i).size, self.n_ff[i]
             width = size * self.n_head[i]
             shapes = {"attn_q": (n, width), "attn_output": (width, n), "ffn_gate": (n, n_ff), "ffn_up": (n, n_ff), "ffn_down": (n_ff, n)}
@@ -85,7 +77,7 @@ class Gemma4Assistant(Drafter):
         return super().unused() | dict.fromkeys(UNREAD, "a table for a reduced vocabulary, which llama.cpp does not use either")
 
     def groups(self) -> dict[str, tuple[str, ...]]:
-        return {f"blk.{i}.ffn": (f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight") for i in range(self._layers)}
+        return {f"blk.{i}.ffn": (f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight") for i in range(self.n_layer)}
 
     def kv_shapes(self) -> list[KVShape]:
         return []
@@ -102,7 +94,7 @@ class Gemma4Assistant(Drafter):
             raise PairError(f"{pair}: it reads the K/V of a sliding layer and of a full one after it, which are not the target's last two")
         if any(self.sliding) and self.window != target.window:
             raise PairError(f"{pair}: its window is {self.window}, the target's {target.window}")
-        for i in range(self._layers):
+        for i in range(self.n_layer):
             theirs = target.mixer(self._read(i, target.n_layer))
             if self._kind(i).size != theirs.kind.size or self.n_head[i] % theirs.kv_heads:
                 raise PairError(
@@ -127,7 +119,7 @@ class Gemma4Assistant(Drafter):
         assert isinstance(target, Gemma4) and rows.sliding is not None
         e = g.scale(target.embed(g, rows.tokens), target.embedding_scale)
         x = product(g, w.matrix(PRE_PROJECTION), g.concat([e, rows.prev_hidden]))
-        for i in range(self._layers):
+        for i in range(self.n_layer):
             kind, theirs, b = self._kind(i), target.mixer(self._read(i, target.n_layer)), f"blk.{i}."
             attention, factors = (rows.sliding, None) if self.sliding[i] else (rows.attention, w[ROPE_FREQS])
             q = product(g, w.matrix(f"{b}attn_q.weight"), g.rms_norm(x, w[f"{b}attn_norm.weight"], eps))

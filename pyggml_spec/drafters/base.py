@@ -88,20 +88,16 @@ class Drafter(Model):
         position_lag: offset of its positions from the tokens' (1: positions of the hidden states; the first row is unused).
     """
 
+    weights: Weights
     method: str
+    block_size: int
+    n_layer: int
+    captures: tuple[int, ...] = ()
     chained = False
     shares_kv = False
     draft_tokens = 0
     position_lag = 0
     confident = False
-
-    @property
-    def weights(self) -> Weights:
-        return self._weights
-
-    @weights.setter
-    def weights(self, weights: Weights) -> None:
-        self._weights = weights
 
     @property
     def methods(self) -> "tuple[Drafter, ...]":
@@ -112,18 +108,6 @@ class Drafter(Model):
     def title(self) -> str:
         """Display name."""
         return self.file.path.name
-
-    @property
-    def block_size(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def n_layer(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def captures(self) -> tuple[int, ...]:
-        return ()
 
     @property
     def extra_nodes(self) -> int:

@@ -145,18 +145,7 @@ class DFlash(Drafter):
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
-
-    @property
-    def block_size(self) -> int:
-        return self.hp.block_size
-
-    @property
-    def n_layer(self) -> int:
-        return self.hp.n_layer
-
-    @property
-    def captures(self) -> tuple[int, ...]:
-        return self.hp.target_layers
+        self.block_size, self.n_layer, self.captures = self.hp.block_size, self.hp.n_layer, self.hp.target_layers
 
     # -- tensors
 

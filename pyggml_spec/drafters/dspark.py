@@ -35,10 +35,7 @@ class DSpark(DFlash):
         self.rank = file.tensors[FROM].shape[0]
         self.confident = CONFIDENCE in file.tensors
         self.from_anchor = file.get(f"{self.arch}.sample_from_anchor", bool, True)
-
-    @property
-    def block_size(self) -> int:
-        return self.hp.block_size + self.from_anchor
+        self.block_size += self.from_anchor
 
     @property
     def extra_nodes(self) -> int:

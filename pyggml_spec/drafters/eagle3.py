@@ -24,7 +24,6 @@ from ..models.weights import MATMUL, ROWS, VECTOR, Spec
 from .base import TOKEN_MAP, ChainInputs, ContextInputs, Drafter, check_tokens
 from .dflash import F16_MAX
 
-BLOCK = 16  # rows of the widest block
 EMBEDDING, HEAD, NORM, FEATURE_NORM = "token_embd.weight", "output.weight", "output_norm.weight", "enc.output_norm.weight"
 FACTORS, FC, LAYER = "rope_freqs.weight", "fc.weight", "blk.0."
 LAST_INPUT = ("gpt-oss",)  # targets whose last layer's output llama.cpp captures before the norm; others after it
@@ -35,6 +34,7 @@ class Eagle3(Drafter):
 
     arch, method = "eagle3", "draft-eagle3"
     chained, position_lag = True, 1
+    block_size, n_layer = 16, 1
     scaled = ()  # as in llama.cpp
 
     def __init__(self, file: GGUFFile) -> None:
@@ -50,22 +50,10 @@ class Eagle3(Drafter):
         if layers is None or len(layers) != 3:
             said = "no" if layers is None else len(layers)
             raise ModelError(f"{file.path} has {said} {self.arch}.target_layers; a drafter of this kind reads the inputs of three")
-        self.target_layers = tuple(int(v) for v in layers)
+        self.captures = tuple(int(v) for v in layers)
         self.n_embd_target = positive(file, f"{self.arch}.target_hidden_size")
         self.norm_before_residual = file.get(f"{self.arch}.norm_before_residual", bool, False)
         self.norm_before_fc = file.get(f"{self.arch}.norm_before_fc", bool, False)
-
-    @property
-    def block_size(self) -> int:
-        return BLOCK
-
-    @property
-    def n_layer(self) -> int:
-        return 1
-
-    @property
-    def captures(self) -> tuple[int, ...]:
-        return self.target_layers
 
     # -- tensors
 
@@ -109,7 +97,7 @@ class Eagle3(Drafter):
         if self.n_embd_target != target.n_embd:
             raise PairError(f"{pair}: it was made for hidden states of {self.n_embd_target} values, the target's have {target.n_embd}")
         last = target.n_layer if target.arch in LAST_INPUT else target.n_layer - 1
-        bad = [v for v in self.target_layers if not 0 <= v <= last]
+        bad = [v for v in self.captures if not 0 <= v <= last]
         if bad:
             raise PairError(
                 f"{pair}: it reads the input of layer {bad[0]}, but of {target.arch} targets those of layers 0 to {last} can be read"

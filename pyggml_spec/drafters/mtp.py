@@ -25,7 +25,6 @@ from ..models.weights import MATMUL, ROWS, VECTOR, Spec, Weights
 from .base import ChainInputs, ContextInputs, Drafter
 
 LAYERS = ("qwen35", "qwen35moe", "qwen3next")  # architectures whose layer drafts here
-BLOCK = 16  # rows of the widest block
 EMBEDDING, NORM, HEAD = "token_embd.weight", "output_norm.weight", "output.weight"
 SHARED_TENSORS = {EMBEDDING: "embed_tokens", NORM: "shared_head_norm", HEAD: "shared_head_head"}
 PIECE = 1 << 24  # bytes compared at a time
@@ -47,6 +46,7 @@ class MTP(Drafter):
 
     method = "draft-mtp"
     chained = True
+    block_size, n_layer = 16, 1
     scaled = (*SCALED, "eh_proj")
     biased = ATTENTION
 
@@ -73,14 +73,6 @@ class MTP(Drafter):
     @property
     def title(self) -> str:
         return self.file.path.name if self.alone else f"MTP layer of {self.file.path.name}"
-
-    @property
-    def block_size(self) -> int:
-        return BLOCK
-
-    @property
-    def n_layer(self) -> int:
-        return 1
 
     @property
     def weights(self) -> Weights:

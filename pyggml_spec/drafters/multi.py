@@ -22,32 +22,12 @@ class MultiDrafter:
             if len(alike) > 1:
                 raise PairError(f"{' and '.join(drafter.title for drafter in alike)} both draft {what}; name one of them with `spec`")
         self._chain = next((drafter for drafter in self.methods if drafter.chained), None)
-
-    @property
-    def method(self) -> str:
-        """The default method: that of the first drafter."""
-        return self.methods[0].method
-
-    @property
-    def title(self) -> str:
-        return " and ".join(drafter.title for drafter in self.methods)
-
-    @property
-    def block_size(self) -> int:
-        return max(drafter.block_size for drafter in self.methods)
-
-    @property
-    def captures(self) -> tuple[int, ...]:
-        """The union of all drafters' layers."""
-        return tuple(sorted({layer for drafter in self.methods for layer in drafter.captures}))
-
-    @property
-    def chained(self) -> bool:
-        return self._chain is not None
-
-    @property
-    def shares_kv(self) -> bool:
-        return any(drafter.shares_kv for drafter in self.methods)
+        self.method = self.methods[0].method  # the default
+        self.title = " and ".join(drafter.title for drafter in self.methods)
+        self.block_size = max(drafter.block_size for drafter in self.methods)
+        self.captures = tuple(sorted({layer for drafter in self.methods for layer in drafter.captures}))
+        self.chained = self._chain is not None
+        self.shares_kv = any(drafter.shares_kv for drafter in self.methods)
 
     def kv_shapes(self) -> list[KVShape]:
         return [shape for drafter in self.methods for shape in drafter.kv_shapes()]

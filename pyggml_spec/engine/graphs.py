@@ -26,8 +26,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ..cache.hidden import LastHiddenState
-from ..cache.hidden_buffer import BATCH, HiddenStateBuffer
+from ..cache.hidden import BATCH, HiddenStateBuffer, LastHiddenState
 from ..cache.kv import KV_BUCKET, KVCache, buckets_up_to, padded
 from ..cache.recurrent import DeltaInputs, DeltaState
 from ..cache.slots import SlotRange

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import DeviceError, EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, GraphAllocator
-from ..ggml.library import Tensor, ffi, lib
+from ..ggml.library import Tensor, ffi, lib, new_context
 from ..ggml.step_io import StepFields, StepIO
 from .graph_cache import Step
 
@@ -41,8 +41,7 @@ class MaskedRows:
         self._graphs: dict[tuple[int, int], Step] = {}
         self._role: Any = None
         self.io: Any = None
-        params = ffi.new("struct ggml_init_params *", {"mem_size": 2 * lib.ggml_tensor_overhead(), "no_alloc": True})
-        self._ctx = lib.ggml_init(params[0])
+        self._ctx = new_context(1)
         self.logits = lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F32, 2, (n_vocab, rows))
         self._buffer: Any = backend.allocate(self._ctx)
         if self._buffer == ffi.NULL:

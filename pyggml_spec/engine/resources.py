@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar, cast
 
 from ..cache.cursor import Cursor
-from ..cache.hidden import LastHiddenState
-from ..cache.hidden_buffer import HiddenStateBuffer
+from ..cache.hidden import HiddenStateBuffer, LastHiddenState
 from ..cache.kv import KVCache
 from ..cache.kv_types import KVTypes, check_types
 from ..cache.recurrent import DeltaSegment, DeltaState

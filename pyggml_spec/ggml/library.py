@@ -156,6 +156,12 @@ def new_err() -> CData:
     return ffi.new("char[]", lib.PGS_ERR)
 
 
+def new_context(tensors: int) -> Context:
+    """A ggml context for the metadata of up to ``tensors`` tensors, without data."""
+    params = ffi.new("struct ggml_init_params *", {"mem_size": (tensors + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
+    return lib.ggml_init(params[0])
+
+
 @functools.cache
 def _own_version() -> str:
     """Cached: reading package metadata takes up to 8 ms."""

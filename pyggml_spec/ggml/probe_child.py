@@ -36,17 +36,14 @@ def say_features(folder: Path) -> None:
 def multiply(backend: Any, buffer_type: Any) -> None:
     """A product with a matrix of every type that this buffer type supports."""
     from .graph import Graph, GraphAllocator
-    from .library import check, ffi, lib, new_err, text
+    from .library import check, ffi, lib, new_context, new_err, text
     from .shapes import NOT_WEIGHTS
-
-    def new_context() -> Any:
-        return lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 4 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
 
     for kind in range(lib.GGML_TYPE_COUNT):
         if text(lib.ggml_type_name(kind)) in NOT_WEIGHTS or not lib.ggml_blck_size(kind) or N_IN % lib.ggml_blck_size(kind):
             continue
         for rows in ROWS:
-            weights, others, allocator, err = new_context(), new_context(), GraphAllocator(backend, "probe"), new_err()
+            weights, others, allocator, err = new_context(3), new_context(3), GraphAllocator(backend, "probe"), new_err()
             weight = lib.ggml_new_tensor(weights, kind, 2, (N_IN, N_OUT))
             x = lib.ggml_new_tensor(others, lib.GGML_TYPE_F32, 2, (N_IN, rows))
             buffers = [backend.allocate(weights, buffer_type), backend.allocate(others)]

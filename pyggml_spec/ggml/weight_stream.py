@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import EngineError
 from .device import Backend
 from .graph import Graph
-from .library import Context, Tensor, check, ffi, lib, new_err, text
+from .library import Context, Tensor, check, ffi, lib, new_context, new_err, text
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class WeightStream:
         self._err, self._buffer = new_err(), ffi.NULL
         self._queue: Backend | None = None
         count = sum(len(tensors) for tensors in sources.values())
-        params = ffi.new("struct ggml_init_params *", {"mem_size": (count + 2) * lib.ggml_tensor_overhead(), "no_alloc": True})
-        self._contexts: list[Context] = [lib.ggml_init(params[0]), lib.ggml_init(params[0])]
+        self._contexts: list[Context] = [new_context(count + 1), new_context(count + 1)]
         self._ctx, self._home_ctx = self._contexts
         try:
             self._load(sources)

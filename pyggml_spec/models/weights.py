@@ -22,7 +22,7 @@ from ..ggml.device import Backend, device_handle, free_bytes
 from ..ggml.graph import Graph
 from ..ggml.host_experts import ExpertCounts, HostExperts, fillers
 from ..ggml.kernels import LANES, Packed, multiplies_experts, new_packed, pack, pack_experts, packed_shape
-from ..ggml.library import Buffer, BufferType, CData, Context, Tensor, check, ffi, lib, new_err, text
+from ..ggml.library import Buffer, BufferType, CData, Context, Tensor, check, ffi, lib, new_context, new_err, text
 from ..ggml.shapes import NOT_WEIGHTS
 from ..ggml.weight_stream import WeightStream
 from ..gguf_io import GGUFFile, TensorInfo
@@ -221,7 +221,7 @@ class Weights:
 
     def _takes(self, buft: BufferType, ggml_type: int, shape: tuple[int, ...], use: str) -> bool:
         """Whether the backend runs products of such a tensor in a buffer of this type."""
-        probe = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 8 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
+        probe = new_context(7)
         weight = lib.ggml_new_tensor(probe, ggml_type, len(shape), shape)
         if use != EXPERTS:
             node = lib.ggml_mul_mat(probe, weight, lib.ggml_new_tensor(probe, lib.GGML_TYPE_F32, len(shape), (shape[0], 512, *shape[2:])))
@@ -584,8 +584,7 @@ class Weights:
         return tuple(out)
 
     def _context(self, count: int) -> Context:
-        params = ffi.new("struct ggml_init_params *", {"mem_size": (count + 1) * lib.ggml_tensor_overhead(), "no_alloc": True})
-        self._contexts.append(lib.ggml_init(params[0]))
+        self._contexts.append(new_context(count))
         return self._contexts[-1]
 
     # -- access

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from ..api import Session
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, GraphAllocator
-from ..ggml.library import check, ffi, lib, new_err
+from ..ggml.library import check, ffi, lib, new_context, new_err
 
 WARMUP, RUNS = 3, 8
 COPY_CPU, COPY_GPU = 256 << 20, 2 << 30  # bytes per bandwidth test, larger than every cache
@@ -47,8 +47,7 @@ class Anatomy:
 def copy_bandwidth(backend: Backend) -> float:
     """Bytes per second of a large copy on the device, reads and writes counted; median of RUNS."""
     half = (COPY_CPU if backend.device.kind == "cpu" else COPY_GPU) // 2
-    params = ffi.new("struct ggml_init_params *", {"mem_size": 2 * lib.ggml_tensor_overhead(), "no_alloc": True})
-    ctx, allocator, err = lib.ggml_init(params[0]), GraphAllocator(backend, "copy"), new_err()
+    ctx, allocator, err = new_context(1), GraphAllocator(backend, "copy"), new_err()
     pair = [lib.ggml_new_tensor(ctx, lib.GGML_TYPE_F32, 2, (1024, half // 4096)) for _ in range(2)]
     buffer = backend.allocate(ctx)
     if buffer == ffi.NULL:

@@ -10,7 +10,7 @@ from ..engine.runner import ModelRunner
 from ..errors import EngineError
 from ..ggml import peer
 from ..ggml.device import Backend
-from ..ggml.library import ffi, lib
+from ..ggml.library import ffi, lib, new_context
 
 WARMUP, RUNS = 3, 8
 HOST_ONLY = "without peer access"
@@ -183,11 +183,10 @@ def way_of_copies(source: str, target: str) -> str:
 
 def _copy_us(source: Backend, target: Backend, nbytes: int) -> float:
     """Microseconds of a copy, median of RUNS; 0 if memory is short."""
-    params = ffi.new("struct ggml_init_params *", {"mem_size": 2 * lib.ggml_tensor_overhead(), "no_alloc": True})
     ends = []
     try:
         for backend in (source, target):
-            ctx = lib.ggml_init(params[0])
+            ctx = new_context(1)
             tensor = lib.ggml_new_tensor(ctx, lib.GGML_TYPE_F32, 1, (nbytes // 4,))
             buffer = backend.allocate(ctx)
             ends.append((ctx, tensor, buffer))

@@ -10,7 +10,7 @@ from random_gguf.model import Shape, write_dflash, write_qwen35
 from random_gguf.mtp import write_mtp, write_mtp_target
 
 import pyggml_spec as ps
-from pyggml_spec.cache import hidden_buffer as features
+from pyggml_spec.cache import hidden as features
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pyggml_spec.cache import hidden_buffer as features
+from pyggml_spec.cache import hidden as features
 from pyggml_spec.cache.cursor import Cursor
 from pyggml_spec.engine import scheduler, stream
 from pyggml_spec.engine.batch import Draft, Prefill, StepOutput
