@@ -17,13 +17,13 @@ from .concurrent import ConcurrentSession
 from .context_size import default_context, room, rough_bytes
 from .drafters.base import Drafter
 from .drafters.multi import AnyDrafter
+from .engine.engine import Engine
 from .engine.lock import ENDED, Turns
 from .engine.memory import SHARED, count_memory
 from .engine.options import candidate_widths
-from .engine.request import PLAIN, SPECULATIVE, LoopOptions
 from .engine.resources import Closable, P
 from .engine.runner import ModelRunner
-from .engine.scheduler import Scheduler, rests
+from .engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from .engine.stats import Stats
 from .errors import ContextError, EngineError, PyspecError, SamplingError
 from .events import StepEvent
@@ -40,6 +40,7 @@ from .sampling.sampler import Sampler, Sampling
 from .speculation.calibrate import cached_costs, cached_kinds, keep_drafts, known_drafts, plain_cost
 from .speculation.confidence import Confidence
 from .speculation.ngram_policy import NgramPolicy
+from .speculation.plan import skip_drafter_rows
 from .speculation.policy import NEVER_PAYS, AcceptancePrior, SpeculationPolicy, StepPlan, chain_plans, useful_widths, worth_keeping
 from .speculation.synthetic import SyntheticAcceptance
 from .text.stream import BlockText, stop_texts
@@ -120,7 +121,7 @@ class Session:
     target: Decoder
     tokenizer: Tokenizer
     engine: ModelRunner
-    scheduler: Scheduler  # of the engine's only slot
+    scheduler: Engine  # of the engine's only slot
     prefix: PrefixCache
 
     def __init__(self) -> None:
@@ -166,7 +167,7 @@ class Session:
                 self.notes.append(OTHERWISE)
         elif loader.ngram is not None:
             self.lookup = self._lookup_control(loader.ngram)
-        self.scheduler = Scheduler(self.engine, width, lookup=self.lookup)
+        self.scheduler = Engine(self.engine, width, ngram=self.lookup)
         if self.drafter is not None and options.draft_width is None:
             self._measure_costs()
             self._known_drafts, self._drafts_count = known_drafts(self.engine), True
@@ -317,8 +318,8 @@ class Session:
         """
         self._check_own()
         ids, text = self.prompt_ids(prompt, special), BlockText(self.tokenizer.piece, stop_texts(stop))
-        forced, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self.scheduler.drafts else PLAIN)
-        options = LoopOptions(
+        jump_forward, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self.scheduler.drafts else PLAIN)
+        options = GenerationOptions(
             max_tokens,
             mode,
             self.engine.options.width,
@@ -326,7 +327,7 @@ class Session:
             ignore_end,
             synthetic,
             completes=text.completes,
-            forced=forced,
+            jump_forward=jump_forward,
         )
         options.check(self.drafter or self.lookup)
         turn, sampler = self._turns.take(), None
@@ -351,7 +352,7 @@ class Session:
                 replace(options, sampler=sampler),
                 stats,
                 slot=0,
-                known=reuse.tokens,
+                cached=reuse.tokens,
                 progress=prefilled,
                 interrupted=interrupted,
             )
@@ -407,7 +408,7 @@ class Session:
         widths = self.scheduler.policy
         if append and widths is not None and widths.should_disable():
             return self.engine.slots[0].drafting
-        return not rests(widths, lambda drafting: self.prefix.known(ids, drafting))
+        return not skip_drafter_rows(widths, lambda drafting: self.prefix.known(ids, drafting))
 
     def _alike(self, ids: list[int], drafting: bool) -> int:
         """How many leading tokens of ``ids`` lie in place, to the token: where rows are all there is, and have the same bits whatever step computed them."""
@@ -513,7 +514,7 @@ class Session:
         stats.seconds["load"] = self.load_seconds
         return stats
 
-    def batch(self, slots: int, n_ctx: int | None = None, prefix_memory: int = 0, groups: int | str = 1) -> Scheduler:
+    def batch(self, slots: int, n_ctx: int | None = None, prefix_memory: int = 0, groups: int | str = 1) -> Engine:
         """A scheduler for ``slots`` sequences at once over this session's weights, with caches of its own; close it before the session.
 
         Args:
@@ -535,13 +536,13 @@ class Session:
         except BaseException:
             self._turns.end(turn)
             raise
-        turn.over = lambda: scheduler.engine.graphs.closed
+        turn.over = lambda: scheduler.runner.graphs.closed
         return scheduler
 
     def _scheduler_of(
         self, slots: int, n_ctx: int | None, prefix_memory: int, folder: str | Path | None = None, disk: int | None = None,
         groups: int | str = 1,
-    ) -> Scheduler:  # fmt: skip
+    ) -> Engine:  # fmt: skip
         self._check_open()
         wanted = None if groups == AUTO else whole(groups, f"what `groups` asks for beside {AUTO!r}, groups of sequences,", 1, GROUPS)
         context = self.slots_context(slots) if n_ctx is None else n_ctx
@@ -558,7 +559,13 @@ class Session:
             engine.close()
             raise
         lookup = self.lookup.for_slots(candidate_widths(options.width)) if self.lookup is not None else None
-        scheduler = Scheduler(engine, None if self.costs else options.width, memory, lookup, files, self.other_costs, wanted)
+        pinned = None if self.costs else options.width
+        if engine.groups and wanted != 1:
+            from .multi_device.pipeline import PipelinedEngine
+
+            scheduler: Engine = PipelinedEngine(engine, pinned, memory, lookup, files, self.other_costs, groups=wanted)
+        else:
+            scheduler = Engine(engine, pinned, memory, lookup, files, self.other_costs)
         if slots == 1:  # the same graphs
             scheduler.policy = self.new_policy()
         elif self.costs and (control := self.new_policy()) is not None:

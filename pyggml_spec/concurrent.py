@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
-from .engine.request import PLAIN, SPECULATIVE, LoopOptions
-from .engine.scheduler import Scheduler
+from .engine.engine import Engine
+from .engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
+from .engine.sequence import Sequence as SequenceState
 from .engine.stats import BatchStats, Stats
-from .engine.stream import Stream
 from .errors import EngineError, PyspecError
 from .events import End, StepEvent
 from .ggml.device import release_threads
@@ -97,7 +97,7 @@ class Handle:
     def __init__(
         self,
         server: "ConcurrentSession",
-        stream: Stream,
+        stream: SequenceState,
         text: BlockText,
         sampler: Sampler | None,
         progress: bool = False,
@@ -120,7 +120,7 @@ class Handle:
     @property
     def prompt_read(self) -> int:
         """Tokens of the prompt that are in the caches, reused ones among them."""
-        return self._stream.filled
+        return self._stream.computed
 
     def cancel(self) -> None:
         """Ends the request before the next step, from any thread, at any time."""
@@ -190,11 +190,11 @@ class Handle:
     def _collect(self) -> bool:
         """Turns what the stream has brought into events; False when it has ended."""
         try:
-            if self._told < self._stream.filled and self._stream.slot >= 0:
-                self._told = self._stream.filled
+            if self._told < self._stream.computed and self._stream.slot >= 0:
+                self._told = self._stream.computed
                 self._urgent = True
                 self._held.append(StepEvent("", (), self.stats.snapshot(), prompt_read=self._told))
-            while self._stream.has_news:
+            while self._stream.ready:
                 self._put(next(self._stream))
             return True
         except StopIteration:
@@ -241,7 +241,7 @@ class ConcurrentSession:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Engine,
         tokenizer: Tokenizer,
         prompt_ids: Callable[[str | bytes | Sequence[int], bool], list[int]],
         make_sampler: Callable[[Sampling | None, bool], Sampler | None],
@@ -249,7 +249,7 @@ class ConcurrentSession:
         self._scheduler, self._tokenizer, self._prompt_ids, self._make_sampler = scheduler, tokenizer, prompt_ids, make_sampler
         self._handles: list[Handle] = []
         self._changed, self._closing = threading.Condition(), False
-        self._holds = not scheduler.engine.ahead.overlaps  # the thread of the steps computes, and events come after it
+        self._holds = not scheduler.runner.ahead.overlaps  # the thread of the steps computes, and events come after it
         self._handed_over = self._stepped = 0.0  # when events were, and when the last step had ended
         self._failure: BaseException | None = None  # what ended everything
         self._sizes: tuple[int, dict[str, int], int] = (
@@ -269,7 +269,7 @@ class ConcurrentSession:
     @property
     def n_ctx(self) -> int:
         """Tokens of context of each slot."""
-        return self._scheduler.engine.options.n_ctx
+        return self._scheduler.runner.options.n_ctx
 
     @property
     def prefix_bytes(self) -> int:
@@ -278,7 +278,7 @@ class ConcurrentSession:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by purpose, without what the beginnings of prompts take; nothing once it is closed."""
-        return {} if self._scheduler.engine.graphs.closed else dict(self._sizes[1])
+        return {} if self._scheduler.runner.graphs.closed else dict(self._sizes[1])
 
     @property
     def graph_bytes(self) -> int:
@@ -287,7 +287,7 @@ class ConcurrentSession:
 
     def _measure(self) -> None:
         """Between steps: while one is planned, the sizes of its role's buffer are nobody else's to read."""
-        engine = self._scheduler.engine
+        engine = self._scheduler.runner
         stores = [engine.graphs, *(lane.graphs for lane in engine.resources.lanes)]
         changes = sum(store.changes for store in stores)
         if self._sizes[0] != changes:
@@ -337,11 +337,11 @@ class ConcurrentSession:
             SamplingError: the sampling names tokens that do not exist, or a wrong grammar.
             EngineError: closed, ended by an error in a step, or speculative mode without a drafter.
         """
-        engine = self._scheduler.engine
+        engine = self._scheduler.runner
         ids, stop = self._prompt_ids(prompt, special), stop_texts(stop)
-        forced, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self._scheduler.drafts else PLAIN)
+        jump_forward, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self._scheduler.drafts else PLAIN)
         text = BlockText(self._tokenizer.piece, stop, lines)
-        options = LoopOptions(
+        options = GenerationOptions(
             max_tokens,
             mode,
             engine.options.width,
@@ -349,7 +349,7 @@ class ConcurrentSession:
             ignore_end,
             synthetic,
             completes=text.completes,
-            forced=forced,
+            jump_forward=jump_forward,
             reuse=reuse,
             owner=owner,
         )

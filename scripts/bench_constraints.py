@@ -17,8 +17,8 @@ import json
 import time
 
 import pyggml_spec as ps
-from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.engine.scheduler import Scheduler, generate
+from pyggml_spec.engine.engine import Engine, generate
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
@@ -53,8 +53,8 @@ class Bench:
         synthetic = (
             SyntheticAcceptance(args.synthetic_acceptance, self.width - 1) if args.synthetic_acceptance and mode == SPECULATIVE else None
         )
-        options = LoopOptions(
-            args.tokens, mode, self.width, ignore_end=not constrained, synthetic=synthetic, sampler=sampler, forced=forced
+        options = GenerationOptions(
+            args.tokens, mode, self.width, ignore_end=not constrained, synthetic=synthetic, sampler=sampler, jump_forward=forced
         )
         session.engine.reset(drafting=mode == SPECULATIVE)
         blocks = generate(session.engine, self.prompt, options, stats)
@@ -66,7 +66,7 @@ class Bench:
             sampler.close()
         return tokens / spent, stats
 
-    def slots(self, scheduler: Scheduler, constrained: bool, repetition: int) -> float:
+    def slots(self, scheduler: Engine, constrained: bool, repetition: int) -> float:
         """Tokens per second of as many sequences as slots, each with a schema of its own, once all of them decode."""
         args, session, streams, samplers = self.args, self.session, [], []
         mode = SPECULATIVE if session.drafter is not None else PLAIN
@@ -78,7 +78,9 @@ class Bench:
                 if args.synthetic_acceptance
                 else None
             )
-            options = LoopOptions(1000, mode, ignore_end=not constrained, synthetic=synthetic, sampler=samplers[-1], forced=args.forced)
+            options = GenerationOptions(
+                1000, mode, ignore_end=not constrained, synthetic=synthetic, sampler=samplers[-1], jump_forward=args.forced
+            )
             streams.append(scheduler.submit(self.prompt, options))
         while not all(stream.tokens for stream in streams):
             scheduler.step()

@@ -23,10 +23,13 @@ import pyggml_spec as ps
 from pyggml_spec.ggml.step_io import StepFields, StepTimes
 
 try:
-    from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
-    from pyggml_spec.engine.scheduler import generate
-except ImportError:  # of a version with an engine of its own for one sequence
-    from pyggml_spec.spec.loop import PLAIN, SPECULATIVE, LoopOptions, generate
+    from pyggml_spec.engine.engine import generate
+    from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
+except ImportError:  # an older version
+    import pyggml_spec.decode.request as old  # type: ignore[import-not-found]
+    from pyggml_spec.decode.scheduler import generate
+
+    PLAIN, SPECULATIVE, GenerationOptions = old.PLAIN, old.SPECULATIVE, getattr(old, "GenerationOptions")  # noqa: B009
 
 PROMPT = "def quicksort(items):\n    "
 
@@ -52,7 +55,7 @@ def serve(args) -> None:
                 servers.pop("server").close()
                 servers.clear()
             with session.batch(n) as batch:
-                memory = batch.engine.memory()
+                memory = (batch.runner if hasattr(batch, "runner") else batch.engine).memory()
             out = {"bytes": sum(size for name, size in memory.items() if not name.endswith("weights"))}
         elif what == "slots":
             out = {mode: together(session, servers, n, mode, args.tokens) for mode in ("plain", "speculative")}
@@ -85,7 +88,7 @@ def together(session, servers: dict, slots: int, mode: str, tokens: int) -> floa
 def stubbed(engine, width: int, steps: int) -> dict:
     """Processor microseconds of a step that computes nothing: as a reader sees it, and the engine's part."""
     engine.reset(drafting=width > 1)
-    options = LoopOptions(2 * steps, PLAIN if width == 1 else SPECULATIVE, width, ignore_end=True)
+    options = GenerationOptions(2 * steps, PLAIN if width == 1 else SPECULATIVE, width, ignore_end=True)
     blocks, done = generate(engine, [1, 2, 3], options, interrupted=lambda: False), 0
     for _ in range(4):
         next(blocks)

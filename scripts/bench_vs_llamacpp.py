@@ -24,8 +24,8 @@ from pathlib import Path
 from llama_server import LlamaServer, ServerEnded, environment
 
 import pyggml_spec as ps
-from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.engine.scheduler import generate
+from pyggml_spec.engine.engine import generate
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.ggml.library import versions
 from pyggml_spec.gguf_io import GGUFFile
@@ -185,7 +185,7 @@ def main() -> None:
                 add("pyspec", name, statistics.median(row.runs))
         memory, costs = session.engine.memory(), session.costs and {str(kind): ms for kind, ms in session.costs.items()}
         stats = Stats()
-        for _ in generate(session.engine, PROMPT, LoopOptions(8, PLAIN), stats):
+        for _ in generate(session.engine, PROMPT, GenerationOptions(8, PLAIN), stats):
             pass
 
     drafting = {name: runs for name, runs in figures["llama.cpp"].items() if name.startswith("spec n=")}

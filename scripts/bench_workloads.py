@@ -31,7 +31,7 @@ from typing import NamedTuple
 import pyggml_spec as ps
 from pyggml_spec.engine import commits, request, scheduler, stream
 from pyggml_spec.engine.batch import Draft, Prefill
-from pyggml_spec.engine.request import LoopOptions
+from pyggml_spec.engine.sequence import GenerationOptions
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
@@ -145,7 +145,7 @@ class Running:
         watched.begin()
         session.engine.reset()
         self._chooses()
-        self._blocks = iter(session.scheduler.submit(prompt, LoopOptions(len(answer), mode, ignore_end=True), self.stats, slot=0))
+        self._blocks = iter(session.scheduler.submit(prompt, GenerationOptions(len(answer), mode, ignore_end=True), self.stats, slot=0))
         next(self._blocks)
 
     def _chooses(self) -> None:
@@ -253,7 +253,7 @@ def main() -> None:
                 running = {}
                 for way, (session, watched) in ways.items():
                     if session.lookup is not None:  # every round is the first one: nothing that has ended is there to be copied
-                        session.scheduler.lookup = NgramPolicy(session.lookup.method, session.lookup._alone)
+                        session.scheduler.ngram = NgramPolicy(session.lookup.method, session.lookup._alone)
                     session.scheduler.policy = session.new_policy()
                     running[way] = Running(session, watched, prompt, answer, "plain" if way == "plain" else "speculative")
                 while any(list(map(Running.go_on, running.values()))):

@@ -58,7 +58,7 @@ def begin(engine, tokens: list[int]) -> None:
 def together(session: ps.Session, texts: list[list[int]], width: int, count: int) -> list[list[np.ndarray]]:
     """The same of ``count`` sequences in one step."""
     with session.batch(count) as scheduler:
-        engine = scheduler.engine
+        engine = scheduler.runner
         slots = [engine.admit(drafting=False, candidates=None) for _ in range(count)]
         for slot, text in zip(slots, texts):
             engine.step({slot: Prefill(text[:PROMPT])})

@@ -122,7 +122,7 @@ def logits(engine, tokens: list[int], width: int) -> np.ndarray:
 def slots(session, tokens: list[int]) -> np.ndarray:
     """F32 [STEPS, 2, n_vocab]: plain steps of two slots at once."""
     with session.batch(2) as scheduler:
-        engine = scheduler.engine
+        engine = scheduler.runner
         both = [engine.admit(drafting=False, candidates=None) for _ in range(2)]
         for slot in both:
             engine.step({slot: Prefill(tokens[slot:PROMPT])})
@@ -154,7 +154,7 @@ def drafts(engine, tokens: list[int]) -> np.ndarray:
 def drafts_of_slots(session, tokens: list[int]) -> np.ndarray:
     """I32 [STEPS, 2, width]: blocks of two slots at once."""
     with session.batch(2) as scheduler:
-        engine = scheduler.engine
+        engine = scheduler.runner
         both = [engine.admit() for _ in range(2)]
         engine.step({slot: Prefill(tokens[slot : slot + 30]) for slot in both})
         out = []

@@ -15,8 +15,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import pyggml_spec as ps
-from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.engine.scheduler import generate
+from pyggml_spec.engine.engine import generate
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
@@ -42,9 +42,9 @@ def main() -> None:
         synthetic = SyntheticAcceptance(args.synthetic_acceptance, engine.options.width - 1, seed=1) if args.synthetic_acceptance else None
         widths = session.new_policy() if args.mode == SPECULATIVE else None
         engine.reset(drafting=args.mode == SPECULATIVE)
-        options = LoopOptions(args.tokens, args.mode, engine.options.width, ignore_end=True, synthetic=synthetic)
+        options = GenerationOptions(args.tokens, args.mode, engine.options.width, ignore_end=True, synthetic=synthetic)
         rows, last, counted = [], None, defaultdict(int)
-        for block in generate(engine, list(range(8)), options, stats, widths=widths):
+        for block in generate(engine, list(range(8)), options, stats, policy=widths):
             now = time.perf_counter()
             if last is not None:
                 width = next(w for w, n in stats.widths.items() if n != counted[w])

@@ -180,7 +180,7 @@ def test_slots(session, engine):
     for n_ctx in (0, *NUMBERS[:5], HUGE):
         refused(session.batch, 1, n_ctx)
     scheduler = session.batch(2, 64)
-    batch = scheduler.engine
+    batch = scheduler.runner
     for ids in NO_IDS:
         refused(scheduler.submit, ids)
         slot = batch.admit()

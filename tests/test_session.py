@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.engine.request import LoopOptions
+from pyggml_spec.engine.sequence import GenerationOptions
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.kernels import levels
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
@@ -190,7 +190,7 @@ def test_a_generation_during_a_batch_is_refused(session):
             assert "many requests at once" in str(_in_thread(work))
             with pytest.raises(EngineError, match="many requests at once"):
                 work()
-        assert len(scheduler.submit(session.prompt_ids(SECOND), LoopOptions(5)).result()) == 5
+        assert len(scheduler.submit(session.prompt_ids(SECOND), GenerationOptions(5)).result()) == 5
     assert session.generate(SECOND, 3)[1].emitted == 3
     busy = session.steps(FIRST, 20)
     next(busy)
@@ -286,12 +286,12 @@ def test_a_text_in_one_slot_rests_as_in_a_session(monkeypatch, slots, rested):
     prompt, said = list(range(40, 240)) * 3, []
     with ps.load(device="CPU", threads=1, n_ctx=1024, prefix_memory=0) as session, session.batch(slots, prefix_memory=1 << 28) as scheduler:
         monkeypatch.setattr(SpeculationPolicy, "never_pays", property(lambda self: False))
-        options = LoopOptions(4, width=16, ignore_end=True)
+        options = GenerationOptions(4, width=16, ignore_end=True)
         for ids, rests in ((prompt, False), ([*prompt, 41, 42], True), ([7, *prompt], True)):
             monkeypatch.setattr(SpeculationPolicy, "should_disable", lambda self, rests=rests: rests)
             stream = scheduler.submit(ids, options)
             tokens = [token for block in stream for token in block]
-            said.append(not scheduler.engine.slots[stream.slot].drafting)
+            said.append(not scheduler.runner.slots[stream.slot].drafting)
             assert len(tokens) == 4 and (not said[-1] or stream.stats.drafted == 0)
             assert bool(stream.stats.reused_tokens) == (len(said) == 2)
     assert said == rested
@@ -304,8 +304,8 @@ def test_a_waiting_prompt_is_not_looked_up_while_the_slot_is_taken(monkeypatch):
         monkeypatch.setattr(SpeculationPolicy, "never_pays", property(lambda self: False))
         monkeypatch.setattr(SpeculationPolicy, "should_disable", lambda self: True)
         known = scheduler.prefixes.known
-        monkeypatch.setattr(scheduler.prefixes, "known", lambda *of: asked.append(len(scheduler._active)) or known(*of))
-        streams = [scheduler.submit([i, *prompt], LoopOptions(6, width=16, ignore_end=True)) for i in (7, 8, 9)]
+        monkeypatch.setattr(scheduler.prefixes, "known", lambda *of: asked.append(len(scheduler.scheduler.active)) or known(*of))
+        streams = [scheduler.submit([i, *prompt], GenerationOptions(6, width=16, ignore_end=True)) for i in (7, 8, 9)]
         while not scheduler.idle:
             scheduler.step()
             scheduler._changed = True  # as where others come and go

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..api import Configuration
-from ..engine.request import PLAIN, SPECULATIVE
+from ..engine.sequence import PLAIN, SPECULATIVE
 from ..engine.stats import LEAST_WAITED, MUCH_WAITING, Stats
 from ..ggml.device import graph_replay_enabled
 from ..speculation.methods import MODELS
@@ -57,7 +57,7 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     ``plain_ms``: cost of one plain step, measured by this process; ``busy``: while other work had the processor, so that it says nothing.
     """
     lines = [""]
-    decode, alone = s.seconds["decode"], not (busy or s.beside_others)
+    decode, alone = s.seconds["decode"], not (busy or s.contended)
     agrees = plain_ms is None or s.plain_ms is None or 1 / AGREE <= plain_ms / s.plain_ms <= AGREE
     if s.steps:
         compared = plain_ms if alone and agrees else None
@@ -109,7 +109,7 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
 
 def _of_others(s: Stats) -> list[str]:
     """What other work on the machine did to the text's speed."""
-    if not s.beside_others:
+    if not s.contended:
         return []
     waited = f" for {s.waited_s:.1f} of {s.seconds['decode']:.1f} s" if s.waited_s and s.waited_s >= LEAST_WAITED else ""
     line = f"warning: other work had the processor{waited}, so the speeds are not those of an idle machine"

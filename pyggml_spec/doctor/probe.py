@@ -17,9 +17,9 @@ import numpy as np
 from ..cache.kv import KVCache, padded
 from ..drafters.base import ContextInputs
 from ..drafters.dflash import BlockInputs, Hparams
-from ..engine.request import PLAIN, LoopOptions
+from ..engine.engine import generate
 from ..engine.runner import ModelRunner
-from ..engine.scheduler import generate
+from ..engine.sequence import PLAIN, GenerationOptions
 from ..ggml.device import Backend
 from ..ggml.graph import Graph, GraphAllocator
 from ..ggml.step_io import StepFields, StepIO
@@ -61,7 +61,7 @@ def write_passages(engine: ModelRunner, prompts: Sequence[Sequence[int]], layers
 
 def continued(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> list[int]:
     engine.reset(drafting=False)
-    return [t for block in generate(engine, prompt, LoopOptions(tokens, PLAIN, ignore_end=True)) for t in block]
+    return [t for block in generate(engine, prompt, GenerationOptions(tokens, PLAIN, ignore_end=True)) for t in block]
 
 
 def capture(engine: ModelRunner, prompt: Sequence[int], text: Sequence[int], layers: Sequence[int]) -> Passage:

@@ -7,10 +7,10 @@ from contextlib import closing
 
 import numpy as np
 
+from ..engine.engine import generate
 from ..engine.options import candidate_widths
-from ..engine.request import PLAIN, SPECULATIVE, LoopOptions
 from ..engine.runner import ModelRunner
-from ..engine.scheduler import generate
+from ..engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from ..engine.stats import Stats
 from ..ggml.cores import ThreadCounts
 from ..ggml.device import Backend
@@ -36,8 +36,8 @@ def speculate(engine: ModelRunner, prompt: Sequence[int], tokens: int, *, mode: 
     while piece and len(prompt) > piece:
         engine.prefill(prompt[:piece])
         prompt = prompt[piece:]
-    options = LoopOptions(tokens, mode, width or engine.options.width, ignore_end=True)
-    for _ in generate(engine, prompt, options, stats, widths=widths):
+    options = GenerationOptions(tokens, mode, width or engine.options.width, ignore_end=True)
+    for _ in generate(engine, prompt, options, stats, policy=widths):
         pass
     return stats
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..cache.slots import SlotRange
 from ..ggml.step_io import StepTimes
+from .sequence import Sequence as SequenceState
 
 Ids = Sequence[int] | np.ndarray
 """Token ids, I64 [n] if they are an array."""
@@ -98,6 +99,12 @@ class Batch:
     Attributes:
         items: what each slot contributes, by slot.
         plan: the speculation policy's choice for this step; the runner does not read it.
+        decoding, prefilling: sequences that can decode, and those with prompt tokens to compute.
+        sequences: all admitted sequences, by slot.
+        constrained, masked: decoding sequences under constraints, and those whose masks are computed during the step.
+        errors: by slot, an error that ends its sequence alone.
+        began: start, by the clock of nanoseconds; ``ms``: duration.
+        graph_rows: rows that a graph verifies for the longest decode item, 0 in a prefill step.
         rows: rows that count, by slot.
         slots: the range of slots that the graph covers; rows of slots without an item are switched off.
         kind: of graph: prefill, plain, verify, fused, draft, logits or capture.
@@ -107,8 +114,17 @@ class Batch:
         drafts: draft tokens per slot that the graph makes.
     """
 
-    items: Mapping[int, BatchItem]
+    items: dict[int, BatchItem]
     plan: Any = None
+    decoding: list[SequenceState] = field(default_factory=list)
+    prefilling: list[SequenceState] = field(default_factory=list)
+    sequences: Mapping[int, SequenceState] = field(default_factory=dict)
+    constrained: list[SequenceState] = field(default_factory=list)
+    masked: list[SequenceState] = field(default_factory=list)
+    errors: dict[int, Exception] = field(default_factory=dict)
+    began: int = 0
+    ms: float = 0.0
+    graph_rows: int = 0
     rows: dict[int, int] = field(default_factory=dict)
     slots: SlotRange = FIRST
     kind: str = ""

@@ -6,8 +6,8 @@ import numpy as np
 
 from ..checks import whole
 from ..errors import EngineError
-from .graphs import MOST_CANDIDATES
 from .masked import MaskedRows, masked_rows
+from .options import MOST_CANDIDATES
 from .resources import Resources
 from .sequences import Sequences
 

@@ -44,10 +44,9 @@ from ..multi_device.split import Segment, SplitWeights
 from .drafting import Asked, Drafting, drafting_of
 from .graph_cache import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphCache, Step
 from .masked import MaskedRows
-from .options import fine_width
+from .options import MOST_CANDIDATES, fine_width
 from .slot import Slot
 
-MOST_CANDIDATES = 1024  # of a row's largest logits; beyond, whole rows are read
 CANDIDATES = (0, 64, 256, MOST_CANDIDATES)  # of several slots: more than enough never hurts, and each number is a family of graphs
 
 

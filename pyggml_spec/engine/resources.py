@@ -24,9 +24,9 @@ from ..multi_device.lanes import GROUPS, Lane, half_of, ready_for
 from ..multi_device.offload_cache import Guests
 from ..multi_device.split import Segment, SplitWeights, check_drafter
 from .graph_cache import Step
-from .graphs import MOST_CANDIDATES, StepGraphs
+from .graphs import StepGraphs
 from .masked import MaskedRows
-from .options import EngineOptions, candidate_widths, check_masks, check_options, prefill_widths
+from .options import MOST_CANDIDATES, EngineOptions, candidate_widths, check_masks, check_options, prefill_widths
 from .slot import Slot
 
 TRASH_ROWS = 16

@@ -93,6 +93,14 @@ class ModelRunner:
         """Puts ``last_token`` in the place of the greedy choice after a prompt."""
         self._sequences.choose(last_token, slot)
 
+    def commit(self, batch: Batch, accepted: Mapping[int, Sequence[int]]) -> None:
+        """Commits the tokens that each slot's step emitted; none of a prompt that is not complete."""
+        for slot, tokens in accepted.items():
+            if not isinstance(batch.items[slot], Prefill):
+                self.accept(len(tokens), tokens[-1], slot)
+            elif tokens:
+                self.choose(tokens[0], slot)
+
     def read_candidates(self, count: int | None, slot: int = 0, masked: bool = False) -> None:
         """What ``candidates`` gives from the next step on: so many of a row's largest logits, None for all; 0 if nobody will ask.
 

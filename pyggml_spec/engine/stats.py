@@ -1,15 +1,18 @@
-"""Statistics of one generation. Slot 0 of a block is the last token itself and is never counted as drafted or accepted.
+"""Statistics of one generation, and of an engine. Row 0 of a verify step is the last token: neither drafted nor accepted.
 
-emitted = 1 (from the prompt) + steps + matched, where matched counts accepted drafts.
+emitted = 1 (from the prompt) + steps + matched
 """
 
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Self
 
+from ..ggml.step_io import StepTimes
+
 LEAST_WAITED = 0.1  # seconds
-COLD, ENOUGH_PLAIN = 4, 8  # plain steps behind blocks and prompts that find caches cold; that say what they take
-MUCH_WAITING = 0.1  # share; 0.00 to 0.02 on idle cores; 0.76, at a seventieth of the speed, with two threads on two cores that are in use
+COLD, ENOUGH_PLAIN = 4, 8  # plain steps with cold caches after other steps; plain steps that make a mean
+MUCH_WAITING = 0.1  # share of the time; 0.00 to 0.02 on idle cores, 0.76 with two threads on two busy ones
 
 
 @dataclass
@@ -17,37 +20,36 @@ class Stats:
     """Counts and times of one generation; ``as_dict`` is what ``--stats`` writes.
 
     Attributes:
-        reused_tokens: tokens of the prompt that were not computed, because an earlier prompt began alike.
-        reused_from: how many chunks of them were in place, copied from memory, and read from disk.
-        notes: what could not be used and was done without, one sentence each.
-        emitted: tokens that came out, an end token included.
-        steps: decode steps, that is target forwards after the prompt.
-        drafted: drafts that were verified, per step the block's width - 1.
-        matched: drafts that the target agreed with, up to where the generation ended.
-        matched_at: how often the draft at position i (1-based, index i - 1) was accepted.
-        offered_at: how often there was a draft at position i.
-        block_sizes: how many steps emitted n tokens.
-        widths: how many steps ran at each width.
-        width_reason: why width control chose as it did, in one sentence; empty where the width was pinned, and for
-            requests that share steps unless no block can pay.
-        seed, sampling: of the random numbers (None if there are none), and what the tokens were chosen by, in words.
-        forced, forced_matched: of the drafts, those that a constraint left no choice about, and how many of them were accepted.
-        cut: whether a constraint ended before its text was whole: at the token limit, at the end of the context, or by the caller.
-        drafters: who drafted what, by name: [steps, drafts verified, drafts accepted]. Names are those of `--spec-type`; "constraint" drafts what a
-            constraint leaves no choice about, "script" what a caller gave.
-        nan_drafts: blocks whose drafter produced NaN or Inf.
-        graphs_built_after_warmup: graphs that a step after the second had to wait for unforeseen; graphs_built_ahead: those that were announced, and
-            built one per step while a GPU computed, or on a CPU when their step came.
-        experts: with routed experts in host memory, chosen (choices of routers), hits (of those, on the device), host_us (computing the rest).
-        cuda_graphs: on a CUDA device, how steps were launched: warmup (first two calls of a graph), captured (graphs), replayed, eager; and of graphs
-            ahead (captured before their first call), ahead_us (microseconds for that), inside (captured within their second call although asked for ahead).
-        seconds: wall-clock time by phase: load, prefill, decode.
-        threads: how many steps were computed by n threads of the CPU; empty where it computes none.
-        most_threads, threads_follow: threads where no other work needs its cores, and whether there are fewer where it does.
-        beside_s: of the decode time, when other work had cores of those threads.
-        plain_steps, plain_s: plain steps behind others, and what they took, all that the host does between steps included.
-        waited_s: of the decode time, when other work had the core of the thread that decodes; None where the system does not say.
-        host_us: host microseconds per phase of a step, summed: upload, compute (launch), read (includes waiting), host (the rest).
+        reused_tokens: prompt tokens from the prefix cache.
+        reused_from: prompt chunks that were in place, copied from memory, and read from disk.
+        notes: what was asked for and could not be used, one sentence each.
+        emitted: output tokens, an end token included.
+        steps: decode steps.
+        drafted: drafts that were verified.
+        matched: drafts that were accepted.
+        matched_at, offered_at: accepted drafts, and drafts, by position in the step (from 1 on; index 0 is position 1).
+        block_sizes: steps by emitted tokens.
+        widths: steps by verified rows.
+        width_reason: why the policy chose as it did, in one sentence; empty where the verify length was pinned, and for sequences that share steps
+            unless no verify length can pay.
+        seed, sampling: seed (None where nothing is random), and the sampling in words.
+        forced, forced_matched: jump-forward drafts, and accepted ones.
+        cut: whether the text ended before its constraint was complete.
+        drafters: by source: [steps, drafts verified, drafts accepted]. Sources are named as in `--spec-type`; "constraint" is jump-forward, "script" a
+            caller's function.
+        nan_drafts: steps whose drafter produced NaN or Inf.
+        graphs_built_after_warmup: graphs that a step after the second waited for; graphs_built_ahead: graphs built before their steps, or on a CPU when
+            their announced step came.
+        experts: with routed experts in host memory: chosen (router choices), hits (on the device), host_us (computing the others).
+        cuda_graphs: launches on a CUDA device: warmup (first two calls of a graph), captured (graphs), replayed, eager; ahead (captured before their first
+            call), ahead_us (microseconds for that), inside (captured within their second call although announced).
+        seconds: wall-clock seconds by phase: load, queued, prefill, decode.
+        threads: steps by CPU threads; empty where the CPU computes none.
+        most_threads, threads_follow: threads on idle cores, and whether busy cores lower them.
+        contended_s: decode seconds in which other processes had cores of those threads.
+        plain_steps, plain_s: plain steps with warm caches, and their seconds, host time included.
+        waited_s: decode seconds in which the decoding thread waited for a core; None where the system does not tell.
+        host_us: microseconds by phase of a step, summed: upload, compute (launch), read (with the wait), host (the rest).
     """
 
     mode: str = "plain"
@@ -90,7 +92,7 @@ class Stats:
     threads: Counter = field(default_factory=Counter)
     most_threads: int = 0
     threads_follow: bool = False
-    beside_s: float = 0.0
+    contended_s: float = 0.0
     plain_steps: int = 0
     plain_s: float = 0.0
     waited_s: float | None = None
@@ -99,51 +101,68 @@ class Stats:
     versions: dict = field(default_factory=dict)
     cuda_graphs: dict | None = None
     experts: dict | None = None
-    _in_a_row: int = 0  # plain steps
+    _plain_run: int = 0
 
-    def add_block(self, width: int, matched: int, drafted_by_model: bool, drafts: int | None = None) -> None:
-        """Counts one decode step over ``width`` rows whose first ``matched`` drafts were accepted.
+    def add_step(self, rows: int, matched: int, by_drafter: bool, drafts: int | None = None, source: str = "") -> None:
+        """Counts one decode step of ``rows`` rows that accepted ``matched`` drafts.
 
-        ``drafts``: rows that were drafts, where others are filler (reference mode: 0); None: all behind the first.
+        Args:
+            by_drafter: whether a drafter ran.
+            drafts: rows that were drafts; None: all but the first.
+            source: of the drafts, a name in ``drafters``.
         """
-        drafts = width - 1 if drafts is None else drafts
+        drafts = rows - 1 if drafts is None else drafts
         self.steps += 1
         self.target_forwards += 1
-        self.draft_forwards += drafted_by_model
-        self.widths[width] += 1
+        self.draft_forwards += by_drafter
+        self.widths[rows] += 1
         self.block_sizes[matched + 1] += 1
         self.emitted += matched + 1
-        if drafts:
-            self.drafted += drafts
-            self.matched += matched
-            matched_at, offered_at = self.matched_at, self.offered_at
-            if (grow := drafts - len(offered_at)) > 0:
-                matched_at += [0] * grow
-                offered_at += [0] * grow
-            for i in range(drafts):
-                offered_at[i] += 1
-            for i in range(min(matched, drafts)):
-                matched_at[i] += 1
+        if not drafts:
+            return
+        self.drafted += drafts
+        self.matched += matched
+        matched_at, offered_at = self.matched_at, self.offered_at
+        if (grow := drafts - len(offered_at)) > 0:
+            matched_at += [0] * grow
+            offered_at += [0] * grow
+        for i in range(drafts):
+            offered_at[i] += 1
+        for i in range(min(matched, drafts)):
+            matched_at[i] += 1
+        if source:
+            steps, offered, accepted = self.drafters.get(source, (0, 0, 0))
+            self.drafters[source] = (steps + 1, offered + drafts, accepted + matched)
 
-    def count_step(self, rows: int, nanoseconds: int, threads: int, calm: bool) -> None:
-        """Counts what one step took. A plain step says what such steps take only where more than COLD of them came before it."""
+    def add_time(
+        self, rows: int, nanoseconds: int, threads: int, calm: bool, decode: float = 0.0, spent: int = 0, times: StepTimes | None = None
+    ) -> None:
+        """Counts the ``nanoseconds`` since the step before, of a step of ``rows`` rows.
+
+        Args:
+            threads, calm: CPU threads, and whether no other process had cores of theirs.
+            decode: seconds of decoding so far.
+            spent: microseconds of the step, ``times`` of them in its phases.
+        """
         if threads:
             self.threads[threads] += 1
         if not calm:
-            self.beside_s += 1e-9 * nanoseconds
-        self._in_a_row = self._in_a_row + 1 if rows == 1 else 0
-        if self._in_a_row > COLD:
+            self.contended_s += 1e-9 * nanoseconds
+        self._plain_run = self._plain_run + 1 if rows == 1 else 0
+        if self._plain_run > COLD:
             self.plain_steps += 1
             self.plain_s += 1e-9 * nanoseconds
-
-    def credit(self, who: str, drafted: int, matched: int) -> None:
-        """Counts a step's drafts for whoever made them."""
-        steps, drafts, accepted = self.drafters.get(who, (0, 0, 0))
-        self.drafters[who] = (steps + 1, drafts + drafted, accepted + matched)
+        if times is not None:
+            host, upload, compute, read = self.host_us, times.upload, times.compute, times.read
+            host["upload"] += upload
+            host["compute"] += compute
+            host["read"] += read
+            if (rest := spent - upload - compute - read) > 0:
+                host["host"] += rest
+            self.seconds["decode"] = decode
 
     def snapshot(self) -> Self:
-        """A copy that later steps leave alone; what does not change while a sequence runs is shared. One is made per event: 2 us, where
-        ``copy.copy`` takes 8."""
+        """A copy that later steps do not change; constant parts are shared. 2 us, where ``copy.copy`` takes 8."""
         out = object.__new__(type(self))
         out.__dict__.update(self.__dict__)
         out.matched_at, out.offered_at, out.notes = self.matched_at[:], self.offered_at[:], self.notes[:]
@@ -176,24 +195,24 @@ class Stats:
 
     @property
     def expert_hit_rate(self) -> float | None:
-        """Share of the routers' choices whose expert was on the device; None where all experts are."""
+        """Share of router choices whose expert was on the device; None where all experts are."""
         return self.experts["hits"] / self.experts["chosen"] if self.experts and self.experts["chosen"] else None
 
     @property
     def plain_ms(self) -> float | None:
-        """Milliseconds of a plain step of this very text; None where it had too few to say."""
+        """Milliseconds of a plain step of this text; None where it had too few."""
         return 1000 * self.plain_s / self.plain_steps if self.plain_steps >= ENOUGH_PLAIN else None
 
     @property
     def waited_share(self) -> float:
-        """Share of the decode time that was spent waiting for a core that other work had."""
+        """Share of the decode time in which the decoding thread waited for a core."""
         return self.waited_s / self.seconds["decode"] if self.waited_s and self.seconds["decode"] > 0 else 0.0
 
     @property
-    def beside_others(self) -> bool:
-        """Whether other work had so much of the processor that the speeds are not those of an idle machine."""
+    def contended(self) -> bool:
+        """Whether other processes had so much of the processor that the speeds are not those of an idle machine."""
         waited = self.waited_s is not None and self.waited_share > MUCH_WAITING and self.waited_s >= LEAST_WAITED
-        return waited or (self.beside_s >= LEAST_WAITED and self.beside_s > MUCH_WAITING * self.seconds["decode"])
+        return waited or (self.contended_s >= LEAST_WAITED and self.contended_s > MUCH_WAITING * self.seconds["decode"])
 
     @property
     def matched_per_position(self) -> list[float]:
@@ -205,9 +224,21 @@ class Stats:
         """Decode speed: tokens after the first, per second of decoding."""
         return (self.emitted - 1) / self.seconds["decode"] if self.seconds["decode"] > 0 and self.emitted > 1 else 0.0
 
+    @property
+    def beside_s(self) -> float:
+        """Deprecated: ``contended_s``."""
+        warnings.warn("Stats.beside_s is contended_s now", DeprecationWarning, stacklevel=2)
+        return self.contended_s
+
+    @property
+    def beside_others(self) -> bool:
+        """Deprecated: ``contended``."""
+        warnings.warn("Stats.beside_others is contended now", DeprecationWarning, stacklevel=2)
+        return self.contended
+
     def as_dict(self) -> dict:
         """Plain values, JSON-ready, with the derived figures."""
-        out = {k: v for k, v in self.__dict__.items() if k not in ("block_sizes", "widths", "threads", "_in_a_row")}
+        out = {k: v for k, v in self.__dict__.items() if k not in ("block_sizes", "widths", "threads", "_plain_run")}
         out["block_sizes"] = {str(k): v for k, v in sorted(self.block_sizes.items())}
         out["widths"] = {str(k): v for k, v in sorted(self.widths.items())}
         out["threads"] = {str(k): v for k, v in sorted(self.threads.items())}
@@ -229,18 +260,18 @@ def _copied(counts: Counter) -> Counter:
 
 @dataclass
 class BatchStats:
-    """Counts of an engine with several slots, over all sequences.
+    """Counts of an engine, over all sequences.
 
     Attributes:
-        steps: forward passes; ``prompt_steps`` of them computed prompts only.
-        prompt_tokens, reused_tokens: tokens of prompts that were computed, and those that were not because another prompt began alike.
-        emitted: tokens that came out.
-        finished: sequences by why they ended.
-        rows_computed, rows_used: rows of the target's graphs, and those that a sequence had work for.
-        decoding: how many steps ran with n sequences decoding.
-        widths: how many steps with drafts ran at each width.
-        grouped: how many were those of a group of sequences, beside another group's (devices that share the layers).
-        longest_wait: most seconds that a decoding sequence had between two of its steps.
+        steps: forward passes; ``prompt_steps``: those without decoding sequences.
+        prompt_tokens, reused_tokens: prompt tokens that were computed, and those from the prefix cache.
+        emitted: output tokens.
+        finished: sequences by stop reason.
+        rows_computed, rows_used: rows of the target's graphs, and those that a sequence used.
+        decoding: steps by decoding sequences.
+        widths: steps by verified rows.
+        pipelined: steps of one of two groups that decode at the same time on several devices.
+        longest_wait: longest seconds between two steps of a decoding sequence.
         seconds: spent in steps.
     """
 
@@ -254,7 +285,7 @@ class BatchStats:
     rows_used: int = 0
     decoding: Counter = field(default_factory=Counter)
     widths: Counter = field(default_factory=Counter)
-    grouped: int = 0
+    pipelined: int = 0
     longest_wait: float = 0.0
     seconds: float = 0.0
 
@@ -262,3 +293,9 @@ class BatchStats:
         """Plain values, JSON-ready."""
         counters = {k: {str(n): c for n, c in sorted(v.items())} for k, v in self.__dict__.items() if isinstance(v, Counter)}
         return {**self.__dict__, **counters}
+
+    @property
+    def grouped(self) -> int:
+        """Deprecated: ``pipelined``."""
+        warnings.warn("BatchStats.grouped is pipelined now", DeprecationWarning, stacklevel=2)
+        return self.pipelined

@@ -29,7 +29,7 @@ from ..gguf_io import GGUFFile, TensorInfo
 from .placement import Placement
 
 MATMUL, EXPERTS, HEADS, ROWS, VECTOR, INDEX = "matmul", "experts", "heads", "rows", "vector", "index"
-BESIDE = ("scale", "bias")  # what may stand beside a matrix
+MAX_PREFILL_TOKENS_WITH_DECODE = ("scale", "bias")  # what may stand beside a matrix
 OWN = None  # in the place of a buffer type: packed for native kernels, in the default one
 _WHOLE = {"i64": np.int64, "i32": np.int32}
 HOST_ALIGNMENT = 32  # bytes; ggml's own for memory that it did not allocate
@@ -423,7 +423,7 @@ class Weights:
     def _joined(self, name: str, members: list[Spec]) -> dict[str, np.ndarray]:
         """Scales and biases of matrices that are stored as one, F32 [n_out] each; 1 and 0 for those that have none."""
         out = {}
-        for kind, nothing in zip(BESIDE, (1.0, 0.0), strict=True):
+        for kind, nothing in zip(MAX_PREFILL_TOKENS_WITH_DECODE, (1.0, 0.0), strict=True):
             names = [self._beside.get(spec.name, {}).get(kind) for spec in members]
             if any(names):
                 parts = [np.full(spec.shape[1], nothing, np.float32) for spec in members]
@@ -559,7 +559,7 @@ class Weights:
                 if len(run) == 1:
                     made.append(Run(self.matrix(run[0]), rows))
                     continue
-                scale, bias = (self._tensors.get(f"{key}.{kind}") for kind in BESIDE)
+                scale, bias = (self._tensors.get(f"{key}.{kind}") for kind in MAX_PREFILL_TOKENS_WITH_DECODE)
                 made.append(Run(Matrix(self._tensors[key], scale, bias, _bias_first(run[0])), rows))
                 if i == 0 and self.backend.device.kind != "cpu":
                     inside = self._inside(ctx, made[0].matrix.weight, rows)

@@ -1,195 +1,168 @@
-"""Rounds of groups: each of two groups of sequences has a step under way, and the older one is waited for.
+"""Pipelined decoding over several devices: each of two groups of sequences has a step under way, and the older step is waited for.
 
     launch(0)  launch(1)  land(0)  launch(0)  land(1)  launch(1)  ...
                `--------- a round ---------'
 
-A group is launched again as soon as its sequences have what its step brought them: what is counted and learnt of that step, and what callers do with
-its tokens, is done while both groups are under way. The device that the group's next step begins on waits for everything before that.
-Which sequences those are is found out when somebody came, went or has read its prompt (``arrange``); until both steps have landed, nothing
-changes. ``groups.py`` says before each round whether it is one of groups, and learns from each what it took; a step of all is a round as well.
+A group is launched again as soon as its sequences have their tokens; what callers do with these takes place while both groups compute. When sequences
+come or go, both steps land first. ``PipelinePolicy`` decides before each round whether it is pipelined or one step of all, and learns from its duration.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from ..engine.batch import BatchItem, StepOutput
-from ..engine.request import REFERENCE
+from ..engine.batch import Batch
+from ..engine.engine import Engine
 from ..engine.runner import ModelRunner
-from ..engine.stats import BatchStats
-from ..engine.stream import Stream
+from ..engine.sequence import REFERENCE, Sequence
 from ..ggml.device import release_threads
-from ..speculation.policy import SpeculationPolicy, SpeculationState, StepPlan
+from ..speculation import verify
+from ..speculation.policy import StepPlan
 from .lanes import halves
-from .pipeline_policy import GroupControl
+from .pipeline_policy import policy_of
 
 
-class Steps(Protocol):
-    """Who has the sequences, and does with a group's step what is done with each: the scheduler.
-
-    ``_kind`` is that of the last decoding step; ``_decoding``, ``_sequences`` and ``_covered`` are who decodes, ``_changed`` whether
-    somebody came or goes.
-    """
-
-    engine: ModelRunner
-    policy: SpeculationPolicy | None
-    _kind: StepPlan
-    _covered: int
-    _changed: bool
-    _decoding: list[Stream]
-    _sequences: list[SpeculationState | None]
-    _stats: BatchStats
-
-    def _choose(self) -> StepPlan: ...
-
-    def _bring(self, work: Mapping[int, BatchItem], results: Mapping[int, StepOutput]) -> None: ...
-
-    def _count(self, work: Mapping[int, BatchItem], results: Mapping[int, StepOutput], decoding: Sequence[Stream], began: int) -> Any: ...
-
-    def _fail_all(self, error: BaseException) -> None: ...
-
-
-class Flying(NamedTuple):
-    """A group's step that is under way. ``began``: by the clock of nanoseconds."""
+class Flight(NamedTuple):
+    """A group's step under way."""
 
     group: int
-    streams: list[Stream]
-    work: Mapping[int, BatchItem]
-    began: int
+    batch: Batch
 
 
-class Rounds:
-    """Of a scheduler's sequences, where its engine has groups.
+class PipelinedEngine(Engine):
+    """An engine whose runner has groups of slots.
+
+    Args:
+        groups: 2: pipelined whenever possible; 1: never; None: where that is measured to be faster.
 
     Attributes:
-        control: decides about each round; None where there are no groups.
-        next: the kind of the next round, once it is chosen.
-        flying: the steps under way, the older one first.
+        flying: steps under way, the older one first.
     """
 
-    def __init__(self, steps: Steps, control: GroupControl | None) -> None:
-        self.control, self._steps = control, steps
-        self.next: StepPlan | None = None
-        self.flying: deque[Flying] = deque()
-        self._groups: tuple[list[Stream], ...] = ()  # that can decode beside each other now
-        self._landed = self._ended = 0  # by the clock of nanoseconds; the latter 0 where the next round is not to be measured
-        self._grouped = False  # the round that has ended last
+    def __init__(self, runner: ModelRunner, *args: Any, groups: int | None = None, **options: Any) -> None:
+        super().__init__(runner, *args, **options)
+        self._pipeline = policy_of(runner, groups)
+        self.flying: deque[Flight] = deque()
+        self._decoding: list[Sequence] = []  # of the last regrouping
+        self._groups: tuple[list[Sequence], ...] = ()
+        self._next: StepPlan | None = None  # plan of the next round
+        self._landed = self._round_end = 0  # nanoseconds; the latter 0 where the next round is not to be measured
+        self._pipelined = False  # the last round
 
-    def arrange(self, apart: bool) -> None:
-        """Who decodes is known anew. ``apart``: none of them has to share its steps with what the scheduler does beside them."""
-        steps, self.next, self._groups = self._steps, None, ()
-        if self.control is None or not apart or len(steps._decoding) < 2:
-            return
-        if any(_shares(s) for s in steps._decoding):
-            return
-        by_slot = {s.slot: s for s in steps._decoding}
-        self._groups = tuple([by_slot[slot] for slot in slots] for slots in halves(by_slot, len(steps.engine.slots)))
+    def _step(self, meanwhile: Callable[[], object] | None = None, batch: Batch | None = None) -> bool:
+        if self._pipeline is None:
+            return super()._step(meanwhile)
+        try:
+            if self.flying and self.scheduler.changed:
+                self._land(meanwhile)
+                return True
+            batch = self.scheduler.next_batch()
+            if batch.decoding is not self._decoding:
+                self._regroup(batch.decoding)
+            if self._groups:
+                self._launch_due()
+                if self.flying:
+                    self._land(meanwhile)
+                    return True
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+        batch.plan, self._next = self._next, None
+        ran = super()._step(meanwhile, batch)
+        if not batch.decoding:
+            self._round_end = 0
+        elif self._groups:
+            self._measure(False)
+        return ran
 
-    def step(self, meanwhile: Callable[[], object] | None) -> bool:
-        """Waits for the older step under way. False if the next step is one of all, and nothing is under way."""
-        if not self._groups:
-            return False
-        self._launch_due()
-        if not self.flying:
-            return False
-        self.land(meanwhile)
-        return True
+    def _fail_all(self, error: BaseException) -> None:
+        self.flying.clear()
+        super()._fail_all(error)
+
+    def _settle(self) -> None:
+        try:
+            while self.flying:
+                self._land(again=False)
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+
+    def _regroup(self, decoding: list[Sequence]) -> None:
+        self._decoding, self._groups, self._next = decoding, (), None
+        if self.scheduler.undisturbed and len(decoding) > 1 and not any(_needs_host(s) for s in decoding):
+            by_slot = {s.slot: s for s in decoding}
+            self._groups = tuple([by_slot[slot] for slot in slots] for slots in halves(by_slot, len(self.runner.slots)))
 
     def _launch_due(self) -> None:
-        """Launches each group that is not under way, unless the next round is one of all."""
-        try:
-            begins = not self.flying or self.flying[0].group == 1
-            if begins and len(self.flying) < 2 and self._begins():
-                self._launch(0)
-            if len(self.flying) == 1 and self.flying[0].group == 0:
-                self._launch(1)
-        except BaseException as error:
-            self._steps._fail_all(error)
-            raise
-
-    def land(self, meanwhile: Callable[[], object] | None = None, again: bool = True) -> None:
-        """Waits for the older step under way, gives its sequences what it brought, and launches their next one, if the other group is under way
-        still and nobody came or goes. ``again`` False: launches nothing."""
-        steps, flying = self._steps, self.flying.popleft()
-        try:
-            if meanwhile is not None:
-                meanwhile()
-            results = steps.engine.land(flying.group)
-            steps._bring(flying.work, results)
-        except BaseException as error:
-            steps._fail_all(error)
-            raise
-        if again and self.flying and not steps._changed:
-            self._launch_due()
-        steps._count(flying.work, results, flying.streams, max(flying.began, self._landed))
-        steps._stats.grouped += 1
-        self._landed = time.perf_counter_ns()
-        self._teach(flying)
-
-    def land_all(self) -> None:
-        while self.flying:
-            self.land(again=False)
-
-    def whole(self) -> None:
-        """A step of all that decode has ended: that was a round."""
-        if self._groups:
-            self._measure(False)
-
-    def broken(self) -> None:
-        """What came last was no round: the next one is not to be measured."""
-        self._ended = 0
+        """Launches each group that is not under way, unless the next round is one step of all."""
+        first = not self.flying or self.flying[0].group == 1
+        if first and len(self.flying) < 2 and self._begins():
+            self._launch(0)
+        if len(self.flying) == 1 and self.flying[0].group == 0:
+            self._launch(1)
 
     def _begins(self) -> bool:
-        """Whether a round of groups begins now. Not while an older step is under way whose blocks have another width: all blocks have one."""
-        assert self.control is not None
-        steps = self._steps
-        if self.next is None:
-            self.next = steps._choose()
-        costs_known = steps.policy is None or steps.policy.calibrated(steps._covered)
-        if not costs_known or not self.control.choose(steps._covered, self.next) or (self.flying and self.next != steps._kind):
+        """Whether a pipelined round begins now. All blocks have one width: not while a step of another one is under way."""
+        assert self._pipeline is not None
+        planner = self.planner
+        if self._next is None:
+            self._next = planner.next_plan()
+        if not planner.settled or not self._pipeline.choose(planner.slots, self._next) or (self.flying and self._next != planner.plan):
             return False
-        steps._kind, self.next = self.next, None
+        planner.plan, self._next = self._next, None
         if not self.flying:
-            self._ended = 0
-            release_threads()  # this thread's: the groups' have their own
-            if steps._kind.tokens > 1:
-                # one group may decode plainly, and the other one's blocks may be of another width than the last
-                steps.engine.lay_out(steps._kind.verify_len)
+            self._round_end = 0
+            release_threads()  # of this thread: groups have their own
+            if planner.plan.tokens > 1:
+                self.runner.lay_out(planner.plan.verify_len)
         return True
 
     def _launch(self, group: int) -> None:
-        steps, streams, began = self._steps, self._groups[group], time.perf_counter_ns()
-        work = {s.slot: s._request.work(steps._kind) for s in streams}
-        steps.engine.launch(group, work)
-        self.flying.append(Flying(group, streams, work, began))
+        sequences, plan = self._groups[group], self.planner.plan
+        batch = Batch({}, plan, sequences, sequences={s.slot: s for s in sequences})
+        batch.began = time.perf_counter_ns()
+        batch.items = {s.slot: self.planner.item(s, plan) for s in sequences}
+        self.runner.launch(group, batch.items)
+        self.flying.append(Flight(group, batch))
 
-    def _measure(self, grouped: bool) -> tuple[bool, float]:
-        """A round has ended. Whether another one of its kind came before it at once, and milliseconds since then: what callers do between steps
-        is in it, because it can be done while a group's step is under way."""
-        assert self.control is not None
-        now, before = time.perf_counter_ns(), self._ended if grouped == self._grouped else 0
-        self._ended, self._grouped = now, grouped
+    def _land(self, meanwhile: Callable[[], object] | None = None, again: bool = True) -> None:
+        """Waits for the older step, hands its sequences their tokens, and launches their next one. ``again`` False: launches none."""
+        group, batch = self.flying.popleft()
+        if meanwhile is not None:
+            meanwhile()
+        output = self.runner.land(group)
+        batch.began = max(batch.began, self._landed)
+        accepted = verify.accept(batch, output, self.runner)
+        self.runner.commit(batch, accepted)
+        self.scheduler.finish(batch, accepted, output)
+        if again and self.flying and not self.scheduler.changed:
+            self._launch_due()
+        self.scheduler.stats.pipelined += 1
+        self._landed = time.perf_counter_ns()
+        self._observe(group, batch)
+
+    def _observe(self, group: int, batch: Batch) -> None:
+        """The second step ends a round. A first step that no second one follows has brought its own sequences tokens."""
+        if group == 1:
+            steady, milliseconds = self._measure(True)
+            self.planner.observe_round(self._decoding, milliseconds, steady)
+        elif not self.flying:
+            _, milliseconds = self._measure(True)
+            self._round_end = 0
+            self.planner.observe_round(batch.decoding, milliseconds, False)
+
+    def _measure(self, pipelined: bool) -> tuple[bool, float]:
+        """A round has ended: whether one of the same kind came right before it, and milliseconds since then, the callers' time included: pipelined
+        steps go on meanwhile."""
+        assert self._pipeline is not None
+        now, before = time.perf_counter_ns(), self._round_end if pipelined == self._pipelined else 0
+        self._round_end, self._pipelined = now, pipelined
         if before:
-            self.control.observe(self._steps._covered, self._steps._kind, grouped, 1e-6 * (now - before))
+            self._pipeline.observe(self.planner.slots, self.planner.plan, pipelined, 1e-6 * (now - before))
         return before > 0, 1e-6 * (now - before)
 
-    def _teach(self, flying: Flying) -> None:
-        """Tells width control and group control of a round that has ended, or of the half of one that no other half follows."""
-        whole, alone = flying.group == 1, not self.flying and flying.group == 0
-        if not whole and not alone:
-            return
-        steady, milliseconds = self._measure(True)
-        if not whole:
-            self._ended, steady = 0, False
-        steps = self._steps
-        if steps.policy is not None:
-            at = [i for i, s in enumerate(steps._decoding) if whole or s in flying.streams]
-            streams, sequences = [steps._decoding[i] for i in at], [steps._sequences[i] for i in at]
-            steps.policy.observe(steps._covered, steps._kind, milliseconds, sequences, [s._matched for s in streams], steady)
 
-
-def _shares(stream: Stream) -> bool:
-    """Whether a sequence has to share steps: the host looks at its drafts or logits before it knows what comes next."""
-    options = stream._request.options
-    return stream._suffix is not None or options.drafts is not None or options.mode == REFERENCE or options.masked
+def _needs_host(s: Sequence) -> bool:
+    """Whether the host reads drafts or logits of this sequence before it knows the next step."""
+    return s.ngram is not None or s.options.drafts is not None or s.options.mode == REFERENCE or s.options.constrained

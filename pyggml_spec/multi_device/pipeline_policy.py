@@ -1,8 +1,7 @@
-"""Whether two groups of sequences decode beside each other, where a target is split over devices: measured, for each kind of step.
+"""Whether two groups of sequences decode pipelined, where a target is split over devices: measured, for each plan.
 
-A round is what brings every sequence one step: a whole step, or one of each group. Half of the rows can take nearly as long as all of them, because
-every step reads all weights (multi_device/lanes.py); then groups are worth nothing. So both kinds of rounds are run, TRIES times each, and the other one
-is looked at again every LOOK rounds.
+A round brings every sequence one step: one step of all, or one of each group. Half of the rows can take nearly as long as all of them, because every step
+reads all weights (multi_device/lanes.py). So both kinds of rounds run TRIES times, and the slower one again every RETRY_EVERY rounds.
 """
 
 from collections import Counter
@@ -12,76 +11,74 @@ from typing import Any
 from ..ggml.cores import default_threads
 from ..speculation.policy import StepPlan
 
-WARMUP = 3  # rounds of new graphs: they are built, captured by ggml-cuda, and the first one of groups begins with nobody beside it
+WARMUP = 3  # rounds of new graphs: built, captured by ggml-cuda, and first pipelined
 TRIES = WARMUP + 5
-LOOK, AGAIN = 500, 3  # rounds between looks, and of a look
-MARGIN = 1.02  # the other kind of round has to be this much faster
-RATE = 0.1  # weight of a round in the running cost
+RETRY_EVERY, RETRIES = 500, 3  # rounds
+MIN_GAIN = 1.02
+RATE = 0.1  # weight of one round in the moving average
 
 
 @dataclass
-class _Use:
-    """Of a number of slots and a kind of step: milliseconds of a round, rounds of either kind so far, and which is in use."""
+class _Rounds:
+    """Of a number of slots and a plan, by kind of round (pipelined or not): milliseconds, and rounds so far; the kind in use."""
 
     cost: dict[bool, float] = field(default_factory=dict)
     tries: Counter = field(default_factory=Counter)
-    grouped: bool = False
-    since: int = 0  # rounds since the other kind was looked at
+    pipelined: bool = False
+    since: int = 0  # rounds since the other kind ran
 
 
-class GroupControl:
-    """Decides for each round. ``pinned``: what it always is; None where it is measured."""
+class PipelinePolicy:
+    """``pinned``: the kind of every round; None measures."""
 
     def __init__(self, pinned: bool | None = None) -> None:
         self.pinned = pinned
-        self._uses: dict[tuple[int, StepPlan], _Use] = {}
+        self._rounds: dict[tuple[int, StepPlan], _Rounds] = {}
 
-    def choose(self, covered: int, kind: StepPlan) -> bool:
-        """Whether the next round of this kind, in graphs that cover so many slots together, is one of groups."""
+    def choose(self, slots: int, kind: StepPlan) -> bool:
+        """Whether the next round of this plan, in graphs that cover so many slots, is pipelined."""
         if self.pinned is not None:
             return self.pinned
-        use = self._uses.setdefault((covered, kind), _Use())
-        for grouped in (False, True):
-            if use.tries[grouped] < TRIES:
-                return grouped
+        use = self._rounds.setdefault((slots, kind), _Rounds())
+        for pipelined in (False, True):
+            if use.tries[pipelined] < TRIES:
+                return pipelined
         use.since += 1
-        if use.since > LOOK:
-            use.since, use.tries[not use.grouped] = 0, TRIES - AGAIN
-            use.cost.pop(not use.grouped, None)
-            return not use.grouped
-        return use.grouped
+        if use.since > RETRY_EVERY:
+            use.since, use.tries[not use.pipelined] = 0, TRIES - RETRIES
+            use.cost.pop(not use.pipelined, None)
+            return not use.pipelined
+        return use.pipelined
 
-    def observe(self, covered: int, kind: StepPlan, grouped: bool, milliseconds: float) -> None:
-        """A round, and how long it took: of groups, from the end of the one before it."""
-        use = self._uses.setdefault((covered, kind), _Use())
-        use.tries[grouped] += 1
-        if use.tries[grouped] <= WARMUP:
+    def observe(self, slots: int, kind: StepPlan, pipelined: bool, milliseconds: float) -> None:
+        """A round took so long, a pipelined one from the end of the round before."""
+        use = self._rounds.setdefault((slots, kind), _Rounds())
+        use.tries[pipelined] += 1
+        if use.tries[pipelined] <= WARMUP:
             return
-        known = use.cost.get(grouped)
+        known = use.cost.get(pipelined)
         if known is None:
-            use.cost[grouped] = milliseconds
-        elif use.tries[grouped] <= TRIES:
-            use.cost[grouped] = min(known, milliseconds)
+            use.cost[pipelined] = milliseconds
+        elif use.tries[pipelined] <= TRIES:
+            use.cost[pipelined] = min(known, milliseconds)
         else:
-            use.cost[grouped] = known + RATE * (min(milliseconds, 2 * known) - known)
-        mine, other = use.cost.get(use.grouped), use.cost.get(not use.grouped)
-        if mine is not None and other is not None and other * MARGIN < mine and use.tries[not use.grouped] >= TRIES:
-            use.grouped = not use.grouped
+            use.cost[pipelined] = known + RATE * (min(milliseconds, 2 * known) - known)
+        mine, other = use.cost.get(use.pipelined), use.cost.get(not use.pipelined)
+        if mine is not None and other is not None and other * MIN_GAIN < mine and use.tries[not use.pipelined] >= TRIES:
+            use.pipelined = not use.pipelined
 
-    def gain(self, covered: int, kind: StepPlan) -> float | None:
-        """Milliseconds of a whole step over those of a round of groups; None until both were measured."""
-        use = self._uses.get((covered, kind))
+    def gain(self, slots: int, kind: StepPlan) -> float | None:
+        """Milliseconds of a step of all over those of a pipelined round; None until both are measured."""
+        use = self._rounds.get((slots, kind))
         return use.cost[False] / use.cost[True] if use is not None and len(use.cost) == 2 else None
 
 
-def control_of(engine: Any, groups: int | None) -> GroupControl | None:
-    """Of an engine that has groups. ``groups``: 1 for none, 2 for always; None measures, unless threads of its CPUs would wait for each other's cores.
-
-    Cores: a whole step computes on one device at a time, and each may have all of them.
-    """
-    if not engine.groups or groups == 1:
+def policy_of(runner: Any, groups: int | None) -> PipelinePolicy | None:
+    """Of a runner with groups. ``groups``: 1 for none, 2 for always; None measures, unless CPU threads of the devices would share cores: a step of all
+    computes on one device at a time, with all cores."""
+    if not runner.groups or groups == 1:
         return None
-    threads = [segment.backend.threads for segment in engine.resources.segments if segment.backend.device.kind == "cpu"]
+    threads = [segment.backend.threads for segment in runner.resources.segments if segment.backend.device.kind == "cpu"]
     if groups is None and len(threads) > 1 and sum(threads) > default_threads():
         return None
-    return GroupControl(True if groups is not None else None)
+    return PipelinePolicy(True if groups is not None else None)

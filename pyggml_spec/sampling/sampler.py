@@ -18,7 +18,7 @@ from ..constraints.closed_objects import closed_text
 from ..constraints.grammar import KINDS, Grammar
 from ..constraints.lazy import MOST_TRIGGERS, MOST_WORD, LazyGrammar
 from ..constraints.pattern import Pattern
-from ..engine.graphs import MOST_CANDIDATES
+from ..engine.options import MOST_CANDIDATES
 from ..errors import ConstraintError, EngineError, SamplingError
 from ..ggml.library import LlamaSampler, ffi, lib
 from ..suggest import meant

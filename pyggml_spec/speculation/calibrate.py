@@ -13,9 +13,9 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from ..engine.request import PLAIN, LoopOptions
+from ..engine.engine import Engine
 from ..engine.runner import ModelRunner
-from ..engine.scheduler import Scheduler
+from ..engine.sequence import PLAIN, GenerationOptions
 from ..engine.stats import MUCH_WAITING
 from ..errors import ContextError, PyspecError
 from ..files import make_private, replacing
@@ -112,7 +112,7 @@ def step_cost(
     return 1000 * statistics.median(runs[warmup:] or runs)
 
 
-def plain_cost(scheduler: Scheduler, most: int, behind: int = 0, take: Callable[[list[int]], object] = lambda block: None) -> float:
+def plain_cost(scheduler: Engine, most: int, behind: int = 0, take: Callable[[list[int]], object] = lambda block: None) -> float:
     """Milliseconds of a token of plain decoding as texts get it: the mean of at most ``most`` steps, all that the host does around them included. Forgets
     the sequence.
 
@@ -121,7 +121,7 @@ def plain_cost(scheduler: Scheduler, most: int, behind: int = 0, take: Callable[
     attention reads them, and behind eight of them a text of 256 tokens seemed to lose another 5 %. ``take`` is called with what each step brings, as whoever
     reads a text does something with it: without that plain decoding of the embedded pair seemed 4 % faster than a text that is decoded plainly.
     """
-    engine, runs = scheduler.engine, list[float]()
+    engine, runs = scheduler.runner, list[float]()
     engine.reset()
     room = engine.options.n_ctx - WARMUP - most - 1
     if min(behind, room) > len(FILL):
@@ -130,7 +130,7 @@ def plain_cost(scheduler: Scheduler, most: int, behind: int = 0, take: Callable[
         behind = min(behind, room, int(len(FILL) * FILL_S / (time.perf_counter() - began)))
         engine.reset()
     tokens = max(min(behind, room), min(len(START), engine.options.n_ctx - 1), 1)
-    options = LoopOptions(WARMUP + most + 1, PLAIN, engine.options.width, ignore_end=True, reuse=False)
+    options = GenerationOptions(WARMUP + most + 1, PLAIN, engine.options.width, ignore_end=True, reuse=False)
     with closing(scheduler.submit([0] * tokens, options, slot=0)) as stream:
         next(stream)  # behind the prompt
         started = last = time.perf_counter()

@@ -1,60 +1,159 @@
-"""Which tokens a step gives: the acceptance rule.
+"""Verification: which tokens a step emits.
 
-The verifier sees [last token, d_1 .. d_{W-1}]; its row j predicts the token after row j. The accepted drafts are the longest prefix with
-target_j == d_{j+1}, where target_j is the greedy choice after row j, or a sampler's; that many rows plus one are committed, and the
-target's own choice after them becomes the last token. Every token that comes out is therefore the target's choice after exactly the
-tokens before it: the drafter decides how many come out per step, never which.
+The target computes rows [last token, d_1 .. d_{W-1}]; row j predicts the token after it. Accepted is the longest prefix of drafts with
+target_j == d_{j+1}, where target_j is the greedy or sampled token after row j; the target's own token after it follows. Every emitted token is therefore
+the target's choice after exactly the tokens before it: drafts change how many tokens a step emits, never which.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
+from ..engine.batch import Batch, BatchItem, Draft, Prefill, StepOutput
 from ..engine.limits import Limits
 from ..engine.runner import ModelRunner
+from ..engine.sequence import CONSTRAINT
+from ..engine.sequence import Sequence as SequenceState
+from ..errors import EngineError
 from ..sampling.sampler import Sampler
 
 
 class Choices:
-    """What a step left behind the rows of one sequence, until the next one.
+    """Logits of one slot's rows after a step, until the next one.
 
     Attributes:
-        greedy: the target's greedy choice after each row.
-        allowed: by row, the likeliest token that a constraint allows there, where it has been asked for already.
+        greedy: greedy token after each row.
+        allowed: by row, the likeliest token that the constraint allows, where it is known.
     """
 
-    def __init__(self, greedy: Sequence[int], engine: ModelRunner, slot: int = 0, allowed: dict[int, int] | None = None) -> None:
-        self.greedy, self.allowed, self._engine, self._slot = greedy, allowed if allowed is not None else {}, engine, slot
+    def __init__(self, greedy: Sequence[int], runner: ModelRunner, slot: int = 0, allowed: dict[int, int] | None = None) -> None:
+        self.greedy, self.allowed, self._runner, self._slot = greedy, allowed if allowed is not None else {}, runner, slot
 
     def candidates(self, row: int) -> tuple[np.ndarray | None, np.ndarray]:
-        """The ids (None: all of the vocabulary) and logits that a sampler chooses from."""
-        return self._engine.candidates(row, self._slot)
+        """Ids (None: the whole vocabulary) and logits that a sampler chooses from."""
+        return self._runner.candidates(row, self._slot)
 
     @property
     def on_device(self) -> bool:
-        """Whether the device can be asked about the tokens that a constraint allows."""
-        return self._engine.slots[self._slot].masked
+        """Whether the device can choose among masked tokens."""
+        return self._runner.slots[self._slot].masked
 
-    def likeliest(self, row: int, bits: np.ndarray) -> int:
-        """The likeliest of the tokens that ``bits`` stand for."""
-        return self._engine.likeliest([(self._slot, row, bits)])[0]
+    def likeliest(self, row: int, mask: np.ndarray) -> int:
+        """The likeliest of the tokens whose bits are set."""
+        return self._runner.likeliest([(self._slot, row, mask)])[0]
 
-    def largest(self, row: int, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The ids and logits of as many of them as ``candidates`` gives."""
-        return self._engine.largest(row, bits, self._slot)
+    def largest(self, row: int, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and logits of as many of them as ``candidates`` returns."""
+        return self._runner.largest(row, mask, self._slot)
+
+
+def compute_masks(batch: Batch, runner: ModelRunner, meanwhile: Callable[[], object] | None) -> Callable[[], object] | None:
+    """What to call while the step computes: the masks of constrained sequences whose logits stay on the device, then ``meanwhile``."""
+    batch.masked = [s for s in batch.constrained if s.constraint is not None and s.constraint.ahead and runner.slots[s.slot].masked]
+    if not batch.masked:
+        return meanwhile
+
+    def during() -> None:
+        for s in batch.masked:
+            assert s.constraint is not None
+            s.constraint.compute_masks(batch.items[s.slot].rows)
+        if meanwhile is not None:
+            meanwhile()
+
+    return during
+
+
+def accept(batch: Batch, output: Mapping[int, StepOutput], runner: ModelRunner) -> dict[int, list[int]]:
+    """The tokens that each slot gains; none while its prompt is not complete. A sequence's own error goes to ``batch.errors``."""
+    if batch.masked:
+        _choose_masked(batch, output, runner)
+    accepted: dict[int, list[int]] = {}
+    for slot, item in batch.items.items():
+        seq = batch.sequences[slot]
+        try:
+            if isinstance(item, Prefill):
+                accepted[slot] = _first(seq, item, output[slot], runner)
+            else:
+                accepted[slot] = _verified(seq, item, output[slot], runner)
+        except Exception as error:  # its constraint, its sampler, its caller's functions
+            batch.errors[slot] = error
+    return accepted
+
+
+def _choose_masked(batch: Batch, output: Mapping[int, StepOutput], runner: ModelRunner) -> None:
+    """One masked argmax for all rows whose greedy token is forbidden."""
+    rows = [(s.slot, row, mask) for s in batch.masked if s.constraint for row, mask in s.constraint.forbidden(output[s.slot].ids)]
+    for (slot, row, _), token in zip(rows, runner.likeliest(rows) if rows else ()):
+        constraint = batch.sequences[slot].constraint
+        assert constraint is not None
+        constraint.allowed[row] = token
+
+
+def _first(seq: SequenceState, item: Prefill, output: StepOutput, runner: ModelRunner) -> list[int]:
+    """The token after a prompt, once its last chunk is computed."""
+    if not output.target_finite:
+        raise EngineError(runner.not_finite(seq.slot))
+    if seq.remaining > len(item.tokens) or seq.limits.reason:  # no tokens wanted: the prompt is computed for the prefix cache
+        return []
+    seq.limits.begin(runner.slots[seq.slot].cursor.room)
+    return [first_token(Choices([int(output.ids[0])], runner, seq.slot), seq.history, seq.limits, seq.options.sampler)]
+
+
+def _verified(seq: SequenceState, item: BatchItem, output: StepOutput, runner: ModelRunner) -> list[int]:
+    """The accepted drafts of a decode step and the target's token after them.
+
+    Raises:
+        EngineError: the target produced NaN or Inf.
+        Exception: what the sequence's constraint, sampler or scripted drafter raised.
+    """
+    constraint, options = seq.constraint, seq.options
+    failure = seq.failure or (constraint.failure if constraint is not None else None)
+    if failure is not None:
+        raise failure
+    if not output.target_finite:
+        raise EngineError(runner.not_finite(seq.slot))
+    if not output.draft_finite:
+        seq.stats.nan_drafts += 1
+        seq.speculating = False
+    if isinstance(item, Draft):
+        seq.offered = output.tokens[1:].tolist()
+    drafts, imposed = seq.offered, False
+    if options.synthetic is not None and seq.source != CONSTRAINT:
+        drafts, imposed = constraint.synthetic(drafts) if constraint is not None else drafts[: options.synthetic.draw(len(drafts))], True
+    choices = Choices(output.ids.tolist(), runner, seq.slot, constraint.allowed if constraint is not None else None)
+    return choose_tokens(choices, drafts, seq.limits, options.sampler, imposed)
 
 
 def first_token(choices: Choices, prompt: Sequence[int], limits: Limits, sampler: Sampler | None) -> int:
-    """The target's choice after ``prompt``."""
+    """The target's token after ``prompt``."""
     if sampler is not None:
         sampler.accept_prompt(prompt)
-    token = _choice(choices, 0, sampler)
+    token = _choose(choices, 0, sampler)
     limits.passes(token)
     return token
 
 
-def _choice(choices: Choices, row: int, sampler: Sampler | None) -> int:
+def choose_tokens(
+    choices: Choices, drafts: Sequence[int], limits: Limits, sampler: Sampler | None = None, imposed: bool = False
+) -> list[int]:
+    """The target's tokens after rows 0, 1, ... while each equals the next row's draft, up to the sequence's end.
+
+    Args:
+        drafts: of rows 1, 2, ....
+        limits: of the sequence; consulted once per token.
+        imposed: drafts count as chosen (synthetic acceptance).
+    """
+    tokens: list[int] = []
+    for row, draft in enumerate([*drafts, None]):
+        token = _impose(choices, row, draft, sampler) if imposed and draft is not None else _choose(choices, row, sampler)
+        tokens.append(token)
+        if not limits.passes(token) or token != draft:
+            break
+    return tokens
+
+
+def _choose(choices: Choices, row: int, sampler: Sampler | None) -> int:
     greedy = choices.greedy[row]
     if sampler is None or sampler.accepts_argmax(greedy):
         return greedy
@@ -67,30 +166,10 @@ def _choice(choices: Choices, row: int, sampler: Sampler | None) -> int:
     return sampler.choose(*choices.candidates(row), partial(choices.largest, row))
 
 
-def choose_block(
-    choices: Choices, drafts: Sequence[int], limits: Limits, sampler: Sampler | None = None, imposed: bool = False
-) -> list[int]:
-    """The tokens that a verified block gives: the target's choice after row 0, 1, ... while the choice is the next row's draft, up to where
-    the sequence ends.
-
-    Args:
-        drafts: of the rows 1, 2, ....
-        limits: of the sequence, which goes on; asked about every token.
-        imposed: they count as chosen, whatever the target says.
-    """
-    block: list[int] = []
-    for j, draft in enumerate([*drafts, None]):
-        token = _imposed(choices, j, draft, sampler) if imposed and draft is not None else _choice(choices, j, sampler)
-        block.append(token)
-        if not limits.passes(token) or token != draft:
-            break
-    return block
-
-
-def _imposed(choices: Choices, row: int, draft: int, sampler: Sampler | None) -> int:
-    """``draft``; the choice is made, because it takes its time, but under a constraint that goes on behind the draft."""
+def _impose(choices: Choices, row: int, draft: int, sampler: Sampler | None) -> int:
+    """``draft``. The target's choice is still made, because it takes time, except under a constraint, which advances by the draft."""
     if sampler is not None and sampler.grammar is not None:
         sampler.take(draft)
     else:
-        _choice(choices, row, sampler)
+        _choose(choices, row, sampler)
     return draft

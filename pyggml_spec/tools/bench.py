@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..api import Session
-from ..engine.request import PLAIN, SPECULATIVE, LoopOptions
-from ..engine.scheduler import generate
+from ..engine.engine import generate
+from ..engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from ..engine.stats import Stats
 from ..errors import ContextError
 from ..speculation.synthetic import SyntheticAcceptance
@@ -114,7 +114,7 @@ class _Prefill:
         if self.depth:
             engine.prefill(_fill(self.session, self.depth, 1))
         stats = Stats()
-        for _ in generate(engine, _fill(self.session, self.n, repetition), LoopOptions(1, PLAIN), stats):
+        for _ in generate(engine, _fill(self.session, self.n, repetition), GenerationOptions(1, PLAIN), stats):
             pass
         if repetition:
             self.row.runs.append(self.n / stats.seconds["prefill"])
@@ -135,8 +135,8 @@ class _Decode:
             if opt.width is None:
                 widths = session.new_policy()
         engine.reset(drafting=self.mode == SPECULATIVE)
-        loop = LoopOptions(opt.tokens + 1, self.mode, width, ignore_end=True, synthetic=synthetic)
-        for _ in generate(engine, _fill(session, max(self.depth, 8), 2), loop, stats, widths=widths):
+        loop = GenerationOptions(opt.tokens + 1, self.mode, width, ignore_end=True, synthetic=synthetic)
+        for _ in generate(engine, _fill(session, max(self.depth, 8), 2), loop, stats, policy=widths):
             pass
         if not repetition:
             return

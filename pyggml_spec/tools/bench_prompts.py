@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from ..api import GREEDY, Session
-from ..engine.request import PLAIN, SPECULATIVE
+from ..engine.sequence import PLAIN, SPECULATIVE
 from ..engine.stats import Stats
 from ..errors import ContextError, PairError, TemplateError
 from ..sampling.sampler import RANDOM_SEED, Sampling

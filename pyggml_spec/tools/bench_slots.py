@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..api import Session
-from ..engine.request import PLAIN, SPECULATIVE, LoopOptions
-from ..engine.scheduler import Scheduler
+from ..engine.engine import Engine
+from ..engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from ..errors import ContextError
 from .bench import BenchOptions, Repeated, _Decode, _fill
 
@@ -85,23 +85,23 @@ def _several(session: Session, count: int, options: BenchOptions, modes) -> list
         for repetition in range(options.repetitions + 1):
             for mode in modes:
                 _measure(session, scheduler, count, mode, options, repetition, rows[mode])
-        memory = scheduler.engine.memory()
+        memory = scheduler.runner.memory()
         for row in rows.values():
             row.slot_bytes, row.compute_bytes = _slot_bytes(memory, count), memory["compute"]
         return list(rows.values())
 
 
-def _measure(session: Session, scheduler: Scheduler, count: int, mode: str, options: BenchOptions, repetition: int, row: SlotsRow) -> None:
+def _measure(session: Session, scheduler: Engine, count: int, mode: str, options: BenchOptions, repetition: int, row: SlotsRow) -> None:
     streams = []
     for i in range(count):
         synthetic = options.acceptance(session.engine.options.width - 1, 1000 * repetition + i) if mode == SPECULATIVE else None
         prompt = _fill(session, max(options.depths[0], 8), 2 + i)
-        streams.append(scheduler.submit(prompt, LoopOptions(ENDLESS, mode, ignore_end=True, synthetic=synthetic)))
+        streams.append(scheduler.submit(prompt, GenerationOptions(ENDLESS, mode, ignore_end=True, synthetic=synthetic)))
     while not all(stream.tokens for stream in streams):
         scheduler.step()
     if not repetition and mode == SPECULATIVE:
         scheduler.learn_widths()
-    before, widths, engine = scheduler.stats.emitted, Counter(scheduler.stats.widths), scheduler.engine
+    before, widths, engine = scheduler.stats.emitted, Counter(scheduler.stats.widths), scheduler.runner
     steps, computed, used = scheduler.stats.steps, engine.rows_computed, engine.rows_used
     began = time.perf_counter()
     while scheduler.stats.emitted - before < count * options.tokens and not any(stream.ended for stream in streams):

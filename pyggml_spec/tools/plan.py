@@ -14,8 +14,8 @@ from ..api import load
 from ..cache.kv_types import MOST_CONTEXT
 from ..context_size import token_bytes
 from ..engine.memory import SHARED, MemoryCount, longest
-from ..engine.request import PLAIN, SPECULATIVE, LoopOptions
 from ..engine.resources import P
+from ..engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from ..errors import PyspecError
 from ..ggml.device import devices, free_bytes, pick_device
 from ..ggml.devices import pick_devices
@@ -304,8 +304,8 @@ def check(
         if slots != 1:
             scheduler = stack.enter_context(session.batch(slots))
             for i in range(slots):
-                scheduler.submit(prompt[: 40 + i], LoopOptions(min(16, room // 4), PLAIN if session.drafter is None else SPECULATIVE))
+                scheduler.submit(prompt[: 40 + i], GenerationOptions(min(16, room // 4), PLAIN if session.drafter is None else SPECULATIVE))
             scheduler.run()
-            of_slots = {name: n for name, n in scheduler.engine.memory().items() if name not in SHARED}
+            of_slots = {name: n for name, n in scheduler.runner.memory().items() if name not in SHARED}
         taken = sum(before) - sum(free_bytes(pick_device(one.name)) for one in picked) if not on_cpu else None
         return Checked(planned, session.engine.memory(), of_slots, taken)

@@ -13,8 +13,8 @@ from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
 from pyggml_spec.cache.prefix import PrefixCache
-from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
-from pyggml_spec.engine.scheduler import generate
+from pyggml_spec.engine.engine import generate
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.engine.stats import Stats
 
 pytestmark = pytest.mark.slow
@@ -61,10 +61,10 @@ def answer(engine, prompt, cache=None, mode=SPECULATIVE, n=12) -> Run:
     else:
         reuse = cache.begin(prompt, mode == SPECULATIVE)
     stats, left = Stats(), None
-    options = LoopOptions(n, mode, WIDTH)
+    options = GenerationOptions(n, mode, WIDTH)
     computed = (lambda done, total: cache.computed()) if cache is not None else None
     text = []
-    for block in generate(engine, prompt, options, stats, prefill_progress=computed, known=reuse.tokens if reuse else 0):
+    for block in generate(engine, prompt, options, stats, prefill_progress=computed, cached=reuse.tokens if reuse else 0):
         if left is None:
             with engine.sequence.whole(len(prompt), mode == SPECULATIVE) as pieces:
                 left = pieces.read()

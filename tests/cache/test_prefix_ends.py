@@ -11,10 +11,11 @@ from random_gguf.model import Shape
 from pyggml_spec.cache.prefix import layout_of
 from pyggml_spec.cache.prefix_files import PrefixFiles
 from pyggml_spec.engine.batch import Prefill
+from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
-from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.runner import ModelRunner
-from pyggml_spec.engine.scheduler import TAIL, Scheduler
+from pyggml_spec.engine.scheduler import STATE_BEFORE_END
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.ggml.library import versions
 
 pytestmark = pytest.mark.slow
@@ -29,7 +30,7 @@ def pair(request, tmp_path_factory):
 
 
 def run(scheduler, prompt, count=12, mode=SPECULATIVE, **options):
-    stream = scheduler.submit(prompt, LoopOptions(count, mode, ignore_end=True, **options))
+    stream = scheduler.submit(prompt, GenerationOptions(count, mode, ignore_end=True, **options))
     stream.steps = [(tuple(block), tuple(stream.drafts)) for block in stream]
     return stream
 
@@ -47,7 +48,7 @@ def test_the_next_turn_reuses_the_answer(pair, slots, mode):
             before = len(prompt) + len(stream.tokens) - 1
             prompt = prompt + stream.tokens + tokens(2 + turn, more)
         assert before % CHUNK
-        if scheduler.engine.sequence.stateful:
+        if scheduler.runner.sequence.stateful:
             again = run(scheduler, prompt[: before - 100] + tokens(9, 30), 5, mode)
             assert again.stats.reused_tokens >= before - 100 - 2 * CHUNK - 45  # a state was kept within the long prompt too
 
@@ -88,13 +89,16 @@ def test_another_prefix_does_not_reuse_an_end(pair):
             stream = run(scheduler, other, 6)
             assert stream.stats.reused_tokens <= max(CHUNK, at) and pair.agrees(other, stream.tokens)
         exact = run(scheduler, whole[:-1], 6)
-        assert exact.stats.reused_tokens == (90 - TAIL if scheduler.engine.sequence.stateful else 98) and exact.tokens[0] == answer[-1]
+        assert (
+            exact.stats.reused_tokens == (90 - STATE_BEFORE_END if scheduler.runner.sequence.stateful else 98)
+            and exact.tokens[0] == answer[-1]
+        )
 
 
 def test_a_cancelled_answer_can_be_gone_on_with(pair):
     with make(pair) as scheduler:
         prompt = tokens(24, 80)
-        stream = scheduler.submit(prompt, LoopOptions(200, SPECULATIVE, ignore_end=True))
+        stream = scheduler.submit(prompt, GenerationOptions(200, SPECULATIVE, ignore_end=True))
         for _ in range(4):
             next(stream)
         stream.cancel()
@@ -122,9 +126,9 @@ def test_drafts_and_acceptance_after_a_hit_are_those_without(tmp_path, slots):
     def all_of(memory):
         with make(pair, slots, memory) as scheduler:
             first = run(scheduler, tokens(51, 200), 30)
-            turn = [*first._prompt, *first.tokens, *tokens(52, 40)]
+            turn = [*first.prompt, *first.tokens, *tokens(52, 40)]
             second = run(scheduler, turn, 40)
-            together = [scheduler.submit(tokens(53, 150), LoopOptions(30, ignore_end=True)) for _ in range(4)]
+            together = [scheduler.submit(tokens(53, 150), GenerationOptions(30, ignore_end=True)) for _ in range(4)]
             many = [[(tuple(block), tuple(s.drafts)) for block in s] for s in together]
             return [first.steps, second.steps, *many], [s.stats.reused_tokens for s in (first, second, *together)]
 
@@ -147,7 +151,7 @@ def files_of(engine, folder):
 def with_files(pair, folder, slots=2):
     s = pair.session
     engine = ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=N_CTX, slots=slots, chunk=CHUNK, width=8))
-    return Scheduler(engine, 8, MANY, files=files_of(engine, folder))
+    return Engine(engine, 8, MANY, files=files_of(engine, folder))
 
 
 def test_the_next_process_goes_on_where_the_last_one_was(pair, tmp_path):
@@ -156,7 +160,7 @@ def test_the_next_process_goes_on_where_the_last_one_was(pair, tmp_path):
     with with_files(pair, tmp_path) as scheduler:
         first = run(scheduler, prompt)
     kinds = [name.rsplit(".", 1)[1] for name in os.listdir(tmp_path)]
-    assert kinds.count("rows") == 4 and bool(kinds.count("state")) == scheduler.engine.sequence.stateful
+    assert kinds.count("rows") == 4 and bool(kinds.count("state")) == scheduler.runner.sequence.stateful
     following = [*prompt, *first.tokens, *tokens(62, 30)]
     with with_files(pair, tmp_path, 3) as scheduler:
         second = run(scheduler, following)
@@ -235,35 +239,35 @@ def test_nothing_is_kept_of_a_sequence_whose_drafter_gave_nan(pair):
     """Its rows went into the cache: what continued after them had no drafts, without a note."""
     with make(pair) as scheduler:
         prompt = tokens(71, 100)
-        stream = scheduler.submit(prompt, LoopOptions(30, SPECULATIVE, ignore_end=True))
+        stream = scheduler.submit(prompt, GenerationOptions(30, SPECULATIVE, ignore_end=True))
         while len(stream.tokens) < 4:
             scheduler.step()
-        scheduler.engine.resources.draft_kv.fill_slot(stream.slot, 0xFF)
+        scheduler.runner.resources.draft_kv.fill_slot(stream.slot, 0xFF)
         scheduler.run()
         assert stream.stats.nan_drafts == 1 and any("is not kept for later prompts" in note for note in stream.stats.notes)
         turn = run(scheduler, prompt + stream.tokens + tokens(72, 20), 12)
         assert turn.stats.nan_drafts == 0 and turn.stats.reused_tokens <= len(prompt) and turn.stats.drafted > 8
-        assert pair.agrees(turn._prompt, turn.tokens)
+        assert pair.agrees(turn.prompt, turn.tokens)
 
 
 def test_nothing_is_kept_of_a_prompt_whose_end_is_not_finite(pair):
     """Over several devices, the chunks before the last one say nothing of what they brought."""
     with make(pair) as scheduler:
         prompt, used = tokens(73, 4 * CHUNK + 9), 0
-        stream = scheduler.submit(prompt, LoopOptions(4, PLAIN))
-        while stream.filled < 3 * CHUNK:
+        stream = scheduler.submit(prompt, GenerationOptions(4, PLAIN))
+        while stream.computed < 3 * CHUNK:
             scheduler.step()
             used = max(used, scheduler.prefixes.used_bytes)
-        scheduler.engine.kv.fill_slot(stream.slot, 0xFF)
+        scheduler.runner.kv.fill_slot(stream.slot, 0xFF)
         scheduler.run()
         assert stream.error is not None and scheduler.prefixes.used_bytes == 0
-        assert used or scheduler.engine.sequence.stateful
+        assert used or scheduler.runner.sequence.stateful
 
 
 def test_nor_of_chunks_before_those_that_another_slot_brought(pair):
     """What is brought back between two passes says nothing of the chunks before it, which this slot computed: their copies stayed."""
     with make(pair) as scheduler:
-        engine, cache, prompt = scheduler.engine, scheduler.prefixes, tokens(74, 4 * CHUNK + 9)
+        engine, cache, prompt = scheduler.runner, scheduler.prefixes, tokens(74, 4 * CHUNK + 9)
         slots = [engine.admit(), engine.admit()]
 
         def chunks(slot, count):

@@ -7,14 +7,15 @@ from engine.batch_helpers import Pair
 from random_gguf.model import Shape
 
 from pyggml_spec.engine.batch import Draft, Prefill
+from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
-from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.runner import ModelRunner
-from pyggml_spec.engine.scheduler import TAIL, Scheduler
+from pyggml_spec.engine.scheduler import STATE_BEFORE_END
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.errors import EngineError
 
 CHUNK, N_CTX, MANY = 64, 768, 1 << 30
-OPTIONS = LoopOptions(12, SPECULATIVE)
+OPTIONS = GenerationOptions(12, SPECULATIVE)
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -39,15 +40,13 @@ def scheduler(pair):
         yield made
 
 
-def make(pair, slots=3, memory=MANY, width=8) -> Scheduler:
+def make(pair, slots=3, memory=MANY, width=8) -> Engine:
     s = pair.session
-    return Scheduler(
-        ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=N_CTX, slots=slots, chunk=CHUNK, width=8)), width, memory
-    )
+    return Engine(ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=N_CTX, slots=slots, chunk=CHUNK, width=8)), width, memory)
 
 
 def check(pair, streams) -> None:
-    assert all(pair.agrees(s._prompt, s.tokens) and len(s.tokens) == 12 for s in streams)
+    assert all(pair.agrees(s.prompt, s.tokens) and len(s.tokens) == 12 for s in streams)
     assert pair.ties <= 1
 
 
@@ -63,7 +62,7 @@ def test_one_after_the_other(pair, scheduler):
         scheduler.run()
     check(pair, streams)
     # it was not known yet that a state would be wanted where they part; rows are reused to the token
-    want = [0, 0, 256, 400 - TAIL] if scheduler.engine.sequence.stateful else [0, 300, 300, 399]
+    want = [0, 0, 256, 400 - STATE_BEFORE_END] if scheduler.runner.sequence.stateful else [0, 300, 300, 399]
     assert [s.stats.reused_tokens for s in streams] == want
     assert streams[3].stats.reused_from["memory"] == 7 and all(s.stats.drafted > 0 for s in streams)
 
@@ -91,15 +90,15 @@ def test_a_short_prompt_again(pair, scheduler, length):
         streams.append(scheduler.submit(ids, OPTIONS))
         scheduler.run()
     check(pair, [*first, *again])
-    stateful = scheduler.engine.sequence.stateful
-    assert [s.stats.reused_tokens for s in again] == [length - (TAIL if stateful else 1), 0 if stateful else 20]
+    stateful = scheduler.runner.sequence.stateful
+    assert [s.stats.reused_tokens for s in again] == [length - (STATE_BEFORE_END if stateful else 1), 0 if stateful else 20]
 
 
 def test_another_owner_finds_nothing(pair, scheduler):
     """Not to the token either: how much of a prompt is reused would tell what another user asked."""
     prompt = tokens(33, 100)
-    for owner, reused in (("a", 0), ("b", 0), ("a", 100 - (TAIL if scheduler.engine.sequence.stateful else 1))):
-        stream = scheduler.submit(prompt, LoopOptions(12, SPECULATIVE, owner=owner))
+    for owner, reused in (("a", 0), ("b", 0), ("a", 100 - (STATE_BEFORE_END if scheduler.runner.sequence.stateful else 1))):
+        stream = scheduler.submit(prompt, GenerationOptions(12, SPECULATIVE, owner=owner))
         scheduler.run()
         assert stream.stats.reused_tokens == reused, owner
 
@@ -128,19 +127,19 @@ def test_the_sequence_that_computes_a_prefix_may_be_cancelled(pair, scheduler):
 @pytest.mark.slow
 def test_reuse_while_another_sequence_decodes(pair, scheduler):
     shared = tokens(8, 260)
-    a = scheduler.submit(tokens(9, 20), LoopOptions(60, SPECULATIVE))
+    a = scheduler.submit(tokens(9, 20), GenerationOptions(60, SPECULATIVE))
     scheduler.step()
     b, c = (scheduler.submit(shared + tokens(20 + i, 5), OPTIONS) for i in range(2))
     scheduler.run()
     check(pair, [b, c])
-    assert a.tokens == pair.solo(a._prompt, 60) and c.stats.reused_tokens == 256
+    assert a.tokens == pair.solo(a.prompt, 60) and c.stats.reused_tokens == 256
 
 
 @pytest.mark.slow
 def test_plain_and_speculative_prompts_are_kept_apart(pair, scheduler):
     """A plain sequence leaves no drafter rows: drafting after them would be blind."""
     prompt = tokens(11, 200)
-    streams = [scheduler.submit(prompt, LoopOptions(12, PLAIN)), scheduler.submit(prompt, OPTIONS)]
+    streams = [scheduler.submit(prompt, GenerationOptions(12, PLAIN)), scheduler.submit(prompt, OPTIONS)]
     scheduler.run()
     check(pair, streams)
     assert [s.stats.reused_tokens for s in streams] == [0, 0]
@@ -166,12 +165,12 @@ def test_a_slot_that_was_poisoned(pair, scheduler):
     prompt = tokens(15, 200)
     scheduler.submit(prompt, OPTIONS)
     scheduler.run()
-    for cache in (scheduler.engine.kv, scheduler.engine.draft_kv):
+    for cache in (scheduler.runner.kv, scheduler.runner.draft_kv):
         cache.fill_slot(0, 0xFF)
     again = scheduler.submit(prompt, OPTIONS)
     scheduler.run()
     check(pair, [again])
-    assert again.slot == 0 and again.stats.reused_tokens == 200 - (TAIL if scheduler.engine.sequence.stateful else 1)
+    assert again.slot == 0 and again.stats.reused_tokens == 200 - (STATE_BEFORE_END if scheduler.runner.sequence.stateful else 1)
 
 
 def test_a_snapshot_goes_into_any_slot(pair):

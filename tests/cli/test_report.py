@@ -12,7 +12,7 @@ from pyggml_spec.engine.stats import Stats
 def _stats(**more) -> Stats:
     stats = Stats(mode="speculative", device="CPU", **more)
     for _ in range(9):
-        stats.add_block(1, 0, False)
+        stats.add_step(1, 0, False)
     stats.emitted += 1
     stats.seconds["decode"] = 2.0
     return stats
@@ -52,7 +52,7 @@ def test_a_busy_machine_is_named():
     """Two threads on two busy cores decode at a seventieth of the speed; without a word the model or the engine would be blamed."""
     busy = footer(_stats(waited_s=1.5, most_threads=2), None)
     assert "other work had the processor for 1.5 of 2.0 s" in busy and "-t 2 keeps all threads" in busy and "leave -t out" in busy
-    follows = _stats(waited_s=0.0, most_threads=2, threads_follow=True, threads=Counter({2: 3, 1: 6}), beside_s=1.2)
+    follows = _stats(waited_s=0.0, most_threads=2, threads_follow=True, threads=Counter({2: 3, 1: 6}), contended_s=1.2)
     assert "threads gave way to it, and come back when it ends: 3 steps by 2 threads, 6 steps by 1 thread" in (
         busy := footer(follows, None)
     )
@@ -62,20 +62,20 @@ def test_a_busy_machine_is_named():
     assert "other work" not in footer(moment, None)  # it said "for 0.0 of 0.0 s"
     for idle in (0.02, 0.0, None):
         assert "other work" not in footer(
-            _stats(waited_s=idle, beside_s=0.1, threads=Counter({2: 9}), most_threads=2, threads_follow=True), None
+            _stats(waited_s=idle, contended_s=0.1, threads=Counter({2: 9}), most_threads=2, threads_follow=True), None
         )
 
 
 def _drafted(**more) -> Stats:
     drafted = Stats(mode="speculative", device="CPU", width_reason="width 4: 900 tok/s expected, plain decoding would give 800", **more)
-    drafted.add_block(4, 3, True)
+    drafted.add_step(4, 3, True)
     drafted.seconds["decode"] = 1.0
     return drafted
 
 
 def test_a_speedup_over_a_busy_moment_is_not_claimed():
     assert "plain 2.0 tok/s (calibrated)" in (line := footer(_drafted(), 500.0)) and "speedup 1.50x" in line
-    for line in (footer(_drafted(), 500.0, True), footer(_drafted(beside_s=0.5), 500.0)):
+    for line in (footer(_drafted(), 500.0, True), footer(_drafted(contended_s=0.5), 500.0)):
         assert "plain 2.0" not in line and "speedup" not in line and "expected" not in line
         assert "no speed of plain decoding to compare with: other work had the processor" in line
 
@@ -84,7 +84,7 @@ def test_no_speed_is_printed_that_the_same_run_contradicts():
     """It said "plain 0.4 tok/s (measured on a busy processor) | decoded plainly at 109.0 tok/s"."""
     plainly = _stats()
     for _ in range(40):
-        plainly.count_step(1, 10_000_000, 2, True)
+        plainly.add_time(1, 10_000_000, 2, True)
     assert plainly.plain_ms == pytest.approx(10) and plainly.threads == {2: 40}
     for ms, shown in ((11.0, True), (9.0, True), (2500.0, False), (4.0, False)):
         line = footer(plainly, ms)
@@ -92,7 +92,7 @@ def test_no_speed_is_printed_that_the_same_run_contradicts():
         assert ("no speed of plain decoding to compare with" in line) != shown
     drafted = _drafted()
     for n in range(60):
-        drafted.count_step(1 if n % 10 else 4, 10_000_000, 2, True)
+        drafted.add_time(1 if n % 10 else 4, 10_000_000, 2, True)
     assert "speedup" in footer(drafted, 10.0) and "speedup" not in footer(drafted, 30.0)
 
 
@@ -100,5 +100,5 @@ def test_few_plain_steps_say_nothing_of_what_they_take():
     stats = _stats()
     for _ in range(5):
         for rows in (4, 1, 1, 1, 1):  # the first ones after a block find caches cold
-            stats.count_step(rows, 90_000_000, 2, True)
+            stats.add_time(rows, 90_000_000, 2, True)
     assert stats.plain_ms is None and "plain 100.0 tok/s" in footer(stats, 10.0)

@@ -8,7 +8,7 @@ import pytest
 
 import pyggml_spec as ps
 from pyggml_spec.constraints.grammar import Grammar, Vocabulary
-from pyggml_spec.constraints.jump_forward import ForcedDrafts
+from pyggml_spec.constraints.jump_forward import JumpForward
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.sampling.sampler import Sampling
@@ -98,7 +98,7 @@ def test_the_drafter_is_preferred_while_it_gives_more():
         def forced(self, most):
             return [1, 2, 3][:most]
 
-    drafts = ForcedDrafts(Three(), (1, 2, 4, 8))
+    drafts = JumpForward(Three(), (1, 2, 4, 8))
     assert drafts.next() == [1, 2, 3]
     for _ in range(50):
         drafts.observe_drafter(5)

@@ -140,7 +140,7 @@ def test_two_of_one_kind_and_missing_ones_are_named(files):
 
 def test_one_drafter_drafts_in_a_step(team):
     with team.batch(2) as scheduler:
-        engine = scheduler.engine
+        engine = scheduler.runner
         for slot in (engine.admit(), engine.admit()):
             engine.prefill([1, 2, 3], slot=slot)
         with pytest.raises(EngineError, match="cannot draft in one step"):
@@ -223,7 +223,7 @@ def test_what_a_conversation_leaves_on_disk_has_the_rows_that_waited(files, tmp_
 
     with ps.load(files["target"], files["blocks"], **load) as session:
         with session.concurrent(1, prefix_cache=tmp_path / "files") as server:
-            engine, keep = server._scheduler.engine, server._scheduler.prefixes.store_end
+            engine, keep = server._scheduler.runner, server._scheduler.prefixes.store_end
 
             def kept(slot, *args, **more):
                 waited.append([engine.ring.missing(method, engine.slots[slot].cursor.committed) for method in BOTH])
@@ -255,7 +255,7 @@ def test_rows_wait_in_each_slot_for_itself(team):
     each has the drafts that a sequence alone has."""
     rng, steps = random.Random(5), 45
     with team.batch(5) as scheduler, closing(ExitStack()) as kept:
-        engine, alone = scheduler.engine, team.engine
+        engine, alone = scheduler.runner, team.engine
         lengths = {0: 11, 1: 40, 2: 70, 4: 33}
         for slot in range(5):
             assert engine.admit(drafting=slot != 4) == slot

@@ -1,5 +1,6 @@
 """Driving a batch engine in the tests: every slot does something of its own in every step, and comes out with the tokens of a solo run."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,11 @@ from random_gguf.model import Shape
 
 import pyggml_spec as ps
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
+from pyggml_spec.engine.engine import Engine, generate
 from pyggml_spec.engine.options import EngineOptions
-from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.runner import ModelRunner
-from pyggml_spec.engine.scheduler import Scheduler, generate
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
+from pyggml_spec.multi_device.pipeline import PipelinedEngine
 
 TIE = 2e-3
 LENGTHS = (1, 5, 17, 33, 40, 2, 61)
@@ -44,7 +46,7 @@ class Pair:
         if len(self._solo.get(key, ())) < n:
             engine = self.session.engine
             engine.reset()
-            self._solo[key] = [t for block in generate(engine, prompt, LoopOptions(n, PLAIN)) for t in block]
+            self._solo[key] = [t for block in generate(engine, prompt, GenerationOptions(n, PLAIN)) for t in block]
         return self._solo[key][:n]
 
     def agrees(self, prompt: list[int], got: list[int]) -> bool:
@@ -107,23 +109,24 @@ def run(batch: ModelRunner, texts: list[list[int]], n: int, work=lambda slot, do
 def serve(pair: Pair, seed: int, requests: int = 10, groups: int | None = None) -> list[int]:
     """Requests that come, go and are cancelled at random, prompts that begin alike or not, budgets of every size, plain ones among the drafting.
 
-    ``groups``: as of ``Scheduler``. Returns the numbers of those that got other tokens than alone.
+    ``groups``: as of ``PipelinedEngine``. Returns the numbers of those that got other tokens than alone.
     """
     rng, s = np.random.default_rng(seed), pair.session
     slots, chunk, width = int(rng.integers(2, 6)), int(rng.choice([32, 64, 128])), rng.choice([None, 4, 16])
     own = [rng.integers(0, 256, 300).tolist() for _ in range(2)]
     engine = ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, chunk=chunk, groups=groups == 2))
     streams = []
-    with Scheduler(engine, width and int(width), int(rng.choice([0, 1 << 19, 1 << 30])), groups=groups) as scheduler:
+    made, memory = partial(PipelinedEngine, groups=groups) if groups else Engine, int(rng.choice([0, 1 << 19, 1 << 30]))
+    with made(engine, width and int(width), memory) as scheduler:
         while len(streams) < requests or not scheduler.idle:
             if len(streams) < requests and rng.random() < 0.4:
                 text = own[rng.integers(2)][: int(rng.integers(0, 300))] + rng.integers(0, 256, int(rng.integers(1, 60))).tolist()
                 mode = SPECULATIVE if rng.random() < 0.8 else PLAIN
-                streams.append(scheduler.submit(text, LoopOptions(int(rng.integers(1, 20)), mode)))
+                streams.append(scheduler.submit(text, GenerationOptions(int(rng.integers(1, 20)), mode)))
             if streams and rng.random() < 0.03:
                 streams[rng.integers(len(streams))].cancel()
             scheduler.step()
-    return [i for i, stream in enumerate(streams) if stream.tokens and not pair.agrees(stream._prompt, stream.tokens)]
+    return [i for i, stream in enumerate(streams) if stream.tokens and not pair.agrees(stream.prompt, stream.tokens)]
 
 
 def random_work(rng, expected: dict[int, list[int]], width: int = 16):

@@ -1,7 +1,7 @@
 """Scripted drafters and a reference text for the loop's tests."""
 
-from pyggml_spec.engine.request import REFERENCE, SPECULATIVE, LoopOptions
-from pyggml_spec.engine.scheduler import generate
+from pyggml_spec.engine.engine import generate
+from pyggml_spec.engine.sequence import REFERENCE, SPECULATIVE, GenerationOptions
 from pyggml_spec.engine.stats import Stats
 
 
@@ -15,7 +15,7 @@ def run(engine, prompt, n, *, mode=SPECULATIVE, drafts=None, width=16, is_end=la
     """All tokens of one generation from a fresh sequence, and its statistics."""
     engine.reset()
     stats = Stats()
-    blocks = list(generate(engine, prompt, LoopOptions(n, mode, width, is_end, drafts=drafts), stats, **more))
+    blocks = list(generate(engine, prompt, GenerationOptions(n, mode, width, is_end, drafts=drafts), stats, **more))
     return [t for block in blocks for t in block], stats
 
 

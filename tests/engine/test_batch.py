@@ -241,7 +241,7 @@ def test_real_text_four_times_512_tokens(tmp_path):
         ids = session.tokenizer.encode(text[:12000])
         texts = [ids[512 * i : 512 * (i + 1)] for i in range(4)]
         with session.batch(4) as scheduler:
-            batch = scheduler.engine
+            batch = scheduler.runner
             got = batch.logits_together({batch.admit(): part for part in texts})
             assert batch.forwards == 1
         for slot, part in enumerate(texts):

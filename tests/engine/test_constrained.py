@@ -16,10 +16,10 @@ from pyggml_spec.constraints.grammar import Grammar, allows, only
 from pyggml_spec.engine import masked
 from pyggml_spec.engine.batch import Draft, Verify
 from pyggml_spec.engine.candidates import Candidates
-from pyggml_spec.engine.constrained import Guide
+from pyggml_spec.engine.constrained import StepConstraint
+from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.masked import MaskedRows
 from pyggml_spec.engine.runner import ModelRunner
-from pyggml_spec.engine.scheduler import Scheduler
 from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.sampling.sampler import Sampler, Sampling
@@ -140,9 +140,9 @@ def test_a_device_without_room_for_masks_reads_whole_rows_and_says_so(session, d
 
 
 def test_slots_ask_together(session, device, monkeypatch):
-    submitted, step = threading.Event(), Scheduler._step
+    submitted, step = threading.Event(), Engine._step
     monkeypatch.setattr(
-        Scheduler, "_step", lambda *given: submitted.wait(30) and step(*given)
+        Engine, "_step", lambda *given: submitted.wait(30) and step(*given)
     )  # all four begin with the same step, however fast steps are
     with session.concurrent(slots=4) as server:
         sampling = [Sampling(temperature=0, regex=f"[{c}-{c}A-Z]{{40}}") for c in "wxyz"]
@@ -155,14 +155,14 @@ def test_slots_ask_together(session, device, monkeypatch):
 
 def test_drafts_that_are_forbidden_are_not_verified(monkeypatch):
     """A drafter that writes code, under a constraint that wants digits: a block is as wide as the drafts that may come, plain if none may."""
-    widths, real = Counter(), Guide.check
+    widths, real = Counter(), StepConstraint.check
 
     def check(self, drafts):
         passed = real(self, drafts)
         widths[next(w for w in (1, 2, 4, 8, 16) if passed < w)] += 1
         return passed
 
-    monkeypatch.setattr(Guide, "check", check)
+    monkeypatch.setattr(StepConstraint, "check", check)
     with ps.load(device="CPU", threads=1, n_ctx=256, draft_width=16) as session:
         sampling = Sampling(seed=3, temperature=1.5, regex="[0-9]{30}[0-9a-f]*")
         text, stats = session.generate("def quicksort(items):\n    ", 30, sampling=sampling)
@@ -242,11 +242,11 @@ def test_rows_that_cannot_be_reached_are_not_asked_about(session, guided):
         (digits[:3], [wrong] * 4, [0, 1, 2, 3]), (digits[:3], [digits[0], wrong, digits[2], digits[3]], [1]), (digits[:3], [digits[1], wrong, wrong, wrong], []),
         ([digits[0], wrong, digits[2]], [wrong] * 4, [0, 1]), ([], [wrong], [0]), ([], [digits[5]], []),
     ]:  # fmt: skip
-        guide = Guide(guided)
+        guide = StepConstraint(guided)
         guide.begin()
         guide.check(np.array(drafts, np.int32)) if drafts else None
-        guide.look_ahead(len(drafts) + 1)
-        assert [row for row, _ in guide.wanted(np.array(greedy))] == rows
+        guide.compute_masks(len(drafts) + 1)
+        assert [row for row, _ in guide.forbidden(np.array(greedy))] == rows
 
 
 def test_a_block_is_filled_up_to_a_width_that_is_cheaper(session, guided):
@@ -256,7 +256,7 @@ def test_a_block_is_filled_up_to_a_width_that_is_cheaper(session, guided):
         guided.take(token)
     digits, wrong = [encode(d)[0] for d in "123456"], encode("(")[0]
     drafts = np.array([*digits[:5], *[wrong] * 10], np.int32)
-    guide = Guide(guided)
+    guide = StepConstraint(guided)
     for widths, passed in [((), 5), ((1, 2, 4, 8, 16), 7), ((1, 2, 4, 16), 15), ((1, 2), 5)]:
         guide.widths = widths
         guide.begin()
@@ -264,8 +264,8 @@ def test_a_block_is_filled_up_to_a_width_that_is_cheaper(session, guided):
     assert guide.check(drafts[:6]) == 5
     guide.widths = (1, 16)
     assert guide.check(drafts[:6]) == 6
-    guide.look_ahead(7)
-    assert [row for row, _ in guide.wanted(np.array([wrong] * 7))] == [0, 1, 2, 3, 4, 5], "what only fills up cannot come"
+    guide.compute_masks(7)
+    assert [row for row, _ in guide.forbidden(np.array([wrong] * 7))] == [0, 1, 2, 3, 4, 5], "what only fills up cannot come"
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_memory_of_looked_at_and_looked_up_drafts_is_there_at_load(spec, slots):
         engine = session.engine
         assert engine.memory() == planned.memory
         scheduler = session.scheduler if slots == 1 else stack.enter_context(session.batch(slots))
-        engine = scheduler.engine
+        engine = scheduler.runner
         before, roles = engine.memory(), {name: c.buffer_growths for name, c in engine.graphs.counters().items()}
         if slots > 1:
             assert planned.slots_memory == {name: n for name, n in before.items() if name not in ("weights", "draft_weights")}

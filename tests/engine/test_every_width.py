@@ -10,7 +10,7 @@ from ggml.kernel_graphs import LEVELS
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
-from pyggml_spec.engine.request import PLAIN
+from pyggml_spec.engine.sequence import PLAIN
 from pyggml_spec.ggml.kernels import FEATURES
 from pyggml_spec.tools.compare import compare_logits
 

@@ -6,11 +6,11 @@ import pytest
 from engine.helpers import oracle, run
 
 import pyggml_spec as ps
+from pyggml_spec.engine.engine import Engine, generate
 from pyggml_spec.engine.limits import Limits
 from pyggml_spec.engine.options import EngineOptions
-from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.runner import ModelRunner
-from pyggml_spec.engine.scheduler import Scheduler, generate
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import EngineError
 from pyggml_spec.sampling.sampler import Sampler, Sampling
@@ -42,7 +42,7 @@ class InASlot:
 
     def __init__(self, session, n_ctx):
         engine = ModelRunner(session.backend, session.target, session.drafter, EngineOptions(n_ctx=n_ctx, width=WIDTH, slots=2))
-        self.scheduler = Scheduler(engine, WIDTH)
+        self.scheduler = Engine(engine, WIDTH)
 
     def __call__(self, options):
         stream = self.scheduler.submit(PROMPT, options)
@@ -89,10 +89,10 @@ def test_every_cut_of_the_same_tokens(decode, text, script):
     for n in range(1, N, 1 if script == "all right" else 3):
         cut = text.index(text[n - 1]) + 1
         for reason, at, options in (
-            ("length", n, LoopOptions(n)),
-            ("end", cut, LoopOptions(N, is_end=lambda token, end=text[n - 1]: token == end)),
-            ("stop", n, LoopOptions(N, completes=_after(n))),
-            ("stop", n, LoopOptions(n, completes=_after(n), is_end=lambda token: False)),
+            ("length", n, GenerationOptions(n)),
+            ("end", cut, GenerationOptions(N, is_end=lambda token, end=text[n - 1]: token == end)),
+            ("stop", n, GenerationOptions(N, completes=_after(n))),
+            ("stop", n, GenerationOptions(n, completes=_after(n), is_end=lambda token: False)),
         ):
             tokens, stats = decode(replace(options, mode=SPECULATIVE, width=WIDTH, drafts=oracle(PROMPT, text, SCRIPTS[script])))
             assert (tokens, stats.stop_reason, stats.emitted) == (text[:at], reason, at)
@@ -105,7 +105,7 @@ def test_every_cut_of_the_same_tokens(decode, text, script):
 def test_log_probabilities_end_with_the_text(session, decode, text, limit):
     sampler = Sampler(Sampling(temperature=0, logprobs=0), session.tokenizer.vocab, session.tokenizer.n_vocab)
     drafts = oracle(PROMPT, text)
-    tokens, _ = decode(LoopOptions(N, width=WIDTH, sampler=sampler, completes=_after(limit), drafts=drafts))
+    tokens, _ = decode(GenerationOptions(N, width=WIDTH, sampler=sampler, completes=_after(limit), drafts=drafts))
     assert [p.token for p in sampler.take_logprobs()] == tokens == text[:limit]
     sampler.close()
 
@@ -114,7 +114,7 @@ def test_log_probabilities_end_with_the_text(session, decode, text, limit):
 def test_a_drafter_that_is_always_right_ends_with_the_context(session, decode_small, mode):
     """Every position is used and none more, although a block reaches beyond the last one."""
     want = run(session.engine, PROMPT, SMALL, mode=PLAIN)[0]
-    options = LoopOptions(None, mode, WIDTH, drafts=oracle(PROMPT, want) if mode == SPECULATIVE else None)
+    options = GenerationOptions(None, mode, WIDTH, drafts=oracle(PROMPT, want) if mode == SPECULATIVE else None)
     tokens, stats = decode_small(options)
     assert tokens == want[: SMALL - len(PROMPT) + 1] and stats.stop_reason == "context"
     assert stats.tokens_per_step > 6 or mode == PLAIN
@@ -123,7 +123,7 @@ def test_a_drafter_that_is_always_right_ends_with_the_context(session, decode_sm
 def test_the_same_counts_alone_and_in_a_slot(session, text):
     made = [kind(session, 256) for kind in (Alone, InASlot)]
     for script in SCRIPTS:
-        seen = [decode(LoopOptions(N, width=WIDTH, drafts=oracle(PROMPT, text, SCRIPTS[script])))[1] for decode in made]
+        seen = [decode(GenerationOptions(N, width=WIDTH, drafts=oracle(PROMPT, text, SCRIPTS[script])))[1] for decode in made]
         assert [getattr(seen[0], name) for name in KEPT] == [getattr(seen[1], name) for name in KEPT]
     for decode in made:
         decode.close()
@@ -135,8 +135,8 @@ def test_speculation_without_a_drafter_is_refused(pair, kind):
     with ps.load(pair[0], device="CPU", threads=1, n_ctx=256, spec=[]) as session:
         made = kind(session, 256)
         with pytest.raises(EngineError, match="there is no drafter"):
-            made(LoopOptions(5, SPECULATIVE))
-        assert len(made(LoopOptions(5, PLAIN))[0]) == 5
+            made(GenerationOptions(5, SPECULATIVE))
+        assert len(made(GenerationOptions(5, PLAIN))[0]) == 5
         made.close()
         with pytest.raises(EngineError, match="there is no drafter"):
             session.generate(PROMPT, 5, mode="speculative")

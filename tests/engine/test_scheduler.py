@@ -11,18 +11,19 @@ from engine.batch_helpers import Pair, prompts, serve
 from engine.interrupts import interrupt_ends_all
 
 import pyggml_spec as ps
+from pyggml_spec.engine.engine import Engine, generate
 from pyggml_spec.engine.graph_cache import HostLogits
 from pyggml_spec.engine.options import EngineOptions
-from pyggml_spec.engine.request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.runner import ModelRunner
-from pyggml_spec.engine.scheduler import BESIDE, Scheduler, generate
+from pyggml_spec.engine.scheduler import MAX_PREFILL_TOKENS_WITH_DECODE
+from pyggml_spec.engine.sequence import PLAIN, REFERENCE, SPECULATIVE, GenerationOptions
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 from pyggml_spec.speculation.policy import SpeculationPolicy
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
-DRAFT = LoopOptions(20, SPECULATIVE)
+DRAFT = GenerationOptions(20, SPECULATIVE)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +39,9 @@ def scheduler(pair):
         yield made
 
 
-def _scheduler(pair, slots, width=None, **options) -> Scheduler:
+def _scheduler(pair, slots, width=None, **options) -> Engine:
     s = pair.session
-    return Scheduler(ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, **options)), width)
+    return Engine(ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=pair.n_ctx, slots=slots, **options)), width)
 
 
 @pytest.mark.slow
@@ -62,9 +63,9 @@ def test_catch_up_is_not_counted_as_step_time(pair, monkeypatch):
         for again in range(2):  # the first time graphs are built, which is no cost of a step, though catching up waits for them
             scheduler.policy = SpeculationPolicy({"draft-dflash": (4,)})
             seen.clear()
-            scheduler.submit(prompts(1)[0], LoopOptions(12, SPECULATIVE))
+            scheduler.submit(prompts(1)[0], GenerationOptions(12, SPECULATIVE))
             while scheduler.step():
-                scheduler.engine._commits.catch_up_us += 10**9 * again
+                scheduler.runner._commits.catch_up_us += 10**9 * again
     assert len(seen) > 2 and all(0 <= late <= milliseconds for milliseconds, late in seen)
 
 
@@ -79,7 +80,7 @@ def test_iterating_one_stream_serves_the_others_too(pair, scheduler):
 
 def test_a_late_sequence_and_one_that_is_cancelled_do_not_disturb_the_others(pair, scheduler):
     texts = prompts(4, seed=2)
-    a, b = scheduler.submit(texts[0], DRAFT), scheduler.submit(texts[1], LoopOptions(300, SPECULATIVE))
+    a, b = scheduler.submit(texts[0], DRAFT), scheduler.submit(texts[1], GenerationOptions(300, SPECULATIVE))
     for _ in range(6):
         scheduler.step()
     c = scheduler.submit(texts[2], DRAFT)
@@ -97,13 +98,13 @@ def test_a_late_sequence_and_one_that_is_cancelled_do_not_disturb_the_others(pai
 @pytest.mark.parametrize("steps", range(4))
 def test_cancelling_at_any_moment_frees_the_slot(pair, scheduler, steps):
     long = [5] * 700  # two chunks
-    stream = scheduler.submit(long, LoopOptions(20, SPECULATIVE))
+    stream = scheduler.submit(long, GenerationOptions(20, SPECULATIVE))
     for _ in range(steps):
         scheduler.step()
     stream.cancel()
     scheduler.step()
     assert stream.ended and stream.stats.stop_reason == "cancelled" and scheduler.idle
-    assert not any(slot.used for slot in scheduler.engine.slots)
+    assert not any(slot.used for slot in scheduler.runner.slots)
     text = prompts(2)[1]
     assert scheduler.submit(text, DRAFT).result() == pair.solo(text, 20)
 
@@ -114,10 +115,10 @@ def test_limits_ends_and_modes_are_per_sequence(pair, scheduler):
     end = want[1][9]
     first = want[1].index(end)
     streams = [
-        scheduler.submit(texts[0], LoopOptions(7, PLAIN)),
-        scheduler.submit(texts[1], LoopOptions(20, SPECULATIVE, is_end=lambda token: token == end)),
-        scheduler.submit(texts[2], LoopOptions(20, SPECULATIVE, is_end=lambda token: True, ignore_end=True)),
-        scheduler.submit(texts[2], LoopOptions(0, PLAIN)),
+        scheduler.submit(texts[0], GenerationOptions(7, PLAIN)),
+        scheduler.submit(texts[1], GenerationOptions(20, SPECULATIVE, is_end=lambda token: token == end)),
+        scheduler.submit(texts[2], GenerationOptions(20, SPECULATIVE, is_end=lambda token: True, ignore_end=True)),
+        scheduler.submit(texts[2], GenerationOptions(0, PLAIN)),
     ]
     scheduler.run()
     assert [s.tokens for s in streams] == [want[0][:7], want[1][: first + 1], want[2], []]
@@ -130,21 +131,21 @@ def test_limits_ends_and_modes_are_per_sequence(pair, scheduler):
 def test_a_full_context_ends_a_sequence_with_its_last_token(pair, mode):
     with _scheduler(pair, 2) as scheduler:
         text = [7] * 760
-        stream = scheduler.submit(text, LoopOptions(None, mode))
+        stream = scheduler.submit(text, GenerationOptions(None, mode))
         assert stream.result() == pair.solo(text, 9)
         assert stream.stats.stop_reason == "context" and stream.stats.emitted == 9
 
 
 def test_decoding_sequences_wait_for_a_bounded_chunk_of_a_long_prompt(pair, scheduler):
-    """Steps of both kinds take turns, and a chunk beside decoding sequences is no longer than BESIDE."""
-    a = scheduler.submit(prompts(1)[0], LoopOptions(60, PLAIN))
+    """Steps of both kinds take turns, and a chunk beside decoding sequences is no longer than MAX_PREFILL_TOKENS_WITH_DECODE."""
+    a = scheduler.submit(prompts(1)[0], GenerationOptions(60, PLAIN))
     scheduler.step()
-    long = scheduler.submit([3] * 700, LoopOptions(1, PLAIN))
+    long = scheduler.submit([3] * 700, GenerationOptions(1, PLAIN))
     emitted = [len(a.tokens)]
-    while long._left:
-        filled = long._filled
+    while long.remaining:
+        filled = long.computed
         scheduler.step()
-        assert long._filled - filled <= BESIDE
+        assert long.computed - filled <= MAX_PREFILL_TOKENS_WITH_DECODE
         emitted.append(len(a.tokens))
     gaps = [j - i for i, j in itertools.pairwise(emitted)]
     assert sum(gaps) >= len(gaps) // 2 and not any(x == y == 0 for x, y in itertools.pairwise(gaps))
@@ -153,29 +154,29 @@ def test_decoding_sequences_wait_for_a_bounded_chunk_of_a_long_prompt(pair, sche
 
 def test_short_prompts_share_a_step(scheduler):
     for text in prompts(3):
-        scheduler.submit(text, LoopOptions(1, PLAIN))
+        scheduler.submit(text, GenerationOptions(1, PLAIN))
     scheduler.run()
     assert scheduler.stats.steps == scheduler.stats.prompt_steps == 1
 
 
 def test_long_prompts_take_turns(scheduler):
-    streams = [scheduler.submit([i] * 700, LoopOptions(1, PLAIN)) for i in range(3)]
+    streams = [scheduler.submit([i] * 700, GenerationOptions(1, PLAIN)) for i in range(3)]
     for _ in range(3):
         scheduler.step()
-    assert [s._filled for s in streams] == [512] * 3
+    assert [s.computed for s in streams] == [512] * 3
 
 
 def test_the_end_of_a_prompt_rides_along_with_a_block(pair):
     """The last 5 rows of a prompt and 16 drafted rows of another slot in one forward pass."""
     with _scheduler(pair, 2, width=16) as scheduler:
-        texts, used = [prompts(1)[0], [9] * (BESIDE + 5)], []
-        a = scheduler.submit(texts[0], LoopOptions(40, SPECULATIVE))
+        texts, used = [prompts(1)[0], [9] * (MAX_PREFILL_TOKENS_WITH_DECODE + 5)], []
+        a = scheduler.submit(texts[0], GenerationOptions(40, SPECULATIVE))
         scheduler.step()
-        b = scheduler.submit(texts[1], LoopOptions(40, SPECULATIVE))
+        b = scheduler.submit(texts[1], GenerationOptions(40, SPECULATIVE))
         while not b.tokens:
-            before = scheduler.engine.rows_used
+            before = scheduler.runner.rows_used
             scheduler.step()
-            used.append(scheduler.engine.rows_used - before)
+            used.append(scheduler.runner.rows_used - before)
         assert used[-1] == 21
         scheduler.run()
         assert [a.tokens, b.tokens] == [pair.solo(text, 40) for text in texts]
@@ -206,11 +207,11 @@ def test_drafted_and_matched_are_the_same_integers_by_either_engine_and_any_pref
             options, stats = EngineOptions(n_ctx=512, width=8, chunk=chunk), Stats()
             parts = session.backend, session.target, session.drafter, options
             engine = ModelRunner(*parts)
-            text = [t for block in generate(engine, prompt, LoopOptions(40, SPECULATIVE, 8), stats) for t in block]
+            text = [t for block in generate(engine, prompt, GenerationOptions(40, SPECULATIVE, 8), stats) for t in block]
             engine.close()
             seen.append((text, stats.drafted, stats.matched, stats.steps, stats.matched_at))
-            with Scheduler(ModelRunner(*parts), 8) as scheduler:
-                stream = scheduler.submit(prompt, LoopOptions(40, SPECULATIVE))
+            with Engine(ModelRunner(*parts), 8) as scheduler:
+                stream = scheduler.submit(prompt, GenerationOptions(40, SPECULATIVE))
                 text, stats = stream.result(), stream.stats
             seen.append((text, stats.drafted, stats.matched, stats.steps, stats.matched_at))
     assert all(run == seen[0] for run in seen) and seen[0][2] > 5
@@ -225,7 +226,7 @@ def test_requests_at_random(pair, seed):
 
 def test_widths_are_learnt_and_then_chosen(pair, scheduler):
     """Each width is tried for the slots in use; with hopeless drafts plain decoding is what is left."""
-    streams = [scheduler.submit(text, LoopOptions(120, SPECULATIVE)) for text in prompts(2)]
+    streams = [scheduler.submit(text, GenerationOptions(120, SPECULATIVE)) for text in prompts(2)]
     scheduler.run()
     assert scheduler.policy.calibrated(2)
     assert {kind.tokens for covered, kind in scheduler.policy.costs if covered == 2} == {1, 2, 4, 8, 16}
@@ -235,7 +236,7 @@ def test_widths_are_learnt_and_then_chosen(pair, scheduler):
 def test_synthetic_acceptance_is_per_sequence(scheduler):
     scheduler.pin_width(16)
     streams = [
-        scheduler.submit([1, 2, 3], LoopOptions(150, SPECULATIVE, ignore_end=True, synthetic=SyntheticAcceptance(length, 15, seed=1)))
+        scheduler.submit([1, 2, 3], GenerationOptions(150, SPECULATIVE, ignore_end=True, synthetic=SyntheticAcceptance(length, 15, seed=1)))
         for length in (2, 8)
     ]
     scheduler.run()
@@ -249,7 +250,7 @@ def test_samplers_are_per_sequence_and_seeded(pair, scheduler):
 
     def sampled(seed, mode):
         sampler = Sampler(Sampling(temperature=1.0, seed=seed), session.tokenizer, session.tokenizer.n_vocab)
-        return scheduler.submit(text, LoopOptions(24, mode, sampler=sampler))
+        return scheduler.submit(text, GenerationOptions(24, mode, sampler=sampler))
 
     streams = [sampled(1, SPECULATIVE), sampled(2, SPECULATIVE), sampled(1, PLAIN)]
     scheduler.run()
@@ -274,7 +275,7 @@ def test_reference_mode_in_several_slots(pair, width):
     with _scheduler(pair, 3, width) as scheduler:
         texts = prompts(3, seed=9)
         modes = (REFERENCE, SPECULATIVE, REFERENCE)
-        streams = [scheduler.submit(text, LoopOptions(20, mode)) for text, mode in zip(texts, modes)]
+        streams = [scheduler.submit(text, GenerationOptions(20, mode)) for text, mode in zip(texts, modes)]
         scheduler.run()
         assert all(pair.agrees(text, stream.tokens) and len(stream.tokens) == 20 for text, stream in zip(texts, streams))
         for stream in (streams[0], streams[2]):
@@ -286,9 +287,9 @@ def test_one_slot_gives_what_a_session_alone_gives(pair):
     text, session = prompts(3, seed=8)[2], pair.session
     parts = session.backend, session.target, session.drafter, EngineOptions(n_ctx=pair.n_ctx, width=8)
     engine = ModelRunner(*parts)
-    with Scheduler(ModelRunner(*parts), 8) as scheduler:
+    with Engine(ModelRunner(*parts), 8) as scheduler:
         for mode in (SPECULATIVE, PLAIN, REFERENCE):
-            options, stats = LoopOptions(30, mode, 8), Stats()
+            options, stats = GenerationOptions(30, mode, 8), Stats()
             engine.reset(drafting=mode == SPECULATIVE)
             tokens = [t for block in generate(engine, text, options, stats) for t in block]
             stream = scheduler.submit(text, options)
@@ -296,7 +297,7 @@ def test_one_slot_gives_what_a_session_alone_gives(pair):
             for name in ("emitted", "steps", "drafted", "matched", "matched_at", "widths", "stop_reason", "target_forwards"):
                 assert getattr(stream.stats, name) == getattr(stats, name), (mode, name)
         kinds = [
-            {(*key[:2], *key[3:]) for key in e.graphs.steps() if key[0] in ("plain", "verify", "fused")} for e in (engine, scheduler.engine)
+            {(*key[:2], *key[3:]) for key in e.graphs.steps() if key[0] in ("plain", "verify", "fused")} for e in (engine, scheduler.runner)
         ]
         assert kinds[0] == kinds[1]
     engine.close()
@@ -305,13 +306,13 @@ def test_one_slot_gives_what_a_session_alone_gives(pair):
 def test_a_sequence_that_fails_fails_alone(pair, scheduler):
     """NaN in one slot's K/V rows: its stream raises, its slot is cleaned, the others do not notice."""
     texts = prompts(3, seed=8)
-    streams = [scheduler.submit(text, LoopOptions(30, SPECULATIVE)) for text in texts]
+    streams = [scheduler.submit(text, GenerationOptions(30, SPECULATIVE)) for text in texts]
     for _ in range(3):
         scheduler.step()
-    scheduler.engine.kv.fill_slot(1, 0xFF)
+    scheduler.runner.kv.fill_slot(1, 0xFF)
     with pytest.raises(EngineError, match="NaN or Inf"):
         streams[1].result()
-    late = scheduler.submit(texts[1], LoopOptions(30, SPECULATIVE))
+    late = scheduler.submit(texts[1], GenerationOptions(30, SPECULATIVE))
     scheduler.run()
     assert [s.tokens for s in (streams[0], late, streams[2])] == [pair.solo(text, 30) for text in texts]
     assert late.slot == 1 and scheduler.stats.finished["error"] == 1
@@ -319,7 +320,7 @@ def test_a_sequence_that_fails_fails_alone(pair, scheduler):
 
 def test_a_closed_scheduler_ends_its_streams(pair):
     scheduler = _scheduler(pair, 2)
-    stream = scheduler.submit([1, 2, 3], LoopOptions(50, PLAIN))
+    stream = scheduler.submit([1, 2, 3], GenerationOptions(50, PLAIN))
     next(stream)
     scheduler.close()
     scheduler.close()
@@ -336,7 +337,7 @@ def test_the_last_stream_can_be_cancelled_while_it_is_read(scheduler):
 
 def test_a_block_that_comes_with_the_end_is_not_lost(scheduler):
     """Another thread, which drives, ends the stream between this one's two looks at it."""
-    stream = scheduler.submit(prompts(1)[0], LoopOptions(0))
+    stream = scheduler.submit(prompts(1)[0], GenerationOptions(0))
     stream.cancel()
     assert list(stream) == []
     stream.ended = False
@@ -349,21 +350,21 @@ def test_a_block_that_comes_with_the_end_is_not_lost(scheduler):
                 return False
             return len(self) > 0
 
-    stream._blocks = Late()
+    stream.outputs = Late()
     assert list(stream) == [[1, 2]]
 
 
 def test_closing_waits_for_the_step_of_another_thread_and_closes_once(pair, monkeypatch):
     """A second one that closed freed the caches a second time."""
     scheduler, closed = _scheduler(pair, 1), []
-    real = scheduler.engine.close
+    real = scheduler.runner.close
 
     def close():
         closed.append(1)
         time.sleep(0.1)
         real()
 
-    monkeypatch.setattr(scheduler.engine, "close", close)
+    monkeypatch.setattr(scheduler.runner, "close", close)
     threads = [threading.Thread(target=scheduler.close) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -378,7 +379,7 @@ def test_a_question_of_the_caller_that_raises_ends_its_own_sequence_alone(pair, 
     """The others' blocks stayed open, and the next step refused them. ``calls``: at the first token, in a block, in a later one."""
     texts, answers = prompts(3, seed=4), [False] * calls
     ends = [lambda token: False, lambda token: answers.pop(), lambda token: False]
-    streams = [scheduler.submit(text, LoopOptions(24, SPECULATIVE, is_end=is_end)) for text, is_end in zip(texts, ends, strict=True)]
+    streams = [scheduler.submit(text, GenerationOptions(24, SPECULATIVE, is_end=is_end)) for text, is_end in zip(texts, ends, strict=True)]
     scheduler.run()
     assert [s.tokens for s in (streams[0], streams[2])] == [pair.solo(texts[i], 24) for i in (0, 2)]
     with pytest.raises(IndexError):
@@ -391,34 +392,34 @@ def test_an_interrupt_between_the_sequences_of_a_step_ends_them_all(pair, schedu
     """Ctrl-C while one was served left the others with open blocks."""
     streams = [scheduler.submit(text, DRAFT) for text in prompts(2)]
     scheduler.step()
-    interrupt_ends_all(pair, scheduler, streams, monkeypatch, scheduler, "_take")
+    interrupt_ends_all(pair, scheduler, streams, monkeypatch, scheduler.scheduler, "finish")
 
 
 def test_an_admission_that_fails_ends_what_it_admits_and_frees_the_slot(pair, monkeypatch):
     """The sequence was in no list any more: nobody ended it, and its slot was never free again."""
     with _scheduler(pair, 2) as engine_of:
-        scheduler = Scheduler(engine_of.engine, prefix_memory=1 << 24)
+        scheduler = Engine(engine_of.runner, prefix_memory=1 << 24)
         assert scheduler.prefixes is not None
-        running = scheduler.submit(prompts(2)[0], LoopOptions(400, PLAIN))
+        running = scheduler.submit(prompts(2)[0], GenerationOptions(400, PLAIN))
         scheduler.step()
         with monkeypatch.context() as once:
             once.setattr(scheduler.prefixes, "enter", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
             late = scheduler.submit([1, 2, 3], DRAFT)
             scheduler.step()
-        assert isinstance(late.error, OSError) and running.error is None and scheduler.engine.slots[1].used is False
+        assert isinstance(late.error, OSError) and running.error is None and scheduler.runner.slots[1].used is False
         late = scheduler.submit([1, 2, 3], DRAFT)
         interrupt_ends_all(pair, scheduler, [running, late], monkeypatch, scheduler.prefixes, "enter")
-        assert not any(slot.used for slot in scheduler.engine.slots)
+        assert not any(slot.used for slot in scheduler.runner.slots)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_every_cancelled_sequence_ends_although_the_end_of_one_raises(scheduler, monkeypatch, error):
     """Those behind it, which had left the queue, never ended."""
-    streams = [scheduler.submit(text, LoopOptions(400, PLAIN)) for text in prompts(6)]
+    streams = [scheduler.submit(text, GenerationOptions(400, PLAIN)) for text in prompts(6)]
     scheduler.step()
     for stream in streams:
         stream.cancel()
-    end, calls = scheduler._end, []
+    end, calls = scheduler.scheduler.end, []
 
     def fails(*of):
         calls.append(of)
@@ -426,12 +427,12 @@ def test_every_cancelled_sequence_ends_although_the_end_of_one_raises(scheduler,
             raise error
         end(*of)
 
-    monkeypatch.setattr(scheduler, "_end", fails)
+    monkeypatch.setattr(scheduler.scheduler, "end", fails)
     for _ in range(2):
         with suppress(KeyboardInterrupt):
             scheduler.run()
     assert all(stream.ended or isinstance(stream.error, error) for stream in streams)
-    assert scheduler.idle and not any(slot.used for slot in scheduler.engine.slots)
+    assert scheduler.idle and not any(slot.used for slot in scheduler.runner.slots)
 
 
 @pytest.mark.slow
@@ -441,7 +442,7 @@ def test_every_cancelled_sequence_ends_although_the_end_of_one_raises(scheduler,
 def test_wrong_ids_of_a_scripted_drafter_end_its_own_sequence_alone(pair, scheduler, given, words):
     """The engine refused the step that all of them shared, and every sequence ended with that."""
     texts = prompts(2)
-    wrong = scheduler.submit(texts[0], LoopOptions(20, SPECULATIVE, drafts=lambda history, count: given))
+    wrong = scheduler.submit(texts[0], GenerationOptions(20, SPECULATIVE, drafts=lambda history, count: given))
     other = scheduler.submit(texts[1], DRAFT)
     scheduler.run()
     assert other.tokens == pair.solo(texts[1], 20)
@@ -459,7 +460,7 @@ def test_a_logit_that_is_no_number_wins_no_greedy_choice(pair, scheduler, monkey
         self.values[-1, 77] = value
         return real(self)
 
-    stream = scheduler.submit(prompts(1)[0], LoopOptions(30, mode))
+    stream = scheduler.submit(prompts(1)[0], GenerationOptions(30, mode))
     while len(stream.tokens) < 3:
         scheduler.step()
     monkeypatch.setattr(HostLogits, "largest", largest)

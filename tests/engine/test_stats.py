@@ -11,7 +11,7 @@ def counted(*blocks: tuple[int, int], prompt_token: bool = True) -> Stats:
     """Statistics after blocks of (width, matched drafts)."""
     stats = Stats(emitted=int(prompt_token))
     for width, matched in blocks:
-        stats.add_block(width, matched, width > 1)
+        stats.add_step(width, matched, width > 1)
     return stats
 
 
@@ -65,5 +65,5 @@ def test_as_dict_is_json_with_the_derived_figures_and_ordered_counts():
 def test_two_statistics_share_nothing():
     one, other = Stats(), Stats()
     one.seconds["load"] = 1.0
-    one.add_block(4, 2, True)
+    one.add_step(4, 2, True)
     assert other.seconds["load"] == 0.0 and not other.widths and not other.matched_at

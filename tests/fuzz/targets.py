@@ -271,7 +271,7 @@ class Prompt(Target):
         self.tokenizer = _tokenizer(self.folder)
         self.control = set(self.tokenizer.control_tokens().values())
         self.templates = [ChatTemplate(text, "<bos>", "") for text in (CHATML, LLAMA, GEMMA)]
-        self.expected = [self._control_of(self._chat(template, "x")) for template in self.templates]
+        self.expected = [self._policy_of(self._chat(template, "x")) for template in self.templates]
         return [
             b"",
             b"x",
@@ -288,14 +288,14 @@ class Prompt(Target):
     def _chat(self, template: ChatTemplate, text: str) -> list[int]:
         return template.encode(self.tokenizer, [{"role": "user", "content": text}])
 
-    def _control_of(self, ids: list[int]) -> list[int]:
+    def _policy_of(self, ids: list[int]) -> list[int]:
         return [i for i in ids if i in self.control]
 
     def run(self, data: bytes) -> str:
         text = data.decode("utf-8", "surrogateescape")  # how a command line hands over bytes that are no text
         for given in (data, text):
             ids = self.tokenizer.encode(given)
-            assert not self._control_of(ids), f"control tokens {self._control_of(ids)} out of a user's text"
+            assert not self._policy_of(ids), f"control tokens {self._policy_of(ids)} out of a user's text"
             assert all(0 <= i < self.tokenizer.n_vocab for i in ids)
         try:
             valid = data.decode()
@@ -305,7 +305,7 @@ class Prompt(Target):
         self.tokenizer.encode(data, special=True)
         for template, expected in zip(self.templates, self.expected):
             ids = self._chat(template, text)
-            assert self._control_of(ids) == expected, f"control tokens {self._control_of(ids)} instead of {expected}"
+            assert self._policy_of(ids) == expected, f"control tokens {self._policy_of(ids)} instead of {expected}"
         return "valid text" if valid is not None else "not UTF-8"
 
 

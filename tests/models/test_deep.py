@@ -10,11 +10,11 @@ from random_gguf.archs import write_qwen3
 from random_gguf.model import write_dflash
 
 import pyggml_spec as ps
+from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.graphs import WITHOUT_LAYERS, most_nodes
 from pyggml_spec.engine.options import EngineOptions
-from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.runner import ModelRunner
-from pyggml_spec.engine.scheduler import Scheduler
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.errors import EngineError, ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import SPARE, Graph, GraphAllocator
@@ -31,12 +31,12 @@ def test_every_layer_has_room(tmp_path, arch):
         found, target, draft = {}, TARGETS[arch](tmp_path / "t.gguf", shape, **more), write_dflash(tmp_path / "d.gguf", shape)
         with ps.load(target, draft, device="CPU", threads=1, n_ctx=64) as s:
             for slots in (1, 2):
-                with Scheduler(ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=64, slots=slots, width=4)), 4) as scheduler:
+                with Engine(ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=64, slots=slots, width=4)), 4) as scheduler:
                     for mode in (SPECULATIVE, PLAIN):
                         for _ in range(slots):
-                            scheduler.submit([1, 2, 3], LoopOptions(4, mode))
+                            scheduler.submit([1, 2, 3], GenerationOptions(4, mode))
                         scheduler.run()
-                    found |= {(slots, *key): step.graph.n_nodes for key, step in scheduler.engine.graphs._steps.items()}
+                    found |= {(slots, *key): step.graph.n_nodes for key, step in scheduler.runner.graphs._steps.items()}
             return found, most_nodes(s.target, s.drafter)
 
     (few, planned), (many, planned_for_many) = nodes(12), nodes(24)

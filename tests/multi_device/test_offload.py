@@ -14,7 +14,7 @@ from random_gguf.model import Shape, write_dflash, write_qwen35
 import pyggml_spec as ps
 from pyggml_spec.cache.prefix import layout_of
 from pyggml_spec.engine.batch import Prefill, Verify
-from pyggml_spec.engine.request import SPECULATIVE, LoopOptions
+from pyggml_spec.engine.sequence import SPECULATIVE, GenerationOptions
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml import weight_stream
 from pyggml_spec.ggml.device import Backend
@@ -152,7 +152,7 @@ def test_slots_and_prefixes(tmp_path):
             layouts.append(layout_of(session.engine, dict.fromkeys(("pyggml_spec", "llama_cpp_python", "ggml_commit"), "")))
             texts.append([session.generate(IDS[:end], 10, ignore_end=True)[0] for end in (70, 140, 140)])
             with session.batch(3) as scheduler:
-                streams = [scheduler.submit(IDS[: 50 + 30 * i], LoopOptions(10, SPECULATIVE)) for i in range(4)]
+                streams = [scheduler.submit(IDS[: 50 + 30 * i], GenerationOptions(10, SPECULATIVE)) for i in range(4)]
                 scheduler.run()
                 texts[-1] += [list(stream.tokens) for stream in streams]
             if rows is not None:
@@ -367,7 +367,7 @@ def test_drafters_and_prefixes_with_copies_of_layers(tmp_path):
             texts[-1].append(session.generate(IDS[:100], 10, mode="plain", ignore_end=True)[0])
             before = counts(session)
             with session.batch(3) as scheduler:
-                streams = [scheduler.submit(IDS[5 * i : 50 + 30 * i], LoopOptions(10, SPECULATIVE)) for i in range(5)]
+                streams = [scheduler.submit(IDS[5 * i : 50 + 30 * i], GenerationOptions(10, SPECULATIVE)) for i in range(5)]
                 scheduler.run()
                 texts[-1] += [list(stream.tokens) for stream in streams]
             assert rows is None or counts(session)[0][1] > before[0][1] + 3 > 6
@@ -379,7 +379,7 @@ def test_slots_of_the_cpus_layers(tmp_path):
     path, found = write_qwen35(tmp_path / "t.gguf", Shape(every=2), "BF16"), []
     for rows in (None, 33):
         with layers_of_the_cpu(path, 3, rows) as session, session.batch(3) as scheduler:
-            engine, seen = scheduler.engine, []
+            engine, seen = scheduler.runner, []
 
             def step(engine=engine, seen=seen, **work):
                 work = {int(name[1:]): item for name, item in work.items()}

@@ -11,15 +11,15 @@ from pyggml_spec.cache.slots import covering
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.graph_prebuilder import GraphPrebuilder
 from pyggml_spec.engine.options import EngineOptions
-from pyggml_spec.engine.request import PLAIN, REFERENCE, SPECULATIVE, LoopOptions
 from pyggml_spec.engine.runner import ModelRunner
-from pyggml_spec.engine.scheduler import Scheduler
+from pyggml_spec.engine.sequence import PLAIN, REFERENCE, SPECULATIVE, GenerationOptions
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.library import lib
 from pyggml_spec.multi_device.lanes import halves
-from pyggml_spec.multi_device.pipeline_policy import LOOK, TRIES, GroupControl, control_of
+from pyggml_spec.multi_device.pipeline import PipelinedEngine
+from pyggml_spec.multi_device.pipeline_policy import RETRY_EVERY, TRIES, PipelinePolicy, policy_of
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 from pyggml_spec.speculation.policy import PLAIN_STEP, StepPlan
 
@@ -39,7 +39,7 @@ def engine_of(pair, slots):
 
 
 def scheduler_of(pair, slots, width=None, groups=2):
-    return Scheduler(engine_of(pair, slots), width, groups=groups)
+    return PipelinedEngine(engine_of(pair, slots), width, groups=groups)
 
 
 @pytest.mark.parametrize("width", [1, 4, None])
@@ -48,11 +48,13 @@ def test_each_sequence_gets_the_tokens_it_gets_alone(pair, width):
     texts = prompts(9)
     with scheduler_of(pair, 5, width) as scheduler:
         modes = [SPECULATIVE if i % 3 else PLAIN for i in range(len(texts))]
-        streams = [scheduler.submit(text, LoopOptions(12 + 5 * i, mode)) for i, (text, mode) in enumerate(zip(texts, modes, strict=True))]
+        streams = [
+            scheduler.submit(text, GenerationOptions(12 + 5 * i, mode)) for i, (text, mode) in enumerate(zip(texts, modes, strict=True))
+        ]
         scheduler.run()
-        assert scheduler.stats.grouped > 20
+        assert scheduler.stats.pipelined > 20
         assert sum(scheduler.stats.decoding[n] * n for n in scheduler.stats.decoding) <= scheduler.stats.emitted
-        assert scheduler.engine.forwards == scheduler.stats.steps
+        assert scheduler.runner.forwards == scheduler.stats.steps
     assert [s.tokens for s in streams] == [pair.solo(text, 12 + 5 * i) for i, text in enumerate(texts)]
     assert all(s.stats.stop_reason == "length" for s in streams)
 
@@ -69,7 +71,7 @@ def test_requests_from_threads_are_grouped(pair):
     with pair.session.concurrent(4, groups=2, prefix_memory=0) as server:
         handles = [server.submit(text, 40, ignore_end=True) for text in texts]
         stats = [handle.result(120)[1] for handle in handles]
-        assert server.stats.grouped > 0 and [s.emitted for s in stats] == [40] * 6
+        assert server.stats.pipelined > 0 and [s.emitted for s in stats] == [40] * 6
         assert [handle._stream.tokens for handle in handles] == [pair.solo(text, 40) for text in texts]
 
 
@@ -79,9 +81,11 @@ def test_samplers_are_per_sequence_and_seeded(pair):
     def sampled(groups):
         with scheduler_of(pair, 4, 4, groups) as scheduler:
             samplers = [Sampler(Sampling(temperature=1.0, seed=i), tokenizer, tokenizer.n_vocab) for i in range(4)]
-            streams = [scheduler.submit(t, LoopOptions(24, SPECULATIVE, sampler=s)) for t, s in zip(prompts(4), samplers, strict=True)]
+            streams = [
+                scheduler.submit(t, GenerationOptions(24, SPECULATIVE, sampler=s)) for t, s in zip(prompts(4), samplers, strict=True)
+            ]
             scheduler.run()
-            assert (scheduler.stats.grouped > 0) == (groups == 2)
+            assert (scheduler.stats.pipelined > 0) == (groups == 2)
             return [s.tokens for s in streams]
 
     assert sampled(1) == sampled(2)
@@ -97,60 +101,60 @@ def test_a_sequence_that_fails_while_another_group_is_under_way_fails_alone(pair
 
     with scheduler_of(pair, 4, 4) as scheduler:
         ends = [lambda token: False, raises, lambda token: False, lambda token: False]
-        streams = [scheduler.submit(text, LoopOptions(30, SPECULATIVE, is_end=end)) for text, end in zip(texts, ends, strict=True)]
+        streams = [scheduler.submit(text, GenerationOptions(30, SPECULATIVE, is_end=end)) for text, end in zip(texts, ends, strict=True)]
         scheduler.run()
         assert [s.tokens for i, s in enumerate(streams) if i != 1] == [pair.solo(t, 30) for i, t in enumerate(texts) if i != 1]
         with pytest.raises(IndexError):
             streams[1].result()
-        assert scheduler.submit(texts[1], LoopOptions(9, SPECULATIVE)).result() == pair.solo(texts[1], 9)
+        assert scheduler.submit(texts[1], GenerationOptions(9, SPECULATIVE)).result() == pair.solo(texts[1], 9)
 
 
 def test_an_interrupt_ends_both_groups_and_leaves_the_engine_usable(pair, monkeypatch):
     with scheduler_of(pair, 4, 4) as scheduler:
-        streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]
-        while not scheduler.stats.grouped:
+        streams = [scheduler.submit(text, GenerationOptions(40, SPECULATIVE)) for text in prompts(4)]
+        while not scheduler.stats.pipelined:
             scheduler.step()
-        interrupt_ends_all(pair, scheduler, streams, monkeypatch, scheduler, "_take")
+        interrupt_ends_all(pair, scheduler, streams, monkeypatch, scheduler.scheduler, "finish")
 
 
 def test_a_failure_after_launch_leaks_no_slot(pair, monkeypatch):
     """A GPU builds graphs while it computes; Ctrl-C there left slots that could not be released."""
     with scheduler_of(pair, 4, 4) as scheduler:
-        streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]
-        while not scheduler.stats.grouped:
+        streams = [scheduler.submit(text, GenerationOptions(40, SPECULATIVE)) for text in prompts(4)]
+        while not scheduler.stats.pipelined:
             scheduler.step()
-        for steps in scheduler.engine._groups:
+        for steps in scheduler.runner._groups:
             steps._ahead.overlaps = True
         interrupt_ends_all(pair, scheduler, streams, monkeypatch, GraphPrebuilder, "while_computing")
-        assert not scheduler.engine.resources.flying
+        assert not scheduler.runner.resources.flying
 
 
 def test_a_group_is_launched_again_before_its_callers_have_its_tokens(pair):
     """What callers do with them took place while a device waited for the group. A caller finds both landed, and nothing launched in between."""
     with scheduler_of(pair, 8, 4) as scheduler:
-        streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(7)]
-        while not scheduler.stats.grouped:
+        streams = [scheduler.submit(text, GenerationOptions(40, SPECULATIVE)) for text in prompts(7)]
+        while not scheduler.stats.pipelined:
             scheduler.step()
-        assert [flying.group for flying in scheduler._rounds.flying] == [1, 0]
-        streams.append(scheduler.submit(prompts(8)[7], LoopOptions(12, SPECULATIVE)))
+        assert [flying.group for flying in scheduler.flying] == [1, 0]
+        streams.append(scheduler.submit(prompts(8)[7], GenerationOptions(12, SPECULATIVE)))
         under_way = []
         while streams[7].slot < 0:
-            under_way.append([flying.group for flying in scheduler._rounds.flying])
+            under_way.append([flying.group for flying in scheduler.flying])
             scheduler.step()
         assert under_way == [[1, 0], [0], []]
         scheduler.run()
-    assert [s.tokens for s in streams[1:]] == [pair.solo(s._prompt, len(s.tokens)) for s in streams[1:]]
+    assert [s.tokens for s in streams[1:]] == [pair.solo(s.prompt, len(s.tokens)) for s in streams[1:]]
 
 
 def test_closing_and_cancelling_wait_for_steps_under_way(pair):
     scheduler = scheduler_of(pair, 4, 4)
-    streams = [scheduler.submit(text, LoopOptions(40, SPECULATIVE)) for text in prompts(4)]
-    while scheduler.stats.grouped < 3:
+    streams = [scheduler.submit(text, GenerationOptions(40, SPECULATIVE)) for text in prompts(4)]
+    while scheduler.stats.pipelined < 3:
         scheduler.step()
-    assert scheduler.engine.resources.flying
+    assert scheduler.runner.resources.flying
     streams[3].close()
-    assert streams[3].stats.stop_reason == "cancelled" and not scheduler.engine.resources.flying
-    assert streams[3].tokens == pair.solo(streams[3]._prompt, len(streams[3].tokens))
+    assert streams[3].stats.stop_reason == "cancelled" and not scheduler.runner.resources.flying
+    assert streams[3].tokens == pair.solo(streams[3].prompt, len(streams[3].tokens))
     scheduler.step()
     scheduler.close()
     assert [s.stats.stop_reason for s in streams] == ["cancelled"] * 4
@@ -158,12 +162,12 @@ def test_closing_and_cancelling_wait_for_steps_under_way(pair):
 
 def test_who_has_to_share_steps_is_not_grouped(pair):
     """Reference blocks have widths of their own, and a caller that is asked before each step is asked before each step."""
-    for options, asked in ((LoopOptions(6, REFERENCE), None), (LoopOptions(6, PLAIN), lambda: False)):
+    for options, asked in ((GenerationOptions(6, REFERENCE), None), (GenerationOptions(6, PLAIN), lambda: False)):
         with scheduler_of(pair, 3) as scheduler:
             streams = [scheduler.submit(text, options, interrupted=asked) for text in prompts(3)]
             scheduler.run()
-            assert scheduler.stats.grouped == 0
-            assert [s.tokens for s in streams] == [pair.solo(s._prompt, 6) for s in streams]
+            assert scheduler.stats.pipelined == 0
+            assert [s.tokens for s in streams] == [pair.solo(s.prompt, 6) for s in streams]
 
 
 def test_what_is_asked_of_a_slot_under_way_is_refused(pair):
@@ -282,24 +286,24 @@ def rounds(control, costs, n, kind=PLAIN_STEP):
 
 
 def test_groups_are_used_where_they_were_faster_and_looked_at_again():
-    control = GroupControl()
+    control = PipelinePolicy()
     assert rounds(control, {False: 8.0, True: 5.0}, 2 * TRIES) == [False] * TRIES + [True] * TRIES
     assert control.gain(8, PLAIN_STEP) == pytest.approx(1.6)
-    later = rounds(control, {False: 8.0, True: 5.0}, LOOK + 10)
+    later = rounds(control, {False: 8.0, True: 5.0}, RETRY_EVERY + 10)
     assert later.count(False) == 3
-    assert sum(rounds(control, {False: 2.0, True: 5.0}, 2 * LOOK)[-LOOK // 2 :]) <= 3
-    assert not any(rounds(GroupControl(), {False: 5.0, True: 4.95}, 2 * TRIES + 100)[2 * TRIES :])  # not worth a change
+    assert sum(rounds(control, {False: 2.0, True: 5.0}, 2 * RETRY_EVERY)[-RETRY_EVERY // 2 :]) <= 3
+    assert not any(rounds(PipelinePolicy(), {False: 5.0, True: 4.95}, 2 * TRIES + 100)[2 * TRIES :])  # not worth a change
     assert rounds(control, {False: 8.0, True: 5.0}, 1, StepPlan.of("d", 4)) == [False]  # another kind of step has costs of its own
-    assert all(rounds(GroupControl(True), {True: 9.0}, 5))
+    assert all(rounds(PipelinePolicy(True), {True: 9.0}, 5))
 
 
 def test_there_are_none_unless_they_are_asked_for(pair):
     """They take buffers, and no gain of theirs has been measured on GPUs."""
     for groups, there in ((1, 0), (2, 2), ("auto", 2)):
         with pair.session.batch(4, groups=groups) as scheduler:
-            assert scheduler.engine.groups == there
+            assert scheduler.runner.groups == there
     with pair.session.batch(4) as scheduler:
-        assert not scheduler.engine.groups
+        assert not scheduler.runner.groups
     for groups in (0, 3, "two"):
         with pytest.raises(EngineError, match="what `groups` asks for beside 'auto', groups of sequences,"):
             pair.session.batch(4, groups=groups)
@@ -309,8 +313,8 @@ def test_they_are_not_measured_where_threads_would_wait_for_each_others_cores(pa
     engine = engine_of(pair, 2)
     try:
         monkeypatch.setattr("pyggml_spec.multi_device.pipeline_policy.default_threads", lambda: 1)
-        assert control_of(engine, None) is None and control_of(engine, 2).pinned is True
+        assert policy_of(engine, None) is None and policy_of(engine, 2).pinned is True
         monkeypatch.setattr("pyggml_spec.multi_device.pipeline_policy.default_threads", lambda: 2)
-        assert control_of(engine, None).pinned is None and control_of(engine, 1) is None
+        assert policy_of(engine, None).pinned is None and policy_of(engine, 1) is None
     finally:
         engine.close()

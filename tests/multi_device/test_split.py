@@ -15,7 +15,7 @@ from random_gguf.mtp import write_mtp_target
 
 import pyggml_spec as ps
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
-from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.errors import DeviceError, EngineError, PairError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.placement import ExpertOptions
@@ -226,7 +226,7 @@ def test_text_of_a_scheduler(tmp_path):
     texts = []
     for cuts in ((), (1, 2)):
         with loaded(target, draft, cuts) as session, session.batch(3) as scheduler:
-            streams = [scheduler.submit(PROMPT[: 20 + 7 * i], LoopOptions(20, SPECULATIVE if i else PLAIN)) for i in range(5)]
+            streams = [scheduler.submit(PROMPT[: 20 + 7 * i], GenerationOptions(20, SPECULATIVE if i else PLAIN)) for i in range(5)]
             scheduler.run()
             texts.append([list(stream.tokens) for stream in streams])
     assert texts[0] == texts[1]

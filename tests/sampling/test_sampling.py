@@ -17,9 +17,9 @@ import pyggml_spec as ps
 from pyggml_spec.cache.cursor import Cursor
 from pyggml_spec.engine import counters
 from pyggml_spec.engine.batch import Prefill, StepOutput
+from pyggml_spec.engine.engine import generate
 from pyggml_spec.engine.graphs import MOST_CANDIDATES
-from pyggml_spec.engine.request import LoopOptions
-from pyggml_spec.engine.scheduler import generate
+from pyggml_spec.engine.sequence import GenerationOptions
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import EngineError, SamplingError
 from pyggml_spec.ggml.cores import ThreadCounts
@@ -168,7 +168,7 @@ def p_value(table, sampling, make=Sampler, count=9000) -> tuple[float, Stats]:
         return out[1:]
 
     stats = Stats()
-    options = LoopOptions(count, width=4, sampler=sampler, drafts=most_likely)
+    options = GenerationOptions(count, width=4, sampler=sampler, drafts=most_likely)
     with patch.object(counters, "counts", lambda engine: defaultdict(int)):
         tokens = [3, 4] + [t for block in generate(TableTarget(table), [3, 4], options, stats) for t in block]
     sampler.close()
@@ -233,7 +233,7 @@ def test_speculation_keeps_the_distribution_under_a_grammar(table, temperature):
             out.append(int(table[out[-1]].argmax()))
         return out[1:]
 
-    stats, options = Stats(), LoopOptions(9000, width=4, sampler=sampler, drafts=most_likely)
+    stats, options = Stats(), GenerationOptions(9000, width=4, sampler=sampler, drafts=most_likely)
     with patch.object(counters, "counts", lambda engine: defaultdict(int)):
         tokens = [t for block in generate(TableTarget(table), [3, 4], options, stats) for t in block]
     sampler.close()
@@ -436,7 +436,7 @@ def test_candidates_chosen_on_the_device_give_the_same_tokens(demo, monkeypatch)
         )
         engine.reset()
         stats = Stats()
-        blocks = list(generate(engine, prompt, LoopOptions(50, width=4, sampler=sampler), stats))
+        blocks = list(generate(engine, prompt, GenerationOptions(50, width=4, sampler=sampler), stats))
         out.append([t for block in blocks for t in block])
         sampler.close()
         ids, logits = engine.candidates(0)

@@ -187,7 +187,7 @@ def test_what_does_not_end_in_time_is_told_so(options, second):
 
 HANGS = """
 import time
-from pyggml_spec.engine.scheduler import Scheduler
+from pyggml_spec.engine.engine import Engine
 from pyggml_spec.server import start
 step, start.STEP_SECONDS = Scheduler.step, 0.2
 Scheduler.step = lambda self, *given: step(self, *given) if self.stats.steps < 3 else time.sleep(600)

@@ -10,7 +10,7 @@ from random_gguf.archs import write_qwen35moe
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
-from pyggml_spec.engine.scheduler import Scheduler
+from pyggml_spec.engine.engine import Engine
 from pyggml_spec.errors import BuildError, ContextError, PyspecError
 from pyggml_spec.folders import build_folder, cache_folder, why_nothing_is_kept
 from pyggml_spec.ggml import cores
@@ -113,8 +113,8 @@ def test_the_plain_speed_is_that_of_this_process(pair, tmp_path, monkeypatch, id
 
 def test_the_plain_speed_is_what_texts_get(pair, monkeypatch):
     """It was that of steps alone: on two fast cores, where the host's work is a fifth of a plain step, a run that lost nothing said 0.75x."""
-    slow, count = 0.02, Scheduler._count
-    monkeypatch.setattr(Scheduler, "_count", lambda *args: (time.sleep(slow), count(*args))[1])
+    slow, step = 0.02, Engine._step
+    monkeypatch.setattr(Engine, "_step", lambda *args: (time.sleep(slow), step(*args))[1])
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
         assert session.calibrate_plain(steps=3) >= 1000 * slow
         slow, before = 0.0, session.scheduler.stats.steps

@@ -9,7 +9,7 @@ from random_gguf.model import Shape
 
 import pyggml_spec as ps
 from pyggml_spec.engine.batch import Draft, Prefill
-from pyggml_spec.engine.request import LoopOptions
+from pyggml_spec.engine.sequence import GenerationOptions
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.speculation.confidence import Confidence
 from pyggml_spec.speculation.policy import PLAIN_STEP, SpeculationPolicy, StepPlan
@@ -180,7 +180,7 @@ def test_slots_of_several_devices_have_their_graphs_at_load(tmp_path):
     files = write_qwen3(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dspark(tmp_path / "d.gguf", Shape(), "Q8_0", confidence=True)
     more = {"device": "CPU,CPU", "tensor_split": [2, 2], "threads": 1, "n_ctx": 256, "draft_width": 8}
     with ps.load(*files, **more) as session, session.batch(2) as scheduler:
-        engine, said = scheduler.engine, []
+        engine, said = scheduler.runner, []
         for slot in (engine.admit(), engine.admit()):
             engine.step({slot: Prefill([1, 2, 3 + slot])})
         before = engine.memory(), engine.graphs.changes
@@ -189,13 +189,13 @@ def test_slots_of_several_devices_have_their_graphs_at_load(tmp_path):
         assert (engine.memory(), engine.graphs.changes) == before and said == [[0, 1]]
 
 
-def test_width_control_of_slots_learns_whole_blocks_first(session):
+def test_width_policy_of_slots_learns_whole_blocks_first(session):
     """A block that doubts had cut says nothing of what whole ones take: with nothing but such ones the costs had never been known."""
     with session.batch(2) as scheduler:
         scheduler.policy = SpeculationPolicy({"draft-dspark": (2, 4)})
         scheduler.policy.confidence = {"draft-dspark": Confidence(COSTS)}
         for start in (5, 9):
-            scheduler.submit([start, 7, 8], LoopOptions(120, ignore_end=True))
+            scheduler.submit([start, 7, 8], GenerationOptions(120, ignore_end=True))
         while not scheduler.idle and not scheduler.policy.calibrated(2):
             scheduler.step()
         assert scheduler.policy.calibrated(2) and not scheduler._weighed

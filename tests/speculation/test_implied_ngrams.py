@@ -83,9 +83,9 @@ def test_memory_is_planned(slots):
 
 def test_blocks_of_many_slots_are_narrow(session):
     with session.batch(32, n_ctx=128) as scheduler:
-        assert scheduler.engine.options.width == 2 and scheduler.lookup is not None and scheduler.lookup.widths == (2,)
+        assert scheduler.runner.options.width == 2 and scheduler.ngram is not None and scheduler.ngram.widths == (2,)
     with session.batch(4, n_ctx=128) as scheduler:
-        assert scheduler.lookup is not None and scheduler.lookup.widths == (2, 4, 8, 16)
+        assert scheduler.ngram is not None and scheduler.ngram.widths == (2, 4, 8, 16)
 
 
 def test_bench_takes_it_and_no_run_repeats_the_one_before(session):

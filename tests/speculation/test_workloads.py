@@ -17,9 +17,11 @@ import pytest
 
 from pyggml_spec.cache import hidden as features
 from pyggml_spec.cache.cursor import Cursor
-from pyggml_spec.engine import scheduler, stream
+from pyggml_spec.engine import scheduler, sequence
 from pyggml_spec.engine.batch import Draft, Prefill, StepOutput
-from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+from pyggml_spec.engine.engine import Engine
+from pyggml_spec.engine.runner import ModelRunner
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.ggml.cores import ThreadCounts
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.loading import DEMO_TARGET
@@ -103,6 +105,8 @@ class Recorded:
     def choose(self, last_token, slot=0):
         self.cursor.advance(0, last_token)
 
+    commit = ModelRunner.commit
+
     def given_role(self, width):
         return "verify", width
 
@@ -145,12 +149,12 @@ def milliseconds(
     (prompt, text), (given, drafted, _) = workload(name), MACHINES[machine]
     engine = Recorded(text, RIGHT[name], machine, drafter, most)
     with monkeypatch.context() as patched:
-        for module in (scheduler, stream):
+        for module in (scheduler, sequence):
             patched.setattr(module, "time", engine)
         patched.setattr(scheduler, "Counters", lambda engine: SimpleNamespace(warm=lambda: None, fill=lambda stats: None))
-        steps = scheduler.Scheduler(engine, 16, lookup=NgramPolicy("suffix", given) if suffix else None)
+        steps = Engine(engine, 16, ngram=NgramPolicy("suffix", given) if suffix else None)
         steps.policy = SpeculationPolicy.measured_for(DFLASH, {1: given[1], **drafted}) if drafter else None
-        options = LoopOptions(len(RIGHT[name]), SPECULATIVE if drafter or suffix else PLAIN, ignore_end=True)
+        options = GenerationOptions(len(RIGHT[name]), SPECULATIVE if drafter or suffix else PLAIN, ignore_end=True)
         blocks = steps.submit(prompt, options, slot=0)
         came = next(blocks)
         with counted:

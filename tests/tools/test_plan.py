@@ -15,7 +15,7 @@ import pyggml_spec as ps
 from pyggml_spec.cli.report import configuration_line
 from pyggml_spec.engine import options as engine_options
 from pyggml_spec.engine import resources as parts
-from pyggml_spec.engine.request import PLAIN, LoopOptions
+from pyggml_spec.engine.sequence import PLAIN, GenerationOptions
 from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError, PairError, PyspecError
 from pyggml_spec.ggml.device import devices
 from pyggml_spec.load_options import LoadOptions
@@ -132,7 +132,7 @@ def test_copies_of_layers_are_planned(tmp_path):
     tight = plan(path, **options, offload_prompts=1, free=sum(part.total for part in without.split))
     assert tight.fits and (tight.copied, tight.memory) == (0, without.memory)
     with ps.load(path, threads=1, offload_prompts=1, **options) as session, session.batch(3) as scheduler:
-        of_slots = {name: nbytes for name, nbytes in scheduler.engine.memory().items() if name != "weights"}
+        of_slots = {name: nbytes for name, nbytes in scheduler.runner.memory().items() if name != "weights"}
         assert [sum(part.values()) for part in session.engine.memory_by_segment()] == [part.total for part in planned.split]
         assert more[0] == session.target.weights.guests.buffer_bytes
     assert plan(path, **options, offload_prompts=1, slots=3).slots_memory == of_slots
@@ -273,7 +273,7 @@ def test_slots(tmp_path, slots, n_ctx):
     pair = write_qwen35(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)
     planned, alone = (plan(*pair, device="CPU", n_ctx=n_ctx, draft_width=8, slots=n) for n in (slots, 1))
     with ps.load(*pair, device="CPU", threads=1, n_ctx=n_ctx, draft_width=8) as session, session.batch(slots) as scheduler:
-        taken = scheduler.engine.memory()
+        taken = scheduler.runner.memory()
     assert planned.slots_memory == {name: n for name, n in taken.items() if name not in ("weights", "draft_weights")}
     assert planned.memory == alone.memory and planned.total == alone.total + sum(planned.slots_memory.values())
     assert planned.per_slot * slots <= planned.total - alone.total and alone.slots_memory == {} and alone.per_slot == 0
@@ -417,9 +417,9 @@ def test_a_long_context_takes_memory_where_it_is_written(long):
         return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     with ps.load(long, device="CPU", threads=1, n_ctx=512) as session, session.batch(2, 1 << 20) as scheduler:
-        rows, before = scheduler.engine.memory()["kv"], resident()
+        rows, before = scheduler.runner.memory()["kv"], resident()
         assert rows > 256 << 20
         for _ in range(2):
-            streams = [scheduler.submit([1, 2, 3], LoopOptions(4, PLAIN)) for _ in range(2)]
+            streams = [scheduler.submit([1, 2, 3], GenerationOptions(4, PLAIN)) for _ in range(2)]
             scheduler.run()
         assert streams[0].tokens == streams[1].tokens and resident() - before < rows // 4
