@@ -67,8 +67,8 @@ def find_nvcc() -> Path:
 
 def toolkit_version(nvcc: Path) -> tuple[int, int]:
     """(major, minor) of the toolkit. Raises BuildError if the compiler does not report it."""
-    said = subprocess.run([nvcc, "--version"], check=False, capture_output=True, text=True).stdout
-    found = re.search(r"release (\d+)\.(\d+)", said)
+    output = subprocess.run([nvcc, "--version"], check=False, capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+)\.(\d+)", output)
     if not found:
         raise BuildError(f"{nvcc} --version names no release; is it CUDA's compiler? Name the right one in CUDACXX")
     return int(found[1]), int(found[2])
@@ -142,10 +142,10 @@ def compiler_identity() -> bytes:
     flags = [f"{name}={os.environ.get(name, '')}" for name in _FLAGS]
     compiler = (os.environ.get("CXX") or "c++").split()
     macros = subprocess.run([*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull], check=False, capture_output=True)
-    said = macros.stdout
+    output = macros.stdout
     if macros.returncode:  # a compiler without -march=native here: its version and the kernel's description instead
-        said = subprocess.run([*compiler, "--version"], check=False, capture_output=True).stdout + repr(_processor()).encode()
-    return "\0".join(flags).encode() + said
+        output = subprocess.run([*compiler, "--version"], check=False, capture_output=True).stdout + repr(_processor()).encode()
+    return "\0".join(flags).encode() + output
 
 
 def _processor() -> list[str]:
@@ -247,13 +247,13 @@ def run(command: list[str], failure: str, env: dict[str, str] | None = None, pro
 
 def failure_reason(lines: list[str]) -> str:
     """The first error of a compiler, or of CMake with its explanation; else the last one of pip."""
-    said = [line.strip() for line in lines]
-    for i, line in enumerate(said):
+    output = [line.strip() for line in lines]
+    for i, line in enumerate(output):
         if line.startswith("CMake Error"):
-            return " ".join([line, *filter(None, said[i + 1 : i + 8])][:4])
+            return " ".join([line, *filter(None, output[i + 1 : i + 8])][:4])
         if re.search(r"\berror: ", line) and not line.startswith(("error: subprocess", "ERROR:")):
             return line
-    return next((line for line in reversed(said) if line.startswith("ERROR")), "")
+    return next((line for line in reversed(output) if line.startswith("ERROR")), "")
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,8 @@ def _why_not_own(folder: Path) -> str:
         return "is a link, which is not followed"
     folder.mkdir(mode=0o700, exist_ok=True)
     about = folder.lstat()
-    mine = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
-    return "" if mine else "can be written by others"
+    private = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022
+    return "" if private else "can be written by others"
 
 
 def build_folder() -> Path:

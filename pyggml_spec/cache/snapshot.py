@@ -61,9 +61,9 @@ class Pieces:
 
     def _copy_on(self, backend: Backend) -> bool:
         """Replaces the tensors on ``backend`` with newly allocated ones."""
-        mine = [i for i, other in enumerate(self.backends) if other is backend]
-        ctx = new_context(len(mine))
-        for i in mine:
+        here = [i for i, other in enumerate(self.backends) if other is backend]
+        ctx = new_context(len(here))
+        for i in here:
             self.tensors[i] = lib.ggml_new_tensor(ctx, self.tensors[i].type, 2, (self.tensors[i].ne[0], self.tensors[i].ne[1]))
         buffer = backend.allocate_temporary(ctx)
         self._store.append((backend, ctx, buffer))
@@ -78,8 +78,8 @@ class Pieces:
 
     def write_to(self, other: "Pieces", wait: bool = True) -> None:
         """Copies into ``other``, of the same shapes and devices. ``wait`` False only queues the copies."""
-        for mine, theirs, backend in zip(self.tensors, other.tensors, self.backends, strict=True):
-            lib.ggml_backend_tensor_copy_async(backend.handle, backend.handle, mine, theirs)
+        for source, target, backend in zip(self.tensors, other.tensors, self.backends, strict=True):
+            lib.ggml_backend_tensor_copy_async(backend.handle, backend.handle, source, target)
         if wait:
             self._synchronize()
 

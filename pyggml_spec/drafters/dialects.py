@@ -47,8 +47,8 @@ def method(file: GGUFFile) -> tuple[str, str] | None:
     arch = file.get("general.architecture", str)
     if arch in RUN or not _DRAFTS.search(arch):
         return None
-    said = [key for key, value in file.metadata.items() if not isinstance(value, (int, float, str)) or value]
-    names = [arch, *(key.removeprefix(f"{arch}.") for key in said if key.startswith(f"{arch}."))]
+    keys = [key for key, value in file.metadata.items() if not isinstance(value, (int, float, str)) or value]
+    names = [arch, *(key.removeprefix(f"{arch}.") for key in keys if key.startswith(f"{arch}."))]
     names += [name.split(".", 2)[2] if name.startswith("blk.") and name.count(".") > 1 else name for name in file.tensors]
     for other, beginnings in _OTHERS.items():
         sign = next((name for name in names if name.startswith(beginnings)), None)

@@ -75,15 +75,15 @@ class DSpark(DFlash):
     def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Decoder) -> DraftOutput:
         w, count = self.weights, hidden.ne[1] // slots
         logits = self.logits(g, hidden, target)
-        token, ids, said = g.group_firsts(block, block.ne[0] // slots), [], []
+        token, ids, confidences = g.group_firsts(block, block.ne[0] // slots), [], []
         for i in range(count):
             before = g.rows(w[FROM], token)
             if self.confident:
-                said.append(self._confidence(g, g.every_nth(hidden, count, i), before))
+                confidences.append(self._confidence(g, g.every_nth(hidden, count, i), before))
             after = product(g, w.matrix(TO), before)
             ids.append(self.choose(g, g.add(after, g.every_nth(logits, count, i))))
             token = g.reshape(ids[-1], slots) if ids[-1].ne[0] != slots else ids[-1]
-        return DraftOutput(tuple(ids), logits, g.concat(said) if said else None)
+        return DraftOutput(tuple(ids), logits, g.concat(confidences) if confidences else None)
 
     def _confidence(self, g: Graph, hidden: Tensor, before: Tensor) -> Tensor:
         """F32 [n_embd, S] and [rank, S] -> [1, S]."""

@@ -1,13 +1,13 @@
 """eagle3: one layer over two inputs, a token and what three layers of the target made of the token before it.
 
-    g = fc [f_a ; f_b ; f_c], the inputs of the target's layers a, b, c (rms-normalised together first, where the file says norm_before_fc)
+    g = fc [f_a ; f_b ; f_c], the inputs of the target's layers a, b, c (rms-normalised together first, with norm_before_fc)
 Its row after the token x_p is the pair (x_p, g_{p-1}), at position p - 1: it predicts the token after x_p.
     e = rms(E[x]; attn_norm);  n = rms(g; attn_norm_2)
     x = attention([e ; n]) + g  (+ n instead of g with norm_before_residual);  x += FFN(rms(x; ffn_norm))
     draft = argmax(head rms(x; output_norm)), and x, before that norm, is what the next draft reads in place of g
 K and V depend on the pair alone, so that a committed row needs neither attention nor FFN: llama.cpp computes the whole layer there, which gives
 the same ids. There is no row for the first token, whose pair would lack its hidden state; its place in the cache is hidden from all others.
-A head of fewer tokens than the target has says in `d2t` which of them its outputs are.
+A reduced head maps its outputs to tokens by `d2t`.
 Source of the formulae: llama.cpp, src/models/eagle3.cpp and common/speculative.cpp (which rows are paired).
 """
 
@@ -48,8 +48,8 @@ class Eagle3(Drafter):
             raise ModelError(f"{file.path} has routed experts, which {self.arch} drafters here do not have")
         layers = file.array(f"{self.arch}.target_layers", "iu")
         if layers is None or len(layers) != 3:
-            said = "no" if layers is None else len(layers)
-            raise ModelError(f"{file.path} has {said} {self.arch}.target_layers; a drafter of this kind reads the inputs of three")
+            count = "no" if layers is None else len(layers)
+            raise ModelError(f"{file.path} has {count} {self.arch}.target_layers; a drafter of this kind reads the inputs of three")
         self.captures = tuple(int(v) for v in layers)
         self.n_embd_target = positive(file, f"{self.arch}.target_hidden_size")
         self.norm_before_residual = file.get(f"{self.arch}.norm_before_residual", bool, False)

@@ -55,7 +55,7 @@ class MTP(Drafter):
         if not has_layer(file):
             raise ModelError(f"{file.path} has no MTP layer ({arch}.nextn_predict_layers is 0): it cannot draft for itself")
         self.file, self.arch = file, arch
-        self._model = ARCHITECTURES[arch](file)  # whose layers it is like
+        self._model = ARCHITECTURES[arch](file)  # for the layer description
         f, layer = self._model.f, self._model.mtp
         assert layer is not None and isinstance(layer.mixer, Attention)
         self._layer, self._attention = layer, layer.mixer

@@ -53,8 +53,8 @@ def _quota(group: Path, version: int) -> float:
 
 def default_threads() -> int:
     """Default CPU threads: allowed cores, limited by the control group's quota (rounded up) and MAX_DEFAULT_THREADS."""
-    mine = allowed()
-    cores = len(mine) if mine is not None else os.cpu_count() or 1
+    own = allowed()
+    cores = len(own) if own is not None else os.cpu_count() or 1
     return max(1, min(MAX_DEFAULT_THREADS, cores, math.ceil(min(quota(), cores))))
 
 
@@ -70,14 +70,14 @@ class CpuUsage:
     process: int = 0
 
 
-def read(mine: Collection[int] | None = None, stat: Path = _STAT) -> CpuUsage | None:
-    """Usage of the cores ``mine`` (None: all); None where the system does not report it."""
+def read(own: Collection[int] | None = None, stat: Path = _STAT) -> CpuUsage | None:
+    """Usage of the cores ``own`` (None: all); None where the system does not report it."""
     try:
         with open(stat, "rb", 0) as file:
             lines = [line.split() for line in file.read().split(b"intr", 1)[0].splitlines() if line.startswith(b"cpu")]
     except OSError:
         return None
-    each = [fields[1:] for fields in lines[1:] if mine is None or int(fields[0][3:]) in mine]
+    each = [fields[1:] for fields in lines[1:] if own is None or int(fields[0][3:]) in own]
     ticks = lines[0][1:] if len(each) == len(lines) - 1 else None  # the total is rounded once
     counts = [int(n) for n in ticks[:5]] if ticks else [sum(map(int, column)) for column in zip(*(fields[:5] for fields in each))]
     if len(counts) < 5 or not any(counts) or not each:

@@ -33,7 +33,7 @@ _OWN_FAULT = {  # signals that the code itself raises
 }
 _REMEDY = f"build it again here: {pip_command()}"
 
-# ggml's compile-time features -> Linux flags. AMX is absent: ggml asks the kernel for it at run time
+# ggml's compile-time features -> Linux flags. AMX is absent: ggml queries the kernel at run time
 _FLAGS = {
     "sse3": "pni", "ssse3": "ssse3", "avx": "avx", "avx2": "avx2", "fma": "fma", "f16c": "f16c", "bmi2": "bmi2", "avx_vnni": "avx_vnni",
     "avx512": "avx512f", "avx512_vbmi": "avx512vbmi", "avx512_vnni": "avx512_vnni", "avx512_bf16": "avx512_bf16",
@@ -190,7 +190,7 @@ def run_child(folder: Path, refused: dict[str, str]) -> subprocess.CompletedProc
             command, env=env, check=False, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
+        output = error.stdout or b""
         return subprocess.CompletedProcess(
-            command, -signal.SIGKILL, said.decode("utf-8", "replace") if isinstance(said, bytes) else said, ""
+            command, -signal.SIGKILL, output.decode("utf-8", "replace") if isinstance(output, bytes) else output, ""
         )

@@ -371,11 +371,11 @@ class GGUFFile:
             return content_hash(self.path, self._map, self._opened, progress)
         before, names = 0, []
 
-        def told(done: int, _: int) -> None:
+        def report(done: int, _: int) -> None:
             progress(before + done, self.nbytes)
 
         for part in self._parts:
-            names.append(part.identity(told))
+            names.append(part.identity(report))
             before += part.nbytes
         return blake3("".join(names).encode()).hexdigest()
 

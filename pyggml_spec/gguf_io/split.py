@@ -80,6 +80,6 @@ def merged(parts: list[tuple[Path, dict]], total: Any) -> dict:
         out.update(tensors)
     if total is not None and len(out) != total:
         raise GGUFError(
-            f"{parts[0][0]} says that its {len(parts)} parts hold {total} tensors, but they hold {len(out)}; fetch them again, all of one model"
+            f"{parts[0][0]} declares that its {len(parts)} parts hold {total} tensors, but they hold {len(out)}; fetch them again, all of one model"
         )
     return out

@@ -12,9 +12,9 @@ class Watch:
     """Watches the map ``data`` of a whole file until ``close``, or until it is garbage-collected."""
 
     def __init__(self, data: mmap, path: Path) -> None:
-        said = f"pyspec: {path} was cut while it was in use; load it again, and put a new file in the place of another by renaming it\n"
+        message = f"pyspec: {path} was cut while it was in use; load it again, and put a new file in the place of another by renaming it\n"
         with memoryview(data) as view, ffi.from_buffer(view) as start:
-            number = lib.pgs_watch_map(start, len(view), said.encode("utf-8", "replace"))
+            number = lib.pgs_watch_map(start, len(view), message.encode("utf-8", "replace"))
         self._data, self._end = weakref.ref(data), weakref.finalize(data, lib.pgs_unwatch_map, number)
         self._end.atexit = False  # ggml's threads may still read
 

@@ -63,42 +63,44 @@ class Rope:
     n_ctx_orig: int = 0
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile, arch: str, head_size: int, neox: bool = True, yarn: bool = False, asks: bool = True) -> "Rope":
-        """Reads `rope.dimension_count`, `rope.freq_base` and `rope.scaling.*`; ``yarn``: whether yarn is supported; ``asks`` False: RoPE options
+    def from_gguf(
+        cls, file: GGUFFile, arch: str, head_size: int, neox: bool = True, yarn: bool = False, overridable: bool = True
+    ) -> "Rope":
+        """Reads `rope.dimension_count`, `rope.freq_base` and `rope.scaling.*`; ``yarn``: whether yarn is supported; ``overridable`` False: RoPE options
         are refused, because llama.cpp scales sliding layers differently.
 
         Raises:
             ModelError: another scaling type.
         """
         kinds = KINDS if yarn else KINDS[:2]
-        if file.rope is not None and not asks:
+        if file.rope is not None and not overridable:
             raise ModelError(
                 f"{arch} models take no rope options: they have sliding layers, which would keep other positions; leave them out"
             )
-        asked = file.rope or RopeOptions()
+        overrides = file.rope or RopeOptions()
         # a factor without a type is linear scaling, as in llama.cpp
-        kind = asked.scaling or file.get(f"{arch}.rope.scaling.type", str, "linear")
+        kind = overrides.scaling or file.get(f"{arch}.rope.scaling.type", str, "linear")
         factor = file.get(f"{arch}.rope.scaling.factor", float, file.get(f"{arch}.rope.scale_linear", float, 0.0))
-        if kind not in kinds or (not yarn and asked.ext_factor):
+        if kind not in kinds or (not yarn and overrides.ext_factor):
             raise ModelError(f"{file.path} uses rope scaling of the type {kind!r}; {arch} files with {', '.join(kinds)} are supported")
         if factor < 0:
             raise ModelError(f"{file.path}: rope.scaling.factor is {factor}, but it cannot be negative")
         n_rot, base = cls._rotated(file, arch, head_size)
-        base = asked.freq_base or base
-        scale = asked.freq_scale or (float(np.float32(1) / np.float32(factor)) if factor > 0 else 1.0)
+        base = overrides.freq_base or base
+        scale = overrides.freq_scale or (float(np.float32(1) / np.float32(factor)) if factor > 0 else 1.0)
         scale = scale if kind != "none" else 1.0
         magnitude = file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0)
-        betas = (32.0 if asked.beta_fast is None else asked.beta_fast, 1.0 if asked.beta_slow is None else asked.beta_slow)
-        extrapolation = (1.0 if kind == "yarn" else 0.0) if asked.ext_factor is None else asked.ext_factor
+        betas = (32.0 if overrides.beta_fast is None else overrides.beta_fast, 1.0 if overrides.beta_slow is None else overrides.beta_slow)
+        extrapolation = (1.0 if kind == "yarn" else 0.0) if overrides.ext_factor is None else overrides.ext_factor
         if not extrapolation:
-            magnitude *= 1.0 if asked.attn_factor is None else asked.attn_factor
+            magnitude *= 1.0 if overrides.attn_factor is None else overrides.attn_factor
             return cls(n_rot, base, scale, neox, (0.0, magnitude, *betas))
         if base <= 1 or not 0 < scale <= 1:
             raise ModelError(
                 f"{file.path}: yarn scaling needs rope.freq_base {base} above 1 and rope.scaling.factor {1 / scale:g} of 1 or more"
             )
         trained = file.get(f"{arch}.context_length", int)
-        n_ctx_orig = asked.orig_ctx or positive(file, f"{arch}.rope.scaling.original_context_length", trained, (1 << 31) - 1)
+        n_ctx_orig = overrides.orig_ctx or positive(file, f"{arch}.rope.scaling.original_context_length", trained, (1 << 31) - 1)
         return cls(n_rot, base, scale, neox, (extrapolation, float(cls._magnitude(scale) * np.float32(magnitude)), *betas), n_ctx_orig)
 
     @staticmethod
@@ -160,9 +162,9 @@ def ignored_yarn(file: GGUFFile, arch: str) -> list[str]:
         "yarn_beta_fast": 32.0,
         "yarn_beta_slow": 1.0,
     }
-    asked = {name: file.get(f"{arch}.rope.scaling.{name}", float, value) for name, value in used.items()}
+    overrides = {name: file.get(f"{arch}.rope.scaling.{name}", float, value) for name, value in used.items()}
     return [
-        f"{file.path.name} says {arch}.rope.scaling.{name} {asked[name]:.4g}, which llama.cpp does not read for {arch}: {value:.4g} is used, as there"
+        f"{file.path.name} says {arch}.rope.scaling.{name} {overrides[name]:.4g}, which llama.cpp does not read for {arch}: {value:.4g} is used, as there"
         for name, value in used.items()
-        if abs(asked[name] - value) > 1e-3 * value
+        if abs(overrides[name] - value) > 1e-3 * value
     ]

@@ -46,7 +46,7 @@ def kinds(file: GGUFFile, arch: str, default: int) -> tuple[Kind, Kind]:
     for name, expected in (("value_length", size), ("value_length_swa", size_swa)):
         if file.get(f"{arch}.attention.{name}", int, expected) != expected:
             raise ModelError(f"{file.path}: attention.{name} differs from the key length {expected}, which {arch} does not have")
-    rope = Rope.from_gguf(file, arch, size, asks=False)
+    rope = Rope.from_gguf(file, arch, size, overridable=False)
     return Kind(size, rope), Kind(size_swa, rope.swa(file, arch, size_swa, 10000.0), sliding=True)
 
 

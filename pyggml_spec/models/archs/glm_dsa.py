@@ -119,7 +119,7 @@ class IndexedMLA(MLA):
         g.kv_write_rows(kv.indexer, key, attention.kv_rows)
         if attention.kv_bucket <= self.top_k:
             return None
-        asked = g.heads(c.product("indexer.attn_q_b", q), self.index_size, self.index_heads)
-        asked = g.hadamard_product(self.rope(g, asked, c.positions), kv.rotation_indexer)
+        queries = g.heads(c.product("indexer.attn_q_b", q), self.index_size, self.index_heads)
+        queries = g.hadamard_product(self.rope(g, queries, c.positions), kv.rotation_indexer)
         weights = g.scale(c.product("indexer.proj", x), inverse_root(self.index_size * self.index_heads))
-        return g.top_k_mask(attention.mask, g.index_scores(asked, kv.indexer, weights, attention.mask, attention.kv_bucket), self.top_k)
+        return g.top_k_mask(attention.mask, g.index_scores(queries, kv.indexer, weights, attention.mask, attention.kv_bucket), self.top_k)

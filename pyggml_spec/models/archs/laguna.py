@@ -1,7 +1,7 @@
 """laguna: routed experts plus a shared one, one full-attention layer per three sliding-window ones, a softplus gate after attention.
 
-The gate has one value per head or one per attention output, as its tensor's shape says. Layers may differ in their number of heads. Full
-layers stretch positions by yarn where the file says so, sliding ones never. The router adds a bias to the sigmoids it chooses by.
+The gate has one value per head or one per attention output, by its tensor's shape. Layers may differ in their number of heads. Full
+layers stretch positions by yarn if the file has it, sliding ones never. The router adds a bias to the sigmoids it chooses by.
 Smaller models of the family have no sliding window. Source of the formulae: llama.cpp, src/models/laguna.cpp.
 """
 
