@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""Tokens per step with the drafter's K/V in each cache type, greedy, block 16, on the same prompts. Counts only; no timing.
+"""Tokens per step by type of the drafter's K/V cache, greedy, block 16, on the same prompts. Counts only.
 
     acceptance_by_cache_type.py [-m target.gguf -md drafter.gguf] [-n 128] [--types f16,q8_0,...]
 
-The target's rows stay f16, so that its text is the same in every run; differences of acceptance are the drafter's alone. The last column is
-the change against f16 in standard errors of the differences between prompts.
+The target's rows stay f16, so the text is the same in every run. Last column: change against f16 in standard errors between prompts.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Random-weight models of real shapes, one after the other: written, measured against llama.cpp's tools, deleted.
+"""Random-weight models of real shapes: written, measured against llama.cpp's tools, deleted.
 
     bench_architectures.py --tools DIR --device CUDA0 [--models 35B-A3B gemma4-31B ...] [--budget 240] --out docs/benchmarks
 
-Each model gets ``--budget`` seconds for everything; what does not fit is named and the next one starts. Every finished model leaves
-``<label>-<model>-<quant>.json`` (``bench_vs_llamacpp.py``'s file) at once, and ``<label>-architectures.md`` is written anew after each.
+Each model gets ``--budget`` seconds. Every finished model writes ``<label>-<model>-<quant>.json`` (as ``bench_vs_llamacpp.py``) and updates
+``<label>-architectures.md``.
 """
 
 import argparse

@@ -1,15 +1,12 @@
 #!/usr/bin/env python3
-"""What a constraint costs, and what its forced tokens save: decoding with a JSON schema against decoding without, in alternation.
+"""Cost of a constraint and gain of jump-forward: decoding with a JSON schema against decoding without, alternating.
 
     bench_constraints.py [-m target.gguf [-md drafter.gguf]] [--device CPU] [-t 1] [--tokens 200] [--rounds 5] [--slots 8]
                          [--synthetic-acceptance 6] [--schema keys|strings] [--draft-width W] [--forced] [--processor-time]
 
-Tokens per second, the best of all rounds, and ratios. Plainly: without a constraint, with the schema, with the schema and its forced tokens (no
-drafter used). With a drafter: speculative decoding without and with the schema, at a synthetic acceptance if asked for, as random weights accept
-nothing; once without forced tokens, which make it faster. With --slots: that many sequences of different schemas against as many without.
-
-Schemas: "keys" has long names with one digit each, mostly forced; "strings" has free text, most of it allowed. --processor-time counts the
-process's processor time instead of the clock's, for busy machines.
+Tokens per second (best round) and ratios: without a constraint, with the schema, with the schema and forced tokens; with a drafter, speculative decoding
+without and with the schema, at a synthetic acceptance if given. --slots: sequences of different schemas against as many without.
+Schemas: "keys" is mostly forced, "strings" mostly free text. --processor-time measures CPU time, for busy machines.
 """
 
 import argparse

@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Whether speculation pays on this CPU: own kernels against ggml's, and against llama.cpp's tools on the same files in the same minutes.
+"""Speculative decoding on this CPU: native kernels against ggml's, and against llama.cpp's tools on the same files.
 
     bench_cpu.py --tools DIR [--small 0.8B.gguf] [--pair 4B.gguf 4B-drafter.gguf] [-t 1] [-r 7] [--only prompts,server] [--out FILE.json]
 
-The embedded pair is measured unless `--only` leaves it out; `make_random_gguf.py 0.8B --quant Q4_K` and `make_random_gguf.py 4B --quant Q4_K` write the other files. Every
-figure is the median of rounds in which both sides take turns; only the ratios mean anything, and only on an idle machine: the share of the time
-in which other work had the core is printed, too. PYSPEC_CPU_FEATURES=avx2 measures a lower level.
+`make_random_gguf.py 0.8B --quant Q4_K` and `make_random_gguf.py 4B --quant Q4_K` write the files. Figures are medians of alternating rounds; the
+share of time with other load is printed. PYSPEC_CPU_FEATURES=avx2 measures a lower level.
 """
 
 import argparse

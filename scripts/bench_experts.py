@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""What the placement of routed experts costs on one device: tokens per second and hit rate by residency.
+"""Cost of expert placement on one device: tokens per second and hit rate by residency.
 
     bench_experts.py -m target.gguf -md drafter.gguf --device CUDA0 [--residency 0 0.25 0.5 0.75 1] [--text FILE] [--varied] --out FILE.json
 
-Hot experts are chosen on the first part of ``--text`` (random tokens without it); hit rates are those of what was then generated. Full host
-placement is residency 0. ``--varied`` compares milliseconds per step by width: blocks drafted after one repeated token, and
-blocks of varied tokens, which is how width control measures.
+Hot experts are chosen on the first part of ``--text`` (default: random tokens); residency 0 is full host placement. ``--varied`` compares milliseconds
+per step by width for blocks after a repeated token and blocks of varied tokens.
 """
 
 import argparse

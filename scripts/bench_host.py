@@ -1,14 +1,12 @@
 #!/usr/bin/env python3
-"""Host time per step of one sequence: one installation, or two against each other, a round of one, a round of the other.
+"""Host time per step of one sequence: one installation, or two in alternating rounds.
 
     bench_host.py [--python OLD/.venv/bin/python --python NEW/.venv/bin/python] [-m target.gguf -md drafter.gguf] [--device CPU] [-t 1]
                   [--rounds 9] [--tokens 96] [--widths 1,2,4,8,16] [--slots 1,4,8,16] [--graphs]
 
-Each interpreter stays loaded for the whole run, so that rounds can alternate. Per width (1 is plain decoding): microseconds of a whole step and
-those that are the host's (upload, Python, read, without launch and wait), the best of all rounds; then the ratios. With --stub nothing is computed:
-processor time per step, which other work on the machine hardly disturbs: of a step with all that chooses it and takes its tokens (a block of a
-sequence to its reader, without text), and of the engine's own work alone. Graphs: how many there are per role, and their nodes. Slots: tokens per second of so many requests at once, plainly and with drafts (of the embedded pair, or whatever the drafter is worth), the
-best of all rounds, and the bytes on the device that a slot adds.
+Per width (1 is plain decoding): microseconds of a step and of its host part (upload, Python, read), best round; then the ratios. --stub computes
+nothing and measures CPU time per step, of the whole loop and of the engine alone. --graphs: number of graphs per kind, and their nodes.
+--slots: tokens per second of concurrent requests, plain and with drafts, and device bytes per slot.
 """
 
 import argparse

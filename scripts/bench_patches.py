@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""llama-server before and after the patches on the same files, device and minutes: tokens per second and what the contexts did per step.
+"""llama-server before and after the patches on the same files and device: tokens per second, and contexts' counters per step.
 
     bench_patches.py --before DIR/bin --after DIR/bin -m target.gguf -md drafter.gguf [--slots 1,4] [--synthetic-acceptance 6] --out FILE.json
 
-All servers stay up and compute in turn: before, after, after, before, ... Greedy, draft-dflash with 15 drafts, --backend-sampling on both.
-The counters come from /metrics; the unpatched server has none.
+All servers stay up and compute in turn. Greedy, draft-dflash with 15 drafts, --backend-sampling. Counters come from /metrics of the patched server.
 """
 
 import argparse

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Products of a quantised matrix with few or many rows on a CUDA device: accuracy and speed against ggml's kernels in the same library.
+"""Matrix products of quantised weights with few or many rows on a CUDA device: accuracy and speed against ggml's kernels.
 
     bench_small_batch.py check [--types q4_K,q6_K] [--rows 1-64]        error against float64; single rows against batches; replays
     bench_small_batch.py time  [--types ...] [--shapes ...] [--rows 1,8,16,32,64] [--before LIBRARIES] [--out FILE.json]
 
-The kernels are those of patches/0020 and later (GGML_CUDA_SMALL_BATCH=0 switches them off, GGML_CUDA_SMALL_BATCH_TMA=0 makes them load as cards before Hopper do),
-from 65 rows on those of patches/0031 (GGML_CUDA_LARGE_BATCH=0).
-`time` starts a process per side and lets them take turns; both replay one CUDA graph over at least 1 GB of distinct weights per shape, and what is
-printed is the median per product. With --before the first side is that folder's libraries, another build, instead of ggml's kernels. `check` ends with the number of cases that are wrong.
+Kernels of patches/0020 and later (disabled by GGML_CUDA_SMALL_BATCH=0; GGML_CUDA_SMALL_BATCH_TMA=0 loads as before Hopper), from 65 rows on those of
+patches/0031 (GGML_CUDA_LARGE_BATCH=0). `time` alternates one process per side, each replaying a CUDA graph over 1 GB of weights per shape, and prints
+medians; --before compares with another build. `check` exits with the number of wrong cases.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Milliseconds per step on a GPU with switches of its libraries in turn: one loaded process per set of switches, a round of one, a round of the next.
+"""Milliseconds per step on a GPU by library switches: one process per set of switches, in alternating rounds.
 
     bench_steps.py -m target.gguf -md drafter.gguf [--device CUDA0] [--widths 1,2,4,8,16] [--rounds 5] [--steps 40] \\
         --with "" --with "GGML_CUDA_PREFETCH=0" [--out FILE.json]
 
-Width 1 is plain decoding; others draft, verify and commit. Per width: the median of all steps of all rounds, and the extremes of the rounds' medians.
+Width 1 is plain decoding; others draft, verify and commit. Per width: the median step, and the extremes of the rounds' medians.
 """
 
 import argparse

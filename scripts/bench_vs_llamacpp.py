@@ -1,16 +1,13 @@
 #!/usr/bin/env python3
-"""pyspec against llama.cpp's own tools on the same files, on the same device, in the same minutes.
+"""pyspec against llama.cpp's tools on the same files and device, interleaved.
 
     bench_vs_llamacpp.py --tools DIR -m target.gguf -md drafter.gguf --device CUDA0 [--synthetic-acceptance 6] --out FILE.json
     bench_vs_llamacpp.py --tools DIR -m target-with-mtp.gguf --rates 0.85,0.7,0.55,0.45 --device CUDA0 --out FILE.json
 
-Legs, interleaved round by round: llama-bench (prompt processing and plain decoding), llama-server with draft-dflash (block 16,
---spec-draft-n-max 15, greedy, --backend-sampling), and pyspec. llama-server and pyspec both keep running; only one of them computes at a time.
-Without -md, the MTP layer of the target's own file drafts: there is one llama-server for each number of drafts of --n-max then, and the
-fastest of them is what pyspec is compared with. --n-cpu-moe and --host-layers keep weights in host memory in every leg (llama.cpp then computes prompts
-on the device, with copies); --offload-prompts lets pyspec do so too. --rates are shares of blocks in which each position's draft is accepted, for both.
-Prints a table of medians and writes every single figure. Where llama-server cannot run the pair, its speculative leg is left out and the
-reason is written down.
+Legs: llama-bench (prompt and plain decoding), llama-server with draft-dflash (block 16, --spec-draft-n-max 15, greedy, --backend-sampling), pyspec.
+Without -md the target's MTP layer drafts, with one llama-server per number of drafts of --n-max, and the fastest one counts. --n-cpu-moe and
+--host-layers keep weights in host memory in every leg; --offload-prompts enables weight streaming. --rates: acceptance of each draft position,
+for both. Prints medians and writes every figure; a leg that llama-server cannot run is omitted with the reason.
 """
 
 import argparse

@@ -4,10 +4,9 @@
     build_patched_llamacpp.py --out DIR [--tree LLAMA_CPP | --sdist FILE] [--cuda [--cuda-arch 90]] [--unpatched] [--jobs N] [TARGET ...]
     build_patched_llamacpp.py --out DIR --test
 
-The tree comes out of the llama-cpp-python sdist (downloaded by pip into DIR), or is a copy of --tree. The tools land in DIR/build/bin;
-`pyspec build --patches` builds llama-cpp-python on it. --unpatched builds the same tree as it is, for comparisons.
---test runs the tree's own tests of what the patches touch and ends with the number of those that fail. CMake and Ninja are those of this
-Python (`pip install cmake ninja`) or from PATH.
+The tree comes from the llama-cpp-python sdist (downloaded into DIR), or is a copy of --tree; tools land in DIR/build/bin. `pyspec build --patches`
+builds llama-cpp-python on it. --unpatched builds the original tree. --test runs the tree's tests of patched code and exits with the number of
+failures. CMake and Ninja are those of this Python (`pip install cmake ninja`) or on PATH.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Two drafters on one device by turns: one text, graphs replayed, nothing built; drafters of NaN; what the clamp before their argmax costs.
+"""Two drafters alternating on one device: equal texts, replayed graphs, no late builds; NaN drafters; cost of clamping logits.
 
     check_drafters.py --device CUDA0                                          # the embedded target with both of its drafters
     check_drafters.py --device CUDA0 -m target.gguf [-md drafter.gguf] --spec draft-mtp --clamp 8
 
-Ways of one text: reference and plain, each drafter pinned, both by width control, and kinds of steps in turn whatever they give, alone and in four
-slots. Exit code 1 if texts with the rows of the reference shape differ, if a graph is built after warm-up, or if NaN is not noticed.
+Texts: reference, plain, each drafter alone, both by policy, and alternating kinds of steps, with one and four slots. Exit code 1 if texts with rows of
+the reference shape differ, if a graph is built after warm-up, or if NaN goes unnoticed.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     GGML_CUDA_BATCH_INVARIANT=1 check_invariance.py --device CUDA0                                # tiny random models
     GGML_CUDA_BATCH_INVARIANT=1 check_invariance.py --device CUDA0 -m target.gguf -md drafter.gguf
 
-Logits of plain steps of one sequence against those of blocks of every width, and of steps of 2 to 4 sequences with 1 to 16 rows each. Prompts are
-shorter than the 64 rows up to which it holds. Prints "same / all rows" per step, in brackets where it is not promised: plain tokens of several
-sequences with delta-net layers, whose graph is another one. Exit code 1 if a row differs where it is; with --all, wherever it does.
+Compares logits of plain steps with blocks of every width, and with steps of 2 to 4 sequences of 1 to 16 rows, for up to 64 rows. Prints "same / all
+rows" per step, in brackets where equality is not guaranteed (plain tokens of several sequences with delta-net layers). Exit code 1 for a
+difference where it is guaranteed; with --all, for any.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Texts under constraints with masks on the device against the same with whole rows of logits on the host: in every mode, alone and in slots.
+"""Constrained texts with masks on the device against masking on the host, in every mode, with one and several slots.
 
     check_masks.py DEVICE [TARGET DRAFTER]
 
-Prints every run as it ends; exit code 1 if reference texts differ.
+Exit code 1 if reference texts differ.
 """
 
 import json

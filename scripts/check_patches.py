@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""What the patches promise of llama-server: greedy text is unchanged, and each promise is broken before and kept after.
+"""What the patches change in llama-server: greedy text stays, and each property is violated before and holds after.
 
     check_patches.py --before DIR/bin --after DIR/bin [--out DIR]
     check_patches.py --counters 0001=DIR/bin 0003=DIR/bin ...
 
-Runs on the CPU with the embedded pair and random models, one thread. --before is an unpatched tree, or one with the first patches.
-Ends with 1 if a text differs, a promise is broken after, or kept before: then its check proves nothing. --counters prints instead what
-the contexts did in the same runs, one row per tree.
+Runs on the CPU with the embedded pair and random models, one thread. --before: an unpatched tree, or one with the first patches. Exit code 1 if a
+text differs, a property is violated after, or holds before. --counters prints the contexts' counters per tree instead.
 """
 
 import argparse

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Do replayed CUDA graphs, and kernels that overlap (GGML_CUDA_PDL), compute bit for bit what single launches compute?
+"""Are replayed CUDA graphs and overlapping kernels (GGML_CUDA_PDL) bit-equal to single launches?
 
     check_replay.py --device CUDA0                                # tiny random models of every architecture, and drafters of every kind
     check_replay.py --device CUDA0 --only drafter                 # those whose names contain a word
     check_replay.py --device CUDA0 -m target.gguf -md drafter.gguf
 
-Each way runs in a process of its own, because ggml-cuda reads its switches once: logits of plain steps, alone and of two slots, and of blocks
-of every width, and the drafts. Exit code 1 if they differ, or if the device captures graphs ahead (patches/0026) and one was captured within a step. On one H200, gemma4 with shared K/V differed by up to 1.8 in replayed plain steps before
-models/blocks.py put a copy in front of its attention.
+Each variant runs in its own process, because ggml-cuda reads its switches once: logits of plain steps (one and two slots), of blocks of every width, and
+drafts. Exit code 1 if they differ, or if a device with early capture (patches/0026) captures a graph within a step.
 """
 
 import argparse

@@ -3,10 +3,9 @@
 
     check_workers.py [--tokens 64] [--width 8] [--delays 0 1 10] [--loss 1]        as root, on Linux with network namespaces and /dev/net/tun
 
-Each worker runs in a network namespace whose only way out is a link that this program carries packet by packet, delayed and dropped as asked:
-kernels without tc's netem do, too. Delays are one way, in milliseconds. The embedded pair drafts and verifies blocks of one width. Printed for every
-link: whether the text is equal, milliseconds per step after warm-up, and what a step sends; then how long a program takes to say that its link
-was cut, in the middle of a generation and idle. Ends with the number of what is not as promised.
+Each worker's only link is carried packet by packet by this program, with delay (one way, ms) and loss; no tc netem is needed. The embedded pair drafts and
+verifies blocks of one width. Per link: text equality, milliseconds per step, bytes per step; then the time until a cut link is reported. Exits with
+the number of violations.
 """
 
 import argparse

@@ -1,15 +1,12 @@
 #!/usr/bin/env python3
-"""`pyspec convert` against llama.cpp's converter, over every published layout of drafters: each tensor bit by bit, each key.
+"""`pyspec convert` against llama.cpp's converter, over every published layout of drafters: all tensors bit by bit, all keys.
 
     compare_convert.py --llama-cpp LLAMA_CPP --python PYTHON
     compare_convert.py --llama-cpp LLAMA_CPP --python PYTHON --checkpoint FOLDER -m target.gguf --target-folder FOLDER
 
-LLAMA_CPP is a source tree with convert_hf_to_gguf.py; PYTHON an interpreter that has what that asks for (torch, transformers, sentencepiece), which
-this project does not. Without a checkpoint, small random ones are written: DFlash, DFlash2, DSpark and EAGLE-3, as z-lab, EAGLE and speculators lay
-them out. With one, it is a published drafter with the GGUF of its target and the folder that this came from, which llama.cpp reads the tokenizer
-from. Of random ones no tokenizer is compared: the embedded target's is in no folder.
-
-Both write F32. Exit code 1 if a tensor is missing, of another type or shape, or differs in one bit, or if a key differs that is not among NAMED.
+LLAMA_CPP: a source tree with convert_hf_to_gguf.py; PYTHON: an interpreter with torch, transformers and sentencepiece. Without a checkpoint, small random
+ones of DFlash, DFlash2, DSpark and EAGLE-3 are written in the layouts of z-lab, EAGLE and speculators, and tokenizers are not compared. With one, the
+target's GGUF and original folder are needed too. Both write F32. Exit code 1 for a missing or different tensor, or a key not among NAMED.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What `pyspec serve` and llama-server make of the same scripted answers, case by case: a table, and tests/server/llama_server_formats.json.
+"""`pyspec serve` and llama-server on the same scripted model outputs: a table, and tests/server/llama_server_formats.json.
 
     compare_formats.py --tools FOLDER --tree LLAMA_CPP [--only TEXT] [--write] [--ours]
 
-FOLDER holds llama-server, of the same tree, whose models/templates are used. --write keeps llama-server's answers, which `tests/server/test_formats.py`
-holds the parser against; --ours asks `pyspec serve`, too.
+FOLDER holds llama-server, of the same tree, whose models/templates are used. --write keeps llama-server's responses, the reference of
+`tests/server/test_formats.py`; --ours also runs `pyspec serve`.
 """
 
 import argparse

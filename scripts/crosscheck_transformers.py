@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""An oracle that shares no code with ggml: random tiny models made by transformers, converted by llama.cpp's own converter, run by pyspec.
+"""An oracle without ggml: random tiny models of transformers, converted by llama.cpp's converter, run by pyspec.
 
     crosscheck_transformers.py --llama-cpp DIR [--only gemma4,...]        (needs the extra `crosscheck`: torch and transformers)
 
-DIR is a llama.cpp source tree of the pinned version: llama-cpp-python's sdist has it in vendor/llama.cpp. Every parameter is random, norms,
-gates, biases and decays too. Prints NMSE of all logits and of the worst layer's input (what a drafter reads), and argmax agreement of all rows;
-exit code 3 if an argmax differs where the two largest logits of transformers are more than 1e-3 apart, or if an NMSE is above 1e-5 (K/V rows
-are F16 here and F32 there).
+DIR: a llama.cpp source tree of the pinned version (llama-cpp-python's sdist has it in vendor/llama.cpp). Every parameter is random. Prints the NMSE of all
+logits and of the worst layer's input, and the agreement of argmax; exit code 3 if an argmax differs with a margin above 1e-3, or an NMSE is above
+1e-5 (K/V rows are F16 here and F32 there).
 """
 
 import argparse

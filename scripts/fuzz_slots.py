@@ -1,10 +1,10 @@
-"""Fuzzes several sequences at once; every stream is compared with a sequence alone.
+"""Fuzzes concurrent sequences; each is compared with a sequence alone.
 
     python scripts/fuzz_slots.py [--seeds 200] [--first 0] [--archs qwen35,qwen3,gemma4] [--tokens 24] [--requests] [--device CUDA0 --tie 0.02]
 
-Without --requests the engine: 3 to 7 slots, ragged widths, random acceptance. With it the scheduler: requests that come, go and are cancelled at
-random, prompts that begin alike, memory for them of every size. The harness is that of tests/engine. A stream may leave the solo stream where the
-two largest logits are closer than --tie, about the rounding of K/V rows; such ties are counted. Exit code 1 if a stream differs otherwise.
+Without --requests the engine: 3 to 7 slots, ragged widths, random acceptance. With it the scheduler: random arrival and cancellation, shared prefixes,
+prefix caches of every size. A sequence may diverge where the two largest logits are closer than --tie; ties are counted. Exit code 1 for any
+other difference.
 """
 
 import argparse

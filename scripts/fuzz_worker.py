@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""A long run against `pyspec worker`: programs that send random bytes, half messages, lengths and numbers that make no sense.
+"""Fuzzes `pyspec worker`: random bytes, partial messages, invalid lengths and numbers.
 
     python scripts/fuzz_worker.py [--connections 20000] [--seed 1] [--computes]
 
-The worker serves the CPU with one thread. Without --computes graphs are looked at and refused or accepted, never computed: nothing may end the
-server then. With it they are computed: ggml takes the shapes of a node on trust, so servers may end, which the worker has to say, and start
-another one. Every 500 connections a program that means well has to get its sum. Says how many connections of each kind there were, how servers
-ended, the slowest answer, and the server's memory before and after. Exit code 1 if anything was wrong.
+One CPU thread. Without --computes graphs are checked but not computed, and no server process may end. With it ggml trusts the shapes of nodes, so server
+processes may end; the worker has to report and restart them. Every 500 connections a valid client has to get its result. Prints connections by
+kind, exits, the slowest response and memory. Exit code 1 on failure.
 """
 
 import argparse

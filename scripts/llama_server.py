@@ -1,4 +1,4 @@
-"""llama-server as the child of a script: started, waited for, args, stopped, and why it ended."""
+"""llama-server as a child process: arguments, start, readiness, stop, reason of exit."""
 
 import json
 import os

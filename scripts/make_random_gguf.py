@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Writes a random-weight target and its dflash drafter with the shapes of a real model, in seconds. llama.cpp loads both.
+"""Writes a random-weight target and its dflash drafter with the shapes of a real model. llama.cpp loads both.
 
     make_random_gguf.py 35B-A3B --quant Q4_K --out models/
     make_random_gguf.py 27B 4B --mtp --out models/          (targets with an MTP layer, and no drafter)
     make_random_gguf.py 4B --twin --drafter dflash2 --out models/
 
-``--quant`` is a tensor type, or Q4_K_M or Q5_K_M, which mix types as llama-quantize does.
-Shapes are those of the published configurations; where a drafter has none, it is as wide as its target. ``--layers`` cuts the target
-down, for machines that the whole model does not fit.
+``--quant``: a tensor type, or Q4_K_M or Q5_K_M, mixed as llama-quantize does. Shapes are those of the published configurations; a drafter without one
+has the target's width. ``--layers`` reduces the target.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Writes tests/constraints/json_schema_suite.json from a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite, and counts over all of it.
+"""Writes tests/constraints/json_schema_suite.json from a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite, with counts over all of it.
 
     python scripts/make_schema_suite.py CHECKOUT [--write] [--generate SEEDS]
 
-For each schema of draft 2020-12 (the optional tests included): is it refused, and if not, which documents fit. An invalid one that fits
-is printed. ``--generate`` lets the embedded pair write documents for every kept schema at temperature 1.5 (needs the package jsonschema): those
-that ended by themselves are judged, others count as cut. The slice that is written has every fourth kept schema and every fifth refused one.
+Per schema of draft 2020-12, optional tests included: whether it is refused, else which documents match; invalid matches are printed. ``--generate``: the
+embedded pair writes documents for every accepted schema at temperature 1.5 (needs jsonschema), of which complete ones are validated. The slice has
+every fourth accepted schema and every fifth refused one.
 """
 
 import json

@@ -4,12 +4,10 @@
     parity_table.py [--device CPU] [--tokens 1,37,300,1500] [--only qwen2,llama] [--all]
     parity_table.py -m model.gguf [--twin model.f32.gguf] [--text file.txt] --device CUDA0 --tokens 37,300
 
-Models are tiny and random (random norms, gates, routers; sliding windows of 24). Each cell is the largest NMSE of all logits; 0 is bit-equality.
---all prints a line per case.
-Models with a sliding window get another cell for the longest prompt, with every position kept as llama.cpp keeps them instead of a ring.
-With -m it is one model's logits instead, and nothing is judged: a twin (``make_random_gguf.py --twin``) has the same numbers in F32, and says whose
-logits: distance to them; of a text, the perplexity of both engines, as llama-perplexity counts it. Without -m, exit code 3 if that cell or one of a prompt that no ring wraps in is above 1e-10, another above 1e-6, or a row's argmax differs: after the end of a
-ring more than one row's.
+Models are tiny and random, with sliding windows of 24. Each cell is the largest NMSE of all logits; 0 is bit-equality. --all prints a line per case.
+Models with a sliding window have another cell for the longest prompt, without a ring. With -m: one model, against a twin in F32
+(``make_random_gguf.py --twin``), or perplexity of a text as llama-perplexity computes it. Without -m, exit code 3 if that cell or one without a
+wrapped ring is above 1e-10, another above 1e-6, or a row's argmax differs (with a wrapped ring, more than one).
 """
 
 import argparse

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Where a decode step goes on a CPU: processor time by class of nodes, and what Python adds.
+"""Profile of a decode step on a CPU: CPU time by class of nodes, and the overhead of Python.
 
-    profile_cpu.py [-m target.gguf -md drafter.gguf] [--kernels own|ggml] [--widths 1,8,16] [--context 200] [--steps 60] [--nodes 12]
+    profile_cpu.py [-m target.gguf -md drafter.gguf] [--kernels native|ggml] [--widths 1,8,16] [--context 200] [--steps 60] [--nodes 12]
 
-Steps are computed node by node with one thread; a node's time is the least of all steps, in processor time of the thread, less what it costs to
-compute a node on its own (the least time of nodes that compute nothing), so shares hold on a busy machine, too. `together`: the same step as one
-graph. `Python`: the step without launch and wait. With several threads every node that computes anything ends in a barrier: `nodes` counts them.
-Width 1 is a plain step; others draft and verify in one step with a drafter, and verify without one.
+Nodes are computed one by one with one thread; a node's time is the minimum over all steps, minus the cost of an empty node. `together`: the step as one
+graph. `Python`: the step without launch and wait. `nodes`: those with a barrier when several threads compute. Width 1 is a plain step; others
+draft and verify, or verify only without a drafter.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Runs llama.cpp's own server tests, unedited, against llama-server or `pyspec serve` with the embedded pair, and writes what passed.
+"""Runs llama.cpp's server tests, unmodified, against llama-server or `pyspec serve` with the embedded pair, and writes the results.
 
     python scripts/run_llama_server_tests.py .../llama.cpp/tools/server/tests results.json [--server /path/to/llama-server] [FILE ...]
 
-The tests start whatever ``LLAMA_SERVER_BIN_PATH`` names: ``tests/server/llama_server_shim.py``, which puts the embedded pair in the place of
-the models that they would download. Needs pip install pytest requests openai wget aiohttp filelock numpy prometheus-client.
+The tests start ``LLAMA_SERVER_BIN_PATH``, set to ``tests/server/llama_server_shim.py``, which replaces downloaded models by the embedded pair. Needs
+pip install pytest requests openai wget aiohttp filelock numpy prometheus-client.
 """
 
 import argparse

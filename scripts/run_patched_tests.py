@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Builds the patched llama.cpp for the CPU and runs its own tests of what the patches touch; `make test-patches` in CI.
+"""Builds the patched llama.cpp for the CPU and runs its tests of patched code; `make test-patches` in CI.
 
-Among them is one that writes a random model of every architecture, dense and routed, with every tensor that llama.cpp's loader knows. Those of
-our architectures are then run here and compared with llama.cpp: equal bit for bit, or refused with the reason that REFUSED names.
+One of them writes a random model of every architecture with every tensor that llama.cpp's loader knows. Those of supported architectures are then
+compared with llama.cpp: bit-equal, or refused with the reason in REFUSED.
 
     run_patched_tests.py [--jobs N]
 
-The build stays in the user's cache, named by a hash of all that decides it: while that is unchanged only the tests run. One that was cut off is
-continued; one of another hash is deleted before the next begins. Ends with the number of tests that fail.
+The build is cached under a hash of its inputs, continued if interrupted, and deleted when the hash changes. Exits with the number of failures.
 """
 
 import argparse

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Tests over the C extension built with AddressSanitizer and UndefinedBehaviorSanitizer; `make test-sanitized`, weekly in CI's slow set.
+"""Tests of the C extension built with AddressSanitizer and UndefinedBehaviorSanitizer; `make test-sanitized`, weekly in CI's slow set.
 
     run_sanitized_tests.py [pytest's arguments]
     run_sanitized_tests.py --proof
 
-What is found ends the process that does it, and so its test. ``--proof`` builds a copy with a write past an allocation, and fails unless that is found. The
-build stays in build/sanitized. Without arguments, the tests of whatever runs our own C code; they take minutes. ggml itself is not built anew.
+A finding ends its process and test. ``--proof`` builds a copy with a write past an allocation, and fails unless it is found. The build stays in
+build/sanitized. Without arguments, all tests of the C extension; ggml itself is not rebuilt.
 """
 
 import os

@@ -4,9 +4,9 @@
     python scripts/serve_workers.py [--workers 2] [--router sglang|nginx] [--port 8080] -- [options of pyspec serve]
     python scripts/serve_workers.py --devices CUDA0,CUDA1 -- -m target.gguf -md drafter.gguf --slots 16     # a worker per GPU
 
-sglang (`pip install sglang-router`) looks at the prompts themselves; nginx (`apt-get install nginx-light`) at the header x-session-id. SIGTERM or
-SIGINT, at any time, goes on to the workers, and the router ends when all of them have: what runs has their --drain seconds. A second one ends them at
-once. If the router ends, the workers do; a worker that dies is said to, and the others go on. docs/scaling.md explains.
+sglang (`pip install sglang-router`) routes by prompt; nginx (`apt-get install nginx-light`) by the header x-session-id. SIGTERM or SIGINT is forwarded to
+the workers, which drain for --drain seconds, and the router ends last; a second signal ends them at once. If the router ends, the workers do; a
+worker's exit is reported, and the others continue. See docs/scaling.md.
 """
 
 import argparse

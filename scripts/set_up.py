@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Fills the environment of the Python that runs it: build tools, llama-cpp-python, this package with what tests and lint need; `make` calls it.
+"""Fills the environment of the running Python: build tools, llama-cpp-python, this package with test and lint dependencies; `make` calls it.
 
     python -m venv .venv && .venv/bin/python scripts/set_up.py
 
-llama-cpp-python takes minutes the first time, shown as one moving line. Its wheel is kept in the user's cache under all that decides it
-(recipe, compiler, its flags, processor), and not by pip, which would give a wheel of another machine or of another recipe.
+llama-cpp-python takes minutes the first time. Its wheel is cached under a hash of recipe, compiler, flags and processor, not by pip, whose cache ignores
+them.
 """
 
 import sys

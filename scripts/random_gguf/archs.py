@@ -1,4 +1,4 @@
-"""Random-weight GGUFs of the architectures besides qwen35; ``model`` has the writer, the shapes and the drafter."""
+"""Random-weight GGUFs of architectures other than qwen35; ``model`` has the writer, the shapes and the drafter."""
 
 from collections.abc import Callable
 from dataclasses import replace

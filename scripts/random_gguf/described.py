@@ -1,6 +1,6 @@
-"""Random-weight GGUFs of an architecture, from its description alone: the description says which keys it reads, and of which shapes its tensors are.
+"""Random-weight GGUFs of an architecture, from its description alone.
 
-Every size is another number than its neighbours, and biases and scales of a layer are random: what is equal or zero hides a wrong formula.
+All sizes differ, and biases and scales are random: equal or zero values would hide wrong formulas.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Random drafters that are a DFlash and more, as llama.cpp's converter lays them out."""
+"""Random DFlash 2 and DSpark drafters, as llama.cpp's converter lays them out."""
 
 from pathlib import Path
 from typing import Any

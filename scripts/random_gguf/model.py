@@ -1,6 +1,6 @@
-"""Random-weight GGUFs of any shape: test models, and models of real shapes for benchmarks that need no download.
+"""Random-weight GGUFs of any shape, for tests and for benchmarks of real shapes without a download.
 
-Norms, gates, biases and decays are random too: constant ones hide wrong formulae.
+Norms, gates, biases and decays are random too: constants would hide wrong formulas.
 """
 
 from collections.abc import Callable

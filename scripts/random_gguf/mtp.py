@@ -1,4 +1,4 @@
-"""Random qwen35 and qwen35moe models with an MTP layer, as llama.cpp's converter lays them out: in the target's file, and as a file of its own."""
+"""Random qwen35 and qwen35moe models with an MTP layer, in the target's file or in a separate one, as llama.cpp's converter lays them out."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A model with the same numbers in F32: what its quantised products should give, but for the rounding of activations."""
+"""A model with the same weights in F32: the reference of its quantised products, up to the rounding of activations."""
 
 from pathlib import Path
 

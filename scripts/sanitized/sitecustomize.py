@@ -1,4 +1,4 @@
-"""On the path of every process of `run_sanitized_tests.py`: the extension comes from the file that SANITIZED_NATIVE names."""
+"""On the path of every process of `run_sanitized_tests.py`: loads the extension from SANITIZED_NATIVE."""
 
 import importlib.util
 import os
