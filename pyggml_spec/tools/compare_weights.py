@@ -97,7 +97,7 @@ def _flag_outliers(tensors: list[TensorDifference]) -> list[TensorDifference]:
         if t.relative_rms is not None and not t.flag:
             usual = median(by_types[t.types])
             if t.relative_rms > OUTLIER * usual:
-                more = f"{t.relative_rms / usual:.1f} times the median of its type" if usual else "differs, although its type is the same"
+                more = f"{t.relative_rms / usual:.1f} times the median of its type" if usual else "differs, although its type is equal"
                 t = TensorDifference(t.name, t.types, t.relative_rms, more)
         out.append(t)
     return out
