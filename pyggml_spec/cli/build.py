@@ -30,7 +30,7 @@ def command(cuda: bool, arch: str | None, patched: bool | None, out: Path | None
     if rpc:
         if cuda or arch is not None or patched is not None or out is not None:
             raise click.UsageError("--rpc builds a library of its own that fits every build: give it alone, or with --fresh")
-        say(f"in place in {_rpc(fresh)}")
+        say(f"installed in {_rpc(fresh)}")
         return
     if arch is not None and not cuda:
         raise click.UsageError("--arch names GPUs: add --cuda")
@@ -53,9 +53,9 @@ def command(cuda: bool, arch: str | None, patched: bool | None, out: Path | None
     assert libraries is not None
     building.install(wheel, libraries, plan.note)
     say(
-        f"in place in {libraries}; `pyspec devices` lists what it finds, `pyspec build` goes back to the CPU alone"
+        f"installed in {libraries}; `pyspec devices` lists devices, `pyspec build` goes back to CPUs only"
         if cuda
-        else f"in place in {libraries}"
+        else f"installed in {libraries}"
     )
 
 

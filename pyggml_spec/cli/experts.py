@@ -16,12 +16,12 @@ FRACTIONS = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 @click.group("experts")
 def command():
-    """Which routed experts a text needs, and how many of them should be on the device."""
+    """Profiles of routed experts, which decide what stays on the device."""
 
 
-@command.command("profile", short_help="Counts the choices of the routers on a text.")
+@command.command("profile", short_help="Profiles router choices on a text.")
 @opening
-@click.option("-f", "--file", "text_file", type=click.Path(), required=True, help="Text like the one that the model will be used on.")
+@click.option("-f", "--file", "text_file", type=click.Path(), required=True, help="Text like that of the intended use.")
 @click.option("-o", "--output", type=click.Path(), help="Default: MODEL.experts.json, where --expert-residency looks for it.")
 @click.option(
     "--on-device",
@@ -29,14 +29,14 @@ def command():
     help="Keep all experts on the device while profiling. Default: in host memory, so that any model can be profiled.",
 )
 def profile_command(target, draft, options, text_file, output, on_device):
-    """Counts which experts the routers choose on a text, and says which hit rate each residency would have.
+    """Profiles router choices on a text and prints the expected hit rate of each residency.
 
     The hit rates are those of the last quarter of the text, with the hot experts chosen by the first three.
     """
     from ..tools.experts import expert_bytes, profile
 
     if draft is not None:
-        raise click.UsageError("a profile is the target's alone; leave -md out")
+        raise click.UsageError("a profile needs the target only; leave out -md")
     if target is None:
         raise click.UsageError("name the target with -m; the embedded one has no routed experts")
     try:

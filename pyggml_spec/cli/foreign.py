@@ -21,12 +21,12 @@ SAME = """
 
 NOTED = """
 -b --batch-size 1
- prompts are read in passes of -ub tokens
+ prompts are processed in batches of -ub tokens
 --mlock 0
- memory is not locked; weights stay mapped, and pages that are used stay in memory while there is room
+ memory is not locked; weights are memory-mapped
 --no-mmap -nkvo --no-kv-offload -nr --no-repack --no-host --no-op-offload --check-tensors --swa-full 0
 -lm --load-mode -lzm --lazy-mode 1
- where weights and caches lie is decided at load: `pyspec plan` shows it, and --device, --kernels ggml and --n-cpu-moe change it
+ placement is decided at load: `pyspec plan` shows it; --device, --kernels ggml and --n-cpu-moe change it
 -tb --threads-batch -td --threads-draft --spec-draft-threads -tbd --threads-batch-draft --spec-draft-threads-batch 1
  prompts, drafts and steps share the threads of -t
 -C --cpu-mask -Cr --cpu-range --cpu-strict -Cb --cpu-mask-batch -Crb --cpu-range-batch --cpu-strict-batch --numa 1
@@ -35,94 +35,94 @@ NOTED = """
  threads run on the processors of the process: start it with taskset or numactl
 --prio --poll --prio-batch --poll-batch --prio-draft --spec-draft-prio --poll-draft --spec-draft-poll 1
 --prio-batch-draft --spec-draft-prio-batch --poll-batch-draft --spec-draft-poll-batch 1
- how threads wait is not set here; nice changes the priority
+ there is no such setting; use nice for the priority
 -dt --defrag-thold -fitt --fit-target -fitc --fit-ctx -ctxcp --ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step --cache-reuse 1
 -sps --slot-prompt-similarity --kv-unified-per-slot 1
- caches have no such setting here; --prefix-memory says what is kept of prompts
+ there is no such setting; --prefix-memory limits the prefix cache
 -bs --backend-sampling --spec-draft-backend-sampling 0
- candidates are chosen on the device anyway
+ candidates are always chosen on the device
 --draft-p-min --spec-draft-p-min --draft-p-split --spec-draft-p-split --draft-min --draft-n-min --spec-draft-n-min 1
 --spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match --spec-ngram-simple-size-n --spec-ngram-simple-size-m 1
 --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m --spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n 1
 --spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits 1
- how many tokens are drafted follows from what steps cost and from what was accepted; --spec-draft-n-max limits it
+ the number of draft tokens follows from measured costs and acceptance; --spec-draft-n-max limits it
 --log-file -lv --verbosity --log-verbosity --log-prompts-dir 1
 -v --verbose --log-verbose --log-prefix --log-timestamps --log-jsonl --verbose-prompt 0
- everything but the text goes to stderr, which can be sent to a file; --stats writes figures
+ logs go to stderr; --stats writes statistics
 --no-display-prompt 0
  the prompt is never printed
 --reuse-port -nocb --no-cont-batching --no-cache-prompt --no-cache-idle-slots -no-kvu --no-kv-unified 0
 --threads-http --sse-ping-interval -to --timeout --sleep-idle-seconds 1
- the server has no such setting: requests share steps, prompts that begin alike are computed once, and -np, --queue-timeout and --prefix-memory limit them
+ the server has no such setting: batching and prefix reuse are always on; -np, --queue-timeout and --prefix-memory limit them
 -np --parallel 1
- one sequence is generated; `pyspec serve -np N` serves several, and `pyspec bench --slots` measures them
+ this command generates one sequence; `pyspec serve -np N` serves several, `pyspec bench --slots` measures them
 -mg --main-gpu 1
- --device names the device by name, as `pyspec devices` lists it
+ use --device with a name from `pyspec devices`
 -otd --override-tensor-draft --spec-draft-override-tensor -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe 1
 -devd --device-draft --spec-draft-device 1
 -cmoed --cpu-moe-draft --spec-draft-cpu-moe 0
- the drafter lies on the target's device, the last one of --device
+ the drafter is on the target's device, the last one of --device
 """
 
 REFUSED = """
 -mu --model-url -dr --docker-repo 1
- models come from a file (-m) or from the Hugging Face hub (-hf USER/MODEL:QUANT): download it first
+ use a file (-m) or the Hugging Face hub (-hf USER/MODEL:QUANT)
 -hft --hf-token 1
- the token is read from the variable HF_TOKEN, so that it is in no list of processes
+ set the variable HF_TOKEN instead, which is not visible in process lists
 -cl --cache-list 0
- files of the hub lie where the hub's own tools keep them: `hf cache ls` lists them
+ `hf cache ls` lists the cache of the hub
 --completion-bash 0
- `_PYSPEC_COMPLETE=bash_source pyspec` prints what bash completes with
+ `_PYSPEC_COMPLETE=bash_source pyspec` prints the completion script
 --offline 0
  set HF_HUB_OFFLINE=1, or name the file with -m
 --version 0
  `pyspec --version` prints it
 --usage 0
- `--help` says how a command is used
+ `--help` shows how a command is used
 -cnv --conversation 0
- `pyspec chat` talks with a model, and `pyspec serve` answers over HTTP
+ use `pyspec chat`, or `pyspec serve` for HTTP
 --list-devices 0
  `pyspec devices` lists the devices
 --keep 1
 --context-shift 0
- a context that is full ends the text, nothing of it is forgotten: use a larger -c
+ a full context ends the text, nothing is shifted out: use a larger -c
 -bf --binary-file 1
- a prompt is text: -f FILE reads one, and its bytes are kept
+ use -f FILE, which keeps all bytes
 --rpc 1
  name workers with --device host:port; `pyspec worker` starts one (docs/workers.md)
 -ncffn --n-cpu-ffn 1
  whole layers go to the CPU: --device CPU,GPU --tensor-split, or -ngl
 --override-kv 1
- metadata of the file is not overridden: the gguf package's gguf-set-metadata changes a copy of the file, and --rope-scaling has options
+ metadata cannot be overridden: change a copy of the file with gguf-set-metadata of the gguf package; --rope-scaling has options
 --lora --lora-scaled --control-vector --control-vector-scaled 1
 --control-vector-layer-range 2
 --lora-init-without-apply 0
- adapters are not applied here: merge them into the model file (llama-export-lora) and give that with -m
+ adapters are not supported: merge them into the model file (llama-export-lora)
 --sampler-seq --sampling-seq 1
  name the samplers: --samplers 'top_k;top_p;min_p;temperature'
 --top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n 1
 --dry-sequence-breaker --adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat --mirostat-lr --mirostat-ent 1
- this sampler is not here: --temp, --top-k, --top-p, --min-p, --typical and the penalties are (docs/sampling.md)
+ this sampler is not supported; --temp, --top-k, --top-p, --min-p, --typical and the penalties are (docs/sampling.md)
 --server-base 1
- `pyspec chat` runs the model itself; to talk to a server use its page or an OpenAI client
+ `pyspec chat` runs the model itself; for a server use its web page or an OpenAI client
 -r --reverse-prompt 1
- a text that ends the answer is given with --stop to `pyspec run`, or as "stop" in a request
+ use --stop of `pyspec run`, or "stop" in a request
 -mli --multiline-input -i --interactive --interactive-first 0
- `pyspec chat` reads lines; one that ends with \\ goes on in the next one
+ `pyspec chat` reads lines; one that ends with \\ continues in the next
 -mm --mmproj -mmu --mmproj-url -mmdev --mmproj-device --image --audio --video --image-min-tokens --image-max-tokens --video-fps 1
 --video-timestamp-interval --video-ffmpeg-dir --mtmd-batch-max-tokens --media-path 1
 --mmproj-auto --mmproj-offload --no-mmproj-offload 0
- text is all that models read here: leave it out, or use llama.cpp's tools for images and sound
+ only text is supported: use llama.cpp's tools for images and sound
 -o --output --output-file 1
  the text goes to stdout: `pyspec run ... > FILE`; --stats and --logprobs write files
 --reasoning-effort 1
- the template has a name for it: --chat-template-kwargs '{"reasoning_effort": "low"}' for `pyspec chat` and `pyspec serve`
+ set it as a template variable: --chat-template-kwargs '{"reasoning_effort": "low"}' for `pyspec chat` and `pyspec serve`
 --reasoning-budget --reasoning-budget-message 1
- thinking is on or off (--think/--no-think in `pyspec chat`, --reasoning in `pyspec serve`); -n limits an answer with its thinking
+ thinking is on or off (--think/--no-think in `pyspec chat`, --reasoning in `pyspec serve`); -n limits answer and thinking together
 --reasoning-preserve --no-reasoning-preserve --skip-chat-parsing 0
- the template decides: --chat-template-kwargs hands it names, and --reasoning-format none leaves reasoning in the content
+ the template decides: --chat-template-kwargs sets its variables, --reasoning-format none leaves reasoning in the content
 --no-jinja 0
- templates are always rendered as Jinja: leave it out
+ templates are always rendered as Jinja
 --gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default --vision-gemma-12b-default --spec-default --embd-gemma-default 0
 --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default 0
  name the model with -hf USER/MODEL:QUANT, and its drafter with -hfd (docs/pairs.md)
@@ -130,12 +130,12 @@ REFUSED = """
  n-gram drafting reads the text itself (--spec-type suffix) and keeps no file
 --pooling --embd-normalize 1
 --embedding --embeddings --rerank --reranking 0
- models that generate are served here, no embeddings: use llama-server for those
+ embeddings are not supported: use llama-server for those
 --path --api-prefix --ui-config --webui-config --ui-config-file --webui-config-file 1
- the page is the package's own (--no-ui leaves it out); a proxy in front can serve other files and prefixes
+ the web page is part of the package (--no-ui disables it); use a proxy for other files and prefixes
 --cors-methods --cors-headers 1
 --cors-credentials --no-cors-credentials 0
- --cors-origins names the pages whose scripts may ask; the rest follows from it
+ use --cors-origins; the rest follows from it
 --tools --tools-runtime --mcp-servers-config --mcp-servers-json 1
 -ag --agent --ui-mcp-proxy --webui-mcp-proxy 0
  no tools are run here: calls go to the client, which runs them

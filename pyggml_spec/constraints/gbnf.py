@@ -234,7 +234,7 @@ class _Reader:
         self.at += 1
         if most is not None and most < least:
             self.at = begins
-            self._fail(f"this repeats something {{{least},{most}}}, and the second number is the smaller one, swap them")
+            self._fail(f"repeat counts {{{least},{most}}}, and the second number is smaller, swap them")
         return least, most
 
     def _count(self) -> int:

@@ -138,7 +138,7 @@ class _Reader:
             return chr(_CONTROLS[c])
         if not c or c.isalnum():
             what = "back-references are" if c.isdecimal() else "word boundaries are" if c in ("b", "B") else f"\\{c} is"
-            raise self.wrong(f"{what} not supported; leave it out" if c else "a backslash stands at the end")
+            raise self.wrong(f"{what} not supported; leave it out" if c else "a backslash is at the end")
         return c
 
     def members(self) -> int:
@@ -169,7 +169,7 @@ class _Reader:
         if c == "\\":
             c = "\b" if self.peek() == "b" and self.take() else self.character()
         if ord(c) > 127:
-            raise self.wrong(f"{c!r} stands in a class, which is one byte; write (?:a|b) for characters beyond ASCII")
+            raise self.wrong(f"{c!r} is not one byte, as a class needs; write (?:a|b) for characters beyond ASCII")
         return ord(c)
 
     def repeated(self, node: _Node) -> _Node:
@@ -257,7 +257,9 @@ class Program:
         begin: list[tuple[int, Captures]] = []
         budget = Budget()  # MOST_PARTS at most
         if self.follow(begin, set(), self.first, self.none, 0, budget, True) is not None or self.at_end(begin, 0, budget) is not None:
-            raise SamplingError(f"the pattern {text[:80]!r} matches the empty text, so that nothing would be free; leave grammar_lazy out")
+            raise SamplingError(
+                f"the pattern {text[:80]!r} matches the empty text, so nothing would be unconstrained; leave out grammar_lazy"
+            )
         self.begin = tuple(begin)
 
     def _emit(self, node: _Node, following: int) -> int:

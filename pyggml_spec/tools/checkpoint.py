@@ -271,7 +271,7 @@ def draft_vocabulary(c: Config, files: Files, n_vocab: int) -> tuple[int, dict[s
     if name is None:
         if count < n_vocab:
             raise ConvertError(
-                f"the checkpoint has no tensor {TOKENS!r}, which says which {count} of {n_vocab} tokens its head knows; fetch the complete one"
+                f"the checkpoint has no tensor {TOKENS!r}, which maps the {count} tokens of its head to the target's {n_vocab}; fetch the complete one"
             )
         return count, {}
     offsets = files[name].integers(name)

@@ -59,7 +59,7 @@ def _prompt(line: bytes, number: int, path: str | Path) -> Prompt:
     text, messages = value.get("prompt"), value.get("messages")
     category, name = value.get("category", "prompts"), value.get("name", str(number))
     if not all(isinstance(label, str) and label.isprintable() for label in (category, name)):
-        raise PyspecError(f"{where} has a category or a name that is no printable text")
+        raise PyspecError(f"{where} has a category or name that is not printable text")
     turns = (
         isinstance(messages, list)
         and messages
