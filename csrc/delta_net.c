@@ -1,27 +1,23 @@
 // Gated delta-net layers with an uncommitted block.
 //
-// A token with g = 0 and beta = 0 leaves the recurrent state unchanged, bit for bit. So a row is switched off by multiplying its g and
-// beta by 0, which is padding, and also rollback: verification never writes the state but leaves the block's k, v, g and beta in an
-// uncommitted block; the next step begins by replaying that block with `keep` = 1 for accepted rows and 0 for the rest.
+// A token with g = 0 and beta = 0 leaves the recurrent state unchanged, bit for bit. So multiplying g and beta by 0 disables a row: for padding, and for
+// rollback. Verification leaves the block's k, v, g and beta uncommitted; the next step begins by replaying it with `keep` = 1 for accepted rows.
 //
-// All layers are replayed by one call of ggml_gated_delta_net, with the layers as its batch dimension, in place: the call's output is
-// placed so that its state part is the state pool itself. The kernels own one state column each and read it before they write it, so
-// this is safe; a test compares it with the copying form. (One launch instead of one per layer: 48 at 27B.)
+// One call of ggml_gated_delta_net replays all layers (as its batch dimension) in place: the output is placed so that its state part is the state pool.
+// Kernels own one state column each and read it before they write it, so this is safe; a test compares it with the copying form.
 //
-// Memory, F32, L layers, block of w rows, everything for width w compact, so that every view of it is contiguous:
+// Memory, F32, L layers, block of w rows, compact for width w, so that every view is contiguous:
 //   states  [S, S, H_v, L]                      after a scratch area for the replay's unused attention output
 //   conv    [row, (d_conv - 1) + w, L]          per layer: history rows, then the block's projected rows
 //   convd   [channels, w, L]                    the block after convolution and SiLU; v is read from here
 //   qk      [S, 2 H_k r, w, L]                  the block's normalised q and k, each head `repeat` times, r
 //   gates   [H_v, w, L, 2]                      g of all layers, then beta of all layers
 //
-// With N slots (many sequences) every L above is N * L, slots inside layers: layer l of the slots [first, first + count) is one contiguous
-// piece, the batch dimension of a step over these slots, and all layers of all slots are one piece for the replay. Only `conv` differs: the
-// products of several slots are one contiguous tensor and cannot lie between history rows, so each layer has a table of rows
+// With N slots every L above is N * L, slots inside layers: layer l of the slots [first, first + count) is contiguous, and all layers of all slots are one
+// piece for the replay. Only `conv` differs: each layer has a table of rows
 //   conv    [row, (d_conv - 1 + max_width + 1) * N, L]: histories [d_conv - 1, N], then blocks [w, N], at the end one plain token of each slot
-// from which [history ; block] of every slot is gathered by index, and the next histories too. (ggml-cuda joins transposed rows with one
-// block of threads for each channel of each slot: 82,000 blocks per layer at 27B and 8 slots. Gathered rows are read in their order.)
-// A step over some of the slots replays layer by layer, with a copy that ggml-cuda fuses: in place would need scratch before each slot.
+// from which [history ; block] of every slot, and the next histories, are gathered by index. A step over some of the slots replays layer by layer, with a
+// copy that ggml-cuda fuses.
 #include "pgs.h"
 
 #include <math.h>

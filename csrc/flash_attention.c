@@ -1,11 +1,9 @@
 // Attention over the first `kv_bucket` cache rows, a multiple of 256, so that graphs change only with the bucket. The exact mask is computed on the device.
 #include "pgs.h"
 
-// mask_base: F32 [rows], 0.5 - position of each cache row (positions are whole numbers: the half keeps every comparison away from the
-// edge); q_last: F32 [1, T], the last position that each query row sees; q_first: F32 [1, T] or NULL, the first one (sliding windows).
-// With `slots`, the T rows are those of several slots, one after the other, and mask_base may be F32 [rows, slots], positions per slot.
-// Returns F16 [kv_bucket, T], with slots [kv_bucket, T / slots, 1, slots]: 0 where visible, -inf elsewhere, by log(step(q_last - position + 0.5)). With a `level` by
-// a native node.
+// mask_base: F32 [rows], 0.5 - position of each cache row (the half keeps comparisons away from the edge); q_last: F32 [1, T], the last visible position of
+// each query row; q_first: F32 [1, T] or NULL, the first one (sliding windows). With `slots`, the T rows are those of several slots in order, and mask_base
+// may be F32 [rows, slots]. Returns F16 [kv_bucket, T], with slots [kv_bucket, T / slots, 1, slots]: 0 where visible, else -inf. With a `level`, a native node.
 struct ggml_tensor * pgs_kv_mask(struct ggml_context * ctx, struct ggml_tensor * mask_base, struct ggml_tensor * q_last,
                                    struct ggml_tensor * q_first, int64_t kv_bucket, int64_t slots, const pgs_level * level) {
     const int64_t T = q_last->ne[1];
@@ -28,8 +26,8 @@ struct ggml_tensor * pgs_kv_mask(struct ggml_context * ctx, struct ggml_tensor *
 }
 
 // q: F32 [head_size, n_head, T]; cache_k, cache_v: [head_size * n_head_kv, n_rows (, slots)]; returns F32 [head_size * n_head, T].
-// The mask says how many slots the T rows belong to: each attends to its own rows of the caches. `sinks`: F32 [n_head] or NULL, a score of each head
-// that takes its share of the softmax and has no value. By native kernels at `level`, where it is not NULL and they take the shape; they know no sinks.
+// The mask determines the number of slots; each attends to its own cache rows. `sinks`: F32 [n_head] or NULL, per-head scores without a value. Native
+// kernels at `level` where supported; they have no sinks.
 struct ggml_tensor * pgs_flash_attention(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
                                  struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t kv_bucket, float scale,
                                  struct ggml_tensor * sinks, const pgs_level * level) {

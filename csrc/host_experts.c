@@ -1,17 +1,13 @@
 // Routed experts whose weights are partly or wholly in host memory.
 //
-// A device graph is cut in two places per such layer. At the first cut the host reads which experts the router chose and what they are to
-// work on, and tells the device which of its own ("hot") experts to use; the device goes on with those while the host computes the others
-// ("cold"). At the second cut the host's rows go up. The device then picks, for every (token, choice), the row of the side that has the
-// expert: rows are selected, never added, so the result does not depend on which experts are where.
+// A device graph has two cuts per such layer. At the first one the host reads the router's choices and the input, and selects the device's resident ("hot")
+// experts; the device computes these while the host computes the others ("cold"). At the second one the host's rows are uploaded, and the device
+// selects a row per (token, choice): rows are never added, so placement does not change results.
 //
-// The host computes (token, expert) pairs, each a product of its own, and only the pairs that are cold: a masked product over all of them
-// would cost it as much as having no hot experts at all. It has one graph per layer, whose number of pairs is set before it runs.
+// The host computes cold (token, expert) pairs only, each as its own product, with one graph per layer whose number of pairs varies.
 //
-// No filler may share an expert with a real row where the CPU is the device: ggml's product takes another kernel there, with another rounding,
-// for an expert that has eight rows or more. So the host's graph has no padding, and the cold pairs get a slot of their own after the hot ones.
-// A GPU's wide product takes it for granted that a token uses an expert once: ggml-cuda counts a second use without ever writing its row
-// number, and reads what lay there before. So its cold pairs take different slots, after the hot ones.
+// With the CPU as device, padding must not share an expert with a real row: ggml rounds differently from eight rows per expert on. So cold pairs get slots
+// after the hot ones. On GPUs, ggml-cuda's wide product requires distinct experts per token, so each cold pair gets a different slot.
 #include "pgs.h"
 
 #include <stdio.h>

@@ -1,17 +1,15 @@
-// pyggml_spec step engine: the parts of a decoding step that must never change shape between steps.
+// pyggml_spec step engine: the parts of a decoding step whose shapes must not change between steps.
 //
-// Ownership
-//   pgs_allocator    one graph allocator (ggml_gallocr) and the counters of one kind of step
-//   pgs_graph   one arena (ggml_context) and one graph inside it; kept and recomputed, never rebuilt
-//   pgs_io      the device buffer that all small inputs and outputs of a step live in, and its pinned host mirror
-//   pgs_chain   the order of a step's graphs on several devices, and what is copied between them
-//   pgs_lane    a thread that runs such steps, part by part, in parallel to other lanes
-//   pgs_experts what moves between host and device where experts are in host memory, and the host's own small graphs
-//   pgs_stream  weights in host memory that are copied to a device, layer by layer, while it computes
-//   pgs_delta   the recurrent state of all delta-net layers: states, convolution rows, the uncommitted block
+//   pgs_allocator  one graph allocator (ggml_gallocr) and the counters of one kind of step
+//   pgs_graph      one arena (ggml_context) with one graph, recomputed and never rebuilt
+//   pgs_io         the device buffer of all small inputs and outputs of a step, and its pinned host mirror
+//   pgs_chain      the graphs of a step on several devices, and the copies between them
+//   pgs_lane       a thread that runs such steps, in parallel to other lanes
+//   pgs_experts    transfers and host graphs of experts in host memory
+//   pgs_stream     weight streaming from host memory, layer by layer
+//   pgs_delta      recurrent states of all delta-net layers: states, convolution rows, uncommitted blocks
 //
-// Functions that can fail return 0 on success and write one sentence into `err` (PGS_ERR bytes) otherwise. Nothing here aborts on a
-// condition that a caller could have caused.
+// Functions that can fail return 0 on success, else write one sentence into `err` (PGS_ERR bytes). Nothing aborts on a condition that a caller can cause.
 #pragma once
 
 #include <stdbool.h>

@@ -1,11 +1,9 @@
 // A step over several devices: graphs in order, each on its own backend, and the copies between them.
 //
-// Everything is queued: where two devices copy to each other by themselves, the host is free until pgs_chain_wait, and a device waits for the
-// rows that it needs, not for the host. Where they do not (one of them is the CPU), ggml waits and copies through the host.
+// Everything is queued: between devices that copy directly, the host is free until pgs_chain_wait. Otherwise ggml copies through the host.
 //
-// Several steps may overlap (chunks of a prompt): the second device computes one while the first computes the next.
-// What then must not be written before it was read is in pgs_flow: inputs are uploaded from stages of the mirror, and rows are copied to a device
-// only after its earlier work.
+// Several steps may overlap (chunks of a prompt). pgs_flow protects their data: inputs are uploaded from stages of the mirror, and rows are copied to a
+// device only after its earlier work.
 #include "pgs.h"
 
 #include <stdio.h>

@@ -1,13 +1,9 @@
-// Weights that lie in host memory and are computed with on a device: while a wide chunk of a prompt goes through the layers, those of one layer
-// are copied while the one before computes.
+// Weight streaming: for a wide chunk of a prompt, layers in host memory are copied to the device while the previous layer is computed.
 //
-// Two buffers on the device alternate: the layers that are copied have numbers from 0 on, and a layer of an even number lies in the first place,
-// the others in the second. Copies go through a queue of their own (a second backend on the same device). The device waits for a layer's copy
-// before it computes with it, and the queue waits for the device before it writes over what that has used; both are events, so that the host waits
-// for nothing. A device without events is waited for instead (CPUs, which compute before they return).
+// Two buffers alternate by the parity of the layer's index. Copies use a queue of their own (a second backend on the same device). Events make the device
+// wait for a layer's copy, and the queue for the buffer's last use; devices without events (CPUs) are synchronous.
 //
-// A whole layer is copied, not only the experts that a chunk chose: to know them, the host would have to wait for the router, and no copy could be
-// under way by then. And there are few to leave out: of 128 experts, 4 for each token, 512 tokens leave out none, 128 of them 2 %.
+// Whole layers are copied: selecting experts would mean waiting for the router, and wide chunks use nearly all of them.
 #include "pgs.h"
 
 #include <stdio.h>

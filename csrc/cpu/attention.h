@@ -1,7 +1,7 @@
-// Attention of a few query rows that share a head of K and V, once for all levels.
+// Attention of a few query rows that share a head of K and V, for all levels.
 //
-// Positions are taken in blocks of POSITIONS from the first row of the cache on, whatever the span and the number of query rows: a row has the
-// same bits alone, in a block and in a prompt. Masked positions add exact zeros, so fully masked blocks are skipped. Sums are F32.
+// Positions are processed in blocks of POSITIONS from the first cache row on, whatever the bucket and the number of rows, so a row has the same bits
+// alone and in a batch. Masked positions add exact zeros, so fully masked blocks are skipped. Sums are F32.
 #pragma once
 
 #include <math.h>
@@ -64,12 +64,8 @@ static void widen(const pgs_cache * c, int64_t first, int n, float * to) {
     memset(to + (size_t) n * c->size, 0, (size_t) (POSITIONS - n) * c->size * sizeof(float));
 }
 
-// Rows that come next are prefetched while these are computed: a step's weights have gone by since they were read last, and what is one head's of each
-// position is too short for what processors fetch by themselves. One core of an EPYC 9004, a step of 1, 2, 4, 8, 16 rows of the embedded pair with 200
-// positions: 60, 230, 306, 452, 727 us of attention, and 40, 180, 249, 393, 672 with it; every head for itself gains nothing there. A few rows at a time
-// between what is computed, because processors stall on too many outstanding prefetches, and of the next head only, because four heads are more than come
-// while one is computed with. One core of a Zen 5, 224 positions that are in no cache, a block of 8 rows: all heads of a block at once 34 us with two
-// heads of K and V, 44 with four, a few rows at a time 27 and 40, of the next head only 27 and 34.
+// The next head's rows are prefetched during the computation: they are no longer cached, and one head's row of a position is too short for hardware
+// prefetchers. Only a few rows at a time and one head ahead, because processors stall on too many outstanding prefetches.
 typedef struct ahead {  // rows of K and of V from `first` to `end` are still to be prefetched, `each` at a time
     const pgs_cache * k, * v;
     int64_t           first, end, each;

@@ -1,11 +1,8 @@
 // The gated delta rule, once for all levels: S = decay * S + k (x) beta * (v - k decay S), o = q S / sqrt(size), row by row.
 //
-// A state is stored column after column. Columns do not meet, but each waits for its own sums: with columns in registers through all rows, four of 64
-// values take 85 cycles of a Zen 5 per row, 32 of which compute. So a row goes through a panel of columns, which stays in the first-level cache, before
-// the next row does: once for what changes, once for the change and the output, so nothing that is near waits for what is near. Eight heads of 64, 8
-// rows, AVX-512 and AVX2: 21.5 and 48.9 us with columns in registers, 11.5 and 18.8 so; in one go instead of two 20.8 and 27.0. (ggml's goes over the
-// whole state once per row and per operation.) Sums are of LANES values side by side, in order, independent of other columns, so neither rows, threads
-// nor levels change a bit.
+// A state is stored by columns. A row goes through a panel of columns that stays in the first-level cache before the next row does: first for the change,
+// then for state and output, so that consecutive instructions are independent. Sums have LANES lanes in fixed order, independent of other columns,
+// so rows, threads and levels do not change a bit.
 #pragma once
 
 #include "kernels.h"

@@ -1,6 +1,5 @@
-// Delta-net layers by native kernels, as nodes of ggml's graphs: the convolution, the delta rule with everything between the two, and the replay of
-// pending blocks. They write into the pools of csrc/delta_net.c past what a node returns: a pool is read by nodes that come later in the order of
-// the graph, or by the next graph.
+// Delta-net layers as native nodes: the convolution, the delta rule with everything in between, and the replay of uncommitted blocks. They write into the
+// pools of csrc/delta_net.c as a side effect; readers come later in the graph, or in the next one.
 #include "kernels.h"
 #include "layout.h"
 #include "nodes.h"

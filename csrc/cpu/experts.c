@@ -1,8 +1,7 @@
-// Products with routed experts: rows that chose the same expert share one pass over its weights.
+// Products of routed experts: rows with the same expert share one pass over its weights.
 //
-// Three kinds of nodes. One orders the (token, choice) pairs by expert and gives each a place in a tile of activations; one rounds rows into those
-// places, each row once; one multiplies the tiles of every expert with its weights. These are packed ("records", as of dense matrices), or what a file
-// holds: then 16 rows at a time go through the first-level cache as records, and the bits are the same.
+// Three kinds of nodes: one orders the (token, choice) pairs by expert and assigns tile rows; one quantises each row once; one multiplies each expert's
+// tiles with its weights, packed or in the file's format (then converted 16 rows at a time in the first-level cache, with the same bits).
 #include "kernels.h"
 #include "layout.h"
 #include "nodes.h"

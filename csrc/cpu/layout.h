@@ -1,10 +1,9 @@
-// How weights and activations lie in memory for native products. The layout is the same at every level, and so are the results, bit for bit:
-// sums of a block are whole numbers, and the floating-point steps after them are the same fused ones in the same order.
+// Memory layout of weights and activations of native products, the same at every level, as are the results: block sums are exact integers, followed by
+// the same fused floating-point steps in the same order.
 //
-// Weights: a record holds LANES outputs side by side for the inputs of one block; quads of inputs of one output are neighbours, because that
-// is what the dot products of processors take. Records of the same outputs are a "group". Two groups are a pair, whose records take turns, block by block:
-// products read both as one stream, and multiply what they load of a row with both. A last group without a partner is alone, pairs follow in order.
-// Activations: a tile holds TILE rows side by side, block by block. A tile is always that large; rows that are not there are not read.
+// Weights: a record holds LANES outputs of one block, with quads of an output's inputs adjacent, as dot-product instructions need. Records of the same
+// outputs are a group; two groups are a pair with alternating records, read as one stream. A last group without a partner is alone.
+// Activations: a tile holds TILE rows, block by block; it always has full size, and absent rows are not read.
 #pragma once
 
 #include <stdint.h>

@@ -1,7 +1,6 @@
-// The products, once for all levels: the file of a level includes its vectors, then this.
+// Products for all levels: the file of a level includes its vectors, then this.
 //
-// A block is summed in whole numbers, exactly; then come the same fused steps in the same order for every row, independent of other rows
-// and however they are cut into calls: that is why a row alone, in a block and in a prompt has the same bits.
+// Block sums are exact integers, followed by the same fused steps in the same order for every row, so a row has the same bits alone and in any batch.
 #pragma once
 
 #include "activations.h"

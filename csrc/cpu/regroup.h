@@ -1,8 +1,7 @@
-// Rows as files store them become records on the way to a product: weights that are not ours to pack (pages of a file in host memory, which other
-// devices read too) go through the first-level cache in our layout, 16 rows at a time. What comes out is what pack.c writes, byte for byte.
+// Converts rows in the file's format to records during a product, 16 rows at a time in the first-level cache, for weights that must stay as they are (pages
+// of a file). The output equals that of pack.c.
 //
-// Quads of inputs of 16 rows become neighbours by transposing four times four words; everything else is shifts and masks of such vectors, which
-// compilers cut to the registers that a level has.
+// Quads of inputs of 16 rows become adjacent by four 4x4 transpositions of words; the rest is shifts and masks of vectors.
 #pragma once
 
 #include "kernels.h"

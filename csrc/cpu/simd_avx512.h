@@ -11,9 +11,7 @@
 #define ROWS   8  // that share a load of weights, at most
 #define HELD   8  // vectors of sums that fit the registers
 
-// Shapes of products (products.h). One core of an EPYC 9005, weights in the second-level cache, GMAC/s at 4 and 8 rows: Q8_0 269 and 318 with one vector of
-// outputs at once, 335 and 361 with two; Q4_K 340 and 379, 376 and 322 (three sums of each output spill), Q5_K 283 and 312, 286 and 279, Q6_K 239 and 294,
-// 292 and 224.
+// Shapes of products (products.h): vectors of outputs at once, the fastest measured per type.
 #define BYTES_SHAPE 8, 2, 2
 #define Q4_K_SHAPE  8, 2, 1
 #define Q5_K_SHAPE  8, 2, 1
@@ -92,9 +90,7 @@ INLINE vi vi_dot(vi s, vb w, vx x) { return _mm512_dpbusd_epi32(s, w, x); }
 
 INLINE vbias bias_of(vb w) { return w; }  // w: weights + 128
 
-// In halves where it is the second group of a pair, whose records of Q8_0, 8.5 cache lines long, begin in the middle of one: loads across two lines of what
-// is not in a cache yet cost 5 to 15 % of a row (28 MB, one core of a Xeon with AMX, in turn, off and on: 1.060 and 1.012 ms, 1.309 and 1.098; 256-bit loads
-// 1.020). Halves of whole lines cost as much: 67 to 73 GMAC/s of a row in memory on a core of an EPYC 9005, and 72 to 79 with this.
+// In halves for the second group of a pair, whose Q8_0 records (8.5 cache lines) begin mid-line: loads that cross uncached lines are slow.
 INLINE vbias bias_load(const uint8_t * p, int second) {
     if (!second) {
         return _mm512_loadu_si512(p);
