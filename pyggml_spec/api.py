@@ -18,7 +18,7 @@ from .context_size import default_context, room, rough_bytes
 from .drafters.base import Drafter
 from .drafters.multi import AnyDrafter
 from .engine.engine import Engine
-from .engine.lock import ENDED, Turns
+from .engine.lock import ENDED, EngineLock
 from .engine.memory import SHARED, count_memory
 from .engine.options import candidate_widths
 from .engine.resources import Closable, P
@@ -145,7 +145,7 @@ class Session:
         self._concurrent: ConcurrentSession | None = None  # the last one
         self._rows_stay = False  # whether rows in place equal those that would be computed
         self._last: tuple[int, list[int]] = (-1, [])  # the engine's epoch of the last generation, and its tokens
-        self._turns = Turns()
+        self._lock = EngineLock()
 
     def _own(self, part: P) -> P:
         self._parts.append(part)
@@ -330,7 +330,7 @@ class Session:
             jump_forward=jump_forward,
         )
         options.check(self.drafter or self.lookup)
-        turn, sampler = self._turns.take(), None
+        hold, sampler = self._lock.acquire(), None
         self._drafts_count = self._drafts_count and synthetic is None
         try:
             sampler, started = self._sampler(sampling, ignore_end), time.perf_counter()
@@ -356,29 +356,29 @@ class Session:
                 progress=prefilled,
                 interrupted=interrupted,
             )
-            turn.close = stream.close
+            hold.close = stream.close
             for block in stream:
                 history += block
                 logprobs = sampler.take_logprobs() if sampler is not None else ()
                 event = StepEvent(text.take(block), tuple(block), stats.snapshot(), logprobs)
-                self._turns.pause(turn)
+                self._lock.pause(hold)
                 yield event
                 self._check_open()
-                if not self._turns.resume(turn):
+                if not self._lock.resume(hold):
                     raise EngineError(ENDED)
-            self._turns.pause(turn)
+            self._lock.pause(hold)
             yield StepEvent(text.finish(), (), stats)
-            if self._parts and self._turns.resume(turn):  # files after the text is out
+            if self._parts and self._lock.resume(hold):  # files after the text is out
                 self.prefix.save()
                 stats.notes += self.prefix.take_notes()
         except GeneratorExit:
             raise
         except BaseException:
-            if self._turns.holds(turn):
+            if self._lock.holds(hold):
                 self._last = (-1, [])  # a step may be in the recurrent state that is not in the cursor: nothing can be appended
             raise
         finally:
-            self._turns.end(turn)
+            self._lock.release(hold)
             if sampler is not None:
                 sampler.close()
 
@@ -530,13 +530,13 @@ class Session:
             DeviceError: their caches do not fit the device.
         """
         self._check_open()
-        turn = self._turns.take(MANY)
+        hold = self._lock.acquire(MANY)
         try:
             scheduler = self._scheduler_of(slots, n_ctx, prefix_memory, groups=groups)
         except BaseException:
-            self._turns.end(turn)
+            self._lock.release(hold)
             raise
-        turn.over = lambda: scheduler.runner.graphs.closed
+        hold.ended = lambda: scheduler.runner.graphs.closed
         return scheduler
 
     def _scheduler_of(
@@ -591,7 +591,7 @@ class Session:
         if self._concurrent is not None and self._concurrent.ended and self._concurrent in self._parts:
             self._concurrent.close()  # an error may have ended it, and its thread still be about to end: the turn is its own till then
             self._parts.remove(self._concurrent)
-        turn = self._turns.take(MANY)
+        hold = self._lock.acquire(MANY)
         try:
             if only:
                 self._give_up_own_caches()
@@ -599,9 +599,9 @@ class Session:
             scheduler = self._scheduler_of(slots, n_ctx, memory, prefix_cache, prefix_disk, groups)
             made = self._concurrent = self._own(ConcurrentSession(scheduler, self.tokenizer, self.prompt_ids, self._sampler))
         except BaseException:
-            self._turns.end(turn)
+            self._lock.release(hold)
             raise
-        turn.over = lambda: made.closed
+        hold.ended = lambda: made.closed
         return made
 
     def _give_up_own_caches(self) -> None:
@@ -623,7 +623,7 @@ class Session:
         steps = whole(steps, "the number of steps", 1, 1 << 20)
         behind = whole(behind, "the number of tokens before them", 0, 1 << 30)
         text, stats = BlockText(self.tokenizer.piece, ()), self.new_stats()
-        with self._turns.alone():
+        with self._lock.held():
             return plain_cost(self.scheduler, steps, behind, lambda block: StepEvent(text.take(block), tuple(block), stats.snapshot(), ()))
 
     def _kv_types(self) -> str:
@@ -703,7 +703,7 @@ class Session:
         self._free()
 
     def _free(self) -> None:
-        self._turns.shut(CLOSED)
+        self._lock.shut(CLOSED)
         if self._drafts_count and (widths := self.scheduler.policy) is not None:
             keep_drafts(self.engine, widths.priors)
             self._drafts_count = False

@@ -80,7 +80,7 @@ def texts(args) -> int:
         with session.concurrent(slots=SLOTS) as server:
             for name, widths in (("slots", None), ("slots, in turn", in_turn(session))):
                 if widths is not None:
-                    server._scheduler.policy = widths
+                    server.engine.policy = widths
                 for tokens in (32, min(args.tokens, 400)):
                     handles = [server.submit(PROMPT, tokens, ignore_end=True) for _ in range(SLOTS)]
                     done = [handle.result() for handle in handles]

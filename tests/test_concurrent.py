@@ -116,7 +116,7 @@ def test_where_no_block_can_pay_requests_do_not_draft_either(session, monkeypatc
                     not alone.drafted and stats.width_reason == alone.width_reason and alone.width_reason in footer(alone, None)
                 )
             assert not plain.width_reason and not plain.drafted
-            assert any(slot.drafting for slot in server._scheduler.runner.slots) == drafts  # one of the two was the plain one's last
+            assert any(slot.drafting for slot in server.engine.runner.slots) == drafts  # one of the two was the plain one's last
 
 
 def test_sampling_repeats_with_its_seed(server):
@@ -194,7 +194,7 @@ def test_closing_wakes_every_reader(session, want):
 def test_a_step_that_fails_ends_its_requests_with_the_error(session, error, monkeypatch):
     """An error of ours ends the requests of the step, a bug ends everything: it would come back with every step."""
     with session.concurrent(slots=1) as server:
-        monkeypatch.setattr(server._scheduler.runner, "step", lambda *work: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(server.engine.runner, "step", lambda *work: (_ for _ in ()).throw(error))
         with server._changed:  # no step in between: it would end a request, or the session, before the next one is there
             handles = [server.submit(prompt, 5) for prompt in PROMPTS[:3]]
         for handle in handles:
@@ -212,7 +212,7 @@ def test_another_one_is_made_while_the_failed_one_still_ends(session, want, monk
     give_up = ConcurrentSession._give_up
     monkeypatch.setattr(ConcurrentSession, "_give_up", lambda self, error: (give_up(self, error), time.sleep(0.3)))
     failed = session.concurrent(slots=1)
-    monkeypatch.setattr(failed._scheduler.runner, "step", lambda *work: 1 / 0)
+    monkeypatch.setattr(failed.engine.runner, "step", lambda *work: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         failed.submit(PROMPTS[0], 5).result(WAIT)
     with session.concurrent(slots=1) as another:
@@ -221,7 +221,7 @@ def test_another_one_is_made_while_the_failed_one_still_ends(session, want, monk
 
 def test_sizes_are_those_of_the_last_step(server, want):
     """They are taken in the thread of the steps: buffers that are being planned are read by no other thread."""
-    engine = server._scheduler.runner
+    engine = server.engine.runner
     before, asked = server.graph_bytes, []
     engine.memory = lambda: asked.append(threading.current_thread().name) or type(engine).memory(engine)
     server.submit(PROMPTS[0], 20).result(WAIT)

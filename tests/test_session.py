@@ -308,7 +308,7 @@ def test_a_waiting_prompt_is_not_looked_up_while_the_slot_is_taken(monkeypatch):
         streams = [scheduler.submit([i, *prompt], GenerationOptions(6, width=16, ignore_end=True)) for i in (7, 8, 9)]
         while not scheduler.idle:
             scheduler.step()
-            scheduler._changed = True  # as where others come and go
+            scheduler.wake()  # as where others come and go
         assert [len(stream.tokens) for stream in streams] == [6, 6, 6]
     assert asked == [0] * 6  # with drafters' rows, and without, of each
 

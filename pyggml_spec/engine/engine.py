@@ -83,7 +83,7 @@ class Engine:
             if not batch.items:
                 return bool(self.scheduler.active)  # that wait for their masks
             during = verify.compute_masks(batch, self.runner, meanwhile) if batch.constrained else meanwhile
-            output = self.runner.step(batch.items, during)  # one graph: prefill, decode or verify
+            output = self.runner.forward(batch, during)  # one graph: prefill, decode or verify
             accepted = verify.accept(batch, output, self.runner)  # lossless rule, limits, constraints
             self.runner.commit(batch, accepted)  # KV, recurrent state, hidden states, cursors
             self.scheduler.finish(batch, accepted, output)

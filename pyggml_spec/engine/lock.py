@@ -1,7 +1,6 @@
-"""One piece of work at a time has a session's engine: a generation, a measurement, or the requests of ``concurrent``.
+"""One user at a time of a session's engine: a generation, a measurement, or the requests of ``concurrent``.
 
-Whoever comes second gets a sentence, at once. Two cases are no conflict: the work before is over, or it is a generation that waits to be read
-on by this very thread (or by one that has ended), which the next one then ends.
+A second user gets an error at once, except where the first has ended, or is a paused generation of the same thread (or of one that has ended): that is closed.
 """
 
 import threading
@@ -18,84 +17,91 @@ BUSY = (
 ENDED = "this generation was ended by the next one of its session; for several at a time use concurrent()"
 
 
-class Turn:
-    """A stretch of work. ``why``: the sentence for those who come meanwhile."""
+class Hold:
+    """One user's hold of the lock.
 
-    def __init__(self, close: Callable[[], object], why: str) -> None:
-        self.close, self.why = close, why
-        self.over: Callable[[], bool] = lambda: False  # whether it has ended without a word
+    Attributes:
+        close: called when the next user replaces this one.
+        why: error text for others meanwhile.
+        ended: whether the user has ended without releasing.
+        running: whether its thread is inside the engine.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        self.close: Callable[[], object] = lambda: None
+        self.ended: Callable[[], bool] = lambda: False
         self.running, self.thread = True, threading.current_thread()
 
     @property
-    def free(self) -> bool:
-        """Whether another one may take its place."""
-        return self.over() or (not self.running and (self.thread is threading.current_thread() or not self.thread.is_alive()))
+    def replaceable(self) -> bool:
+        return self.ended() or (not self.running and (self.thread is threading.current_thread() or not self.thread.is_alive()))
 
 
-class Turns:
-    """Hands out the turns of one engine."""
+class EngineLock:
+    """The lock of one engine."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # never held while a step runs; a generator may be collected, and end its turn, inside of it
-        self._holder: Turn | None = None
-        self._shut: Turn | None = None
+        self._lock = threading.RLock()  # reentrant: a generator that is collected inside of it releases its hold; never held during a step
+        self._hold: Hold | None = None
+        self._shut: Hold | None = None
 
-    def take(self, why: str = BUSY) -> Turn:
-        """A turn for the caller, who sets its ``close`` if something is to be closed when the next one takes its place.
+    def acquire(self, why: str = BUSY) -> Hold:
+        """A hold for the caller.
 
         Raises:
-            EngineError: somebody else has it.
+            EngineError: there is another user.
         """
         with self._lock:
-            if self._holder is not None:
-                if not self._holder.free:
-                    raise EngineError(self._holder.why)
-                self.end(self._holder)
-            self._holder = Turn(lambda: None, why)
-            return self._holder
+            if self._hold is not None:
+                if not self._hold.replaceable:
+                    raise EngineError(self._hold.why)
+                self.release(self._hold)
+            self._hold = Hold(why)
+            return self._hold
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """A turn for a ``with`` block."""
-        turn = self.take()
+    def held(self) -> Iterator[None]:
+        """A hold for a ``with`` block."""
+        hold = self.acquire()
         try:
             yield
         finally:
-            self.end(turn)
+            self.release(hold)
 
-    def holds(self, turn: Turn) -> bool:
-        """Whether nobody has taken its place."""
-        return self._holder is turn
+    def holds(self, hold: Hold) -> bool:
+        """Whether ``hold`` was not replaced."""
+        return self._hold is hold
 
-    def pause(self, turn: Turn) -> None:
-        """Its thread goes elsewhere, and may come back."""
-        turn.running = False
+    def pause(self, hold: Hold) -> None:
+        """The user's thread leaves the engine, and may come back."""
+        hold.running = False
 
-    def resume(self, turn: Turn) -> bool:
-        """Its thread, or another one, goes on; False if the turn was taken away meanwhile."""
+    def resume(self, hold: Hold) -> bool:
+        """The user goes on, in this thread; False if it was replaced."""
         with self._lock:
-            if self._holder is not turn:
+            if self._hold is not hold:
                 return False
-            turn.running, turn.thread = True, threading.current_thread()
+            hold.running, hold.thread = True, threading.current_thread()
             return True
 
-    def end(self, turn: Turn) -> None:
-        """Closes what it holds, unless that was done. Twice is fine."""
+    def release(self, hold: Hold) -> None:
+        """Closes what the user holds, unless that was done. Twice is fine."""
         with self._lock:
-            if self._holder is turn:
-                turn.close()
-                self._holder = None
-        release_threads()  # the next turn may be another thread's
+            if self._hold is hold:
+                hold.close()
+                self._hold = None
+        release_threads()  # the next user may be another thread
 
     def shut(self, why: str) -> None:
-        """Ends whoever waits to go on, in whatever thread; nobody gets a turn any more. Twice is fine.
+        """Ends a paused user of any thread; ``acquire`` raises ``why`` from now on. Twice is fine.
 
         Raises:
-            EngineError: somebody is at work.
+            EngineError: a user is running.
         """
         with self._lock:
-            if self._holder is not None and self._holder is not self._shut:
-                if self._holder.running and not self._holder.over():
-                    raise EngineError(self._holder.why)
-                self.end(self._holder)
-            self._holder = self._shut = Turn(lambda: None, why)
+            if self._hold is not None and self._hold is not self._shut:
+                if self._hold.running and not self._hold.ended():
+                    raise EngineError(self._hold.why)
+                self.release(self._hold)
+            self._hold = self._shut = Hold(why)

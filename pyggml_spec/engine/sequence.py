@@ -22,11 +22,11 @@ from ..speculation.ngram import NgramDrafts
 from ..speculation.policy import SpeculationState
 from ..speculation.synthetic import SyntheticAcceptance
 from .constrained import StepConstraint
-from .limits import Limits
 from .options import candidate_widths
 from .stats import Stats
 
 SPECULATIVE, PLAIN, REFERENCE = "speculative", "plain", "reference"
+STOP, END, LENGTH, CONTEXT = "stop", "end", "length", "context"  # stop reasons
 CONSTRAINT, SCRIPT = "constraint", "script"  # draft sources beside drafting methods
 
 DraftFunction = Callable[[Tokens[int], int], Tokens[int]]
@@ -84,6 +84,50 @@ class GenerationOptions:
     @property
     def constrained(self) -> bool:
         return self.sampler is not None and self.sampler.grammar is not None
+
+
+class Limits:
+    """Where a sequence ends: stop texts, end token, token limit, end of the context. Consulted once per emitted token, in order, so that a text ends at the same
+    token whatever a step verifies.
+
+    Attributes:
+        emitted: tokens so far.
+        reason: STOP, END, LENGTH or CONTEXT, the first that holds; empty while it goes on.
+    """
+
+    def __init__(self, max_tokens: int | None, is_end: Callable[[int], bool], completes: Callable[[int], str] | None = None):
+        """
+        Args:
+            max_tokens: limit; None for the rest of the context.
+            is_end: whether a token ends the text.
+            completes: STOP or LENGTH where the text ends with this token, or "".
+        """
+        self._max_tokens, self._is_end, self._completes = max_tokens, is_end, completes
+        self._most = 1  # tokens that the context has room for; the last one is never computed
+        self.emitted = 0
+        self.reason = LENGTH if max_tokens is not None and max_tokens < 1 else ""
+
+    def begin(self, room: int) -> None:
+        """The prompt is in the context, which has ``room`` positions left."""
+        self._most = room + 1
+
+    @property
+    def left(self) -> int:
+        """Tokens that can still be emitted."""
+        return (self._most if self._max_tokens is None else min(self._most, self._max_tokens)) - self.emitted
+
+    def passes(self, token: int) -> bool:
+        """Counts ``token``; whether another one may follow."""
+        self.emitted += 1
+        if self._completes is not None and (why := self._completes(token)):
+            self.reason = why
+        elif self._is_end(token):
+            self.reason = END
+        elif self.emitted == self._max_tokens:
+            self.reason = LENGTH
+        elif self.emitted >= self._most:
+            self.reason = CONTEXT
+        return not self.reason
 
 
 class Driver(Protocol):

@@ -11,9 +11,8 @@ from functools import partial
 import numpy as np
 
 from ..engine.batch import Batch, BatchItem, Draft, Prefill, StepOutput
-from ..engine.limits import Limits
 from ..engine.runner import ModelRunner
-from ..engine.sequence import CONSTRAINT
+from ..engine.sequence import CONSTRAINT, Limits
 from ..engine.sequence import Sequence as SequenceState
 from ..errors import EngineError
 from ..sampling.sampler import Sampler

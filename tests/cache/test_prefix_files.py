@@ -362,7 +362,7 @@ def test_a_session_is_freed_whatever_one_of_its_parts_raises(pair, tmp_path, mon
     server = session.concurrent(slots=2)
     server.submit(list(range(40)), 4).result()
     monkeypatch.setattr(PrefixCache, "save", fails)
-    engines = session.engine, server._scheduler.runner
+    engines = session.engine, server.engine.runner
     with pytest.raises(OSError, match="Input/output"):
         session.close()
     assert [engine.graphs.closed for engine in engines] == [True, True] and not session._parts

@@ -121,7 +121,7 @@ def test_nothing_is_built_while_drafters_take_turns(team):
 def test_the_text_does_not_depend_on_slots(team, values):
     want = [team.generate(prompt, 24, mode="plain", **VALUES[values])[0] for prompt in PROMPTS]
     with team.concurrent(slots=4) as server:
-        server._scheduler.policy = InTurn()
+        server.engine.policy = InTurn()
         got = [server.submit(prompt, 24, **VALUES[values]) for prompt in PROMPTS]
         results = [handle.result() for handle in got]
     assert [text for text, _ in results] == want
@@ -212,7 +212,7 @@ def test_what_a_conversation_leaves_on_disk_has_the_rows_that_waited(files, tmp_
     turn, waited = [*range(40, 100)], []
 
     def said(server, prompt, tokens, kinds=KINDS):
-        server._scheduler.policy = InTurn(kinds)
+        server.engine.policy = InTurn(kinds)
         handle = server.submit(prompt, tokens, ignore_end=True)
         events = list(handle)
         return [token for event in events for token in event.tokens], [event.drafts for event in events], handle.stats
@@ -223,13 +223,13 @@ def test_what_a_conversation_leaves_on_disk_has_the_rows_that_waited(files, tmp_
 
     with ps.load(files["target"], files["blocks"], **load) as session:
         with session.concurrent(1, prefix_cache=tmp_path / "files") as server:
-            engine, keep = server._scheduler.runner, server._scheduler.prefixes.store_end
+            engine, keep = server.engine.runner, server.engine.prefixes.store_end
 
             def kept(slot, *args, **more):
                 waited.append([engine.ring.missing(method, engine.slots[slot].cursor.committed) for method in BOTH])
                 keep(slot, *args, **more)
 
-            server._scheduler.prefixes.store_end = kept
+            server.engine.prefixes.store_end = kept
             history = [*turn, *said(server, turn, 29, [StepPlan.of(BLOCKS, 4), StepPlan.of(CHAIN, 3, 4), *[PLAIN_STEP] * 29])[0]]
         assert min(waited[-1]) > 0, waited  # at its end, after what was kept of the prompt
         with session.concurrent(1, prefix_memory=0) as server:
@@ -244,7 +244,7 @@ def test_several_answers_to_one_prompt_in_eight_slots(team):
     seeds = [ps.Sampling(seed=seed, temperature=0.8) for seed in range(8)]
     want = [team.generate(PROMPTS[0] * 6, 16, mode="plain", sampling=sampling)[0] for sampling in seeds]
     with team.concurrent(slots=8) as server:
-        server._scheduler.policy = InTurn()
+        server.engine.policy = InTurn()
         handles = [server.submit(PROMPTS[0] * 6, 16, sampling=sampling) for sampling in seeds]
         assert [handle.result()[0] for handle in handles] == want
 

@@ -7,10 +7,9 @@ from engine.helpers import oracle, run
 
 import pyggml_spec as ps
 from pyggml_spec.engine.engine import Engine, generate
-from pyggml_spec.engine.limits import Limits
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
-from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions, Limits
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import EngineError
 from pyggml_spec.sampling.sampler import Sampler, Sampling

@@ -160,7 +160,7 @@ def test_slots_verify_what_the_head_believes_in(session, bias, widths):
     weight = session.drafter.weights["conf_proj.bias"]
     lib.ggml_backend_tensor_set(weight, ffi.new("float[]", [bias]), 0, 4)
     with session.concurrent(slots=3) as server:
-        scheduler = server._scheduler
+        scheduler = server.engine
         assert {*scheduler.policy.confidence} == {"draft-dspark"}
         scheduler.policy = Always()
         scheduler.policy.confidence = {"draft-dspark": Confidence(COSTS)}

@@ -70,8 +70,8 @@ class Recorded:
     def perf_counter_ns(self) -> int:
         return int(1e6 * self.now)
 
-    def step(self, work, meanwhile=None):
-        item = work[0]
+    def forward(self, batch, meanwhile=None):
+        item = batch.items[0]
         if isinstance(item, Prefill):
             self.cursor.advance(len(item.tokens), 0)
             return {0: StepOutput(np.array(item.tokens), np.array(self.text[:1]), True, True, TIMES)}
@@ -135,7 +135,7 @@ class Calls:
 
     def _seen(self, frame, event, _):
         self.calls += event in ("call", "c_call")
-        self.steps += event == "call" and frame.f_code is Recorded.step.__code__
+        self.steps += event == "call" and frame.f_code is Recorded.forward.__code__
 
     @property
     def per_step(self) -> float:
