@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -98,14 +98,15 @@ class Accounting:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given, path = Headers(scope=scope), scope["path"]
-        added = {"x-request-id": given.get("x-request-id", "")[:200] or f"req_{secrets.token_hex(12)}", "server": "pyspec"}
+        identifier = given.get("x-request-id", "")[:200] or f"req_{secrets.token_hex(12)}"
+        added = [(b"x-request-id", identifier.encode("latin-1")), (b"server", b"pyspec")]
         if session := given.get("x-session-id"):
-            added["x-session-id"] = session[:200]
+            added.append((b"x-session-id", session[:200].encode("latin-1")))
 
         async def account(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self.metrics.requests[path if path in self.paths else "other", message["status"]] += 1
-                MutableHeaders(scope=message).update(added)
+                message["headers"] = [*message["headers"], *added]
             await send(message)
 
         await self.app(scope, receive, account)
