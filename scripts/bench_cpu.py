@@ -78,7 +78,7 @@ def against_llama_bench(args, say, name: str, model: Path, prompts: tuple[int, .
 
 
 def held_out_prompts(args, say) -> None:
-    """20 prompts by the embedded pair with width control, each against its own plain decoding: median of the rounds per prompt."""
+    """20 prompts of the embedded pair with the policy, each against plain decoding: median of the rounds per prompt."""
     texts, ratios, speeds, plain = held_out(), {}, [], []
     with load(args) as session:
         for round_ in range(args.rounds + 1):  # the first one builds graphs
@@ -152,7 +152,7 @@ def step_costs(args, say, name: str, target, draft=None, widths=(1, 2, 4, 8, 16)
 
 
 def synthetic_pair(args, say) -> None:
-    """A pair of random weights told to accept six tokens per step, against its own plain decoding."""
+    """A random pair with a synthetic acceptance of six tokens per step, against plain decoding."""
     ratios = []
     with load(args, *args.pair, n_ctx=512) as session:
         for _ in range(max(1, args.rounds // 2)):

@@ -130,7 +130,7 @@ class Child:
 
 
 def measured(children: list[Child], kinds: list[tuple[str, int]], rounds: int) -> dict[tuple, dict]:
-    """The least of every figure over the rounds, by interpreter and kind. A kind's rounds follow each other, so that slots are made once."""
+    """Minimum of every figure over the rounds, by interpreter and kind; a kind's rounds are consecutive, so that slots are created once."""
     best: dict = defaultdict(dict)
     for kind in kinds:
         for child in children:

@@ -87,7 +87,7 @@ def server_options(slots: int, args) -> list[object]:
         args.ctx * slots,
     ]
     options += ["-ngl", args.ngl, "-ngld", args.ngl, "-fa", "on", "--backend-sampling", "--metrics"]
-    # both copy states of a slot to the host while all slots wait, 150 MB and more per prompt at 27B: no part of what is compared
+    # disables copying of slot states to the host, which is not compared
     options += ["--ctx-checkpoints", 0, "--cache-ram", 0, *args.server_args]
     if args.synthetic_acceptance:
         options += ["--spec-synth-len", args.synthetic_acceptance]

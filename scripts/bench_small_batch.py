@@ -87,7 +87,7 @@ def weights(rng, kind: int, n_in: int, rows: int) -> np.ndarray:
 
 @dataclass
 class Case:
-    """What is computed of weights a, b [n_out, n_in], activations x [rows, n_in] and an addend z [rows, n_out]."""
+    """The product for weights a, b [n_out, n_in], activations x [rows, n_in] and an addend z [rows, n_out]."""
 
     name: str
     build: object
@@ -124,7 +124,7 @@ def error(got: np.ndarray, expected: np.ndarray, usual: float = 0.0) -> float:
 
 
 def patched(name: str, n_in: int, n_out: int, rows: int) -> bool:
-    """Whether these products are the patch's: of the others ggml's own kernels are measured, which err by 1e-2."""
+    """Whether the patch's kernels compute these products; ggml's have an error of 1e-2."""
     if name not in TYPES:
         return rows >= BY_CUBLAS and n_out >= 256
     if rows > SMALL:
@@ -136,7 +136,7 @@ def patched(name: str, n_in: int, n_out: int, rows: int) -> bool:
 
 
 def nan_spreads(backend: Backend, x, a, values: np.ndarray, count: int = 16, bad: int = 3) -> bool:
-    """Whether a NaN in one row of activations reaches another row, or gets lost."""
+    """Whether a NaN in one row of activations spreads to another row, or disappears."""
     allocator = GraphAllocator(backend, "check")
     g = Graph(allocator)
     out = g.matmul(a, lib.ggml_view_2d(g.ctx, x, x.ne[0], count, x.nb[1], 0))

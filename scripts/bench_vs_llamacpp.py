@@ -100,7 +100,7 @@ def complete(server: LlamaServer, tokens: int) -> dict:
 
 
 def again(args, device: str, more: dict) -> str:
-    """A text that was written before, plainly and with what came before as drafts (`--spec-type suffix`), in turn: tokens per second."""
+    """A repeated text, plain and with n-gram drafts (`--spec-type suffix`), alternating: tokens per second."""
     speeds: dict[str, list[float]] = {PLAIN: [], SPECULATIVE: []}
     texts, drafted = [], []
     with ps.load(args.model, device=device, threads=args.threads, n_ctx=args.ctx, spec=["suffix"], **more) as session:

@@ -85,7 +85,7 @@ def unpack(sdist: Path, out: Path, patched: bool) -> None:
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """Copies a source tree without its repository and the folders of its builds; files and folders below that are called build-... belong to it."""
+    """Copies a source tree without .git and top-level build folders."""
     left_out = {entry.name for entry in source.iterdir() if entry.name == ".git" or (entry.is_dir() and entry.name.startswith("build"))}
     shutil.copytree(source, target, symlinks=True, ignore=lambda folder, names: left_out if Path(folder) == source else set())
 
@@ -130,7 +130,7 @@ def main() -> None:
 
     build = args.out / "build"
     ninja = shutil.which("ninja")
-    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []  # named: the one of an earlier call may be gone
+    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []  # explicit: a cached path may be gone
     run(
         [
             "cmake",

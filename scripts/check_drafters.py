@@ -100,7 +100,7 @@ def texts(args) -> int:
 
 
 def of_nan(args) -> int:
-    """Drafters whose rows are NaN: noticed once, and the text is the plain one. How many were wrong."""
+    """Drafters with NaN rows: one note, and the plain text. Returns the number of failures."""
     wrong = 0
     for method in args.spec:
         with ps.load(*args.files, spec=args.spec, device=args.device, threads=args.threads, n_ctx=512, draft_width=4) as session:

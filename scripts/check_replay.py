@@ -56,7 +56,7 @@ BOTH = "draft-dflash", "draft-mtp"  # two drafters of one target, whose rows wai
 
 
 def pairs(args, folder: Path):
-    """(name, target, drafter, what may draft), tiny ones written one after the other: those that are asked for."""
+    """(name, target, drafter, methods) of the selected tiny pairs, written one by one."""
     if args.model:
         yield Path(args.model).stem, args.model, args.model_draft, None
         return

@@ -120,7 +120,7 @@ class Host:
 
 
 def as_nice_as_this(worker: int) -> None:
-    """Its server has a session, and so an autogroup, of its own: timings made with a niceness of the group would be of two of them."""
+    """The server has a session, and so a scheduling autogroup, of its own, which keeps timings comparable."""
     if not os.path.exists("/proc/self/autogroup"):
         return
     with open("/proc/self/autogroup") as file:
@@ -183,7 +183,7 @@ def cut_while_running(hosts: list[Host], device: str, args: argparse.Namespace) 
 
 
 def cut_while_idle(host: Host, args: argparse.Namespace) -> bool:
-    """The program asks for nothing for longer than it takes to notice, and the worker notices, too: another program is served."""
+    """Idle longer than the detection time: the worker notices as well, and serves another client."""
     code = f"""
 import time, pyggml_spec as ps
 with ps.load(device="{host.device}", threads=1, n_ctx=256, draft_width={args.width}) as session:

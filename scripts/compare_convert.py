@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
 
 def target_folder(target: Path, folder: Path) -> Path:
-    """What llama.cpp's converter reads of a target, but its tokenizer."""
+    """The target's files for llama.cpp's converter, without a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     with GGUFFile(target) as file:
         arch = file.get("general.architecture", str)
@@ -117,7 +117,7 @@ def cases(folder: Path) -> Iterator[Case]:
 
 
 def differences(ours: Path, theirs: Path, tokenizer: bool) -> tuple[list[str], list[str], int]:
-    """What differs, what differs by a name in NAMED, and how many tensors are equal bit by bit."""
+    """(differences, expected differences of NAMED, number of bit-equal tensors)."""
     wrong, named, equal = [], [], 0
     with GGUFFile(ours) as a, GGUFFile(theirs) as b:
         for name in sorted({*a.tensors, *b.tensors}):

@@ -33,7 +33,7 @@ def request(case: Case, begin: int, count: int) -> dict:
 
 
 def begun(case: Case, answer: dict) -> dict:
-    """Ours, which does not repeat what the request has begun, as llama-server tells it."""
+    """pyspec's response, which does not repeat a prefilled beginning, in llama-server's form."""
     last = case.messages[-1]
     if last["role"] != "assistant" or "refused" in answer:
         return answer

@@ -104,7 +104,7 @@ def make(name: str, folder: Path):
             *((k, b) for k, b in model.named_buffers() if k.endswith(("layer_scalar", "e_score_correction_bias"))),
         ]:
             if value.ndim == 1:  # norms, of which some store the weight less 1; gates, biases, decays
-                most = 0.2 if "correction" in key else 0.4  # with more a token of minimax-m2 chooses between two experts that are equal
+                most = 0.2 if "correction" in key else 0.4  # larger values give ties between experts of minimax-m2
                 value.add_(torch.empty_like(value).uniform_(-most, most))
             elif "embed" in key:
                 value.normal_()
@@ -115,7 +115,7 @@ def make(name: str, folder: Path):
     model.save_pretrained(folder)
     if name == "gemma4 unified":  # the text part is published as part of this, with tokens that must not be generated
         config_file = Path(folder) / "config.json"
-        more = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "moe_intermediate_size": None}  # which the converter looks for
+        more = {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "moe_intermediate_size": None}  # the converter looks for it
         config_file.write_text(json.dumps(json.loads(config_file.read_text()) | more))
         (Path(folder) / "generation_config.json").write_text(json.dumps({"suppress_tokens": SUPPRESSED}))
     inputs = torch.cat(out.hidden_states[: config.num_hidden_layers])  # what follows them has passed the last norm

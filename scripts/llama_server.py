@@ -13,7 +13,7 @@ from typing import Self
 
 
 class ServerEnded(ConnectionError):
-    """llama-server ended by itself, or never became ready; the text says why."""
+    """llama-server exited, or did not become ready; with the reason."""
 
 
 def environment(tools: Path) -> dict[str, str]:
@@ -22,7 +22,7 @@ def environment(tools: Path) -> dict[str, str]:
 
 
 class LlamaServer:
-    """A greedy llama-server on a free port; it ends with its ``with`` block. It loads while the script goes on: `wait` before asking.
+    """A greedy llama-server on a free port; it ends with its ``with`` block. It loads in the background: `wait` before the first request.
 
     Args:
         tools: folder of llama-server.
@@ -77,7 +77,7 @@ class LlamaServer:
         return json.loads(self._ask(path, json.dumps(body).encode()))
 
     def counters(self) -> dict[str, float]:
-        """What /metrics (``--metrics``) counts: ``steps`` of draft and verification, and ``<context>.<counter>`` where patch 0001 is in."""
+        """Counters of /metrics (``--metrics``): ``steps``, and ``<context>.<counter>`` with patch 0001."""
         metrics = self.get("/metrics")
         lines = re.findall(r'^llamacpp:(\w+)\{context="(\w+)"\} (\S+)$', metrics, re.MULTILINE)
         drafts = re.search(r"^llamacpp:spec_decode_num_drafts_total (\S+)$", metrics, re.MULTILINE)
@@ -101,7 +101,7 @@ class LlamaServer:
             raise ServerEnded(self._reason()) from None
 
     def _reason(self) -> str:
-        """What it said last before it ended: its assertion, or the last error."""
+        """The last assertion or error in its output."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()]
         for sign in ("GGML_ASSERT", "GGML_ABORT", "error", "failed"):
             told = [line for line in lines if sign in line]

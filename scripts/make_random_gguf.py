@@ -37,7 +37,7 @@ from random_gguf.twin import write_twin
 
 @dataclass(frozen=True)
 class Model:
-    """A published model: its architecture's writer, its shape, and what the writers of target and drafter have to be told besides."""
+    """A published model: writer, shape, and options of the writers of target and drafter."""
 
     write: Callable
     shape: Shape

@@ -24,7 +24,7 @@ OUT = Path(__file__).parent.parent / "tests/constraints/json_schema_suite.json"
 
 
 def accepted(tokenizer: Tokenizer, schema: str, document: str) -> bool:
-    """Whether the constraint lets the tokens of ``document`` pass and end."""
+    """Whether the constraint accepts ``document`` completely."""
     grammar, tokens = Grammar("json_schema", schema, tokenizer), tokenizer.encode(document, bos=False)
     if grammar.fits(tokens) < len(tokens):
         return False

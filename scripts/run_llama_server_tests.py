@@ -41,7 +41,7 @@ class Outcomes:
         build = requests.adapters.HTTPAdapter.build_response
 
         def build_response(adapter, request, response):
-            """The tests look names of headers up in a dict, as llama-server writes them; to HTTP their letters' case is nothing."""
+            """Case-insensitive headers: the tests look them up in llama-server's case."""
             made = build(adapter, request, response)
             made.headers = requests.structures.CaseInsensitiveDict({name.title(): value for name, value in made.headers.items()})
             return made

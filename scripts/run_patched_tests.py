@@ -48,7 +48,7 @@ REFUSED = {
 
 
 def key() -> str:
-    """Hash of the sources, the script that builds them, and compiler and processor: ggml uses all instructions of the machine that it is built on."""
+    """Hash of sources, build script, compiler and processor."""
     parts = [patches.SDIST.encode(), Path(build.__file__).read_bytes(), *(patch.path.read_bytes() for patch in patches.series())]
     parts.append(compiler_identity())
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]

@@ -59,7 +59,7 @@ def environment(extension: Path) -> dict[str, str]:
 
     from pyggml_spec.folders import build_folder
 
-    cache = extension.parent / "cache"  # what is found and measured here says nothing of the ordinary build
+    cache = extension.parent / "cache"  # separate from that of the ordinary build
     cache.mkdir(mode=0o700, exist_ok=True)
     if not (cache / "pyggml_spec").exists():
         (cache / "pyggml_spec").symlink_to(build_folder())
@@ -69,7 +69,7 @@ def environment(extension: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts" / "sanitized"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         "LD_LIBRARY_PATH": str(Path(llama_cpp.__file__).parent / "lib"),
         "LD_PRELOAD": " ".join(map(runtime, ("libasan.so", "libubsan.so"))),
-        "ASAN_OPTIONS": f"detect_leaks=0:halt_on_error=1:log_path={extension.parent / 'reports' / 'address'}",  # Python frees nothing when it ends
+        "ASAN_OPTIONS": f"detect_leaks=0:halt_on_error=1:log_path={extension.parent / 'reports' / 'address'}",  # Python does not free at exit
         "UBSAN_OPTIONS": f"halt_on_error=1:print_stacktrace=1:log_path={extension.parent / 'reports' / 'undefined'}",
         "XDG_CACHE_HOME": str(cache),
         "PYTHONMALLOC": "malloc",  # so that what is Python's has borders, too

@@ -73,7 +73,7 @@ def missing(router: str) -> str | None:
 
 
 class Workers(list[subprocess.Popen[str]]):
-    """Those that were started. ``ending``: whether they were told to end; processes of a group of their own, so that Ctrl-C reaches them through us alone."""
+    """The worker processes, in their own process group, so that Ctrl-C reaches them only through this one. ``ending``: whether they were signalled."""
 
     ending = False
 
@@ -84,7 +84,7 @@ class Workers(list[subprocess.Popen[str]]):
 
 
 def start_worker(workers: Workers, number: int, options: list[str], device: str | None) -> str | None:
-    """Adds one that takes requests; its address, None where it was told to end meanwhile. Its lines go on to stderr with its number before them."""
+    """Starts a worker and waits until it is ready; its address, or None if it was signalled. Its output goes to stderr, prefixed with its number."""
     command = [sys.executable, "-m", "pyggml_spec", "serve", *options, "--port", "0", *(["--device", device] if device else [])]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
     workers.append(process)
@@ -110,12 +110,12 @@ def start_worker(workers: Workers, number: int, options: list[str], device: str 
 
 def router_command(router: str, urls: list[str], host: str, port: int, folder: str) -> list[str]:
     if router == "nginx":
-        # max_fails=0: a worker that says 429 would count as dead; one that is gone refuses connections at once
+        # max_fails=0: status 429 would count as a failure; a dead worker refuses connections at once
         servers = "\n        ".join(f"server {url.removeprefix('http://')} max_fails=0;" for url in urls)
         conf = Path(folder) / "nginx.conf"
         conf.write_text(NGINX.format(folder=folder, servers=servers, host=host, port=port))
         return [shutil.which("nginx") or "/usr/sbin/nginx", "-c", str(conf), "-p", folder, "-e", "stderr"]
-    # No circuit breaker: it takes 429 for a worker's failure. One that is gone is found by its health, and asked again elsewhere meanwhile.
+    # no circuit breaker: it counts 429 as a failure; health checks find dead workers, and requests are retried elsewhere
     more = {
         "policy": "cache_aware", "balance-abs-threshold": 2, "balance-rel-threshold": 1.2,
         "retry-max-retries": 6, "retry-initial-backoff-ms": 200, "health-check-interval-secs": 1, "health-failure-threshold": 2, "health-success-threshold": 1,

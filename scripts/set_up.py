@@ -23,7 +23,7 @@ EVERY = 30  # seconds between two lines where no terminal moves one
 
 
 class Line:
-    """One line on stderr that says how far a build is."""
+    """A progress line on stderr."""
 
     def __init__(self, what: str):
         self.what, self.began, self.said = what, time.monotonic(), time.monotonic()
@@ -44,7 +44,7 @@ class Line:
 
 
 def pip_install(said: str, *what: str) -> None:
-    """In silence but for what is ``said`` before; pip's own words are shown if it fails."""
+    """Runs pip quietly after printing ``said``; its output is shown if it fails."""
     print(said, file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *what]
     building.run(command, f"pip could not install {what[-1]}")

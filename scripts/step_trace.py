@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The time of every step of one long generation, and what happened at span boundaries: does anything stall when the graph changes?
+"""The time of every step of one long generation, and stalls at KV-bucket boundaries, where the graph changes.
 
     step_trace.py [-m target.gguf -md drafter.gguf] [-n 4096] [--device CPU] [-t 2] [--synthetic-acceptance 6] [--mode plain] --out FILE.csv
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes tests/text/llama_cpp_texts.json: what llama-server makes of three conversations with each template in llama.cpp's models/templates.
+"""Writes tests/text/llama_cpp_texts.json: llama-server's prompts of three conversations with each template in llama.cpp's models/templates.
 
     template_texts.py --tools FOLDER --tree LLAMA_CPP [--texts FOLDER] [--only NAME]
 

@@ -165,7 +165,7 @@ def main():
     parser.add_argument("--seed", type=int, default=21)
     parser.add_argument("--compile", action="store_true", help="compile the layer: half a minute more, faster steps")
     args = parser.parse_args()
-    run = Run(argparse.Namespace(**(vars(args) | {"preset": "demo"})))  # the target is the embedded one, whatever is trained how long
+    run = Run(argparse.Namespace(**(vars(args) | {"preset": "demo"})))  # the target is always the embedded one
     run.args = args
     for stage in list(OUTPUTS) if args.stage == "all" else args.stage.split(","):
         if stage in OUTPUTS and (run.work / OUTPUTS[stage]).exists():

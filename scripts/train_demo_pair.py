@@ -301,7 +301,7 @@ def stage_drafter(run):
         at = anchors[:, None] + torch.arange(1, c.block, device=anchors.device)
         logq = target.logits(rows[:, :, 1:]).float().log_softmax(-1)
         with torch.no_grad():
-            # The target's own distribution, sharpened, says more than the one token that it happened to choose.
+            # the target's sharpened distribution has more information than its chosen token
             soft = (target.logits(hidden[:, at - 1]).float() / 0.7).softmax(-1)
         hard = -logq.gather(-1, batch[:, at][..., None])[..., 0]
         loss = 0.5 * hard - 0.5 * (soft * logq).sum(-1)

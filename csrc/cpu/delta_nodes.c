@@ -177,8 +177,7 @@ static void replay_head(const struct ggml_tensor * dst, const pgs_level * level,
     }
 }
 
-// Threads share each layer as run_delta does, so a state is read where it was written: two cores without a common cache took 0.79 ms for a block of four
-// rows of the embedded pair when each of them replayed half of the layers, 0.77 so.
+// Threads share each layer as run_delta does, so a state is read by the core that wrote it.
 static void run_replay(struct ggml_tensor * dst, int ith, int nth, void * userdata) {
     const struct ggml_tensor * states = dst->src[3];
     const int64_t heads = states->ne[2], slots = params_of(dst).slots;

@@ -14,7 +14,7 @@
 #define ALONE         4096         // values that each thread of a product rounds for itself, at most
 #define ROUNDED_BYTES (128 << 10)  // of a tile of these
 #define GATED_ROWS    (4 * TILE)   // rows whose gates are computed where their products are
-#define GATED         8192         // outputs of each half at once, of all rows: each change of halves waits for weights, 0.2 us
+#define GATED         8192         // outputs of each half at once, of all rows: each change of halves waits for weights
 
 // ---- rounding
 

@@ -14,7 +14,7 @@
 // of them.
 #define V         (G * PARTS < N ? G * PARTS : N)
 #define EACH_FEW  _Pragma("GCC unroll 4") for (int at = 0; at < G * PARTS; at += V)
-#define EACH_TURN _Pragma("GCC unroll 1") for (int at = 0; at < G * PARTS; at += V)  // of more code: Q6_K by AVX2 101 GMAC/s, unrolled 71
+#define EACH_TURN _Pragma("GCC unroll 1") for (int at = 0; at < G * PARTS; at += V)  // unrolled code is slower for Q6_K
 #define EACH_VEC  _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
 #define GROUP     ((at + v) / PARTS)
 #define PART      ((at + v) % PARTS)
@@ -41,8 +41,7 @@
         EACH_FEW EACH_VEC EACH_ROW vf_store(SUM(r), acc[at + v][r]); \
     }
 
-// Rows one after the other: GCC 12 begins with what all rows need, and keeps it in memory where registers are short (16 sums of Q8_0 at AVX-512: 335
-// GMAC/s on a core of an EPYC 9005, 385 with this).
+// Keeps the rows in order: GCC 12 hoists common values and spills them where registers are short.
 #define ROW_BY_ROW __asm__ volatile("" ::: "memory")
 
 // Levels that widen sums to 32 bits by a product anyway do it with the scale.

@@ -84,8 +84,7 @@ INLINE vx vx_quad(const void * p) { return _mm256_set1_epi32(quad(p)); }
 
 #define HELD 4  // vectors of sums that fit the registers
 
-// Shapes of products (products.h). One core of an EPYC 9005, weights in the second-level cache, 8 rows of Q8_0, GMAC/s: with 16 registers 96 with eight rows
-// and one vector of outputs at once, 179 with two, 205 with four rows and two; with 32 169, 212, 195.
+// Shapes of products (products.h): rows and vectors of outputs at once, the fastest measured for 16 and for 32 registers.
 #ifdef __AVX512VL__
 #define BYTES_SHAPE 8, 2, 2
 #define Q4_K_SHAPE  8, 2, 2

@@ -150,7 +150,7 @@ def write_muse_glimmer(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False,
     softcap: float | None = 20.0, pattern: bool = True
 ) -> Path:  # fmt: skip
-    """Writes a random muse-glimmer target; ``pattern`` False leaves out which layers slide: then all but the last of every four."""
+    """Writes a random muse-glimmer target; ``pattern`` False omits the pattern of sliding layers (default: all but the last of every four)."""
     s, w = shape, Writer(Path(path), "muse-glimmer", quant, seed)
     w.sizes(s)
     w.out.add_rope_dimension_count(s.head_size)

@@ -19,7 +19,7 @@ UNCHECKED = ("attention.head_count_kv", "attention.key_length", "attention.value
 
 
 def samples(s: Shape) -> dict[str, Any]:
-    """Values of keys by their names without the architecture. Of those that a description has a default for, only UNCHECKED and ``keys`` are written."""
+    """Values of keys without the architecture prefix. Of keys with a default, only UNCHECKED and ``keys`` are written."""
     return {
         "block_count": s.n_layer,
         "context_length": s.n_ctx,
@@ -41,7 +41,7 @@ def samples(s: Shape) -> dict[str, Any]:
 
 
 class Asked:
-    """What a description takes for an open file: it answers from samples, and remembers what was asked."""
+    """A fake GGUF file for a description: returns sample values and records the keys that were read."""
 
     path, rope = Path("random.gguf"), None
 

@@ -80,7 +80,7 @@ class Tiled:
 
 @dataclass(frozen=True)
 class Mix:
-    """Types of a file of several: of most matrices, of the head, of attn_qkv, and of attn_v and ffn_down in the layers that get more bits."""
+    """Types of a mixed file: most matrices, head, attn_qkv, and attn_v and ffn_down of layers with more bits."""
 
     most: str
     head: str
@@ -88,7 +88,7 @@ class Mix:
     more: str
 
     def of(self, name: str, n_layer: int) -> str:
-        """The type of a matrix, as llama-quantize chooses it (llama.cpp, src/llama-quant.cpp) for a model with few K/V heads."""
+        """The type of a matrix by llama-quantize's rules (llama.cpp, src/llama-quant.cpp) for a model with few K/V heads."""
         part, layer = name.removesuffix(".weight").rsplit(".", 1)[-1], int(name.split(".")[1]) if name.startswith("blk.") else 0
         if part == "output":
             return self.head
@@ -119,7 +119,7 @@ _drawn = Drawn(1 << 27)
 
 
 class Writer:
-    """GGUF writer that quantises what can be quantised and leaves vectors in F32. ``quant`` is a tensor type or one of MIXES."""
+    """GGUF writer that quantises matrices and keeps vectors in F32. ``quant``: a tensor type or one of MIXES."""
 
     def __init__(self, path: Path, arch: str, quant: str, seed: int, n_layer: int = 0):
         self.out = gguf.GGUFWriter(str(path), arch)
@@ -133,7 +133,7 @@ class Writer:
         self._add(name, n_in, n_out, (n_out,), gain, kind, n_out)
 
     def experts(self, name: str, n_in: int, n_out: int, count: int, kind: int | None = None) -> None:
-        """``count`` matrices as one 3-D tensor; the numbers are drawn for one of them, the others have its rows in another order."""
+        """``count`` matrices as one 3-D tensor: one is random, the others permute its rows."""
         self._add(name, n_in, n_out * count, (count, n_out), 1.0, kind, n_out)
 
     def heads(self, name: str, n_in: int, n_out: int, count: int) -> None:
@@ -179,7 +179,7 @@ class Writer:
         self.out.add_tensor(name, self.rng.uniform(-most, most, (count, n)).astype(np.float32))
 
     def sizes(self, s: Shape, heads: list[int] | None = None, heads_kv: list[int] | None = None, n_mtp: int = 0, size_v: int = 0) -> None:
-        """The keys that every target has; ``heads`` and ``heads_kv`` per layer where layers differ; ``n_mtp``: MTP layers; ``size_v``: of heads of V,
+        """Keys of every target; ``heads`` and ``heads_kv`` per layer where layers differ; ``n_mtp``: MTP layers; ``size_v``: of heads of V,
         where it is another."""
         out, self.n_layer = self.out, s.n_layer
         out.add_block_count(s.n_layer + n_mtp)
