@@ -108,7 +108,7 @@ def check(folder: Path, found: dict[str, str] | None = None) -> Fitness:
     if fitness is None:
         fitness, lasting = _examine(folder)
         if lasting:
-            _save(path, fitness)
+            save(path, fitness)
     name = found.get("model name") or platform.machine()
     if lacking := missing(fitness.features, found):
         raise LibraryError(
@@ -144,7 +144,7 @@ def _load(path: Path) -> Fitness | None:
     return fitness if all(isinstance(text, str) for text in texts) else None
 
 
-def _save(path: Path, fitness: Fitness) -> None:
+def save(path: Path, fitness: Fitness) -> None:
     try:
         make_private(path.parent)
         with replacing(path) as file:

@@ -113,7 +113,7 @@ def test_the_hash_is_cached_in_any_cache_folder(model, cache, monkeypatch, first
     """With a umask of 002, usual where users have groups of their own, the folder that others of us made was open to the group, and never believed."""
     old = os.umask(0o002)
     try:
-        probe._save(cache / "probe-x.json", probe.Fitness()) if first == "probe" else calibrate.keep(cache / "costs-x.json", {1: 1.0})
+        probe.save(cache / "probe-x.json", probe.Fitness()) if first == "probe" else calibrate.keep(cache / "costs-x.json", {1: 1.0})
     finally:
         os.umask(old)
     named(model)
