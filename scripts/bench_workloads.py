@@ -29,13 +29,13 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pyggml_spec as ps
-from pyggml_spec.engine import commits, request, scheduler, stream
+from pyggml_spec.engine import commits, scheduler, sequence
 from pyggml_spec.engine.batch import Draft, Prefill
 from pyggml_spec.engine.sequence import GenerationOptions
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
-from pyggml_spec.speculation import calibrate
+from pyggml_spec.speculation import calibrate, verify
 from pyggml_spec.speculation.ngram_policy import NgramPolicy
 from pyggml_spec.text.tokenizer import Tokenizer
 
@@ -129,7 +129,7 @@ class Watched:
 def count_processor_time() -> None:
     """From now on times are those that the thread has had its core for; to the controls, too."""
     clock.perf_counter, clock.perf_counter_ns = time.thread_time, time.thread_time_ns
-    for module in (calibrate, commits, scheduler, stream):
+    for module in (calibrate, commits, scheduler, sequence):
         module.time = clock
 
 
@@ -149,7 +149,7 @@ class Running:
         next(self._blocks)
 
     def _chooses(self) -> None:
-        request.choose_block, request.first_token = self.text.block, self.text.first
+        verify.choose_tokens, verify.first_token = self.text.block, self.text.first
 
     def go_on(self) -> bool:
         """One piece more; False where there is none."""
