@@ -123,8 +123,8 @@ class Handle:
 
     def cancel(self) -> None:
         """Ends the request before the next step, from any thread, at any time."""
-        self.abort()
-        self._server.wake()
+        self._sequence.cancel()
+        self._server._wake()
 
     def result(self, timeout: float | None = None) -> tuple[str, Stats]:
         """Waits for the end: the text that no iteration has read, and the statistics. May be called again.
@@ -185,11 +185,7 @@ class Handle:
 
     # -- for the step thread
 
-    def abort(self) -> None:
-        """Ends the request before the next step."""
-        self._sequence.cancel()
-
-    def collect(self) -> bool:
+    def _collect(self) -> bool:
         """Makes events of new tokens; False once the sequence has ended."""
         try:
             if self._reported < self._sequence.computed and self._sequence.slot >= 0:
@@ -201,17 +197,17 @@ class Handle:
             return True
         except StopIteration:
             self._pending.append(StepEvent(self._text.finish(), (), self.stats))
-            self.end(None)
+            self._end(None)
         except BaseException as error:  # goes to the reader
             self._sequence.cancel()
-            self.end(error)
+            self._end(error)
         return False
 
     @property
-    def due(self) -> bool:
+    def _due(self) -> bool:
         return self._urgent and bool(self._pending)
 
-    def deliver(self) -> None:
+    def _deliver(self) -> None:
         if not self._pending:
             return
         held, self._pending, self._urgent = self._pending, [], False
@@ -230,11 +226,12 @@ class Handle:
         logprobs = self._sampler.take_logprobs() if self._sampler is not None else ()
         self._pending.append(StepEvent(self._text.take(block), tuple(block), self.stats.snapshot(), logprobs, tuple(self._sequence.drafts)))
 
-    def end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None) -> None:
+        """Delivers the last events and the end."""
         if self._sampler is not None:
             self._sampler.close()
         self._pending.append(End(error))
-        self.deliver()
+        self._deliver()
         self._sink = None  # breaks a reference cycle with the caller
 
 
@@ -377,7 +374,7 @@ class ConcurrentSession:
             raise
         return handle
 
-    def wake(self) -> None:
+    def _wake(self) -> None:
         """The step thread looks for requests that come or go."""
         with self._changed:
             self._changed.notify()
@@ -408,10 +405,10 @@ class ConcurrentSession:
         self._measure()
         with self._changed:
             before = self._handles
-            self._handles = [handle for handle in before if handle.collect()]
+            self._handles = [handle for handle in before if handle._collect()]
             if self._due(before):
                 for handle in self._handles:
-                    handle.deliver()
+                    handle._deliver()
             return len(self._handles) < len(before)
 
     def _due(self, handles: list[Handle]) -> bool:
@@ -420,7 +417,7 @@ class ConcurrentSession:
             return True
         now = time.monotonic()
         took, self._stepped = now - self._stepped, now
-        if now + took - self._delivered < MAX_EVENT_DELAY_S and not any(handle.due for handle in handles):
+        if now + took - self._delivered < MAX_EVENT_DELAY_S and not any(handle._due for handle in handles):
             return False
         self._delivered = now
         return True
@@ -430,7 +427,7 @@ class ConcurrentSession:
         with self._changed:
             self._closing, self._failure = True, error
             for handle in self._handles:
-                handle.end(error)
+                handle._end(error)
             self._handles = []
 
     def stop(self, patience: float | None = None) -> bool:
@@ -438,7 +435,7 @@ class ConcurrentSession:
         with self._changed:
             self._closing = True
             for handle in self._handles:
-                handle.abort()
+                handle._sequence.cancel()
             self._changed.notify()
         self._thread.join(patience)
         return not self._thread.is_alive()

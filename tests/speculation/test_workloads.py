@@ -195,14 +195,14 @@ def test_a_copy_does_not_pay_for_a_drafter_that_rests(monkeypatch):
 
 def test_a_step_that_waits_for_its_graph_costs_what_others_of_its_kind_do(monkeypatch):
     """Or rows whose graphs are new in every span would be thought dear, and others be tried instead, whose graphs are new, too."""
-    one, taught, step = "embedded pair, one core", [], Recorded.step
+    one, taught, step = "embedded pair, one core", [], Recorded.forward
 
-    def waits(engine, work, meanwhile=None):
+    def waits(engine, batch, meanwhile=None):
         engine.now += 30
         engine.waited_us += 30_000
-        return step(engine, work, meanwhile)
+        return step(engine, batch, meanwhile)
 
-    monkeypatch.setattr(Recorded, "step", waits)
+    monkeypatch.setattr(Recorded, "forward", waits)
     monkeypatch.setattr(NgramPolicy, "observe", lambda self, covered, rows, milliseconds, tokens: taught.append((rows, milliseconds)))
     milliseconds("copy", one, monkeypatch, suffix=True)
     assert len(taught) > 100 and all(took == pytest.approx(MACHINES[one][0][rows]) for rows, took in taught)
