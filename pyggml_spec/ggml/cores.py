@@ -191,32 +191,22 @@ class ThreadCounts:
     """
 
     def __init__(self, rules: Sequence[ThreadRule]) -> None:
-        self._rules, self._polls = rules, -1
+        self._rules = rules
         self.most = max([rule.most for rule in rules], default=0)
         self.follow = any(rule.adapts for rule in rules)
         self.quiet = tuple((rule.most, False) for rule in rules)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        if self._polls != CORE_MONITOR.polls:
-            self._polls = CORE_MONITOR.polls
-            self._condition = tuple((rule.threads, rule.busy) for rule in self._rules)
-            self._now, self._calm = max([rule.threads for rule in self._rules], default=0), self._condition == self.quiet
 
     @property
     def now(self) -> int:
         """Threads that compute now, of the largest CPU backend."""
-        self._refresh()
-        return self._now
+        return max([rule.threads for rule in self._rules], default=0)
 
     @property
     def condition(self) -> tuple[tuple[int, bool], ...]:
         """(threads, busy) of each CPU backend."""
-        self._refresh()
-        return self._condition
+        return tuple((rule.threads, rule.busy) for rule in self._rules)
 
     @property
     def calm(self) -> bool:
         """Whether no other work takes cores of any backend."""
-        self._refresh()
-        return self._calm
+        return self.condition == self.quiet
