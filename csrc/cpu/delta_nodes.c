@@ -191,7 +191,7 @@ static void run_replay(struct ggml_tensor * dst, int ith, int nth, void * userda
     }
 }
 
-// The accepted rows of the blocks of n pairs of layer and slot, folded into the states in place. k F32 [size, heads_k repeat, w, n], v F32 [size, heads, w, n],
+// Commits the accepted rows of the blocks of n pairs of layer and slot to the states in place. k F32 [size, heads_k repeat, w, n], v F32 [size, heads, w, n],
 // gates F32 with g [heads, w, n] first and beta at offset `beta_at`, states F32 [size, size, heads, n], keep F32 [w * slots] with 1 for accepted rows.
 struct ggml_tensor * pgs_delta_replay(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * k, struct ggml_tensor * v,
                                       struct ggml_tensor * gates, int64_t beta_at, struct ggml_tensor * states, struct ggml_tensor * keep,

@@ -1,4 +1,4 @@
-// Our own products on CPUs: what one level of instructions offers. A file is compiled for each level, with its own flags; which one runs is
+// Native products on CPUs: the functions of one instruction level. A file is compiled for each level, with its own flags; which one runs is
 // decided when a backend is opened.
 #pragma once
 

@@ -86,7 +86,7 @@ static void run_activations(struct ggml_tensor * dst, int ith, int nth, void * u
 
 // ---- products
 
-// What a product reads: [weights, what is rounded already or else NULL, what it rounds for itself (three or NULL), what is added to it or NULL].
+// Sources of a product: [weights, what is rounded already or else NULL, what it rounds for itself (three or NULL), what is added to it or NULL].
 enum { WEIGHTS, TILES, FROM, ADDED = FROM + 3, SOURCES };
 
 typedef struct product_params {

@@ -1,4 +1,4 @@
-// What is done to rows of values between products, once for all levels: norms, the causal convolution, gates. A row's bits depend on nothing but
+// Operations on rows between products, for all levels: norms, the causal convolution, gates. A row's bits depend on nothing but
 // the row: sums are of LANES values side by side, in the order of their places.
 #pragma once
 
