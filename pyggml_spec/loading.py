@@ -20,8 +20,7 @@ from .engine.options import MOST_WIDTH, AtMost, EngineOptions, check_masks, chec
 from .engine.resources import P
 from .engine.runner import ModelRunner
 from .errors import DeviceError, EngineError, ModelError, PairError, PyspecError
-from .ggml.device import Backend, build_notes, devices, free_bytes, present
-from .ggml.devices import execution_order, open_backends, pick_devices
+from .ggml.device import Backend, build_notes, devices, execution_order, free_bytes, open_backends, pick_devices, present
 from .ggml.peer import enable_peer_access
 from .gguf_io import GGUFFile
 from .load_options import AUTO, LoadOptions

@@ -6,7 +6,7 @@ import click
 
 from ..engine.options import AtMost
 from ..errors import PyspecError
-from ..ggml.devices import pick_devices
+from ..ggml.device import pick_devices
 from ..gguf_io import GGUFFile
 from ..loading import DEMO_TARGET
 

@@ -15,7 +15,6 @@ from ..errors import EngineError
 from .device import Backend
 from .graph import Graph
 from .library import Tensor, check, check_present, ffi, lib, new_err, raise_error, text
-from .replay import ReplayCounters
 from .shapes import require
 
 _TYPES = {
@@ -33,6 +32,47 @@ _ALIGN = 64  # CUDA kernels read inputs as vectors
 def field_type(kind: str) -> int:
     """The ggml type of a field of this kind."""
     return _TYPES[kind][0]
+
+
+# Replayed CUDA graphs are inferred from launch times, because ggml-cuda has no counter: an eager launch costs the host about 1.8 us per node, a replay 0.05.
+REPLAY_US_PER_NODE = 0.5
+WARMUP_CALLS = 2  # ggml-cuda runs a graph's first call eagerly and captures the second
+FEWEST_NODES = 64  # launches of smaller graphs are too short to classify
+
+
+@dataclass
+class ReplayCounters:
+    """Steps of graphs with at least FEWEST_NODES nodes on a CUDA device.
+
+    Attributes:
+        warmup: first and second calls of graphs without early capture.
+        captured: graphs that were replayed at least once.
+        replayed: later calls that were replays.
+        eager: later calls that launched kernel by kernel.
+        ahead: graphs captured before their first call.
+        ahead_us: microseconds spent on that.
+        inside: graphs captured within their second call although early capture was requested.
+    """
+
+    warmup: int = 0
+    captured: int = 0
+    replayed: int = 0
+    eager: int = 0
+    ahead: int = 0
+    ahead_us: int = 0
+    inside: int = 0
+
+    def count(self, call: int, launch_us: int, nodes: int, captured: bool | None = None) -> bool:
+        """Counts the ``call``-th (from 1) launch of a graph; returns whether it was a replay. ``captured``: early capture."""
+        if nodes < FEWEST_NODES:
+            return False
+        if call <= WARMUP_CALLS and not captured:
+            self.warmup += 1
+            return False
+        replay = launch_us < REPLAY_US_PER_NODE * nodes
+        self.replayed += replay
+        self.eager += not replay
+        return replay
 
 
 class StepIO:

@@ -17,8 +17,7 @@ from ..engine.memory import SHARED, MemoryCount, longest
 from ..engine.resources import P
 from ..engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from ..errors import PyspecError
-from ..ggml.device import devices, free_bytes, pick_device
-from ..ggml.devices import pick_devices
+from ..ggml.device import devices, free_bytes, pick_device, pick_devices
 from ..load_options import LoadOptions
 from ..loading import Loader, files_to_load
 

@@ -10,8 +10,7 @@ from random_gguf.model import Shape
 import pyggml_spec as ps
 from pyggml_spec.engine.graph_cache import BY_CALLS
 from pyggml_spec.ggml.library import ffi, lib
-from pyggml_spec.ggml.replay import ReplayCounters
-from pyggml_spec.ggml.step_io import StepFields
+from pyggml_spec.ggml.step_io import ReplayCounters, StepFields
 from pyggml_spec.models.placement import ExpertOptions
 
 
@@ -92,7 +91,7 @@ def test_what_a_device_does_not_capture_counts_as_captured_within_its_second_cal
     try:
         with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
             session.engine.io.replay = replay = ReplayCounters()
-            monkeypatch.setattr("pyggml_spec.ggml.replay.REPLAY_US_PER_NODE", 1e9)  # whatever the time, it is a replay
+            monkeypatch.setattr("pyggml_spec.ggml.step_io.REPLAY_US_PER_NODE", 1e9)  # whatever the time, it is a replay
             run(session.engine, [1, 2, 3], 30, width=4)
             assert replay.ahead == 0 and 0 < replay.inside <= replay.captured
         assert not recorder.of("release")
@@ -102,7 +101,7 @@ def test_what_a_device_does_not_capture_counts_as_captured_within_its_second_cal
 
 def test_capture_is_off_by_default(pair, recorder, monkeypatch):
     monkeypatch.setenv("GGML_CUDA_CAPTURE_AHEAD", "0")
-    monkeypatch.setattr("pyggml_spec.ggml.replay.REPLAY_US_PER_NODE", 1e9)
+    monkeypatch.setattr("pyggml_spec.ggml.step_io.REPLAY_US_PER_NODE", 1e9)
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
         session.engine.io.replay = replay = ReplayCounters()
         run(session.engine, [1, 2, 3], 30, width=4)

@@ -3,8 +3,7 @@
 import pytest
 
 from pyggml_spec.errors import DeviceError
-from pyggml_spec.ggml.device import pick_device
-from pyggml_spec.ggml.devices import open_backends, pick_devices
+from pyggml_spec.ggml.device import open_backends, pick_device, pick_devices
 
 
 def test_names_in_their_order():
@@ -25,7 +24,7 @@ def test_a_gpu_is_named_once(monkeypatch):
     from dataclasses import replace
 
     gpu = replace(pick_device("CPU"), name="CUDA0", kind="gpu")
-    monkeypatch.setattr("pyggml_spec.ggml.devices.pick_device", lambda name=None: gpu)
+    monkeypatch.setattr("pyggml_spec.ggml.device.pick_device", lambda name=None: gpu)
     with pytest.raises(DeviceError, match="CUDA0 is named twice"):
         pick_devices("CUDA0,CUDA0")
 

@@ -6,7 +6,7 @@ import sys
 
 from pyggml_spec.cli.report import footer
 from pyggml_spec.engine.stats import Stats
-from pyggml_spec.ggml.replay import ReplayCounters
+from pyggml_spec.ggml.step_io import ReplayCounters
 
 NODES = 1800  # a 4B step
 
