@@ -26,11 +26,12 @@ struct ggml_tensor * pgs_kv_mask(struct ggml_context * ctx, struct ggml_tensor *
 }
 
 // q: F32 [head_size, n_head, T]; cache_k, cache_v: [head_size * n_head_kv, n_rows (, slots)]; returns F32 [head_size * n_head, T].
-// The mask determines the number of slots; each attends to its own cache rows. `sinks`: F32 [n_head] or NULL, per-head scores without a value. Native
-// kernels at `level` where supported; they have no sinks.
+// The mask determines the number of slots; each attends to its own cache rows. `sinks`: F32 [n_head] or NULL, per-head scores without a value. `cap`: scores are
+// cap * tanh(score / cap), 0 for none. Native
+// kernels at `level` where supported; they have neither sinks nor caps.
 struct ggml_tensor * pgs_flash_attention(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
                                  struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t kv_bucket, float scale,
-                                 struct ggml_tensor * sinks, const pgs_level * level) {
+                                 float cap, struct ggml_tensor * sinks, const pgs_level * level) {
     const int64_t size_k = cache_k->ne[0] / n_head_kv, size_v = cache_v->ne[0] / n_head_kv, slots = mask->ne[3];
     const size_t  head_k = ggml_row_size(cache_k->type, size_k), head_v = ggml_row_size(cache_v->type, size_v);
     struct ggml_tensor * k, * v;
@@ -43,9 +44,9 @@ struct ggml_tensor * pgs_flash_attention(struct ggml_context * ctx, struct ggml_
         v = ggml_view_3d(ctx, cache_v, size_v, kv_bucket, n_head_kv, cache_v->nb[1], head_v, 0);
     }
     q = ggml_permute(ctx, q, 0, 2, 1, 3);
-    struct ggml_tensor * out = level != NULL && sinks == NULL ? pgs_attention_node(ctx, level, q, k, v, mask, scale) : NULL;
+    struct ggml_tensor * out = level != NULL && sinks == NULL && cap == 0.0f ? pgs_attention_node(ctx, level, q, k, v, mask, scale) : NULL;
     if (out == NULL) {
-        out = ggml_flash_attn_ext(ctx, q, k, v, mask, scale, 0.0f, 0.0f);
+        out = ggml_flash_attn_ext(ctx, q, k, v, mask, scale, 0.0f, cap);
         ggml_prec_set_acc(out, GGML_PREC_F32);
         ggml_flash_attn_ext_add_sinks(out, sinks);
     }

@@ -207,7 +207,7 @@ struct ggml_tensor * pgs_kv_mask(struct ggml_context * ctx, struct ggml_tensor *
                                    struct ggml_tensor * q_first, int64_t kv_bucket, int64_t slots, const pgs_level * level);
 struct ggml_tensor * pgs_flash_attention(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
                                  struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t kv_bucket, float scale,
-                                 struct ggml_tensor * sinks, const pgs_level * level);
+                                 float cap, struct ggml_tensor * sinks, const pgs_level * level);
 
 // ---- delta_net.c
 

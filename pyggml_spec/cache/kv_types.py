@@ -139,5 +139,5 @@ def _runs(types: KVTypes, s: KVShape, backend: Backend) -> bool:
         values = caches[1] if not s.latent else lib.ggml_view_2d(ctx, caches[0], s.latent, 256, caches[0].nb[1], 0)
         q, mask = new(lib.GGML_TYPE_F32, s.size, 2 * s.n_head_kv, 1), new(lib.GGML_TYPE_F16, 256, 1)
         nodes = [lib.ggml_set_rows(ctx, cache, rows, index) for cache in caches]
-        attention = lib.pgs_flash_attention(ctx, q, caches[0], values, mask, s.n_head_kv, 256, 1.0, ffi.NULL, backend.level_handle)
+        attention = lib.pgs_flash_attention(ctx, q, caches[0], values, mask, s.n_head_kv, 256, 1.0, 0.0, ffi.NULL, backend.level_handle)
         return all(backend.supports(node) for node in (*nodes, attention.view_src))

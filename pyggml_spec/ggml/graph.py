@@ -247,9 +247,10 @@ class Graph:
             return lib.pgs_norm(self.ctx, level, x, weight, ffi.NULL, eps)
         return self.mul(lib.ggml_rms_norm(self.ctx, x, eps), weight)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the innermost dimension."""
-        return self.add(self.mul(lib.ggml_norm(self.ctx, x, eps), weight), bias)
+        out = self.mul(lib.ggml_norm(self.ctx, x, eps), weight)
+        return out if bias is None else self.add(out, bias)
 
     def gated_norm(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor) -> Tensor:
         """x F32 [D, H, T] as in ``rms_norm``, times silu(gate), F32 [D * H, T] -> F32 [D * H, T]."""
@@ -554,6 +555,7 @@ class Graph:
         kv_bucket: int,
         scale: float,
         sinks: Tensor | None = None,
+        cap: float = 0.0,
     ) -> Tensor:
         fits = n_head_kv > 0 and cache_k.ne[0] == q.ne[0] * n_head_kv and cache_v.ne[0] % n_head_kv == 0 and q.ne[1] % n_head_kv == 0
         fits = (
@@ -570,7 +572,7 @@ class Graph:
         )
         level = self.backend.level_handle
         return lib.pgs_flash_attention(
-            self.ctx, q, cache_k, cache_v, mask, n_head_kv, kv_bucket, scale, sinks if sinks is not None else ffi.NULL, level
+            self.ctx, q, cache_k, cache_v, mask, n_head_kv, kv_bucket, scale, cap, sinks if sinks is not None else ffi.NULL, level
         )
 
     def host_view(self, node: Tensor) -> np.ndarray:

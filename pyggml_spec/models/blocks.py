@@ -93,6 +93,7 @@ def attend(
     n_head_kv: int,
     scale: float,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Writes k, v F32 [D, H_kv, T] into the cache rows and attends with q F32 [D, H, T] to the KV bucket. Returns F32 [D * H, T].
 
@@ -105,4 +106,4 @@ def attend(
     g.expand(q)
     if k is not None and v is not None:
         write_kv(g, k, v, kv, kv_rows)
-    return g.hadamard(g.flash_attention(q, kv.k, kv.v, mask, n_head_kv, kv_bucket, scale, sinks), kv.rotation_v)
+    return g.hadamard(g.flash_attention(q, kv.k, kv.v, mask, n_head_kv, kv_bucket, scale, sinks, cap), kv.rotation_v)

@@ -53,6 +53,7 @@ class Decoder(Model):
 
     Args:
         window: positions visible to sliding layers, 0 for none.
+        layer_norms: norms subtract the mean, too, and have no bias.
         embedding_scale: factor of the embedding. ``norm_embedding``: RMS-normalise it, without a weight.
         logit_scale, softcap: logits are scaled, then capped, c tanh(l / c); 0 for none.
         scaled, unscaled, biased: as in ``Model``, by short names.
@@ -68,6 +69,7 @@ class Decoder(Model):
         layers: Sequence[Layer],
         *,
         window: int = 0,
+        layer_norms: bool = False,
         embedding_scale: float = 1.0,
         norm_embedding: bool = False,
         logit_scale: float = 1.0,
@@ -81,7 +83,8 @@ class Decoder(Model):
     ) -> None:
         self.f, self.file, self.arch, self.layers = f, f.file, f.arch, tuple(layers)
         self.n_embd, self.n_layer, self.n_vocab, self.context_length = f.n_embd, f.n_layer, f.n_vocab, f.context_length
-        self.eps, self.window, self.norm_embedding = f.eps, window, norm_embedding
+        self.eps, self.window, self.norm_embedding = f.layer_norm_eps if layer_norms else f.eps, window, norm_embedding
+        self.layer_norms = layer_norms
         self.embedding_scale, self.logit_scale, self.softcap = embedding_scale, logit_scale, softcap
         self.scaled, self.unscaled, self.biased, self._unused = scaled, frozenset(unscaled), biased, unused
         self.mtp, self._drafting_layers = mtp, drafting_layers
@@ -166,7 +169,9 @@ class Decoder(Model):
             x = layer(c, x)
             extra = c.extra
         captured[self.n_layer] = x
-        return g.name(g.rms_norm(x, self.weights["output_norm.weight"], self.eps), "result_norm"), [captured[v] for v in capture]
+        weight = self.weights["output_norm.weight"]
+        normed = g.layer_norm(x, weight, None, self.eps) if self.layer_norms else g.rms_norm(x, weight, self.eps)
+        return g.name(normed, "result_norm"), [captured[v] for v in capture]
 
     def extra(self, g: Graph, x: Tensor, tokens: Tensor) -> Tensor | None:
         """The ``extra`` tensor for layer 0."""
@@ -176,7 +181,7 @@ class Decoder(Model):
         attention = rows.sliding_inputs if self.layers[i].mixer.sliding else AttentionInputs(rows.kv_rows, rows.mask, rows.kv_bucket)
         caches = dict(zip(self._owners, rows.kv, strict=True))
         state = self._recurrent.index(i) if i in self._recurrent else 0
-        return LayerContext(g, self.weights, i, self.eps, rows.positions, attention, caches, rows.delta, state, extra)
+        return LayerContext(g, self.weights, i, self.eps, rows.positions, attention, caches, rows.delta, state, extra, self.layer_norms)
 
     def logits(self, g: Graph, hidden: Tensor, tokens: int = 0) -> Tensor:
         """F32 [n_embd, T] -> F32 [n_vocab, T]; only of the first ``tokens`` unless 0."""

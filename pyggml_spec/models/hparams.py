@@ -51,6 +51,14 @@ class Hparams:
         return epsilon(self.file, self.arch)
 
     @cached_property
+    def layer_norm_eps(self) -> float:
+        """What layer norms add to the variance; ggml asserts that it is not negative."""
+        eps = self.get("attention.layer_norm_epsilon", float)
+        if eps < 0:
+            raise self.refuse(f"attention.layer_norm_epsilon is {eps}, but it cannot be negative")
+        return eps
+
+    @cached_property
     def context_length(self) -> int:
         return self.positive("context_length", limit=1 << 31)
 
@@ -105,10 +113,25 @@ class Hparams:
             raise self.refuse(f"expert_gating_func is {value}; {SOFTMAX} (softmax) and {SIGMOID} (sigmoid) are supported")
         return value
 
-    def experts(self, n_ff: int | None = None, **how: Any) -> Experts:
-        """``n_ff``: hidden size of an expert if the file lacks it; ``how``: further fields of ``Experts``."""
+    def experts(self, n_ff: int | None = None, own_size: bool = True, **how: Any) -> Experts:
+        """Routed experts.
+
+        Args:
+            n_ff: hidden size of an expert if the file lacks it.
+            own_size: `expert_feed_forward_length` says how many; False: they are ``n_ff``, whatever that key says.
+            how: further fields of ``Experts``.
+        """
         self.routed = True
-        return Experts.from_gguf(self.file, self.arch, self.n_layer, n_ff, **how)
+        experts = Experts.from_gguf(self.file, self.arch, self.n_layer, n_ff, **how)
+        return experts if own_size or n_ff is None else replace(experts, n_ff=n_ff)
+
+    def has_sections(self, head_dim: int) -> bool:
+        """Whether the file rotates by the axes of a picture; over text these are NEOX pairs, if the sections cover them."""
+        sections = self.file.array(f"{self.arch}.rope.dimension_sections")
+        if sections is None or len(sections) < 2 or sections[0] <= 0 or sections[1] <= 0:
+            return False
+        self.rope(head_dim).check_sections(self.file, self.arch, interleaved=False)
+        return True
 
     def ff_of_used_experts(self) -> int | None:
         """Hidden size of an expert in files that give the total of the used ones; else None."""

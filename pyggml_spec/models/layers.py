@@ -41,6 +41,7 @@ class LayerContext:
         caches: K/V by index of the owning layer.
         recurrent, state: the recurrent states, and the index of this layer's.
         extra: a tensor passed from layer to layer; None for most architectures.
+        layer_norms: norms subtract the mean, too.
     """
 
     g: Graph
@@ -53,6 +54,7 @@ class LayerContext:
     recurrent: DeltaLayers | None = None
     state: int = 0
     extra: Tensor | None = None
+    layer_norms: bool = False
 
     @property
     def prefix(self) -> str:
@@ -76,6 +78,12 @@ class LayerContext:
 
     def project(self, group: str, x: Tensor) -> list[Tensor]:
         return project(self.g, self.w.group(f"{self.prefix}{group}"), x)
+
+    def norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
+        """The model's kind of norm."""
+        if not self.layer_norms:
+            return self.rms_norm(x, name, eps)
+        return self.g.layer_norm(x, self[name], None, self.eps if eps is None else eps)
 
     def rms_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         return self.g.rms_norm(x, self[name], self.eps if eps is None else eps)
@@ -122,7 +130,9 @@ class Attention(Part):
     Attributes:
         rope: None for layers without RoPE.
         factors: whether ROPE_FREQS applies, if present.
-        norm: HEAD or ROW for RMS norms of q and k before RoPE.
+        norm: HEAD or ROW for RMS norms of q and k before RoPE; ``norm_last``: after it.
+        scale: of the scores, None for 1 / sqrt(size); ``scale_q``: q is scaled instead.
+        cap: scores are cap * tanh(score / cap); 0 for none.
         out_bias: whether the output MAY or MUST have a bias.
         sliding: limited to the model's window.
         sinks: per-head scores without a value in the softmax.
@@ -135,6 +145,10 @@ class Attention(Part):
     rope: Rope | None
     factors: bool = False
     norm: str = ""
+    norm_last: bool = False
+    scale: float | None = None
+    scale_q: bool = False
+    cap: float = 0.0
     out_bias: str = ""
     sliding: bool = False
     sinks: bool = False
@@ -146,7 +160,7 @@ class Attention(Part):
 
     @property
     def ggml_attention(self) -> str:  # type: ignore[override]
-        return "it has sinks" if self.sinks else ""
+        return "it has sinks" if self.sinks else "it caps scores" if self.cap else ""
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
         n, wide, wide_kv = f.n_embd, self.size * self.heads, self.size * self.kv_heads
@@ -179,13 +193,15 @@ class Attention(Part):
             stride = 2 * size
             gate = g.heads(q, size, self.heads, stride, first=size)
         q = c.name(self._rotated(c, q, self.heads, "attn_q_norm", stride), "Qcur")
+        scale = inverse_root(size) if self.scale is None else self.scale
+        if self.scale_q:
+            q, scale = g.scale(q, scale), 1.0
         k, v = self.keys_values(c, k, v)
         k, v = c.name(k, "Kcur"), c.name(v, "Vcur")
         assert c.attention is not None
         sinks = c["attn_sinks"] if self.sinks else None
-        out = attend(
-            g, q, k, v, c.kv, c.attention.kv_rows, c.attention.mask, c.attention.kv_bucket, self.kv_heads, inverse_root(size), sinks
-        )
+        inputs = c.attention
+        out = attend(g, q, k, v, c.kv, inputs.kv_rows, inputs.mask, inputs.kv_bucket, self.kv_heads, scale, sinks, self.cap)
         if self.gate == "softplus":
             assert gate is not None
             out = softplus_gated(g, out, gate, size)
@@ -204,19 +220,23 @@ class Attention(Part):
     def _rotated(self, c: LayerContext, x: Tensor, heads: int, norm: str, stride: int | None = None) -> Tensor:
         x = c.rms_norm(x, norm) if self.norm == ROW else x
         x = c.g.heads(x, self.size, heads, stride)
-        x = c.rms_norm(x, norm) if self.norm == HEAD else x
-        if self.rope is None:
-            return x
-        return self.rope(c.g, x, c.positions, c.w.get(ROPE_FREQS) if self.factors else None)
+        x = c.rms_norm(x, norm) if self.norm == HEAD and not self.norm_last else x
+        if self.rope is not None:
+            x = self.rope(c.g, x, c.positions, c.w.get(ROPE_FREQS) if self.factors else None)
+        return c.rms_norm(x, norm) if self.norm == HEAD and self.norm_last else x
 
 
 @dataclass(frozen=True)
 class GatedMLP(Part):
-    """W_down (act(W_gate x) * W_up x) with ``n_ff`` hidden values; ``act`` "silu" or "gelu"; ``suffix`` of the tensors' names."""
+    """W_down (act(W_gate x) * W_up x) with ``n_ff`` hidden values.
+
+    ``act`` "silu" or "gelu"; ``suffix`` of the tensors' names; ``packed``: gate and up are one tensor, `ffn_up`.
+    """
 
     n_ff: int
     act: str = "silu"
     suffix: str = ""
+    packed: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -224,23 +244,31 @@ class GatedMLP(Part):
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
         gate, up, down = self.names
-        return specs(prefix, {gate: (f.n_embd, self.n_ff), up: (f.n_embd, self.n_ff), down: (self.n_ff, f.n_embd)})
+        inputs = {up: (f.n_embd, 2 * self.n_ff)} if self.packed else {gate: (f.n_embd, self.n_ff), up: (f.n_embd, self.n_ff)}
+        return specs(prefix, {**inputs, down: (self.n_ff, f.n_embd)})
 
     def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
-        return {"ffn": self.names[:2]}
+        return {} if self.packed else {"ffn": self.names[:2]}
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        if self.packed:
+            both = c.product(self.names[1], x)
+            return c.product(self.names[2], c.g.swiglu_halves(both) if self.act == "silu" else c.g.geglu_halves(both))
         ffn = swiglu_ffn if self.act == "silu" else geglu_ffn
         return ffn(c.g, c.w.group(f"{c.prefix}ffn"), c.matrix(self.names[2]), x)
 
 
 @dataclass(frozen=True)
 class MoE(Part):
-    """Routed experts, plus a ``shared`` FFN for every token, with a sigmoid gate if ``gated``."""
+    """Routed experts, plus a ``shared`` FFN for every token, with a sigmoid gate if ``gated``.
+
+    ``gate_by_silu``: the gate is silu(z) / z, a sigmoid with other last bits.
+    """
 
     experts: Experts
     shared: GatedMLP | None = None
     gated: bool = False
+    gate_by_silu: bool = False
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
         out = self.experts.specs(f.file, prefix, f.n_embd)
@@ -255,14 +283,21 @@ class MoE(Part):
         if self.shared is None:
             return routed
         dense = self.shared(c, x)
-        return g.add(routed, g.mul(dense, g.sigmoid(g.matmul(c["ffn_gate_inp_shexp"], x))) if self.gated else dense)
+        if not self.gated:
+            return g.add(routed, dense)
+        logit = g.matmul(c["ffn_gate_inp_shexp"], x)
+        return g.add(routed, g.mul(dense, g.div(g.silu(logit), logit) if self.gate_by_silu else g.sigmoid(logit)))
 
 
 @dataclass(frozen=True)
 class Layer:
     """x += mixer(norm(x)); x += FFN(norm(x)).
 
-    ``mixer_norm``, ``ffn_norm``: names of the input norms; ``post_mixer``, ``post_ffn``: of output norms, "" for none, with ``post_eps``.
+    Attributes:
+        mixer_norm, ffn_norm: names of the input norms, "" for none.
+        post_mixer, post_ffn: names of the output norms, "" for none; ``post_eps``: of these, None for the model's.
+        parallel: the FFN reads the mixer's input.
+        residual: factor of the outputs.
     """
 
     mixer: Part
@@ -272,6 +307,8 @@ class Layer:
     post_mixer: str = ""
     post_ffn: str = ""
     post_eps: float | None = None
+    parallel: bool = False
+    residual: float = 1.0
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -283,7 +320,7 @@ class Layer:
         return self.mixer.reads_extra
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
-        norms = [name for name in (self.mixer_norm, self.ffn_norm, self.post_mixer, self.post_ffn) if name]
+        norms = [name for name in (self.mixer_norm, "" if self.parallel else self.ffn_norm, self.post_mixer, self.post_ffn) if name]
         return specs(prefix, {}, dict.fromkeys(norms, f.n_embd)) + [s for part in self.parts for s in part.tensors(f, prefix)]
 
     def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
@@ -291,11 +328,18 @@ class Layer:
         return {f"{prefix}{group}": tuple(f"{prefix}{name}.weight" for name in names) for group, names in found}
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
-        h = c.name(c.rms_norm(x, self.mixer_norm), "attn_norm")
-        c.g.expand_norm(h)
-        x = c.name(c.g.add(self._post_norm(c, self.mixer(c, h), self.post_mixer), x), "ffn_inp")
-        n = c.name(c.rms_norm(x, self.ffn_norm), "ffn_norm")
-        return c.name(c.g.add(self._post_norm(c, c.name(self.ffn(c, n), "ffn_out"), self.post_ffn), x), "l_out")
+        h = x
+        if self.mixer_norm:
+            h = c.name(c.norm(x, self.mixer_norm), "attn_norm")
+            c.g.expand_norm(h)
+        a = self._residual(c, self.mixer(c, h), self.post_mixer)
+        if self.parallel:
+            return c.name(c.g.add(c.g.add(c.name(self.ffn(c, h), "ffn_out"), x), a), "l_out")
+        x = c.name(c.g.add(a, x), "ffn_inp")
+        n = c.name(c.norm(x, self.ffn_norm), "ffn_norm") if self.ffn_norm else x
+        return c.name(c.g.add(self._residual(c, c.name(self.ffn(c, n), "ffn_out"), self.post_ffn), x), "l_out")
 
-    def _post_norm(self, c: LayerContext, x: Tensor, norm: str) -> Tensor:
-        return c.rms_norm(x, norm, self.post_eps) if norm else x
+    def _residual(self, c: LayerContext, x: Tensor, norm: str) -> Tensor:
+        """The term of a part in the residual stream."""
+        x = c.norm(x, norm, self.post_eps) if norm else x
+        return c.g.scale(x, self.residual) if self.residual not in (0.0, 1.0) else x

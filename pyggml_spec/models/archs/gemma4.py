@@ -148,11 +148,11 @@ class GemmaLayer(Layer):
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
         g = c.g
-        a = g.add(self._post_norm(c, self.mixer(c, c.rms_norm(x, self.mixer_norm)), self.post_mixer), x)
+        a = g.add(self._residual(c, self.mixer(c, c.rms_norm(x, self.mixer_norm)), self.post_mixer), x)
         f = self.ffn(c, c.rms_norm(a, self.ffn_norm))
         if self.experts is not None:
             f = g.add(c.rms_norm(f, "post_ffw_norm_1"), c.rms_norm(self._routed(c, a, self.experts), "post_ffw_norm_2"))
-        x = g.add(self._post_norm(c, f, self.post_ffn), a)
+        x = g.add(self._residual(c, f, self.post_ffn), a)
         if c.extra is not None:
             inner = g.matmul(c["proj"], g.mul(g.gelu(g.matmul(c["inp_gate"], x)), g.plane(c.extra, c.i)))
             x = g.add(x, c.rms_norm(inner, "post_norm"))

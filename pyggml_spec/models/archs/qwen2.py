@@ -1,12 +1,12 @@
-"""qwen2 (Qwen2, Qwen2.5, Qwen2.5-Coder): biases on q, k and v.
+"""qwen2 (Qwen2, Qwen2.5, Qwen2.5-Coder): biases on q, k and v. qwen2moe: routed experts, beside them a shared one with a gate.
 
-Source of the formulae: llama.cpp, src/models/qwen2.cpp.
+Source of the formulae: llama.cpp, src/models/qwen2.cpp, qwen2moe.cpp.
 """
 
 from ..decoder import Decoder, register
 from ..hparams import Hparams
-from ..layers import Attention, GatedMLP, Layer
-from ..model import ATTENTION, FFN
+from ..layers import Attention, GatedMLP, Layer, MoE
+from ..model import ATTENTION, EXPERT, FFN, SHARED
 
 
 @register("qwen2")
@@ -14,3 +14,13 @@ def qwen2(f: Hparams) -> Decoder:
     size = f.head_dim()
     attention = Attention(f.heads, f.kv_heads, size, f.whole_heads(f.rope(size), size))
     return Decoder(f, [Layer(attention, GatedMLP(f.ff))] * f.n_layer, biased=(*ATTENTION, "output"), unscaled=FFN)
+
+
+@register("qwen2moe")
+def qwen2moe(f: Hparams) -> Decoder:
+    size = f.head_dim()
+    attention = Attention(f.heads, f.kv_heads, size, f.whole_heads(f.rope(size), size))
+    experts = f.experts(f.ff_of_used_experts(), normalise=False)
+    shared = GatedMLP(f.number("expert_shared_feed_forward_length", 0) or f.ff, suffix="_shexp")
+    moe = MoE(experts, shared, gated=True, gate_by_silu=True)
+    return Decoder(f, [Layer(attention, moe)] * f.n_layer, biased=ATTENTION, unscaled=(*EXPERT, *SHARED))

@@ -1,0 +1,43 @@
+"""glm4 (GLM-4, GLM-Z1): norms of what both parts read and give, gate and up in one tensor. glm4moe (GLM-4.5): dense layers, then experts.
+
+Source of the formulae: llama.cpp, src/models/glm4.cpp, glm4-moe.cpp.
+"""
+
+from ..decoder import Decoder, register
+from ..hparams import Hparams
+from ..layers import HEAD, Attention, GatedMLP, Layer, MoE
+from ..model import ATTENTION, EXPERT, FFN, SHARED
+from ..moe import SIGMOID
+
+
+@register("glm4")
+def glm4(f: Hparams) -> Decoder:
+    size = f.head_dim()
+    attention = Attention(f.heads, f.kv_heads, size, f.rope(size, neox=f.has_sections(size)))
+    layer = Layer(attention, GatedMLP(f.ff, packed=True), post_mixer="post_attention_norm", post_ffn="post_ffw_norm")
+    return Decoder(f, [layer] * f.n_layer, biased=ATTENTION, unscaled=FFN)
+
+
+@register("glm4moe")
+def glm4moe(f: Hparams) -> Decoder:
+    size = f.head_dim()
+    f.has_sections(size)  # both ways are NEOX pairs over text, if the sections cover them
+    norm = HEAD if f.shape("blk.0.attn_q_norm.weight") else ""
+    attention = Attention(f.heads, f.kv_heads, size, f.rope(size), norm=norm)
+    experts = f.experts(
+        gating=f.gating(SIGMOID),
+        biased=True,
+        normalise=f.get("expert_weights_norm", bool, False),
+        scale=f.number("expert_weights_scale", 0.0),
+    )
+    n_shared = experts.n_ff * f.number("expert_shared_count", 0)
+    moe = MoE(experts, GatedMLP(n_shared, suffix="_shexp") if n_shared else None)
+    dense = f.leading_dense(0)
+    layers = [Layer(attention, GatedMLP(f.ff) if i < dense else moe, ffn_norm="post_attention_norm") for i in range(f.n_layer)]
+    return Decoder(
+        f,
+        layers,
+        biased=ATTENTION,
+        unscaled=(*FFN, *EXPERT, *SHARED),
+        drafting_layers="an MTP layer, which drafts for targets of other architectures only",
+    )

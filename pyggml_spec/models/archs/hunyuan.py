@@ -1,0 +1,23 @@
+"""hunyuan-dense: q and k are normalised after the rotation.
+
+Source of the formulae: llama.cpp, src/models/hunyuan-dense.cpp.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from ..decoder import Decoder, register
+from ..hparams import Hparams
+from ..layers import HEAD, Attention, GatedMLP, Layer
+from ..model import ATTENTION, FFN
+
+
+@register("hunyuan-dense")
+def hunyuan(f: Hparams) -> Decoder:
+    size = f.head_dim()
+    rope, alpha = f.whole_heads(f.rope(size), size), f.number("rope.scaling.alpha", 0.0)
+    if alpha:
+        rope = replace(rope, base=float(np.float32(rope.base) * np.float32(alpha) ** np.float32(size / (size - 2))))
+    attention = Attention(f.heads, f.kv_heads, size, rope, norm=HEAD, norm_last=True)
+    return Decoder(f, [Layer(attention, GatedMLP(f.ff))] * f.n_layer, biased=ATTENTION, unscaled=FFN)
