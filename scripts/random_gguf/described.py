@@ -3,12 +3,14 @@
 All sizes differ, and biases and scales are random: equal or zero values would hide wrong formulas.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from pyggml_spec.errors import GGUFError
+from pyggml_spec.models.model import FFN
 from pyggml_spec.models.registry import TARGETS
 from pyggml_spec.models.weights import EXPERTS, HEADS, MATMUL, ROWS, Spec
 
@@ -38,6 +40,38 @@ def samples(s: Shape) -> dict[str, Any]:
         "expert_feed_forward_length": s.n_ff_expert,
         "expert_shared_feed_forward_length": s.n_ff_shared,
     }
+
+
+SCALES = {"logit_scale": 3.5, "residual_scale": 0.22, "embedding_scale": 1.7, "attention.scale": 0.19}
+KEYS: dict[str, dict[str, Any]] = {  # that a description has defaults for, and that its files differ by
+    "cohere2": {"logit_scale": 0.3},
+    "ernie4_5-moe": {"leading_dense_block_count": 1, "interleave_moe_layer_step": 1},
+    "gemma2": {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 11.0},
+    "glm4moe": {
+        "expert_shared_count": 1, "leading_dense_block_count": 1, "expert_weights_norm": True, "expert_weights_scale": 1.3, "expert_gating_func": 2,
+    },
+    "granite": SCALES,
+    "granitemoe": SCALES | {"expert_count": 8, "expert_used_count": 3},
+}  # fmt: skip
+OPTIONAL = {"glm4moe": ("blk.0.attn_q_norm.weight",), "ernie4_5-moe": ("blk.{last}.exp_probs_b.bias",)}  # tensors
+WINDOWED = ("cohere2", "gemma2", "gemma3", "olmo2")
+TIED = ("cohere2", "gemma", "gemma2")  # llama.cpp reads no head of theirs
+UNGROUPED = ("olmoe",)  # as many KV heads as query heads
+
+
+def own_shape(arch: str, s: Shape) -> Shape:
+    """``s`` as far as files of the architecture can have it."""
+    s = replace(s, tied=s.tied or arch in TIED)
+    return replace(s, n_head_kv=s.n_head) if arch in UNGROUPED else s
+
+
+def own_keys(arch: str, s: Shape) -> dict[str, Any]:
+    keys = dict(KEYS.get(arch, {}))
+    if "expert_count" in keys:
+        keys |= {"expert_count": s.n_expert, "expert_used_count": s.n_used}
+    if arch in WINDOWED:
+        keys["attention.sliding_window"] = s.target_window or 32
+    return keys
 
 
 class Asked:
@@ -75,7 +109,9 @@ def write_described(
     ``mixed`` gives attn_v and ffn_down another type, as real k-quant files do; ``keys`` are further ones, without the architecture; ``optional`` names
     tensors that the file shall have though it need not.
     """
-    asked = Asked(arch, shape, keys or {}, optional)
+    shape = own_shape(arch, shape)
+    optional = (*optional, *(name.format(last=shape.n_layer - 1) for name in OPTIONAL.get(arch, ())))
+    asked = Asked(arch, shape, own_keys(arch, shape) | (keys or {}), optional)
     target = TARGETS[arch](asked)  # type: ignore[arg-type]
     w = Writer(Path(path), arch, quant, seed, shape.n_layer)
     for key, value in asked.metadata.items():
@@ -87,7 +123,9 @@ def write_described(
         if spec.name not in ("token_embd.weight", "output.weight", "output_norm.weight"):
             _tensor(w, spec, kinds.get(spec.name.split(".")[-2]))
         short = spec.name.removesuffix(".weight").split(".")[-1]
-        if spec.use == MATMUL and spec.name.startswith("blk.") and short in target.biased:
+        if (
+            spec.use == MATMUL and spec.name.startswith("blk.") and short in target.biased and not (quant == "NVFP4" and short in FFN)
+        ):  # refused
             w.vector(spec.name.removesuffix("weight") + "bias", spec.shape[1], -0.5, 0.5)
     w.close()
     return Path(path)
