@@ -269,7 +269,6 @@ class DFlash(Drafter):
         hp, w = self.hp, self.weights
         own = EMBEDDING in w
         x = g.rows(w[EMBEDDING], rows.tokens) if own else target.embed(g, rows.tokens)
-        # once, and never by nobody: a drafter without the key was trained on the target's embedding as the target scales it
         # as llama.cpp: a borrowed embedding is scaled without a key for gemma4 only
         scale = hp.embedding_scale or (target.embedding_scale if target.arch == "gemma4" and not own else 1.0)
         if scale != 1.0:
