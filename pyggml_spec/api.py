@@ -39,7 +39,7 @@ from .sampling.recommended import chosen
 from .sampling.sampler import Sampler, Sampling
 from .speculation.calibrate import cached_costs, cached_kinds, keep_drafts, known_drafts, plain_cost
 from .speculation.confidence import Confidence
-from .speculation.ngram_policy import NgramPolicy
+from .speculation.ngram import NgramMethod
 from .speculation.plan import skip_drafter_rows
 from .speculation.policy import NEVER_PAYS, AcceptancePrior, SpeculationPolicy, StepPlan, chain_plans, useful_widths, worth_keeping
 from .speculation.synthetic import SyntheticAcceptance
@@ -130,7 +130,7 @@ class Session:
         self.notes: list[str] = []
         self.load_seconds = 0.0
         self.drafter: AnyDrafter | None = None
-        self.lookup: NgramPolicy | None = None  # n-gram drafting
+        self.lookup: NgramMethod | None = None  # n-gram drafting
         self.costs: dict[int, float] | None = None  # milliseconds per step by width, of the first drafter; None where the width is pinned
         self._verify_costs: dict[int, float] = {}  # of steps that verify given ids, by rows; where a drafter reports confidence
         self.other_costs: dict[
@@ -162,7 +162,7 @@ class Session:
         self.engine = loader.engine()
         self.notes, self._context_from, width = loader.notes, loader.context_from, self.engine.options.width
         if loader.default_ngram and loader.ngram is not None:
-            self.lookup = NgramPolicy.unmeasured(loader.ngram, [w for w in candidate_widths(width) if w > 1])
+            self.lookup = NgramMethod.unmeasured(loader.ngram, [w for w in candidate_widths(width) if w > 1])
             if not self.batch_invariant:
                 self.notes.append(OTHERWISE)
         elif loader.ngram is not None:
@@ -211,11 +211,11 @@ class Session:
             return min(PREFIX_MEMORY, free_bytes(present(self.backend.device)) // 8)
         return whole(asked, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
 
-    def _lookup_control(self, method: str) -> NgramPolicy:
+    def _lookup_control(self, method: str) -> NgramMethod:
         """Of this session's sequences; what verifying costs is measured, or known from an earlier session."""
         costs, cached = self._given_costs()
-        control = NgramPolicy(method, costs)
-        control.under(self.engine.threads.quiet if cached else self.engine.threads.condition)
+        control = NgramMethod(method, costs)
+        control.set_condition(self.engine.threads.quiet if cached else self.engine.threads.condition)
         return control
 
     def _given_costs(self) -> tuple[dict[int, float], bool]:
@@ -240,10 +240,10 @@ class Session:
         if self.drafter is None or not self.costs:
             return None
         control = SpeculationPolicy.measured_for(self.drafter.method, self.costs, self.other_costs)
-        control.under(self.engine.threads.condition if self._costs_under is None else self._costs_under)
+        control.condition_changed(self.engine.threads.condition if self._costs_under is None else self._costs_under, 0, ())
         for method, record in control.priors.items():
             if (known := self._known_drafts.get(method)) is not None:
-                record.goes_on(known)
+                record.load(known)
         confident = [member.method for member in self.drafter.methods if member.confident]
         if confident and (given := self._verify_costs or self._given_costs()[0]):
             self._verify_costs, control.confidence = given, {method: Confidence(given) for method in confident}

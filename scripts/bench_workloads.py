@@ -36,7 +36,6 @@ from pyggml_spec.engine.stats import Stats
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.speculation import calibrate, verify
-from pyggml_spec.speculation.ngram_policy import NgramPolicy
 from pyggml_spec.text.tokenizer import Tokenizer
 
 clock = SimpleNamespace(perf_counter=time.perf_counter, perf_counter_ns=time.perf_counter_ns)
@@ -253,7 +252,7 @@ def main() -> None:
                 running = {}
                 for way, (session, watched) in ways.items():
                     if session.lookup is not None:  # every round is the first one: nothing that has ended is there to be copied
-                        session.scheduler.ngram = NgramPolicy(session.lookup.method, session.lookup._alone)
+                        session.scheduler.ngram = session.lookup.for_slots()
                     session.scheduler.policy = session.new_policy()
                     running[way] = Running(session, watched, prompt, answer, "plain" if way == "plain" else "speculative")
                 while any(list(map(Running.go_on, running.values()))):

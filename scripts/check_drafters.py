@@ -28,9 +28,9 @@ SLOTS = 4
 class InTurn(SpeculationPolicy):
     """Takes the kinds one after the other, whatever they give."""
 
-    def __init__(self, kinds: list[StepPlan], widths: dict):
-        super().__init__(widths, dict.fromkeys((PLAIN_STEP, *kinds), 1.0))
-        self.kinds, self._turn = list(kinds), itertools.cycle(kinds)
+    def __init__(self, kinds: list[StepPlan]):
+        super().__init__(kinds, dict.fromkeys((PLAIN_STEP, *kinds), 1.0))
+        self.plans, self._turn = list(kinds), itertools.cycle(kinds)
 
     def choose(self, covered, sequences):
         return next(self._turn) if any(sequences) else PLAIN_STEP
@@ -44,7 +44,7 @@ def in_turn(session) -> InTurn:
     kinds = []
     for at, method in enumerate(session.methods * 3):
         kinds += [StepPlan.of(method, 1 << (1 + at % 3)), *[PLAIN_STEP] * (at % 4)]
-    return InTurn(kinds, {m.method: (2, 4, 8) for m in session.drafter.methods})
+    return InTurn(kinds)
 
 
 def told(name: str, stats, text: str, like: str) -> None:
@@ -92,7 +92,7 @@ def texts(args) -> int:
         reference = session.generate(PROMPT, args.tokens, mode="reference", ignore_end=True)
         told(f"reference, {args.width} rows", reference[1], reference[0], plain[0])
         for method in session.methods:
-            session.scheduler.policy = InTurn([StepPlan.of(method, args.width)] * 2, {method: (args.width,)})
+            session.scheduler.policy = InTurn([StepPlan.of(method, args.width)] * 2)
             one = session.generate(PROMPT, args.tokens, mode="speculative", ignore_end=True)
             told(f"{method}, {args.width} rows, against the reference", one[1], one[0], reference[0])
             wrong += (one[0] != reference[0]) + (one[1].graphs_built_after_warmup > 0)

@@ -15,7 +15,7 @@ from ..cache.prefix_files import PrefixFiles
 from ..checks import token_ids
 from ..errors import ContextError, DeviceError, EngineError
 from ..speculation import verify
-from ..speculation.ngram_policy import NgramPolicy
+from ..speculation.ngram import NgramMethod
 from ..speculation.plan import Planner
 from ..speculation.policy import SpeculationPolicy, StepPlan
 from .batch import Batch
@@ -62,7 +62,7 @@ class Engine:
     """
 
     def __init__(
-        self, runner: ModelRunner, width: int | None = None, prefix_memory: int = 0, ngram: NgramPolicy | None = None,
+        self, runner: ModelRunner, width: int | None = None, prefix_memory: int = 0, ngram: NgramMethod | None = None,
         files: PrefixFiles | None = None, kinds: Iterable[StepPlan] = (),
     ) -> None:  # fmt: skip
         self.runner = runner
@@ -238,12 +238,12 @@ class Engine:
         self.planner.policy = policy
 
     @property
-    def ngram(self) -> NgramPolicy | None:
+    def ngram(self) -> NgramMethod | None:
         """N-gram drafting; None for none."""
         return self.planner.ngram
 
     @ngram.setter
-    def ngram(self, ngram: NgramPolicy | None) -> None:
+    def ngram(self, ngram: NgramMethod | None) -> None:
         self.planner.ngram = ngram
 
     @property

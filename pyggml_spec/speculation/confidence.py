@@ -1,111 +1,75 @@
-"""How many drafts of a block to verify, by what the drafter says of each of them (DSpark's confidence head).
+"""How many draft tokens of a block to verify, by the drafter's confidence in each (DSpark's confidence head).
 
-Drafting and verifying are two graphs then, and rows are verified for as long as they win more than their milliseconds bring at the pace of such
-blocks. What the drafter says is a number between 0 and 1 that nobody has to believe: how often drafts that it says so much of were right is
-learnt, and what it says is the prior. Width control is told what such cuts save: a block of eight rows of which three are verified is no dear one.
+Drafting and verifying are two graphs then, and draft tokens are verified for as long as they win more than their milliseconds bring at the pace of such
+blocks. Confidence is a number between 0 and 1, and a prior only: how often draft tokens of a confidence are accepted is learnt.
 """
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # drafts are counted together between two of them
-PRIOR_WEIGHT = 8.0  # drafts that what is said counts for
-DECAY = 0.995  # per draft of a level
-CUT_DECAY, WHOLE = 0.95, 2.0  # per block: half of the weight lies on the last 13; whole blocks that are assumed before any was seen
-WARMUP = 2  # steps of a new graph that do not count: it is built, and captured by ggml-cuda
-COST_RATE = 0.1  # weight of one step in the running cost of its rows
+from .cost_model import CostModel
 
-
-def as_of_one(costs: Mapping[int, float], rows: int) -> float:
-    """Milliseconds of so many rows of several sequences, by what rows of one cost, ``costs``: those of the next wider step, or in proportion
-    beyond the widest."""
-    widest = max(costs)
-    return costs[min((width for width in costs if rows <= width), default=widest)] * max(1.0, rows / widest)
+LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # bounds between which draft tokens are counted together
+PRIOR_WEIGHT, DECAY = 8.0, 0.995  # draft tokens that the confidence itself counts for; weight of one draft token of a level later
+CUT_RATE = 0.05  # weight of a block in what cuts save
 
 
 class Confidence:
-    """For the sequences of one engine, of which all that share a step verify as many drafts. ``costs``: milliseconds of a step of one sequence by
-    rows, which verifies given ids; 1: a plain one."""
+    """Of one drafter and engine; sequences that share a step verify as many draft tokens. ``costs``: milliseconds of verifying by rows, one slot; 1: a plain
+    step."""
 
     def __init__(self, costs: Mapping[int, float]) -> None:
-        self._alone = dict(sorted(costs.items()))
-        self._costs: dict[tuple[int, int], float] = {}  # of several, by slots that the step covers and rows
-        self._seen: Counter = Counter()
+        self._rows = sorted(costs)
+        self.costs = CostModel({(1, rows): ms for rows, ms in costs.items()})
         self._tries, self._hits = [0.0] * (len(LEVELS) + 1), [0.0] * (len(LEVELS) + 1)
-        self._said: dict[int, list[float]] = {}  # of the last blocks' drafts, by slot
-        self._cuts: dict[int, _Cuts] = {}  # by slots that steps cover
+        self._ratings: dict[int, list[float]] = {}  # of the last blocks' draft tokens, by slot
+        self._cuts: dict[int, dict[int, float]] = {}  # by slots: share of the blocks that were cut to so many rows
 
-    def chance(self, said: float) -> float:
-        """That a draft is right of which ``said`` was said, if those before it are."""
-        level = bisect_right(LEVELS, said)
-        return (self._hits[level] + PRIOR_WEIGHT * said) / (self._tries[level] + PRIOR_WEIGHT)
+    def chance(self, rating: float) -> float:
+        """That a draft token of this confidence is accepted if those before it are."""
+        level = bisect_right(LEVELS, rating)
+        return (self._hits[level] + PRIOR_WEIGHT * rating) / (self._tries[level] + PRIOR_WEIGHT)
 
-    def cost(self, covered: int, rows: int) -> float:
-        """Milliseconds of a step of so many slots and rows that verifies given ids. Until some have run, as many rows of one sequence cost that."""
-        if covered == 1:
-            return self._alone[rows]
-        known = self._costs.get((covered, rows))
-        if known is not None:
-            return known
-        return as_of_one(self._alone, covered * rows)
+    def cost(self, slots: int, rows: int) -> float:
+        """Milliseconds of verifying so many rows of each slot; until such steps have run, what as many rows of one slot cost."""
+        known = self.costs.get((slots, rows))
+        return known if known is not None else as_of_one(self.costs, self._rows, slots * rows)
 
-    def worth(self, said: Mapping[int, Sequence[float]], pace: float, covered: int = 1) -> int:
-        """How many drafts of each block are to be verified, by what is ``said`` of those of each slot, where other steps bring ``pace`` tokens per
-        millisecond."""
-        self._said = {slot: [float(one) if 0 <= one <= 1 else 0.0 for one in of] for slot, of in said.items()}
-        curves = [list(accumulate(accumulate(map(self.chance, of), mul), initial=1.0)) for of in self._said.values()]
-        tokens = curves[0] if len(curves) == 1 else [sum(column) for column in zip(*curves)]
-        rows = [rows for rows in self._alone if rows <= len(tokens)]
-        return max(rows, key=lambda rows: tokens[rows - 1] - pace * self.cost(covered, rows), default=1) - 1
+    def worth(self, ratings: Mapping[int, Sequence[float]], pace: float, slots: int = 1) -> int:
+        """How many draft tokens of each block to verify, by the confidence in those of each slot, where other steps bring ``pace`` tokens per millisecond."""
+        self._ratings = {slot: [float(one) if 0 <= one <= 1 else 0.0 for one in of] for slot, of in ratings.items()}
+        curves = [list(accumulate(accumulate(map(self.chance, of), mul), initial=1.0)) for of in self._ratings.values()]
+        tokens = [sum(column) for column in zip(*curves)]
+        fitting = [rows for rows in self._rows if rows <= len(tokens)]
+        return max(fitting, key=lambda rows: tokens[rows - 1] - pace * self.cost(slots, rows), default=1) - 1
 
-    def observe(self, taken: Mapping[int, tuple[int, int]], covered: int = 1, milliseconds: float | None = None) -> None:
-        """Of each slot's last block so many drafts were verified, and so many of them right, the first ones. ``milliseconds``: what that took, if
-        nothing else came with it."""
-        most = max((verified for verified, _ in taken.values()), default=0)
-        self._cuts.setdefault(covered, _Cuts(dict.fromkeys(self._alone, 0.0))).add(
-            most + 1, most < max(map(len, self._said.values()), default=0)
-        )
+    def observe(self, taken: Mapping[int, tuple[int, int]], slots: int = 1, ms: float | None = None) -> None:
+        """(verified, accepted) draft tokens of each slot's last block. ``ms``: of verifying them, where nothing else was in that step."""
+        rows = 1 + max((verified for verified, _ in taken.values()), default=0)
+        cut = rows <= max(map(len, self._ratings.values()), default=0)
+        shares = self._cuts.setdefault(slots, dict.fromkeys(self._rows, 0.0))
+        for other in shares:
+            shares[other] += CUT_RATE * ((cut and other == rows) - shares[other])
         for slot, (verified, matched) in taken.items():
-            for i, said in enumerate(self._said.get(slot, ())[: min(verified, matched + 1)]):
-                level = bisect_right(LEVELS, said)
+            for i, rating in enumerate(self._ratings.get(slot, ())[: min(verified, matched + 1)]):
+                level = bisect_right(LEVELS, rating)
                 self._tries[level] = DECAY * self._tries[level] + 1
                 self._hits[level] = DECAY * self._hits[level] + (i < matched)
-        self._said = {}
-        if covered > 1 and milliseconds is not None and most + 1 in self._alone:
-            self._learn((covered, most + 1), milliseconds)
+        self._ratings = {}
+        if ms is not None and rows in self._rows:
+            self.costs.observe((slots, rows), ms)
 
-    def _learn(self, key: tuple[int, int], milliseconds: float) -> None:
-        self._seen[key] += 1
-        if self._seen[key] > WARMUP:
-            known = self._costs.get(key, milliseconds)
-            self._costs[key] = known + COST_RATE * (min(milliseconds, 2 * known) - known)  # one stalled step proves nothing
-            self._cuts[key[0]].saves = {}
-
-    def saves(self, rows: int, covered: int = 1) -> float:
-        """Milliseconds that a block of so many rows takes less than all of them, on average: of those that were cut, as far as it reaches beyond."""
-        cuts = self._cuts.get(covered)
-        if cuts is None or rows not in self._alone:
+    def saved_ms(self, rows: int, slots: int = 1) -> float:
+        """Milliseconds that a block of so many rows takes less on average, because some are cut."""
+        if slots not in self._cuts or rows not in self._rows:
             return 0.0
-        if rows not in cuts.saves:
-            whole = self.cost(covered, rows)
-            less = sum(n * max(whole - self.cost(covered, cut), 0.0) for cut, n in cuts.cut.items() if n and cut < rows)
-            cuts.saves[rows] = less / cuts.blocks
-        return cuts.saves[rows]
+        whole = self.cost(slots, rows)
+        return sum(share * max(whole - self.cost(slots, cut), 0.0) for cut, share in self._cuts[slots].items() if share and cut < rows)
 
 
-@dataclass
-class _Cuts:
-    """Blocks, and those that were ``cut``, by the rows that were verified of them."""
-
-    cut: dict[int, float]
-    blocks: float = WHOLE
-    saves: dict[int, float] = field(default_factory=dict)  # found from them
-
-    def add(self, rows: int, cut: bool) -> None:
-        self.blocks = CUT_DECAY * self.blocks + 1
-        self.cut = {other: CUT_DECAY * n + (cut and other == rows) for other, n in self.cut.items()}
-        self.saves = {}
+def as_of_one(costs: CostModel, widths: Sequence[int], rows: int) -> float:
+    """Milliseconds of so many rows of several slots, by what rows of one cost: those of the next wider step, or in proportion beyond the widest."""
+    widest = max(widths)
+    return costs[1, min((width for width in widths if rows <= width), default=widest)] * max(1.0, rows / widest)

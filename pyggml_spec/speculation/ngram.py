@@ -10,10 +10,14 @@ gate, drafts of this kind cost a third of the speed where nothing repeats (32 % 
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
+
+from ..engine.options import MOST_SLOTS
+from .confidence import as_of_one
+from .cost_model import CostModel
 
 MOST_TOKENS = 1 << 18  # of ended sequences together: about 40 MB with their index
 MOST_OWNERS = 8  # whose ended sequences are kept apart from the others'; together they have as many tokens again
@@ -22,6 +26,10 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # lengths of matches are told apart by
 PRIOR_WEIGHT = 3.0  # matches that the prior counts for
 DECAY = 0.97  # of what was seen, per match of the same kind
 TOKEN_BITS = 32  # of a token in the number that a run is
+PACE_DECAY = 0.97  # weight of the tokens and milliseconds of a step, one step later
+FIRST_WEIGHT = 20  # steps that the first pace counts for
+ROW_COST = 0.6  # of a plain step, for each further row, where verifying was not measured: on the dear side
+PLAIN_STEPS = 8  # that run before such estimates are used
 
 
 @dataclass(frozen=True)
@@ -286,3 +294,135 @@ def _repeated(tokens: list[int], count: int) -> list[int]:
 
 def _until_border(tokens: list[int]) -> list[int]:
     return tokens[: tokens.index(-1)] if -1 in tokens else tokens
+
+
+class Choice(NamedTuple):
+    """``drafts`` that each sequence verifies now, empty for some; ``otherwise``: whether those do what they would do without n-gram drafts, or take a plain
+    token each."""
+
+    drafts: list[list[int]]
+    otherwise: bool
+
+
+# by sequences, where no match is found or worth it: shared, because these are the results of most steps
+NOTHING, PLAINLY = ([Choice([[] for _ in range(n)], otherwise) for n in range(MOST_SLOTS + 1)] for otherwise in (True, False))
+
+
+class NgramMethod:
+    """Chooses for the sequences of one engine when to verify matches, and how many rows of them.
+
+    A step wins the tokens that it is expected to give, less what its milliseconds give at the pace of the last steps; the step that wins most runs. That
+    leads to the highest pace there is (Howard's policy iteration), where the most tokens per millisecond of the next step alone would not: a plain token may
+    be one away from a match.
+
+    Args:
+        method: of ``LOOKUPS``.
+        costs: milliseconds of verifying by rows, one sequence; 1: a plain step. The rows that blocks can have.
+        relative: costs are in plain steps, and nothing is chosen before some of those ran.
+    """
+
+    def __init__(self, method: str, costs: Mapping[int, float], pool: NgramPool | None = None, relative: bool = False) -> None:
+        self.method, self._measured, self._relative = method, dict(costs), relative
+        self.widths = tuple(sorted(rows for rows in costs if rows > 1))
+        self.pool = pool or NgramPool(LOOKUPS[method], max(self.widths, default=1) - 1)
+        self.costs = CostModel({(1, rows): ms for rows, ms in costs.items()}, relative)
+        self._timed = not relative
+        self._paces: dict[int, tuple[float, float]] = {}  # by slots: tokens and milliseconds of the last steps
+
+    @classmethod
+    def unmeasured(cls, method: str, widths: Sequence[int]) -> "NgramMethod":
+        """With estimated costs, on the dear side, for blocks of these ``widths``."""
+        return cls(method, {rows: 1 + ROW_COST * (rows - 1) for rows in (1, *widths)}, relative=True)
+
+    def for_slots(self, widths: Sequence[int] = ()) -> "NgramMethod":
+        """For another engine over the same models: it shares ended sequences and what matches were worth."""
+        if not self._relative:
+            return NgramMethod(self.method, self._measured, self.pool)
+        other = NgramMethod.unmeasured(self.method, [rows for rows in widths or self.widths if rows > 1])
+        other.pool = self.pool
+        return other
+
+    def begin(self, prompt: Sequence[int], owner: str = "") -> NgramDrafts:
+        """A sequence that looks for matches, in ended ones of the same owner."""
+        return self.pool.sequence(prompt, owner)
+
+    def cost(self, slots: int, rows: int) -> float:
+        """Milliseconds of verifying so many rows of each slot; until such steps have run, what as many rows of one slot cost."""
+        known = self.costs.get((slots, rows))
+        return known if known is not None else as_of_one(self.costs, (1, *self.widths), slots * rows)
+
+    def finds_nothing(self, slots: int, sequence: NgramDrafts) -> bool:
+        """Whether ``choose`` would return NOTHING for this one sequence beside a plain step, as mostly."""
+        return not self._timed or (slots in self._paces and not sequence.may_match)
+
+    def choose(
+        self, slots: int, sequences: Sequence[NgramDrafts | None], otherwise: Sequence[float], ms: float | None, rows: int
+    ) -> Choice:
+        """What the sequences do now.
+
+        Args:
+            sequences: those of the step, None for one without n-gram drafts.
+            otherwise: tokens that each is expected to get in the step that runs otherwise, of ``rows`` rows and ``ms`` (None: of a pinned length, at any
+                cost).
+        """
+        n = len(sequences)
+        if not self._timed:
+            return NOTHING[n]
+        matches = [s.find() if s is not None else None for s in sequences]
+        if ms is None:
+            return Choice(self._cut(sequences, self._better(matches, sequences, otherwise, rows), rows), True)
+        if slots not in self._paces:
+            self._paces[slots] = FIRST_WEIGHT * sum(otherwise), FIRST_WEIGHT * ms
+        pace = self._paces[slots][0] / self._paces[slots][1]
+        best, wins, found = 0, sum(otherwise) - pace * ms, any(matches)  # rows of the n-gram step that wins most; 0 where none does
+        if rows > 1 and (plain := n - pace * self.cost(slots, 1)) > wins:
+            best, wins = 1, plain
+        if not found:
+            return PLAINLY[n] if best else NOTHING[n]
+        curves = [s.tokens() if s is not None and match is not None else None for s, match in zip(sequences, matches)]
+        for width in self.widths:
+            won = sum([1.0 if curve is None else curve[min(width, len(curve)) - 1] for curve in curves]) - pace * self.cost(slots, width)
+            if won > wins:
+                best, wins = width, won
+        if n > 1 and rows > 1:  # some verify matches, and others draft, in one step
+            better = self._better(matches, sequences, otherwise, rows)
+            mixed = sum(_up_to(curve, rows) if of else other for curve, other, of in zip(curves, otherwise, better))
+            if any(better) and mixed - pace * ms > wins:
+                return Choice(self._cut(sequences, better, rows), True)
+        if best < 2:
+            return PLAINLY[n] if best else NOTHING[n]
+        return Choice(self._cut(sequences, [curve is not None for curve in curves], best), False)
+
+    @staticmethod
+    def _better(
+        matches: Sequence[Match | None], sequences: Sequence[NgramDrafts | None], otherwise: Sequence[float], rows: int
+    ) -> list[bool]:
+        """Which sequences' matches promise more than what they would do otherwise."""
+        return [s is not None and m is not None and _up_to(s.tokens(), rows) > other for m, s, other in zip(matches, sequences, otherwise)]
+
+    @staticmethod
+    def _cut(sequences: Sequence[NgramDrafts | None], chosen: Sequence[bool], rows: int) -> list[list[int]]:
+        return [s.match.drafts[: rows - 1] if s is not None and s.match is not None and of else [] for s, of in zip(sequences, chosen)]
+
+    def set_condition(self, condition: Hashable, looks: int = 0) -> bool:
+        """As of ``CostModel``."""
+        changed = self.costs.set_condition(condition, looks)
+        if changed:
+            self._paces = {}
+        return changed
+
+    def observe(self, slots: int, rows: int | None, ms: float, tokens: int) -> None:
+        """A step brought ``tokens``; ``rows``: of one that verified n-gram drafts alone, or took plain tokens; else None."""
+        if slots in self._paces:
+            before = self._paces[slots]
+            self._paces[slots] = PACE_DECAY * before[0] + tokens, PACE_DECAY * before[1] + ms
+        if not self._timed and rows == 1:
+            self.costs.observe((1, 1), ms / (1 + ROW_COST * (slots - 1)))
+            self._timed = self.costs.steps((1, 1)) > PLAIN_STEPS
+        elif rows is not None:
+            self.costs.observe((slots, rows), ms)
+
+
+def _up_to(tokens: list[float] | None, rows: int) -> float:
+    """Expected tokens of a block of so many rows; 0 where there is no match."""
+    return tokens[min(rows, len(tokens)) - 1] if tokens is not None else 0.0

@@ -15,8 +15,7 @@ from ..engine.sequence import CONSTRAINT, REFERENCE, SCRIPT, SPECULATIVE
 from ..engine.sequence import Sequence as SequenceState
 from ..ggml.cores import CORE_MONITOR
 from .confidence import Confidence
-from .ngram import NgramDrafts
-from .ngram_policy import NOTHING, PLAINLY, Choice, NgramPolicy
+from .ngram import NOTHING, PLAINLY, Choice, NgramDrafts, NgramMethod
 from .policy import PLAIN_STEP, SpeculationPolicy, SpeculationState, StepPlan
 
 CHOOSE_EVERY = 32  # steps without news between two choices: n-gram steps save 20 us each
@@ -41,14 +40,13 @@ class Planner:
         slots: that decode steps cover.
     """
 
-    def __init__(self, runner: ModelRunner, width: int | None, ngram: NgramPolicy | None, kinds: Iterable[StepPlan] = ()) -> None:
+    def __init__(self, runner: ModelRunner, width: int | None, ngram: NgramMethod | None, kinds: Iterable[StepPlan] = ()) -> None:
         self._runner, self.ngram = runner, ngram
         self.policy: SpeculationPolicy | None = None
         widths = candidate_widths(runner.options.width)
         if width is None and runner.drafter is not None:
-            self.policy = SpeculationPolicy(
-                {m.method: [w for w in widths if w <= m.block_size] for m in runner.drafter.methods}, more=kinds
-            )
+            drafting = [StepPlan.of(m.method, n) for m in runner.drafter.methods for n in widths if 1 < n <= m.block_size]
+            self.policy = SpeculationPolicy([*drafting, *kinds])
         self.width, self.width_reason = width or runner.options.width, ""
         self.plan, self.slots = PLAIN_STEP, 1
         self.graph_rows = [next((w for w in (1, *widths) if n <= w), n) for n in range(runner.options.width + 1)]
@@ -110,7 +108,7 @@ class Planner:
             return [runner.given_role(seq.verify_len)]
         if not seq.speculating or (seq.options.drafts is None and not runner.slots[0].drafting):
             return [("plain", 1)]
-        plans = [StepPlan.of("", self.width)] if self.policy is None else self.policy.kinds
+        plans = [StepPlan.of("", self.width)] if self.policy is None else self.policy.plans
         if seq.options.drafts is not None:
             return [runner.given_role(width) for width in sorted({plan.tokens for plan in plans})]
         drafting = [plan for plan in plans if plan.tokens > 1]
@@ -317,7 +315,7 @@ class Planner:
     def _contended(self) -> bool:
         """Whether other processes took or freed cores during the step, so that its duration says nothing of costs."""
         condition, looks = self._runner.threads.condition, CORE_MONITOR.polls
-        changed = self.ngram is not None and self.ngram.under(condition, looks)
+        changed = self.ngram is not None and self.ngram.set_condition(condition, looks)
         if self.policy is not None and self.policy.condition_changed(condition, looks, self._acceptance):
             self._since_choice, changed = 0, True
         return changed

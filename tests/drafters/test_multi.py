@@ -38,8 +38,8 @@ class InTurn(SpeculationPolicy):
     """Takes the kinds one after the other, whatever they give."""
 
     def __init__(self, kinds=KINDS):
-        super().__init__({BLOCKS: (4, 8), CHAIN: (2, 4, 8)}, dict.fromkeys((PLAIN_STEP, *kinds), 1.0))
-        self.kinds, self._turn = list(kinds), itertools.cycle(kinds)
+        super().__init__(kinds, dict.fromkeys((PLAIN_STEP, *kinds), 1.0))
+        self.plans, self._turn = list(kinds), itertools.cycle(kinds)
 
     def choose(self, covered, sequences):
         self.last = sequences
@@ -78,7 +78,7 @@ def test_each_drafts_what_it_drafts_alone(files, team, slots):
             stack.enter_context(ps.load(files["target"], draft, spec=[method], device="CPU", threads=1, n_ctx=512, draft_width=8))
             for method, draft in ((BLOCKS, files["blocks"]), (CHAIN, None))
         ]
-        engines = [session.engine if slots == 1 else stack.enter_context(session.batch(slots)).engine for session in (team, *alone)]
+        engines = [session.engine if slots == 1 else stack.enter_context(session.batch(slots)).runner for session in (team, *alone)]
         drafts = []
         for engine, methods in zip(engines, (BOTH, [BLOCKS], [CHAIN])):
             drafts.append({method: [] for method in methods})
@@ -353,7 +353,7 @@ def test_a_drafter_that_does_not_draft_catches_up_in_batches(files, slots):
         session = stack.enter_context(
             ps.load(files["target"], files["blocks"], spec=BOTH, device="CPU", threads=1, n_ctx=512, draft_width=8)
         )
-        engine = session.engine if slots == 1 else stack.enter_context(session.batch(slots)).engine
+        engine = session.engine if slots == 1 else stack.enter_context(session.batch(slots)).runner
         for slot in range(slots):
             assert slots == 1 or engine.admit() == slot
             engine.prefill(list(range(40)), slot=slot)

@@ -20,7 +20,7 @@ from pyggml_spec.engine.sequence import PLAIN, REFERENCE, SPECULATIVE, Generatio
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.sampling.sampler import Sampler, Sampling
-from pyggml_spec.speculation.policy import SpeculationPolicy
+from pyggml_spec.speculation.policy import SpeculationPolicy, StepPlan
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
 DRAFT = GenerationOptions(20, SPECULATIVE)
@@ -61,7 +61,7 @@ def test_catch_up_is_not_counted_as_step_time(pair, monkeypatch):
     monkeypatch.setattr(SpeculationPolicy, "observe", lambda self, *args: seen.append((args[2], args[6])) or observe(self, *args))
     with _scheduler(pair, 2) as scheduler:
         for again in range(2):  # the first time graphs are built, which is no cost of a step, though catching up waits for them
-            scheduler.policy = SpeculationPolicy({"draft-dflash": (4,)})
+            scheduler.policy = SpeculationPolicy([StepPlan.of("draft-dflash", 4)])
             seen.clear()
             scheduler.submit(prompts(1)[0], GenerationOptions(12, SPECULATIVE))
             while scheduler.step():
@@ -229,7 +229,7 @@ def test_widths_are_learnt_and_then_chosen(pair, scheduler):
     streams = [scheduler.submit(text, GenerationOptions(120, SPECULATIVE)) for text in prompts(2)]
     scheduler.run()
     assert scheduler.policy.calibrated(2)
-    assert {kind.tokens for covered, kind in scheduler.policy.costs if covered == 2} == {1, 2, 4, 8, 16}
+    assert {p.tokens for p in scheduler.policy.plans if (2, p) in scheduler.policy.costs} == {1, 2, 4, 8, 16}
     assert all(s.stats.widths[16] >= 1 for s in streams)
 
 

@@ -213,7 +213,7 @@ def test_costs_that_real_steps_undercut_are_outdated():
         sequence = control.begin()
         for _ in range(40):
             kind = control.choose(1, [sequence])
-            control.observe(1, kind, share * control.measured[kind], [sequence], [min(1, kind.tokens - 1)])
+            control.observe(1, kind, share * {1: 10.0, 2: 12.0, 4: 14.0}[kind.tokens], [sequence], [min(1, kind.tokens - 1)])
         assert control.costs_outdated == outdated
 
 

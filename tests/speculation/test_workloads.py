@@ -25,7 +25,7 @@ from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.ggml.cores import ThreadCounts
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.loading import DEMO_TARGET
-from pyggml_spec.speculation.ngram_policy import NgramPolicy
+from pyggml_spec.speculation.ngram import NgramMethod
 from pyggml_spec.speculation.policy import SpeculationPolicy
 from pyggml_spec.text.tokenizer import Tokenizer
 
@@ -152,7 +152,7 @@ def milliseconds(
         for module in (scheduler, sequence):
             patched.setattr(module, "time", engine)
         patched.setattr(scheduler, "Counters", lambda engine: SimpleNamespace(warm=lambda: None, fill=lambda stats: None))
-        steps = Engine(engine, 16, ngram=NgramPolicy("suffix", given) if suffix else None)
+        steps = Engine(engine, 16, ngram=NgramMethod("suffix", given) if suffix else None)
         steps.policy = SpeculationPolicy.measured_for(DFLASH, {1: given[1], **drafted}) if drafter else None
         options = GenerationOptions(len(RIGHT[name]), SPECULATIVE if drafter or suffix else PLAIN, ignore_end=True)
         blocks = steps.submit(prompt, options, slot=0)
@@ -203,7 +203,7 @@ def test_a_step_that_waits_for_its_graph_costs_what_others_of_its_kind_do(monkey
         return step(engine, batch, meanwhile)
 
     monkeypatch.setattr(Recorded, "forward", waits)
-    monkeypatch.setattr(NgramPolicy, "observe", lambda self, covered, rows, milliseconds, tokens: taught.append((rows, milliseconds)))
+    monkeypatch.setattr(NgramMethod, "observe", lambda self, covered, rows, milliseconds, tokens: taught.append((rows, milliseconds)))
     milliseconds("copy", one, monkeypatch, suffix=True)
     assert len(taught) > 100 and all(took == pytest.approx(MACHINES[one][0][rows]) for rows, took in taught)
 

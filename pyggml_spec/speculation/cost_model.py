@@ -1,0 +1,128 @@
+"""What steps cost: milliseconds by key, clamped moving averages, apart for each condition of the machine."""
+
+import copy
+from collections import Counter
+from collections.abc import Hashable, Mapping
+
+RATE = 0.05  # least weight of one step
+MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand
+WARMUP, TRIES = 2, 4  # steps of a new graph that do not count (it is built, then captured), and steps after which its cost is known
+CLAMP = 2.0  # a step counts as at most so many times the known cost, and at least the same part of it: stalls prove nothing
+SLOW_RATE = 0.02  # weight of a step beyond that: after long texts steps do take longer
+FORGET_EVERY, FORGET_RATE = 8, 0.15  # steps of a key, and how far costs of the others return to what was measured then
+COLD_RATE, COLD = 0.9, 0.9  # weight of a step with cold caches, and the part of the known cost that it has to stay below to count
+TOO_SLOW = 0.6  # measured costs are outdated where a quarter of the steps take less than this part of them
+
+
+class CostModel:
+    """Keys are hashable; the policy's are (slots, plan).
+
+    ``measured``: milliseconds by key, measured beforehand. ``relative``: in a unit of their own, which the first steps tell.
+    """
+
+    def __init__(self, measured: Mapping[Hashable, float], relative: bool = False) -> None:
+        self.measured, self._relative = dict(measured), relative
+        self._ms, self._steps = dict(measured), Counter[Hashable]()
+        self._fast = Counter[Hashable]()
+        self._base: dict[Hashable, float] = (
+            dict(measured) if relative else {}
+        )  # of another condition, where a key has no step under this one
+        self._unseen: set[Hashable] = set(measured) if relative else set()
+        self._condition: Hashable = None
+        self._looks = -1
+        self._stored: dict[Hashable, tuple[tuple, tuple]] = {}
+
+    def __getitem__(self, key: Hashable) -> float:
+        return self._ms[key]
+
+    def get(self, key: Hashable) -> float | None:
+        return self._ms.get(key)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._ms
+
+    def steps(self, key: Hashable) -> int:
+        """Observed under this condition."""
+        return self._steps[key]
+
+    def known(self, key: Hashable) -> bool:
+        """Whether the cost was measured, or learnt from enough steps."""
+        return key in self.measured or self._steps[key] >= TRIES
+
+    def guess(self, key: Hashable, ms: float) -> None:
+        """A cost until steps with this key say otherwise."""
+        self._ms.setdefault(key, ms)
+
+    def learn(self, key: Hashable, ms: float, rate: float = 0.2) -> None:
+        """A plain moving average."""
+        known = self._ms.get(key, 0.0)
+        self._ms[key] = known + rate * (ms - known)
+
+    def observe(self, key: Hashable, ms: float, cold: bool = False) -> None:
+        """A step. ``cold``: caches were, so that it counts only where it is cheaper than known."""
+        known = self._ms.get(key)
+        if cold and known is not None and self.known(key):
+            if ms < COLD * known:
+                self._set(key, known + COLD_RATE * (max(ms, known / CLAMP) - known))
+            return
+        self._steps[key] += 1
+        n, measured = self._steps[key], self.measured.get(key)
+        if self._relative and n <= WARMUP:
+            return
+        if key in self._unseen:
+            self._unseen.discard(key)
+            self._set(key, ms)
+        elif measured is None and n <= TRIES:
+            if n > WARMUP:
+                self._ms[key] = ms if known is None or n == WARMUP + 1 else min(known, ms)
+        else:
+            assert known is not None
+            self._fast[key] += measured is not None and ms < TOO_SLOW * measured
+            weight = max(RATE, 1 / (n - WARMUP if self._relative else n + MEASURED_WEIGHT))
+            most = CLAMP * (measured or known)
+            cost = known + weight * (min(max(ms, known / CLAMP), most) - known)
+            if measured is not None and ms > most:
+                cost = max(cost, known + SLOW_RATE * (min(ms, CLAMP * max(measured, known)) - known))
+            self._set(key, cost)
+            if measured is not None and not n % FORGET_EVERY and not self._relative:
+                self._forget(key)
+
+    def _set(self, key: Hashable, ms: float) -> None:
+        """Keys without a step under this condition are taken to differ from their base as this one does."""
+        self._ms[key] = ms
+        if self._unseen and key in self._base:
+            ratio = ms / self._base[key]
+            self._ms.update({other: ratio * self._base[other] for other in self._unseen})
+
+    def _forget(self, seen: Hashable) -> None:
+        """Costs of other keys return to what was measured, or longer where the first key takes longer: keys that stalled would never be tried again."""
+        first = next(iter(self.measured))
+        longer = max(1.0, self._ms[first] / self.measured[first])
+        for key, measured in self.measured.items():
+            if key not in (first, seen) and (self._ms[key] > longer * measured or longer > 1):
+                self._ms[key] += FORGET_RATE * (longer * measured - self._ms[key])
+
+    @property
+    def outdated(self) -> bool:
+        """Whether steps took much less than was measured."""
+        return any(n >= 8 and self._fast[key] > n // 4 for key, n in self._steps.items())
+
+    def set_condition(self, condition: Hashable, looks: int = 0) -> bool:
+        """The condition of the machine, before each step; True where it has changed. Costs then are those that were last known under it.
+
+        ``looks``: how often the condition was looked up so far; costs are stored at the second last look, as it may have changed before it was seen.
+        """
+        if self._condition is None:
+            self._condition = condition
+        if condition != self._condition:
+            self._condition, self._looks = condition, -1
+            if condition in self._stored:
+                self._ms, self._steps, self._base, self._unseen = map(copy.copy, self._stored[condition][0])
+            else:
+                self._base, self._unseen = dict(self._ms), set(self._ms)
+            self._fast.clear()
+            return True
+        if looks != self._looks:
+            self._looks, now = looks, tuple(map(copy.copy, (self._ms, self._steps, self._base, self._unseen)))
+            self._stored[condition] = self._stored.get(condition, (now, now))[1], now
+        return False
