@@ -19,21 +19,21 @@ from .text.template import DEFAULT, KEY, NAME, TOOL_USE, ChatTemplate, templates
 from .text.tokenizer import Tokenizer
 
 CONTINUE = "{% for m in messages %}{{ m.content }}{% if not loop.last or m.role != 'assistant' %}{{ '\\n' }}{% endif %}{% endfor %}"
-"""For models that were never taught to chat: all turns are one running text, which the model goes on with."""
-CONTINUE_STOP, CONTINUE_TOKENS = ("\n\n\n",), 256  # such models rarely end by themselves
+"""For models without a chat template: all turns are one running text."""
+CONTINUE_STOP, CONTINUE_TOKENS = ("\n\n\n",), 256  # such models rarely emit an end token
 
 
 class Chat:
     """Use ``ask`` for a turn. A turn that fails, or is stopped before its answer begins, leaves the conversation as it was.
 
     Attributes:
-        session: borrowed; other generations in between are allowed, and cost the reuse of the caches.
-        template: of the conversation, or its Jinja source; None takes the model's, see ``chat_template``.
+        session: borrowed. Other generations in between are allowed; the caches are then not reused.
+        template: a template, or its Jinja source; None takes the model's, see ``chat_template``.
         system: the first message, if any.
-        thinking: True or False switches a template that can think; None is True.
-        variables: further names that the template knows, as ``ChatTemplate.render`` takes them.
-        messages: the turns so far, the system prompt not among them.
-        stats: of every answer so far.
+        thinking: switches reasoning in templates that support it; None is True.
+        variables: further template variables, as of ``ChatTemplate.render``.
+        messages: the turns so far, without the system prompt.
+        stats: of each response so far.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Chat:
         ids = self.template.encode(self.session.tokenizer, self.as_messages(turn), thinking=self.thinking, variables=self.variables)
         if not ids:
             raise TemplateError("the chat template makes no text of this conversation; use another one")
-        answer, stats = _answer(self.session, self.template, ids), self.session.new_stats()
+        answer, stats = _response(self.session, self.template, ids), self.session.new_stats()
         events = self.session.steps(
             ids, max_tokens, sampling=self.sampling, stop=CONTINUE_STOP if self.continues else (), append=True,
             interrupted=interrupted, prefill_progress=prefill_progress, stats=stats,
@@ -120,12 +120,13 @@ class Chat:
         except PyspecError:
             failed = True
             raise
-        finally:  # an answer that was stopped counts as far as it came
+        finally:  # a stopped response counts
             if stats.emitted and not failed:
                 self.messages += [turn, answer.message()]
                 self.stats.append(stats)
 
     def as_messages(self, turn: dict) -> list[dict]:
+        """The system prompt, the turns so far and ``turn``."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.messages, turn]
 
@@ -134,7 +135,7 @@ class Chat:
         self.messages, self.stats = [], []
 
     def close(self) -> None:
-        """Closes the session, which is nobody else's where ``load`` has made the chat."""
+        """Closes the session, which ``load`` made for this chat alone."""
         self.session.close()
 
     def __enter__(self) -> Self:
@@ -144,8 +145,8 @@ class Chat:
         self.close()
 
 
-class _Answer:
-    """An answer as it comes: as it is shown, and as a message of the turns behind it."""
+class _Response:
+    """A response: the text to show, and the message for later turns."""
 
     def __init__(self) -> None:
         self.content = ""
@@ -158,8 +159,8 @@ class _Answer:
         return {"role": "assistant", "content": self.content}
 
 
-class _ReadAnswer(_Answer):
-    """One whose reasoning stands between control tokens, which are no text: shown before the content, and told apart for the template."""
+class _ReasoningResponse(_Response):
+    """A response with reasoning between control tokens: shown before the content, separate in the message."""
 
     def __init__(self, form: Format, tokenizer: Tokenizer, thinks: bool) -> None:
         super().__init__()
@@ -181,20 +182,20 @@ class _ReadAnswer(_Answer):
         return super().message() | ({"reasoning_content": self.reasoning} if self.reasoning else {})
 
 
-def _answer(session: Session, template: ChatTemplate, ids: Sequence[int]) -> _Answer:
+def _response(session: Session, template: ChatTemplate, ids: Sequence[int]) -> _Response:
     form, tokenizer = template.form, session.tokenizer
     control = tokenizer.control_tokens()
     if form.channels is None and not control.keys() & set(form.think):
-        return _Answer()
-    return _ReadAnswer(form, tokenizer, form.opened(tokenizer.decode(ids[-TAIL:], special=True)))
+        return _Response()
+    return _ReasoningResponse(form, tokenizer, form.opened(tokenizer.decode(ids[-TAIL:], special=True)))
 
 
 def chat_template(session: Session, source: str | None = None, otherwise: str = CONTINUE) -> tuple[ChatTemplate, str]:
-    """A template and where it is from, in words.
+    """A template and its origin, in words.
 
     Args:
-        source: Jinja text, or the name of one of the file's templates; None for the one that it uses.
-        otherwise: for files that have none.
+        source: Jinja text, or the name of one of the file's templates; None for the default one.
+        otherwise: for files without a template.
 
     Raises:
         TemplateError: it is wrong.

@@ -1,4 +1,4 @@
-"""What a generation gives, step by step."""
+"""Events of a generation."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,12 @@ class StepEvent:
     """One step of a generation.
 
     Attributes:
-        text: what is new of it; may be empty.
-        tokens: the ids that came out; none in the last event, which flushes the text.
-        stats: the statistics as they were then, a copy of its own; in the last event those of the whole generation.
-        logprobs: of the tokens, if they were asked for.
-        drafts: of requests that share steps: the ids that this step verified. The first ``len(tokens) - 1`` of them are those tokens, unless the
-            text ended before; the rest was rejected. None where nothing was drafted.
-        prompt_read: in events about the progress of a prompt alone: how many of its tokens are in the caches.
+        text: new text; may be empty.
+        tokens: ids of this step; none in the last event, which flushes the text.
+        stats: a copy of the statistics at this step; in the last event the final statistics.
+        logprobs: of the tokens, where requested.
+        drafts: of requests of ``concurrent``: drafts that this step verified, the first ``len(tokens) - 1`` of them accepted, unless the text ended before.
+        prompt_read: in progress events only: prompt tokens in the caches.
     """
 
     text: str
@@ -30,6 +29,6 @@ class StepEvent:
 
 @dataclass(frozen=True)
 class End:
-    """What comes behind the last event of a request among others: ``error`` is what ended it, None if it ended by itself."""
+    """Follows the last event of a request of ``concurrent``. ``error``: what ended it, None for a regular end."""
 
     error: BaseException | None = None

@@ -1,4 +1,4 @@
-"""What an engine counts by itself, between two moments of a generation."""
+"""Counters of the runner over one generation."""
 
 from dataclasses import asdict
 from typing import Any
@@ -7,25 +7,25 @@ from .runner import ModelRunner
 from .stats import Stats
 
 WARMUP_STEPS = 2
-WHOLE = ("graphs_built", "buffer_growths")  # said since the engine was made, not since the generation began
+SINCE_LOAD = ("graphs_built", "buffer_growths")  # counted since load, not since the generation began
 
 
 class Counters:
-    """The counters of an engine while one generation has it to itself."""
+    """Of a runner with one slot, for its only sequence."""
 
     def __init__(self, engine: ModelRunner) -> None:
         self._engine, self._before = engine, counts(engine)
         self._warm: dict[str, Any] | None = None
 
     def warm(self) -> None:
-        """The first WARMUP_STEPS steps are done: what is built from now on, a step had to wait for."""
+        """The first WARMUP_STEPS steps are done: later builds delay a step."""
         self._warm = counts(self._engine)
 
     def fill(self, stats: Stats) -> None:
-        """Writes what was counted so far into ``stats``."""
+        """Writes the counts so far into ``stats``."""
         now = counts(self._engine)
         for key, value in now.items():
-            before: Any = 0 if key in WHOLE else self._before[key]
+            before: Any = 0 if key in SINCE_LOAD else self._before[key]
             setattr(stats, key, value - before if isinstance(value, int) else {k: v - before[k] for k, v in value.items()})
         warm = self._warm or now
         built, ahead = (now[key] - warm[key] for key in ("graphs_built", "graphs_built_ahead"))

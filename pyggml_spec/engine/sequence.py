@@ -27,7 +27,7 @@ from .stats import Stats
 
 SPECULATIVE, PLAIN, REFERENCE = "speculative", "plain", "reference"
 STOP, END, LENGTH, CONTEXT = "stop", "end", "length", "context"  # stop reasons
-CONSTRAINT, SCRIPT = "constraint", "script"  # draft sources beside drafting methods
+CONSTRAINT, SCRIPT = "constraint", "script"  # draft sources other than drafting methods
 
 DraftFunction = Callable[[Tokens[int], int], Tokens[int]]
 """A scripted drafter: (all tokens so far, count) -> at most that many draft ids."""
