@@ -5,7 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, Self, Unpack, cast
 
@@ -14,6 +14,7 @@ from .cache.prefix import PrefixCache, Reuse, layout_of
 from .cache.prefix_files import PrefixFiles
 from .checks import path, token_ids, whole
 from .concurrent import ConcurrentSession
+from .configuration import Configuration, configuration_of
 from .context_size import default_context, room, rough_bytes
 from .drafters.base import Drafter
 from .drafters.multi import AnyDrafter
@@ -28,7 +29,6 @@ from .engine.stats import Stats
 from .errors import ContextError, EngineError, PyspecError, SamplingError
 from .events import StepEvent
 from .folders import why_nothing_is_kept
-from .ggml.cores import CORE_MONITOR
 from .ggml.device import Backend, disable_graph_replay, free_bytes, present, release_threads
 from .ggml.library import versions
 from .load_options import AUTO, MOST_BYTES, LoadOptions
@@ -41,7 +41,7 @@ from .speculation.calibrate import cached_costs, cached_kinds, keep_drafts, know
 from .speculation.confidence import Confidence
 from .speculation.ngram import NgramMethod
 from .speculation.plan import skip_drafter_rows
-from .speculation.policy import NEVER_PAYS, AcceptancePrior, SpeculationPolicy, StepPlan, chain_plans, useful_widths, worth_keeping
+from .speculation.policy import NEVER_PAYS, AcceptancePrior, SpeculationPolicy, StepPlan, chain_plans, worth_keeping
 from .speculation.synthetic import SyntheticAcceptance
 from .text.stream import BlockText, stop_texts
 from .text.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ GREEDY = Sampling(temperature=0)
 PREFIX_MEMORY = 1 << 30  # bytes on the device that the prefix cache may take, and at most an eighth of what is free after loading
 PREFIX_DISK = 8 << 30
 
-# operations of ggml's that compute value by value, or move values
+# ggml operations that compute value by value, or move values
 BY_ROWS = frozenset(
     [
         "VIEW",
@@ -81,36 +81,14 @@ BY_ROWS = frozenset(
         "PAD",
     ]
 )
-OTHERWISE = (
+NOT_BATCH_INVARIANT = (
     "some products are ggml's, which round by the rows of a step: where drafts of the text's own repetitions are verified, a near-tie can fall "
     "otherwise than in plain decoding; `spec` none takes such drafts away"
 )
 
-MANY = "this session runs many requests at once: submit this one too, or close what concurrent() or batch() gave first"
+MANY = "this session runs many requests at once: submit this one too, or close what concurrent() or batch() returned"
 ONLY = "this session gave up its own caches with concurrent(only=True): submit to that one, or load the model again"
 CLOSED = "the session is closed: load the model again"
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """What is really in use, for the one line that says so.
-
-    ``context``: where ``n_ctx`` comes from: "the model's", "of N: memory" where less fits than the N tokens that it was trained with, "" if it was asked for.
-    """
-
-    target: str
-    drafter: str | None
-    lookup: str | None
-    device: str
-    threads: int
-    width: int
-    widths: tuple[int, ...]
-    n_ctx: int
-    context: str
-    kv_type: str
-    kernels: str
-    memory: dict[str, int]
-    notes: tuple[str, ...]
 
 
 class Session:
@@ -160,11 +138,11 @@ class Session:
         self.backends, self.backend = loader.backends, loader.backend
         self.target, self.tokenizer, self.drafter = loader.target, loader.tokenizer, loader.drafter
         self.engine = loader.engine()
-        self.notes, self._context_from, width = loader.notes, loader.context_from, self.engine.options.width
+        self.notes, self.context_from, width = loader.notes, loader.context_from, self.engine.options.width
         if loader.default_ngram and loader.ngram is not None:
             self.lookup = NgramMethod.unmeasured(loader.ngram, [w for w in candidate_widths(width) if w > 1])
             if not self.batch_invariant:
-                self.notes.append(OTHERWISE)
+                self.notes.append(NOT_BATCH_INVARIANT)
         elif loader.ngram is not None:
             self.lookup = self._lookup_control(loader.ngram)
         self.scheduler = Engine(self.engine, width, ngram=self.lookup)
@@ -179,13 +157,13 @@ class Session:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a row of the target's has the same bits in steps of any number of rows: all that sums over values is native kernels' work."""
+        """Whether a row of the target has the same bits in steps of any number of rows: native kernels compute all sums over values."""
         graph = self.engine.graphs.get("plain", 1, self.engine.kv.live).graph
         return self.backend.level is not None and all(op.startswith("native ") or op in BY_ROWS for op in graph.op_counts())
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Who drafts here, by the names of `--spec-type`."""
+        """Drafting methods in use, by the names of `--spec-type`."""
         models = tuple(member.method for member in self.drafter.methods) if self.drafter is not None else ()
         return models if self.lookup is None else (*models, self.lookup.method)
 
@@ -205,11 +183,11 @@ class Session:
         self.notes += [note for note in files.notes if note not in self.notes]
         return files
 
-    def _prefix_memory(self, asked: int | None) -> int:
-        """Bytes for copies of prompts; None: of what is free now."""
-        if asked is None:
+    def _prefix_memory(self, nbytes: int | None) -> int:
+        """Bytes for copies of prompts; by default of what is free now."""
+        if nbytes is None:
             return min(PREFIX_MEMORY, free_bytes(present(self.backend.device)) // 8)
-        return whole(asked, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
+        return whole(nbytes, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
 
     def _lookup_control(self, method: str) -> NgramMethod:
         """Of this session's sequences; what verifying costs is measured, or known from an earlier session."""
@@ -250,13 +228,10 @@ class Session:
         return control
 
     def slots_context(self, slots: int, only: bool = False) -> int:
-        """Tokens of context for each of ``slots`` where nobody says how many: the session's, or as many as leave memory on every device.
-
-        ``only``: as of ``concurrent``.
-        """
+        """Default context of each of ``slots``: the session's, or as many tokens as leave memory on every device. ``only``: as of ``concurrent``."""
         self._check_open()
         options = replace(self.engine.options, slots=slots)
-        if not self._context_from:
+        if not self.context_from:
             return options.n_ctx
         held = [0] * len(self.backends) if self.engine.graphs.closed else [
             sum(n for name, n in part.items() if name not in SHARED) for part in self.engine.memory_by_segment()
@@ -304,7 +279,7 @@ class Session:
             append: go on in the caches if the prompt begins with exactly the tokens that the last generation left there. Rows of tokens that
                 were generated come from steps then, not from a prefill, and round differently: a near-tie may fall the other way.
             synthetic: accept drafts at random (benchmarks only: the text is not the target's).
-            interrupted: asked between steps; True ends the generation with the stop reason "interrupt".
+            interrupted: called between steps; True ends the generation with the stop reason "interrupt".
             stats: of ``new_stats``, filled in as it goes: complete also when the generation is closed early or fails.
 
         Raises:
@@ -313,7 +288,7 @@ class Session:
             EngineError: an unknown mode, or the speculative one without a drafter; the session is closed, or generating already; its next
                 generation began before this one was read to its end.
 
-        A session has one generation at a time. The next one of the same thread ends one that was left half read, which then says so; another
+        A session has one generation at a time. The next one of the same thread ends one that was left half read, which raises then; another
         thread is refused until it has been read to its end, closed or dropped, or its thread has ended.
         """
         self._check_own()
@@ -336,7 +311,7 @@ class Session:
             sampler, started = self._sampler(sampling, ignore_end), time.perf_counter()
             stats = self.new_stats() if stats is None else stats
             reuse, held = self._begin(ids, mode, append, stats)
-            stats.seconds["prefill"] = time.perf_counter() - started  # bringing rows back is part of the start
+            stats.seconds["prefill"] = time.perf_counter() - started  # restoring rows included
             if sampler is not None:
                 stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
             self._last = (self.engine.epoch, history := list(ids))
@@ -403,15 +378,15 @@ class Session:
         return reuse, held
 
     def _needs_drafters_rows(self, ids: list[int], append: bool) -> bool:
-        """Whether a text gets the rows that drafters read. Without drafts they are for nothing; but what its prompt goes on behind has them or has not, and to
-        compute that anew takes longer than they do."""
+        """Whether the drafters' rows are computed for this text. While drafting is disabled they are not; but a reused prefix with such rows keeps them, as
+        computing it anew takes longer."""
         widths = self.scheduler.policy
         if append and widths is not None and widths.should_disable():
             return self.engine.slots[0].drafting
         return not skip_drafter_rows(widths, lambda drafting: self.prefix.known(ids, drafting))
 
     def _alike(self, ids: list[int], drafting: bool) -> int:
-        """How many leading tokens of ``ids`` lie in place, to the token: where rows are all there is, and have the same bits whatever step computed them."""
+        """Leading tokens of ``ids`` whose rows can stay: of models without recurrent state whose rows have the same bits in any step."""
         (epoch, history), engine, slot = self._last, self.engine, self.engine.slots[0]
         alike = slot.drafting == (drafting and self.drafter is not None)
         if epoch != engine.epoch or not alike or not slot.sound or slot.open_rows or not self._rows_stay:
@@ -421,7 +396,7 @@ class Session:
         return next((i for i in range(most) if ids[i] != history[i]), most)
 
     def _held(self, ids: list[int], drafting: bool) -> int:
-        """How many leading tokens of ``ids`` the last generation left in the caches: all that are there, or 0."""
+        """Leading tokens of ``ids`` that are all of what the last generation left in the caches, or 0."""
         epoch, history = self._last
         n, alike = self.engine.cursor.committed, self.engine.slots[0].drafting == (drafting and self.drafter is not None)
         return n if epoch == self.engine.epoch and alike and n < len(ids) and ids[:n] == history[:n] and n <= len(history) else 0
@@ -488,7 +463,7 @@ class Session:
 
         Raises:
             ContextError: the prompts are one text instead of several, or one of them does not fit.
-            PyspecError: as ``concurrent`` and ``steps``; no other prompt is gone on with then.
+            PyspecError: as ``concurrent`` and ``steps``; the other prompts end then.
         """
         if isinstance(prompts, (str, bytes)):
             raise ContextError("the prompts are one text; give a list of prompts, or use generate")
@@ -500,8 +475,8 @@ class Session:
             return [handle.result() for handle in handles]
 
     def sampling(self, **fields: Any) -> Sampling:
-        """The sampling that `pyspec run` uses for these fields of ``Sampling``, named or not: greedy if none of them asks for random numbers;
-        or else what the model file recommends, and llama.cpp's defaults, stand for those that are not named.
+        """The sampling that `pyspec run` uses for these fields of ``Sampling``: greedy if none of them needs random numbers; otherwise fields that are not
+        named are what the model file recommends, or llama.cpp's defaults.
 
         Raises:
             SamplingError: a value out of range.
@@ -519,9 +494,9 @@ class Session:
 
         Args:
             n_ctx: tokens of context of each slot; None takes the session's, or as many as memory has room for where `load` chose that.
-            prefix_memory: bytes on the device for the beginnings of prompts, so that what begins alike is computed once.
-            groups: of sequences that decode beside each other where the layers are split over several devices: 1 for none, 2 for as often as it is
-                possible; "auto" measures what pays.
+            prefix_memory: bytes on the device for shared prompt prefixes, which are computed once.
+            groups: micro-batches that decode concurrently where the layers are split over several devices: 1 for none, 2 where possible; "auto"
+                measures which is faster.
 
         This session itself generates nothing until it is closed.
 
@@ -544,7 +519,7 @@ class Session:
         groups: int | str = 1,
     ) -> Engine:  # fmt: skip
         self._check_open()
-        wanted = None if groups == AUTO else whole(groups, f"what `groups` asks for beside {AUTO!r}, groups of sequences,", 1, GROUPS)
+        wanted = None if groups == AUTO else whole(groups, f"`groups`, if it is not {AUTO!r},", 1, GROUPS)
         context = self.slots_context(slots) if n_ctx is None else n_ctx
         options = replace(self.engine.options, slots=slots, n_ctx=context, groups=wanted != 1)
         memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
@@ -571,7 +546,7 @@ class Session:
         elif self.costs and (control := self.new_policy()) is not None:
             if control.never_pays:
                 scheduler.pin_width(1, NEVER_PAYS)  # where W rows cost W plain steps, those of several sequences are no cheaper
-            elif scheduler.policy is not None and not engine.groups:  # whose steps are launched before anybody could look at drafts
+            elif scheduler.policy is not None and not engine.groups:  # whose steps are launched before drafts can be read
                 scheduler.policy.confidence = control.confidence
         return scheduler
 
@@ -583,13 +558,13 @@ class Session:
         ``prefix_memory`` it is 1 GiB, or an eighth of what is free if that is less.
 
         Args:
-            prefix_cache, prefix_disk: folder in which the beginnings of prompts outlive the process, and bytes that it may take, as of ``load``.
+            prefix_cache, prefix_disk: folder in which prompt prefixes outlive the process, and bytes that it may take, as of ``load``.
             only: frees this session's own caches first: from then on it generates through ``concurrent`` alone.
 
         This session itself generates nothing while it is open: both would use one device stream from two threads.
         """
         if self._concurrent is not None and self._concurrent.ended and self._concurrent in self._parts:
-            self._concurrent.close()  # an error may have ended it, and its thread still be about to end: the turn is its own till then
+            self._concurrent.close()  # it failed, and its thread may not have ended yet
             self._parts.remove(self._concurrent)
         hold = self._lock.acquire(MANY)
         try:
@@ -610,82 +585,34 @@ class Session:
             if part in self._parts:
                 self._parts.remove(part)
 
-    def calibrate_plain(self, steps: int = 36, behind: int = 0) -> float:
-        """Milliseconds that plain decoding takes per token here and now, the host's work around each step included: the mean of at most ``steps`` steps.
+    def calibrate_plain(self, steps: int = 36, depth: int = 0, *, behind: int | None = None) -> float:
+        """Milliseconds per token of plain decoding, host time included: the mean of at most ``steps`` steps. Forgets the sequence.
 
-        Forgets the sequence. Steps are measured for 0.15 seconds, slow ones for about half a second. ``behind``: so many tokens stand before them, as in
-        the text that is compared; fewer where computing them would take longer than a tenth of a second.
+        Steps are measured for 0.15 seconds, slow ones for about half a second. ``depth``: tokens of context before them; fewer where computing them would
+        take longer than a tenth of a second.
 
         Raises:
             ContextError: the context is too short for a step.
         """
         self._check_own()
+        if behind is not None:
+            warnings.warn("`behind` of calibrate_plain is `depth` now", DeprecationWarning, stacklevel=2)
+            depth = behind
         steps = whole(steps, "the number of steps", 1, 1 << 20)
-        behind = whole(behind, "the number of tokens before them", 0, 1 << 30)
+        depth = whole(depth, "the number of tokens before them", 0, 1 << 30)
         text, stats = BlockText(self.tokenizer.piece, ()), self.new_stats()
         with self._lock.held():
-            return plain_cost(self.scheduler, steps, behind, lambda block: StepEvent(text.take(block), tuple(block), stats.snapshot(), ()))
-
-    def _kv_types(self) -> str:
-        kv, draft_kv = self.engine.options.kv, self.engine.options.draft_kv
-        return str(kv) if self.drafter is None or kv == draft_kv else f"{kv}, drafter {draft_kv}"
-
-    def _kernels(self) -> str:
-        """Whose kernels multiply; on devices other than CPUs ggml's always do."""
-        level = next((backend.level for backend in self.backends if backend.level is not None), None)
-        if level is None:
-            return "ggml"
-        loaded = [self.target.weights, *(member.weights for member in (self.drafter.methods if self.drafter is not None else ()))]
-        own, rest = sum(w.own_bytes for w in loaded), sum(w.other_matrix_bytes for w in loaded)
-        share = "" if not rest else f" for {100 * own / (own + rest):.0f} % of the weights"
-        apart = self.target.ggml_attention
-        return f"native ({level.name}){share}" + (f", attention by ggml's because {apart}" if apart else "")
-
-    def _devices(self) -> str:
-        """What computes, and which layers where there are several."""
-        segments = self.target.weights.segments
-        return ", ".join(map(str, segments)) if segments else self.backend.device.name
+            return plain_cost(self.scheduler, steps, depth, lambda block: StepEvent(text.take(block), tuple(block), stats.snapshot(), ()))
 
     def configuration(self) -> Configuration:
         """What is in use: read it before trusting a speed."""
         self._check_open()
-        drafter = self.drafter.title if self.drafter is not None else None
-        width = self.engine.options.width if self.drafter is not None else 1
-        return Configuration(
-            self.target.file.path.name,
-            drafter,
-            self.lookup.method if self.lookup is not None else None,
-            self._devices(),
-            max(backend.threads for backend in self.backends),
-            width,
-            self._widths_in_use(),
-            self.engine.options.n_ctx,
-            self._context_from,
-            self._kv_types(),
-            self._kernels(),
-            {} if self.engine.graphs.closed else self.engine.memory(),
-            (*self.notes, *self._gave_way()),
-        )
+        return configuration_of(self)
 
     def engaged(self) -> Configuration:
         """The old name of ``configuration``."""
         warnings.warn("Session.engaged is Session.configuration now", DeprecationWarning, stacklevel=2)
         return self.configuration()
-
-    def _gave_way(self) -> list[str]:
-        """That other work has cores of the CPU's threads now."""
-        CORE_MONITOR.poll()
-        threads = self.engine.threads
-        if threads.now == threads.most:
-            return []
-        return [f"other work has the processor: {threads.now} of {threads.most} threads compute now, and all of them when it ends"]
-
-    def _widths_in_use(self) -> tuple[int, ...]:
-        """Those that control chooses from, 1 being plain decoding; empty where the width is pinned."""
-        if not self.costs:
-            return ()
-        others = {kind.tokens for kind, ms in self.other_costs.items() if kind.tokens * self.costs[1] > ms}
-        return tuple(sorted({*useful_widths(self.costs), *others}))
 
     def close(self) -> None:
         """Frees everything that ``load`` made.
@@ -697,7 +624,7 @@ class Session:
             if self._concurrent is not None:
                 self._concurrent.close()
         except BaseException:
-            with suppress(Exception):  # that its thread is at work still: what came first says why
+            with suppress(Exception):  # its thread may still be at work; the first error is raised
                 self._free()
             raise
         self._free()
@@ -707,7 +634,7 @@ class Session:
         if self._drafts_count and (widths := self.scheduler.policy) is not None:
             keep_drafts(self.engine, widths.priors)
             self._drafts_count = False
-        with ExitStack() as freed:  # whatever one of them raises, the last one made first
+        with ExitStack() as freed:  # in reverse order, whatever one of them raises
             for part in self._parts:
                 freed.callback(part.close)
             self._parts = []

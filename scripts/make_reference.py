@@ -25,7 +25,7 @@ NOTE = "<!-- Written by scripts/make_reference.py: do not edit. -->\n\n"
 SECTIONS = ("Args", "Attributes", "Raises")
 MADE_ELSEWHERE = ("Session", "ConcurrentSession", "Handle")  # constructors that are not for users
 MORE = {  # what else is meant to be used, by module
-    "api": ("Configuration",),
+    "configuration": ("Configuration",),
     "chat": ("chat_template",),
     "sampling.sampler": ("TokenLogprob",),
     "text.stream": ("LineLimits",),

@@ -1,0 +1,89 @@
+"""What a session really uses, for the configuration line."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .ggml.cores import CORE_MONITOR
+from .speculation.policy import useful_widths
+
+if TYPE_CHECKING:
+    from .api import Session
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What is in use.
+
+    Attributes:
+        lookup: the n-gram method, None without one.
+        width, widths: rows of the widest block; what the policy chooses from, 1 being plain decoding, empty where the width is fixed.
+        context: where ``n_ctx`` comes from: "the model's", "of N: memory" where less fits than the N trained tokens, "" if it was requested.
+        kv_type: types of K and V rows.
+        memory: bytes by purpose.
+        notes: sentences about this model, device and build.
+    """
+
+    target: str
+    drafter: str | None
+    lookup: str | None
+    device: str
+    threads: int
+    width: int
+    widths: tuple[int, ...]
+    n_ctx: int
+    context: str
+    kv_type: str
+    kernels: str
+    memory: dict[str, int]
+    notes: tuple[str, ...]
+
+
+def configuration_of(session: "Session") -> Configuration:
+    engine, drafter, segments = session.engine, session.drafter, session.target.weights.segments
+    options = engine.options
+    same = drafter is None or options.kv == options.draft_kv
+    return Configuration(
+        target=session.target.file.path.name,
+        drafter=drafter.title if drafter is not None else None,
+        lookup=session.lookup.method if session.lookup is not None else None,
+        device=", ".join(map(str, segments)) if segments else session.backend.device.name,
+        threads=max(backend.threads for backend in session.backends),
+        width=options.width if drafter is not None else 1,
+        widths=_widths(session),
+        n_ctx=options.n_ctx,
+        context=session.context_from,
+        kv_type=str(options.kv) if same else f"{options.kv}, drafter {options.draft_kv}",
+        kernels=_kernels(session),
+        memory={} if engine.graphs.closed else engine.memory(),
+        notes=(*session.notes, *_busy(session)),
+    )
+
+
+def _widths(session: "Session") -> tuple[int, ...]:
+    costs = session.costs
+    if not costs:
+        return ()
+    others = {plan.tokens for plan, ms in session.other_costs.items() if plan.tokens * costs[1] > ms}
+    return tuple(sorted({*useful_widths(costs), *others}))
+
+
+def _kernels(session: "Session") -> str:
+    """Native kernels, and for how much of the weights; ggml's on devices other than CPUs."""
+    level = next((backend.level for backend in session.backends if backend.level is not None), None)
+    if level is None:
+        return "ggml"
+    methods = session.drafter.methods if session.drafter is not None else ()
+    loaded = [session.target.weights, *(method.weights for method in methods)]
+    native, rest = sum(w.own_bytes for w in loaded), sum(w.other_matrix_bytes for w in loaded)
+    share = f" for {100 * native / (native + rest):.0f} % of the weights" if rest else ""
+    reason = session.target.ggml_attention
+    return f"native ({level.name}){share}" + (f", attention by ggml's because {reason}" if reason else "")
+
+
+def _busy(session: "Session") -> list[str]:
+    """That other work uses cores of the CPU's threads now."""
+    CORE_MONITOR.poll()
+    threads = session.engine.threads
+    if threads.now == threads.most:
+        return []
+    return [f"other work has the processor: {threads.now} of {threads.most} threads compute now, and all of them when it ends"]
