@@ -1,4 +1,4 @@
-"""pyggml_spec runs GGUF models with speculative decoding on ggml, proves that the tokens are the same, and says why when it is not
+"""pyggml_spec runs GGUF models with speculative decoding on ggml, proves that the tokens are the same, and reports why when it is not
 faster.
 
     import pyggml_spec as ps

@@ -1,4 +1,4 @@
-"""Checks of what callers hand in. Behind Python is ggml, which ends the process on a number that is out of range, or reads what lies there."""
+"""Checks of arguments. ggml ends the process on a number that is out of range, or reads memory that is not there."""
 
 import operator
 import os

@@ -28,7 +28,7 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
 
     Args:
         repo: "USER/MODEL" or "USER/MODEL:QUANT", in any case. Without QUANT: Q4_K_M, else Q8_0, else the first file.
-        file: this file of the repository, whatever QUANT says.
+        file: this file of the repository, instead of QUANT.
         drafter: files whose name begins with "dflash-", "dspark-", "eagle3-" or "mtp-", in this order, come before others.
         progress: called with ("download", done, total) in bytes; for a model in several files ("download 2 of 5", done, total), file by file.
 
@@ -44,7 +44,7 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
         if not isinstance(error, ValueError) and type(error).__name__ != "InvalidURL":  # httpx's is none
             raise
         raise HubError(  # of settings that huggingface_hub cannot read, or what it stands on
-            f"{name} cannot be asked for: {_line(error)}; look at HF_ENDPOINT, HF_TOKEN, other variables that begin with HF_, and those of proxies"
+            f"{name} cannot be requested: {_line(error)}; look at HF_ENDPOINT, HF_TOKEN, other variables that begin with HF_, and those of proxies"
         ) from None
 
 
@@ -81,7 +81,7 @@ def _package() -> Any:
 
 
 def _names(hub: Any, repo: str) -> tuple[list[str], dict[str, Path] | None]:
-    """The GGUFs of the repository, and where they lie if the hub cannot be asked: then it is those that were downloaded before."""
+    """The GGUFs of the repository, and where they lie if the hub cannot be reached: then it is those that were downloaded before."""
     try:
         return [s.rfilename for s in hub.HfApi().model_info(repo, timeout=PATIENCE).siblings or [] if s.rfilename.endswith(".gguf")], None
     except hub.errors.HfHubHTTPError as error:
@@ -136,7 +136,7 @@ def _download(hub: Any, repo: str, name: str, progress: Callable[[int, int], Non
     from huggingface_hub.utils import tqdm
 
     class Bar(tqdm):
-        """What huggingface_hub draws, told to the caller instead."""
+        """huggingface_hub's progress bar, as calls of ``progress``."""
 
         def __init__(self, *args: Any, **more: Any) -> None:
             super().__init__(*args, **{**more, "disable": True})

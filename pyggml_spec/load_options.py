@@ -49,7 +49,7 @@ class LoadOptions:
         offload_prompts: prompt chunks of so many rows or more compute on the device with copies of the experts that ``experts`` keeps in host memory,
             or of the layers that a CPU has, layer by layer; "auto" measures from how many rows on that is faster. None: the CPU computes what
             lies in its memory.
-        rope: replaces what the target's file says about positions, to stretch its context: as llama.cpp's options of these names.
+        rope: replaces what the target's file has about positions, to stretch its context: as llama.cpp's options of these names.
 
     Raises:
         PyspecError: a value out of range or of another type; the message names it.
@@ -102,11 +102,9 @@ class LoadOptions:
         rows = self.offload_prompts
         if rows is None or rows == AUTO:
             return
-        rows = whole(rows, f"what `offload_prompts` asks for beside {AUTO!r}, rows of a chunk,", 1, WIDEST_CHUNK)
+        rows = whole(rows, f"`offload_prompts`, rows of a chunk if it is not {AUTO!r},", 1, WIDEST_CHUNK)
         if rows > self.chunk:
-            raise EngineError(
-                f"no chunk of a prompt has the {rows} rows that `offload_prompts` asks for: a `chunk` has {self.chunk}; ask for fewer"
-            )
+            raise EngineError(f"no chunk of a prompt has the {rows} rows of `offload_prompts`: a `chunk` has {self.chunk}; use fewer")
 
     @classmethod
     def of(cls, options: "LoadOptions | None", fields: Mapping[str, Any]) -> "LoadOptions":

@@ -108,18 +108,18 @@ class Loader:
 
     def _rope_note(self, file: GGUFFile) -> str:
         """The rope parameters in use, compared with the file's: an option that this scaling ignores changes nothing."""
-        asked, used = file.rope, getattr(self.target, "rope")  # noqa: B009  (a model that takes these options has it)
+        requested, used = file.rope, getattr(self.target, "rope")  # noqa: B009  (a model that takes these options has it)
         file.rope = None
         try:
             own = getattr(open_target(file), "rope")  # noqa: B009
         except ModelError:  # a scaling that is not supported
-            return f"positions are {used}, as asked"
+            return f"positions are {used}, as requested"
         finally:
-            file.rope = asked
+            file.rope = requested
         return (
             f"positions are {used}, as in the file: the rope options change nothing"
             if used == own
-            else f"positions are {used}; the file says {own}"
+            else f"positions are {used}; the file has {own}"
         )
 
     def _open_drafters(self, file: GGUFFile) -> None:
@@ -160,18 +160,18 @@ class Loader:
     # -- options of the engine
 
     def _choose_engine_options(self) -> None:
-        asked, methods = self.options, self.options.methods
+        wanted, methods = self.options, self.options.methods
         on_cpu = all(backend.device.kind == "cpu" for backend in self.backends)
         self.default_ngram = (
-            self.drafter is None and asked.draft_width is None and len(self.backends) == 1 and on_cpu and methods.implied is not None
+            self.drafter is None and wanted.draft_width is None and len(self.backends) == 1 and on_cpu and methods.implied is not None
         )
         self.ngram = methods.implied if self.default_ngram else methods.lookup
         self.engine_options = EngineOptions(
             n_ctx=self._requested_context(),
             width=self._width(),
-            chunk=asked.chunk,
-            kv=asked.kv,
-            draft_kv=asked.draft_kv,
+            chunk=wanted.chunk,
+            kv=wanted.kv,
+            draft_kv=wanted.draft_kv,
             given=self.ngram is not None,
             implied=self.default_ngram,
         )
@@ -224,7 +224,7 @@ class Loader:
         all_on_device = placement is None or all(len(hot) == self.target.experts.n_expert for hot in placement.hot.values())  # type: ignore[union-attr]
         if copied and all_on_device and not self._hosts_layers:
             raise EngineError(
-                "`offload_prompts` is for routed experts and layers that lie in host memory, and none do: keep some there (`n_cpu_moe`, or a CPU beside "
+                "`offload_prompts` is for routed experts and layers that lie in host memory, and none do: keep some there (`n_cpu_moe`, or a CPU together with "
                 "the device; `experts` in Python), or leave it out"
             )
         if placement is not None and placement.hot:
@@ -410,7 +410,7 @@ class Loader:
         which, more = f"the experts of {layers} layer{'s' * (layers > 1)}", ""
         if (guests := self.target.weights.guests) is not None:
             which = f"{layers} layer{'s' * (layers > 1)} of the CPU"
-            more = f", {guests.buffer_bytes / 2**30:.2f} GiB of host memory beside the layers"
+            more = f", {guests.buffer_bytes / 2**30:.2f} GiB of host memory in addition to the layers"
         self.notes.append(
             f"chunks of prompts of {streams[0].rows} rows or more compute on {where} with copies of {which} ({nbytes / 2**30:.2f} GiB there{more}{took})"
         )

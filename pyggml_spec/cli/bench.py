@@ -109,7 +109,7 @@ def command(
     _check_combination(prompts is not None)
     if rates and synthetic is not None:
         raise click.UsageError("--synthetic-acceptance and --spec-synth-rates both say how many drafts are accepted; give one of them")
-    asked = take_sampling(more)
+    wanted = take_sampling(more)
     if prompts is not None:
         if not tokens:
             raise click.UsageError("--prompts needs tokens to generate (-n)")
@@ -117,7 +117,7 @@ def command(
         with progress_line() as progress:
             session = load(target, draft, options, progress)
         with session, Interrupt() as interrupt:
-            sampling, notes = asked.sampling(session.target.file)
+            sampling, notes = wanted.sampling(session.target.file)
             say(configuration_line(session.configuration(), None, sampling.describe(), notes))
             of_prompts = PromptsOptions(tokens, repetitions or 3, sampling, modes(thinking))
             sys.exit(measure(session, chosen, of_prompts, interrupt, output, as_json))

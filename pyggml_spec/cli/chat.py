@@ -81,7 +81,7 @@ def command(
 
     The caches are kept from turn to turn. Lines can be piped in; the exit code is then 1 if one of them failed.
     """
-    asked = take_sampling(more)
+    wanted = take_sampling(more)
     check_prefix(options)
     source = text_of("chat_template", template, template_file)
     system = text_of("system_prompt", system, system_file)
@@ -96,7 +96,7 @@ def command(
         session = load(target, draft, options, progress)
     with session:
         template, origin = chat_template(session, source)
-        sampling, notes = asked.sampling(session.target.file)
+        sampling, notes = wanted.sampling(session.target.file)
         chat = Chat(session, template, system, thinking, sampling, given)
         desk = _Desk(chat, max_tokens, quiet, question, single_turn)
         if (sampler := session._sampler(sampling, False)) is not None:  # a wrong grammar is said before the first turn
@@ -233,7 +233,7 @@ class _Desk:
         elif stats.stop_reason == "context":
             self.note(f"(the context of {self.chat.session.engine.options.n_ctx} tokens is full: /reset begins anew, -c makes it larger)")
         self.note(answer_line(stats))
-        return stopped.asked  # also where the answer ended before anybody looked
+        return stopped.asked  # also where the answer ended before it was polled
 
     # -- commands
 

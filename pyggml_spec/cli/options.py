@@ -70,7 +70,7 @@ _ROPE = {
     "--yarn-attn-factor": "attn_factor", "--yarn-beta-slow": "beta_slow", "--yarn-beta-fast": "beta_fast",
 }  # fmt: skip
 DEVICE = "Device name, as `pyspec devices` lists it; several, separated by commas, share the layers. Default: the first GPU, or the CPU."
-CONTEXT = "that too, or as much as memory has room for; the first line says which"
+CONTEXT = "that too, or as much as memory has room for; the first line of the output shows which"
 PREFIX_MEMORY = "1024, or an eighth of what is free if that is less"
 
 KERNELS = click.option(
@@ -90,7 +90,7 @@ def _files(device: str = DEVICE, context: str = CONTEXT) -> list[Callable]:
                      help="Drafter GGUF (dflash, eagle3, gemma4-assistant, or an MTP layer) made for the target. Twice for one that drafts blocks and one that drafts chains."),
         click.option("--device", "-dev", help=device),
         click.option("-t", "--threads", type=click.IntRange(1, 512),
-                     help="CPU threads, always so many. Default: as many as other work leaves cores for, at most 16."),
+                     help="CPU threads, fixed. Default: as many as other work leaves cores for, at most 16."),
         KERNELS,
         click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(0, MOST_CONTEXT),
                      help=f"Context in tokens; 0 for what the model was trained with. Default: {context}."),
@@ -105,7 +105,7 @@ SPLIT = [
 ]  # fmt: skip
 _ROPE_OPTIONS = [
     click.option("--rope-scaling", type=click.Choice(["none", "linear", "yarn"]),
-                 help="How positions are stretched. Default: as the model file says. --rope-freq-base, --rope-freq-scale, --yarn-orig-ctx, "
+                 help="How positions are stretched. Default: as in the model file. --rope-freq-base, --rope-freq-scale, --yarn-orig-ctx, "
                       "--yarn-ext-factor, --yarn-attn-factor, --yarn-beta-slow and --yarn-beta-fast are taken too."),
     click.option("--rope-scale", type=click.FloatRange(0, min_open=True), metavar="N", help="Stretch the context to N times its length."),
     *(click.option(option, f"rope_{name}", type=click.IntRange(0, 1 << 30) if name == "orig_ctx" else click.FloatRange(0), hidden=True)
@@ -132,7 +132,7 @@ _DRAFTING = [
     click.option("--spec-type", metavar="LIST",
                  help="Drafting methods, separated by commas: draft-dflash, draft-mtp, draft-eagle3, draft-dspark, and one of suffix, ngram-simple, ngram-map-k, ngram-mod; none for plain decoding. "
                       "Default: what -md names, or else the model's own MTP layer. Of several, the one with most tokens per millisecond drafts each step."),
-    click.option("--no-spec", multiple=True, metavar="TYPE", help="Do not draft in this way. May be given several times."),
+    click.option("--no-spec", multiple=True, metavar="TYPE", help="Exclude this drafting method. May be given several times."),
     click.option("--draft-vocab", type=click.IntRange(64), metavar="N",
                  help="Draft none but the first N tokens of the vocabulary: the drafter's head takes less time. The text stays the same."),
     click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running."),
@@ -265,7 +265,7 @@ def _experts(values: dict[str, Any], target: str | None) -> ExpertOptions | None
     all_of_them, first, residency, profile, overrides = (values.pop(name) for name in names)
     layers = _overridden(overrides, target) if overrides else ()
     if profile is not None and residency is None:
-        raise click.UsageError("--expert-profile says which experts are hot, so it needs --expert-residency")
+        raise click.UsageError("--expert-profile selects the hot experts, so it needs --expert-residency")
     if all_of_them and (first is not None or residency is not None):
         raise click.UsageError("--cpu-moe keeps all experts in host memory; leave out --n-cpu-moe and --expert-residency")
     if not (all_of_them or first is not None or residency is not None or layers):

@@ -39,7 +39,7 @@ TOLERATED = 0.01
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per device.")
 def command(target, draft, options: LoadOptions, slots: int, checked: bool, as_json: bool):
-    """Says how many bytes a pair will take before it is loaded, and the longest context that fits. Exit code 3 if no device has room.
+    """Counts the bytes that a pair takes, without loading it, and the longest context that fits. Exit code 3 if no device has room.
 
     What a driver takes for itself (some hundred MiB with CUDA) is not counted.
     """
@@ -74,7 +74,7 @@ def _show(one: Plan | NoPlan) -> None:
         parts = ", ".join(f"{name} {size(one.slots_memory[key])}" for key, name in _PURPOSES.items() if key in one.slots_memory)
         click.echo(f"  {f'{one.slots} slots':<16} {size(sum(one.slots_memory.values())):>10}  {size(one.per_slot)} each; {parts}")
     if one.prefix_memory:
-        click.echo(f"  {'prefix cache':<16} {size(one.prefix_memory):>10}  at most, for prompts that begin alike")
+        click.echo(f"  {'prefix cache':<16} {size(one.prefix_memory):>10}  at most, for shared prompt prefixes")
     if one.host_bytes:
         pages = ", of which two layers at a time are copied for prompts" if one.copied else ", as pages of the file"
         click.echo(f"  {'in host memory':<16} {size(one.host_bytes):>10}  experts{pages}")

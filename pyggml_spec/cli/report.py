@@ -25,17 +25,17 @@ def configuration_line(e: Configuration, mode: str | None, sampling: str = "gree
     if e.drafter is None and e.lookup is None:
         draft = "no drafter: plain decoding"
     elif e.drafter is None:
-        draft = f"n-gram drafts ({e.lookup}) where the text repeats" if mode in (None, SPECULATIVE) else f"{e.lookup} idle ({mode} mode)"
+        draft = f"n-gram drafts ({e.lookup}) where the text repeats" if mode in (None, SPECULATIVE) else f"{e.lookup} unused ({mode} mode)"
     elif mode == "plain":
-        draft = f"drafter {e.drafter} idle (plain mode)"
+        draft = f"drafter {e.drafter} unused (plain mode)"
     elif mode == "reference":
-        draft = f"drafter {e.drafter} idle (reference mode: the text is that of --draft-width {e.width})"
+        draft = f"drafter {e.drafter} unused (reference mode: the text is that of --draft-width {e.width})"
     elif e.widths == (1,):
-        draft = f"drafter {e.drafter} idle (no block width is faster than plain decoding here)"
+        draft = f"drafter {e.drafter} unused (no block width is faster than plain decoding here)"
     else:
         draft = f"drafter {e.drafter}, width " + (f"chosen from {'/'.join(map(str, e.widths))}" if e.widths else str(e.width))
     if e.drafter is not None and e.lookup is not None and mode in (None, SPECULATIVE):
-        draft += f"; {e.lookup} beside it"
+        draft += f"; {e.lookup} too"
     m = e.memory
     parts = [f"weights {size(m['weights'] + m.get('draft_weights', 0))}", f"K/V {size(m['kv'] + m.get('draft_kv', 0))} {e.kv_type}"]
     if "recurrent" in m:
@@ -54,7 +54,7 @@ def _context(e: Configuration) -> str:
 def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     """Speed, acceptance and the proof that nothing was built while decoding.
 
-    ``plain_ms``: cost of one plain step, measured by this process; ``busy``: while other work had the processor, so that it says nothing.
+    ``plain_ms``: cost of one plain step, measured by this process; ``busy``: while other work had the processor, so that it is not compared.
     """
     lines = [""]
     decode, alone = s.seconds["decode"], not (busy or s.contended)
@@ -70,7 +70,9 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
         lines.append(f"accepted {s.matched} of {s.drafted} drafts ({100 * s.acceptance:.1f} %), by position: {_positions(s)}")
         lines.append(f"tokens per step: {_histogram(s)}")
     if len(s.drafters) > 1 or s.drafters.keys() - {*MODELS}:
-        lines.append("drafts by " + ", ".join(f"{who}: {right} of {n} in {steps} steps" for who, (steps, n, right) in s.drafters.items()))
+        lines.append(
+            "drafts by " + ", ".join(f"{method}: {right} of {n} in {steps} steps" for method, (steps, n, right) in s.drafters.items())
+        )
     if s.forced:
         lines.append(f"forced by the constraint: {s.forced} of the drafts, {s.forced_matched} accepted")
     if s.width_reason and s.widths:
@@ -80,7 +82,7 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     lines += _of_others(s)
     if s.steps and plain_ms and not (alone and agrees):
         lines.append(
-            "no speed of plain decoding to compare with: other work had the processor in the text, or while that was measured behind it"
+            "no speed of plain decoding to compare with: other work had the processor during the generation or the measurement after it"
         )
     if s.seed is not None:
         lines.append(f"sampling: {s.sampling}; --seed {s.seed}")

@@ -70,8 +70,8 @@ def command(target, draft, options, prompt, prompt_file, max_tokens, mode, refer
     Without a sampling option decoding is greedy. With one of temperature, top-k, top-p, min-p, typical, samplers or seed, the others are
     what the model file recommends, or llama.cpp's defaults: temperature 0.8, top-k 40, top-p 0.95, min-p 0.05.
     """
-    asked = take_sampling(more, logprobs=None if logprobs_file is None else 5 if n_probs is None else n_probs)
-    _check(asked, options.spec, mode, reference, ignore_eos, n_probs if logprobs_file is None else None)
+    wanted = take_sampling(more, logprobs=None if logprobs_file is None else 5 if n_probs is None else n_probs)
+    _check(wanted, options.spec, mode, reference, ignore_eos, n_probs if logprobs_file is None else None)
     _check_outputs(stop, stats_file, logprobs_file)
     check_prefix(options, memory=False)
     if options.prefix_cache is None:
@@ -84,7 +84,7 @@ def command(target, draft, options, prompt, prompt_file, max_tokens, mode, refer
     with progress_line() as progress:
         session = load(target, draft, options, progress)
     with session, Interrupt() as interrupt:
-        sampling, notes = asked.sampling(session.target.file)
+        sampling, notes = wanted.sampling(session.target.file)
         if not quiet:
             say(configuration_line(session.configuration(), mode, sampling.describe(), notes))
         if not quiet and not raw and has_template(session.target.file):
@@ -96,7 +96,7 @@ def command(target, draft, options, prompt, prompt_file, max_tokens, mode, refer
         if not quiet:
             with Waiting(session.engine) as waiting:
                 measured = bool(stats.steps) and stats.stop_reason != "interrupt"
-                middle = stats.prompt_tokens + stats.emitted // 2  # of the text: what its steps had behind them on average
+                middle = stats.prompt_tokens + stats.emitted // 2  # the mean depth of the text's steps
                 plain_ms = session.calibrate_plain(PLAIN_STEPS, middle) if measured else None
             say(footer(stats, plain_ms, waiting.much))
     if failed is not None:
@@ -111,20 +111,20 @@ def command(target, draft, options, prompt, prompt_file, max_tokens, mode, refer
 
 
 def has_template(file) -> bool:
-    """Whether a model file says how a conversation is written."""
+    """Whether a model file has a chat template."""
     return any(key.startswith("tokenizer.chat_template") for key in file.metadata)
 
 
-def _check(asked, spec: Sequence[str] | None, mode: str | None, reference: bool, ignore_eos: bool, lost_probs: int | None) -> None:
+def _check(wanted, spec: Sequence[str] | None, mode: str | None, reference: bool, ignore_eos: bool, lost_probs: int | None) -> None:
     """Refuses options that contradict each other, before a model is loaded."""
     if reference and mode not in (None, "reference"):
         raise click.UsageError(f"--reference-shape is --mode reference, so --mode {mode} contradicts it; give one of them")
     if mode == "speculative" and spec == ["none"]:
         raise click.UsageError("--mode speculative needs drafts, and --spec-type none takes them away; leave one of them out")
-    if ignore_eos and asked.constrained:
+    if ignore_eos and wanted.constrained:
         raise click.UsageError("--ignore-eos would go on after the end of what the text has to match; leave one of them out")
     if lost_probs is not None:
-        raise click.UsageError(f"--n-probs {lost_probs} says what --logprobs writes, and there is none; give a file with --logprobs")
+        raise click.UsageError(f"--n-probs {lost_probs} limits what --logprobs writes; give a file with --logprobs")
 
 
 def _check_outputs(stop: tuple[str, ...], stats_file: str | None, logprobs_file: str | None) -> None:
@@ -140,7 +140,7 @@ def _check_outputs(stop: tuple[str, ...], stats_file: str | None, logprobs_file:
 
 
 def _same_file(a: Path, b: Path) -> bool:
-    """Whether both names are those of one file; devices and pipes take what is written one behind the other."""
+    """Whether both name one regular file; devices and pipes take both outputs in turn."""
     return os.path.realpath(a) == os.path.realpath(b) and (a.is_file() or not a.exists())
 
 
@@ -210,7 +210,7 @@ def _probability(tokenizer, p) -> dict:
 
 
 def write_stats(path: str | None, stats) -> PyspecError | None:
-    """Writes the statistics file, if one is asked for. Returns the error instead of raising it: the text counts more."""
+    """Writes the statistics file, if one is named. Returns the error instead of raising it: the text counts more."""
     return _write("statistics", path, json_line(stats.as_dict(), indent=1) + "\n")
 
 
@@ -263,7 +263,7 @@ def _is_model(path: Path) -> bool:
 
 
 def write_atomically(path: Path, text: str, what: str = "statistics") -> None:
-    """Writes beside the file and renames: a reader never sees half of it. /dev/stderr and its like are what they stand for, never a file's place."""
+    """Writes a temporary file and renames it, so that no reader sees half of it. /dev/stderr and its like are written into."""
     if "\0" in str(path):
         raise PyspecError(f"the {what} cannot be written to {str(path)!r}: a file name has no zero bytes")
     try:

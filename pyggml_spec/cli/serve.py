@@ -59,7 +59,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
     "--n-predict",
     "max_tokens",
     type=TokenLimit(0),
-    help="Tokens per answer where a request says nothing. Default: no limit but the context.",
+    help="Tokens per answer if a request sets no limit. Default: no limit but the context.",
 )
 @click.option("--chat-template", "template", help="Chat template instead of the model file's: Jinja text, or chatml, command-r or llama3.")
 @click.option("--chat-template-file", "template_file", type=click.Path(), help="File with the template.")
@@ -76,7 +76,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option(
     "--allowed-hosts",
     default="",
-    help="Further names by which the server may be asked, beside localhost and the addresses it listens at: a list, *.name for all below a name, or *.",
+    help="Further host names that requests may use, besides localhost and the addresses it listens at: a list, *.name for all below a name, or *.",
 )
 @click.option("--ssl-cert-file", "certificate", type=click.Path(), help="Certificate for HTTPS.")
 @click.option("--ssl-key-file", "certificate_key", type=click.Path(), help="Its key.")
@@ -89,7 +89,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option(
     "--share-prefixes",
     is_flag=True,
-    help="Beginnings of prompts that one API key left serve the others too, which can tell by it what was asked.",
+    help="API keys share prompt prefixes, so that one key can find out by timing what another one sent.",
 )
 @click.option("-v", "--verbose", is_flag=True, help="A line per error on stderr, and __verbose in responses.")
 @click.option(
@@ -114,7 +114,7 @@ def command(target, draft, options, slots, host, port, api_key, api_key_file, qu
             certificate_key, show_slots, metrics, page, prefill_assistant, suffix_first, share_prefixes, verbose, synthetic, rates, jinja, **more):  # fmt: skip
     """Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do. `docs/server.md` lists the endpoints.
 
-    -c is the context of each slot. Sampling options are what counts where a request says nothing.
+    -c is the context of each slot. Sampling options are the defaults of requests.
     """
     from ..server import start
 
@@ -129,7 +129,7 @@ def command(target, draft, options, slots, host, port, api_key, api_key_file, qu
 
     if rates and synthetic is not None:
         raise click.UsageError("--synthetic-acceptance and --spec-synth-rates both say how many drafts are accepted; give one of them")
-    asked = take_sampling(more)
+    wanted = take_sampling(more)
     check_prefix(options)
     source = text_of("chat_template", template, template_file)
     named = _variables(variables)
@@ -142,7 +142,7 @@ def command(target, draft, options, slots, host, port, api_key, api_key_file, qu
         session = load(target, draft, options, progress, prefix_cache=None, prefix_memory=0)
     with session:
         values, refused = recommended(session.target.file.metadata)
-        sampling = Sampling(**{**values, **asked.values})
+        sampling = Sampling(**{**values, **wanted.values})
         notes = [f"{session.target.file.path.name} recommends {what}, which is not supported here" for what in refused]
         context = session.slots_context(slots, only=True)
         if context < session.engine.options.n_ctx:
@@ -164,11 +164,11 @@ def command(target, draft, options, slots, host, port, api_key, api_key_file, qu
 
 
 class _Encrypted(Exception):
-    """A key that OpenSSL asks the terminal about."""
+    """A key that needs a pass phrase."""
 
 
 def _check(hosts: Sequence[str], port: int, certificate: str | None, key: str | None) -> None:
-    """Refuses, before a model is loaded, what the start would refuse behind that: addresses, a certificate. What is no file, as a pipe, is
+    """Refuses, before a model is loaded, what the start would refuse later: addresses, a certificate. What is no file, as a pipe, is
     left for the start, which could not read it again."""
     from ..server.sockets import listen
 

@@ -1,4 +1,4 @@
-"""What an engine is asked for: options, and the widths that follow from them."""
+"""Options of an engine, and the widths that follow from them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ MOST_CANDIDATES = 1024  # largest logits per row that a step reads; beyond, whol
 MOST_SLOTS, MOST_WIDTH, WIDEST_CHUNK = 64, 1024, 1 << 14
 MOST_MASKED = (1 << 31) - 1  # values of a mask: ggml-cuda counts those of most operations in an int
 CHUNKS = (32, 128, 512)  # prefill widths that are planned for; a device pads a tail to the smallest one that holds it
-IMPLIED_ROWS = 64  # of several slots' blocks together, where nobody asked for drafts
-WIDER_CHUNKS = (1024, 2048)  # beside them where a chunk is wider still: a tail of 600 tokens would be padded to all of it
+IMPLIED_ROWS = 64  # of several slots' blocks together, where drafting is on by default
+WIDER_CHUNKS = (1024, 2048)  # further ones up to wider chunks: a tail of 600 tokens would be padded to all of it
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class EngineOptions:
     chunk: widest prefill chunk in tokens.
     kv, draft_kv: what the target's and the drafter's K and V rows are stored as.
     slots: sequences at once, each with ``n_ctx`` tokens of context.
-    groups: whether a split target gets what it takes to decode two groups of slots beside each other (lanes.py).
-    given: whether ids that are looked up will be verified, beside a drafter or without one.
-    implied: whether nobody asked for that: blocks of several slots are then narrower, so that their logits take little memory.
+    groups: whether a split target gets the buffers to decode two micro-batches concurrently (pipeline).
+    given: whether n-gram drafts are verified, with or without a drafter.
+    implied: whether they are on by default: blocks of several slots are then narrower, so that their logits take little memory.
     """
 
     n_ctx: int = 4096
@@ -49,7 +49,7 @@ class EngineOptions:
 
 
 class AtMost(int):
-    """A block width that a drafter of narrower blocks cuts, where another number is refused: what llama.cpp's tools are told is a limit."""
+    """A block width that a drafter of narrower blocks reduces instead of refusing it: llama.cpp's option is a limit."""
 
 
 def candidate_widths(block_size: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ class Placement:
     """``hot``: by layer, the experts that the device has, in their order there; a layer that is not named has all of them as always.
 
     ``n_layer``, ``n_used``, ``glu``: layers of the model, experts per token, and how they gate; ``rows``: rows of the widest step. ``pinned``: those
-    of the host are to be where the device copies fastest from. ``kernels``: of the CPU that computes those of the host, which says how they round.
+    of the host are to be where the device copies fastest from. ``kernels``: of the CPU that computes those of the host, which determines their rounding.
     """
 
     hot: dict[int, tuple[int, ...]]
@@ -103,12 +103,12 @@ class Routing:
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """What a user asks for.
+    """Requested placement.
 
     Attributes:
         host_layers: the first so many routed layers keep all experts in host memory; -1 all layers.
         residency: fraction of the experts of the other layers that is on the device, hottest first; None all of them.
-        profile: routing profile that says which are hot; None: the model's path with `.experts.json` behind it.
+        profile: routing profile that says which are hot; None: the model's path with `.experts.json` appended.
         count: counts what routers choose also where every expert is on the device.
         layers: these layers keep all experts in host memory too.
     """

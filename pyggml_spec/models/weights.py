@@ -29,7 +29,7 @@ from ..gguf_io import GGUFFile, TensorInfo
 from .placement import Placement
 
 MATMUL, EXPERTS, HEADS, ROWS, VECTOR, INDEX = "matmul", "experts", "heads", "rows", "vector", "index"
-MAX_PREFILL_TOKENS_WITH_DECODE = ("scale", "bias")  # what may stand beside a matrix
+COMPANIONS = ("scale", "bias")  # of a matrix
 OWN = None  # in the place of a buffer type: packed for native kernels, in the default one
 _WHOLE = {"i64": np.int64, "i32": np.int32}
 HOST_ALIGNMENT = 32  # bytes; ggml's own for memory that it did not allocate
@@ -73,7 +73,7 @@ class Matrix:
 
 
 class Run(NamedTuple):
-    """One matrix with the outputs of several, or of one, behind each other. ``rows``: outputs of each."""
+    """One matrix with the concatenated outputs of one or several. ``rows``: outputs of each."""
 
     matrix: Matrix
     rows: tuple[int, ...]
@@ -84,7 +84,7 @@ class Group:
     """Matrices that read the same input.
 
     Attributes:
-        runs: all of them, in order. The first one has as many as can be stored as one; those behind it have one each, unless native kernels multiply.
+        runs: all of them, in order. The first one has as many as can be stored as one; the others have one each, unless native kernels multiply.
         parts: the matrices of the first run one by one, inside it, if they are several; empty where the buffer repacks.
     """
 
@@ -138,7 +138,7 @@ class Weights:
 
     ``weights[name]`` is a tensor; ``weights.matrix(name)`` a matrix with its scale and bias; ``weights.group(name)`` the matrices of one
     input, as many of them fused as can be. ``alike`` names groups
-    of which the same number is fused in each. ``placement`` and ``host``, a CPU backend: experts that are in host memory, and who computes
+    of which the same number is fused in each. ``placement`` and ``host``, a CPU backend: experts in host memory, and what computes
     them; ``weights[name]`` holds the hot ones then. ``stream``: they are copied to the device for wide chunks of prompts; graphs that are built while
     ``streaming`` is set compute with the copies.
     """
@@ -167,7 +167,7 @@ class Weights:
         self._host_buffers: list[Buffer] = []
         self._held: list[tuple[CData, memoryview]] = []  # views of the file's pages that tensors point into
         self._tensors: dict[str, Tensor] = {}
-        self._beside: dict[str, dict[str, str]] = {}  # of a matrix: "scale" and "bias" and the tensors that are these
+        self._companions: dict[str, dict[str, str]] = {}  # of a matrix: "scale" and "bias" and the tensors that are these
         self._groups: dict[str, Group] = {}
         self._contexts: list[Context] = []
         self._buffers: list[Buffer] = []
@@ -187,18 +187,18 @@ class Weights:
             raise
 
     def _types_of(self, backend: Backend) -> list[BufferType | None]:
-        """The buffer types that tensors may lie in, the first one first that can run what is asked of them."""
+        """The buffer types that tensors may lie in, in the order of preference."""
         own = [OWN] if backend.level is not None else []
         return [*own, *backend.extra_buffer_types(), backend.default_buffer_type]
 
     # -- planning
 
     def _choose_buffer(self, ggml_type: int, shape: tuple[int, ...], use: str) -> int:
-        """Index into the buffer types of the first one that can run the tensor's operation; asked once per shape, as a worker answers from afar."""
-        asked = ggml_type, shape, use
-        if asked not in self._chosen:
-            self._chosen[asked] = self._first_that_fits(ggml_type, shape, use)
-        return self._chosen[asked]
+        """Index into the buffer types of the first one that can run the tensor's operation; cached per shape, as a worker needs a round trip."""
+        key = ggml_type, shape, use
+        if key not in self._chosen:
+            self._chosen[key] = self._first_that_fits(*key)
+        return self._chosen[key]
 
     def _first_that_fits(self, ggml_type: int, shape: tuple[int, ...], use: str) -> int:
         if use not in (MATMUL, EXPERTS, HEADS):
@@ -256,7 +256,7 @@ class Weights:
         return count if count > 1 else 0
 
     def _runs(self, members: tuple[str, ...], fused: int, found: dict[str, tuple[Spec, TensorInfo]]) -> list[tuple[str, ...]]:
-        """A group's runs. Each product is a node that all threads wait behind, so where native kernels make it, whatever ``fused`` is, the rest is joined as
+        """A group's runs. All threads synchronise after each product, so where native kernels make it, whatever ``fused`` is, the rest is joined as
         far as it can be: beta and alpha of a delta-net layer, which are 8 to 64 outputs each."""
         runs, rest = [members[:fused]] if fused else [], members[fused:]
         while rest:
@@ -270,7 +270,7 @@ class Weights:
         found = {spec.name: (spec, find_tensor(self.file, spec)) for spec in specs}
         for spec in specs:
             if spec.of is not None:
-                self._beside.setdefault(spec.of, {})[spec.name.rsplit(".", 1)[1]] = spec.name
+                self._companions.setdefault(spec.of, {})[spec.name.rsplit(".", 1)[1]] = spec.name
         fused = {name: self.fusable([found[m] for m in members]) for name, members in groups.items()}
         for family in alike:
             fused.update(dict.fromkeys(family, min((fused[name] for name in family), default=0)))
@@ -423,8 +423,8 @@ class Weights:
     def _joined(self, name: str, members: list[Spec]) -> dict[str, np.ndarray]:
         """Scales and biases of matrices that are stored as one, F32 [n_out] each; 1 and 0 for those that have none."""
         out = {}
-        for kind, nothing in zip(MAX_PREFILL_TOKENS_WITH_DECODE, (1.0, 0.0), strict=True):
-            names = [self._beside.get(spec.name, {}).get(kind) for spec in members]
+        for kind, nothing in zip(COMPANIONS, (1.0, 0.0), strict=True):
+            names = [self._companions.get(spec.name, {}).get(kind) for spec in members]
             if any(names):
                 parts = [np.full(spec.shape[1], nothing, np.float32) for spec in members]
                 for part, own in zip(parts, names, strict=True):
@@ -460,7 +460,7 @@ class Weights:
         sizes |= {"n_layer": placement.n_layer, "n_used": placement.n_used, "max_rows": placement.rows}
         self.host_experts = HostExperts(self.backend, host, sizes, placement.glu, sorted({info.type for _, info, _ in found}))
         for layer, weights in layers.items():
-            inside = {name: self._beside.get(f"blk.{layer}.ffn_{name}_exps.weight", {}) for name in ("gate", "up")}
+            inside = {name: self._companions.get(f"blk.{layer}.ffn_{name}_exps.weight", {}) for name in ("gate", "up")}
             scales = {name: self._values(own["scale"]) for name, own in inside.items() if "scale" in own}
             biases = {
                 name: self._host_tensor(ctx, self.file.tensors[own["bias"]], (sizes["n_ff"], sizes["n_expert"]))
@@ -500,7 +500,7 @@ class Weights:
         return self._pinned_type() is not None
 
     def _pinned_type(self) -> BufferType | None:
-        """Of host memory that the device copies from by itself, at the speed of the bus, where it has such and that is asked for: pages of a file
+        """Of host memory that the device copies from by itself, at the speed of the bus, where it has such and that is requested: pages of a file
         go through a buffer of its driver first."""
         if self.placement is None or not self.placement.pinned:
             return None
@@ -559,7 +559,7 @@ class Weights:
                 if len(run) == 1:
                     made.append(Run(self.matrix(run[0]), rows))
                     continue
-                scale, bias = (self._tensors.get(f"{key}.{kind}") for kind in MAX_PREFILL_TOKENS_WITH_DECODE)
+                scale, bias = (self._tensors.get(f"{key}.{kind}") for kind in COMPANIONS)
                 made.append(Run(Matrix(self._tensors[key], scale, bias, _bias_first(run[0])), rows))
                 if i == 0 and self.backend.device.kind != "cpu":
                     inside = self._inside(ctx, made[0].matrix.weight, rows)
@@ -570,7 +570,7 @@ class Weights:
         return Matrix(weight, self.scale(name), self.bias(name), _bias_first(name))
 
     def _own(self, name: str, kind: str) -> Tensor | None:
-        own = self._beside.get(name, {}).get(kind)
+        own = self._companions.get(name, {}).get(kind)
         return self._tensors[own] if own is not None else None
 
     def _inside(self, ctx: Context, whole: Tensor, rows: tuple[int, ...]) -> tuple:

@@ -1,4 +1,4 @@
-"""Routing statistics of a model on somebody's own text: which experts are worth their place on the device."""
+"""Routing statistics of a model on a text: which experts are worth their place on the device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

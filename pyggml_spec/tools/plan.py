@@ -44,7 +44,7 @@ class Plan:
         memory: by purpose, as ``ModelRunner.memory`` reports it after loading.
         slots, slots_memory: sequences at once, 1 for none but the session's own; what ``Session.concurrent`` takes for them on top, by
             purpose, each with ``n_ctx`` tokens of context.
-        prefix_memory: what copies of prompts that begin alike may take, as it was asked for.
+        prefix_memory: what copies of shared prompt prefixes may take, as requested.
         weights_by_type: the target's and the drafter's tensors together, by type.
         compute_by_role: compute buffers by kind of step.
         host_bytes: pages of the file that experts in host memory are read from, while they are used.
@@ -54,7 +54,7 @@ class Plan:
             one; 0 if none does.
         split: the devices that share the layers; empty for one. A device that is named twice is one that has to have room for both.
         copied: bytes of the weights in ``memory`` that are copies of experts or layers in host memory, for prompts (``offload_prompts``): two places
-            on the device, and of layers what they are copied from, which the host has beside its own.
+            on the device, and of layers what they are copied from, which the host has in addition to its own.
     """
 
     device: str
@@ -227,7 +227,7 @@ def plan_everywhere(
 
 @dataclass(frozen=True)
 class Checked:
-    """A plan beside what was allocated for it.
+    """A plan and what was allocated for it.
 
     Attributes:
         memory, slots_memory: bytes by purpose after generating, as in the plan.

@@ -42,7 +42,7 @@ def test_a_drafter_that_will_not_draft_is_called_idle():
         widths: configuration_line(Configuration("t", "d", None, "CPU", 1, 16, widths, 256, "", "f16", "ggml", memory, ()), None)
         for widths in ((1,), (1, 2), ())
     }
-    assert "on CPU (1 thread, kernels: ggml) | drafter d idle (no block width is faster" in lines[1,]
+    assert "on CPU (1 thread, kernels: ggml) | drafter d unused (no block width is faster" in lines[1,]
     told = configuration_line(Configuration("t", "d", None, "CPU", 1, 16, (1, 2), 256, "", "f16", "ggml", memory, ()), "reference")
     assert "the text is that of --draft-width 16" in told  # and not that of a width chosen while running
     assert "drafter d, width chosen from 1/2" in lines[1, 2] and "drafter d, width 16" in lines[()]

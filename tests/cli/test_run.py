@@ -69,7 +69,7 @@ def test_a_prompt_that_is_no_utf8_runs(pinned):
 def test_modes_and_aliases_give_the_same_text(pinned, text):
     for more in (["--mode", "reference"], ["--reference-shape"]):
         done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, *more)
-        assert done.stdout.decode() == text and "idle (reference mode: the text is that of --draft-width 4)" in done.stderr
+        assert done.stdout.decode() == text and "unused (reference mode: the text is that of --draft-width 4)" in done.stderr
 
 
 def test_a_stop_string_ends_the_text(pinned, text):

@@ -33,11 +33,11 @@ def said(capsys, monkeypatch):
     "options, words",
     [
         (["--spec-type", "draft-dflash", "--no-spec", "draft-dflash"], "draft-dflash is asked for as a way of drafting and ruled out"),
-        (["--spec-type", ","], "--spec-type ',' names no way of drafting"),
+        (["--spec-type", ","], "--spec-type ',' names no drafting method"),
         (["--mode", "plain", "--reference-shape"], "--mode plain contradicts it"),
         (["--mode", "speculative", "--spec-type", "none"], "--spec-type none takes them away"),
         (["--ignore-eos", "-j", "{}"], "--ignore-eos would go on"),
-        (["--n-probs", "3"], "--n-probs 3 says what --logprobs writes"),
+        (["--n-probs", "3"], "--n-probs 3 limits what --logprobs writes"),
         (["--temp", "nan"], "--temp is nan"),
         (["--top-p", "1.5"], "--top-p is 1.5"),
         (["--samplers", "top_k;dry"], "dry"),

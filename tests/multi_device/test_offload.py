@@ -534,9 +534,9 @@ def test_refusals(tmp_path):
         (routed, ExpertOptions(0, 1.0), 1, "and none do"),
         (routed, ExpertOptions(count=True), 1, "and none do"),
         (dense, None, "auto", "and none do"),
-        (routed, ALL, 65, "no chunk of a prompt has the 65 rows that `offload_prompts` asks for: a `chunk` has 64; ask for fewer"),
+        (routed, ALL, 65, "no chunk of a prompt has the 65 rows of `offload_prompts`: a `chunk` has 64; use fewer"),
         (routed, ALL, 0, "has to be a whole number from 1 to"),
-        (routed, ALL, "always", "what `offload_prompts` asks for beside 'auto', rows of a chunk, is 'always'"),
+        (routed, ALL, "always", "`offload_prompts`, rows of a chunk if it is not 'auto', is 'always'"),
     ):
         with pytest.raises(EngineError, match=words), loaded(path, experts=experts, rows=rows):
             pass

@@ -305,7 +305,7 @@ def test_there_are_none_unless_they_are_asked_for(pair):
     with pair.session.batch(4) as scheduler:
         assert not scheduler.runner.groups
     for groups in (0, 3, "two"):
-        with pytest.raises(EngineError, match="what `groups` asks for beside 'auto', groups of sequences,"):
+        with pytest.raises(EngineError, match="`groups`, if it is not 'auto',"):
             pair.session.batch(4, groups=groups)
 
 
