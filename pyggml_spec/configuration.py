@@ -74,7 +74,7 @@ def _kernels(session: "Session") -> str:
         return "ggml"
     methods = session.drafter.methods if session.drafter is not None else ()
     loaded = [session.target.weights, *(method.weights for method in methods)]
-    native, rest = sum(w.own_bytes for w in loaded), sum(w.other_matrix_bytes for w in loaded)
+    native, rest = sum(w.native_bytes for w in loaded), sum(w.other_matrix_bytes for w in loaded)
     share = f" for {100 * native / (native + rest):.0f} % of the weights" if rest else ""
     reason = session.target.ggml_attention
     return f"native ({level.name}){share}" + (f", attention by ggml's because {reason}" if reason else "")

@@ -1,13 +1,9 @@
-"""Weights: which tensors an architecture needs, where each one is stored, and which of them are fused.
+"""Weights: the tensors that an architecture reads, the buffer of each one, and the matrices that are fused.
 
-Matrices that read the same input are stored as one where their types match: each matmul less is also one quantisation of the activations
-and one fix-up launch less (4B shape on one H200: 8.54 -> 7.42 ms per step). On the CPU, matmul weights go into the backend's repacked
-buffer where it takes them (13.0 against 16.5 ms per token at one row, 0.8B shape on two cores), which is also what llama.cpp does, and
-therefore what bit-equality with it needs. With native kernels (``backend.level``) the types that these multiply are packed for them instead,
-once, and prefill reads the same: nothing is held twice, not even a head that is tied to the embedding.
+Matrices that read the same input are stored as one where their types match: one matmul, one quantisation of the activations, one launch. On the CPU,
+matmul weights go into the backend's repacked buffer where it takes them, as in llama.cpp (bit equality needs it), or are packed for native kernels.
 
-Experts may be in host memory, all of a layer or all but the hot ones (``placement``): there they are what the file's own pages hold, and
-nothing is copied. On the CPU no expert is packed or repacked then, so that those of both sides go through the same kernel.
+Experts may be in host memory (``placement``), as pages of the file. On the CPU no expert is packed then, so that both sides use the same kernel.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +26,7 @@ from .placement import Placement
 
 MATMUL, EXPERTS, HEADS, ROWS, VECTOR, INDEX = "matmul", "experts", "heads", "rows", "vector", "index"
 COMPANIONS = ("scale", "bias")  # of a matrix
-OWN = None  # in the place of a buffer type: packed for native kernels, in the default one
+NATIVE = None  # in place of a buffer type: packed for native kernels, in the default one
 _WHOLE = {"i64": np.int64, "i32": np.int32}
 HOST_ALIGNMENT = 32  # bytes; ggml's own for memory that it did not allocate
 
@@ -57,7 +53,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix and what its products are multiplied with and added to, as the file has it; ``blocks.product`` uses them.
+    """A matrix with its scale and bias; ``blocks.product`` applies them.
 
     Attributes:
         weight: [n_in, n_out].
@@ -98,7 +94,7 @@ class Group:
 
 
 def _bias_first(name: str) -> bool:
-    """As llama.cpp orders them: a product of attention is scaled and then biased, one of an FFN the other way round."""
+    """llama.cpp's order: products of attention are scaled and then biased, those of an FFN biased and then scaled."""
     return ".ffn_" in name
 
 
@@ -136,11 +132,9 @@ def find_tensor(file: GGUFFile, spec: Spec) -> TensorInfo:
 class Weights:
     """The weights of one model on one backend. Owns their buffers.
 
-    ``weights[name]`` is a tensor; ``weights.matrix(name)`` a matrix with its scale and bias; ``weights.group(name)`` the matrices of one
-    input, as many of them fused as can be. ``alike`` names groups
-    of which the same number is fused in each. ``placement`` and ``host``, a CPU backend: experts in host memory, and what computes
-    them; ``weights[name]`` holds the hot ones then. ``stream``: they are copied to the device for wide chunks of prompts; graphs that are built while
-    ``streaming`` is set compute with the copies.
+    ``weights[name]`` is a tensor; ``weights.matrix(name)`` a matrix with its scale and bias; ``weights.group(name)`` the matrices of one input, fused as
+    far as possible. ``alike``: groups that fuse the same number of matrices. ``placement`` and ``host``, a CPU backend: experts in host memory;
+    ``weights[name]`` has the hot ones then. ``stream``: copies of the others for wide prompt chunks, in graphs that are built while ``streaming``.
     """
 
     segments: tuple = ()  # of layers on several devices; see segments.py
@@ -173,7 +167,7 @@ class Weights:
         self._buffers: list[Buffer] = []
         self.bytes_by_type: dict[str, int] = {}
         self.repacked_bytes = 0
-        self.own_bytes, self.other_matrix_bytes = 0, 0  # of matrices whose products native kernels make, and of the others
+        self.native_bytes, self.other_matrix_bytes = 0, 0  # of matrices whose products native kernels make, and of the others
         self._bufts = self._types_of(backend)
         self._chosen: dict[tuple[int, tuple[int, ...], str], int] = {}
         try:
@@ -188,7 +182,7 @@ class Weights:
 
     def _types_of(self, backend: Backend) -> list[BufferType | None]:
         """The buffer types that tensors may lie in, in the order of preference."""
-        own = [OWN] if backend.level is not None else []
+        own = [NATIVE] if backend.level is not None else []
         return [*own, *backend.extra_buffer_types(), backend.default_buffer_type]
 
     # -- planning
@@ -206,7 +200,7 @@ class Weights:
         for i, buft in enumerate(self._bufts):
             if use == EXPERTS and self.placement is not None and i < len(self._bufts) - 1:
                 continue
-            if buft is OWN:
+            if buft is NATIVE:
                 if use in (MATMUL, EXPERTS) and packed_shape(ggml_type, shape) is not None:
                     return i
                 continue
@@ -235,14 +229,14 @@ class Weights:
         return fits
 
     def _packs(self, ggml_type: int, shape: tuple[int, ...]) -> bool:
-        return self._bufts[self._choose_buffer(ggml_type, shape, MATMUL)] is OWN
+        return self._bufts[self._choose_buffer(ggml_type, shape, MATMUL)] is NATIVE
 
     def fusable(self, parts: list[tuple[Spec, TensorInfo]]) -> int:
-        """How many matrices, from the first on, can be stored as one; 0 if fewer than two."""
+        """How many leading matrices can be stored as one; 0 if fewer than two."""
         kind, n_in = parts[0][1].type, parts[0][0].shape[0]
         home, rows, count = self._choose_buffer(kind, parts[0][0].shape, MATMUL), parts[0][0].shape[1], 1
         # ggml's CPU matmul takes another kernel, with another order of summation, for outputs that are no multiple of four
-        step = 4 if self.backend.device.kind == "cpu" and self._bufts[home] is not OWN else 1
+        step = 4 if self.backend.device.kind == "cpu" and self._bufts[home] is not NATIVE else 1
         if rows % step:
             return 0
         for spec, info in parts[1:]:
@@ -333,7 +327,7 @@ class Weights:
                     self._upload_values(self._tensors[key], joined[key])
                 elif key in hot:
                     self._upload_experts(self._tensors[key], sources[0], hot[key])
-                elif self._bufts[home] is OWN:
+                elif self._bufts[home] is NATIVE:
                     self._pack(self._tensors[key], sources)
                 else:
                     self._upload(self._tensors[key], sources, whole=home < len(self._bufts) - 1)
@@ -347,14 +341,14 @@ class Weights:
         """The tensors of ``jobs``, without memory."""
         out = []
         for key, kind, shape, use, _sources in jobs:
-            if self._bufts[home] is OWN:
+            if self._bufts[home] is NATIVE:
                 packed = new_packed(ctx, kind, shape)
                 tensor, self._tensors[key] = packed.tensor, cast(Tensor, packed)
-                self.own_bytes += lib.ggml_nbytes(tensor)
+                self.native_bytes += lib.ggml_nbytes(tensor)
             else:
                 tensor = self._tensors[key] = lib.ggml_new_tensor(ctx, kind, len(shape), shape)
                 if use == EXPERTS and multiplies_experts(self.backend.level, kind, shape[0]):
-                    self.own_bytes += lib.ggml_nbytes(tensor)
+                    self.native_bytes += lib.ggml_nbytes(tensor)
                 else:
                     self.other_matrix_bytes += lib.ggml_nbytes(tensor) if use in (MATMUL, EXPERTS, HEADS) else 0
             lib.ggml_set_name(tensor, key.encode()[:63])

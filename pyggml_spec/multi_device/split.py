@@ -321,8 +321,8 @@ class SplitWeights:
         return sum(part.repacked_bytes for part in self.parts)
 
     @property
-    def own_bytes(self) -> int:
-        return sum(part.own_bytes for part in self.parts)
+    def native_bytes(self) -> int:
+        return sum(part.native_bytes for part in self.parts)
 
     @property
     def other_matrix_bytes(self) -> int:

@@ -124,4 +124,4 @@ def test_a_lower_level_gives_the_same_bits_and_is_named(monkeypatch):
     assert all(np.array_equal(seen[0], other) for other in seen[1:])
     monkeypatch.setenv(FEATURES, "none")
     with ps.load(device="CPU", threads=1, n_ctx=128, draft_width=4) as session:
-        assert session.configuration().kernels == "ggml" and session.target.weights.own_bytes == 0
+        assert session.configuration().kernels == "ggml" and session.target.weights.native_bytes == 0
