@@ -28,13 +28,7 @@ def demo():
         yield session
 
 
-@pytest.mark.parametrize(
-    "call, options",
-    [
-        (Session.steps, arguments.GenerateOptions),
-        (ConcurrentSession.submit, arguments.SubmitOptions),
-    ],
-)
+@pytest.mark.parametrize("call, options", [(Session.steps, arguments.GenerateOptions), (ConcurrentSession.submit, arguments.SubmitOptions)])
 def test_the_named_options_are_those_of_the_call(call, options):
     """A new argument that the names lack would be an error to everybody's type checker."""
     hints = typing.get_type_hints(call)

@@ -18,15 +18,7 @@ from ..text.renderer import RENDERER
 from .help import GroupedCommand
 from .main import EXIT_ERROR, EXIT_INTERRUPT
 from .names import in_options
-from .options import (
-    TokenLimit,
-    argument_text,
-    check_prefix,
-    escape_option,
-    loading,
-    text_of,
-    unescaped,
-)
+from .options import TokenLimit, argument_text, check_prefix, escape_option, loading, text_of, unescaped
 from .report import answer_line, configuration_line, footer
 from .run import check_place, write_atomically
 from .sampling import sampling_options, take_sampling

@@ -137,12 +137,7 @@ _DRAFTING = [
                  help="Draft none but the first N tokens of the vocabulary: the drafter's head takes less time. The text stays the same."),
     click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running."),
 ]  # fmt: skip
-_CACHES = [
-    CACHE_TYPE_K,
-    CACHE_TYPE_V,
-    _draft_cache_type("k"),
-    _draft_cache_type("v"),
-]
+_CACHES = [CACHE_TYPE_K, CACHE_TYPE_V, _draft_cache_type("k"), _draft_cache_type("v")]
 _PREFIX_FILES = [
     click.option(
         "--prefix-cache",

@@ -19,14 +19,7 @@ from ..speculation.calibrate import Waiting
 from ..speculation.ngram import LOOKUPS
 from .help import GroupedCommand
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
-from .options import (
-    TokenLimit,
-    argument_text,
-    check_prefix,
-    escape_option,
-    loading,
-    unescaped,
-)
+from .options import TokenLimit, argument_text, check_prefix, escape_option, loading, unescaped
 from .report import configuration_line, footer
 from .sampling import sampling_options, take_sampling
 from .tables import json_line

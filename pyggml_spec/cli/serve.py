@@ -13,13 +13,7 @@ from ..errors import PyspecError
 from .bench import Rates
 from .help import GroupedCommand
 from .names import in_options
-from .options import (
-    Finite,
-    TokenLimit,
-    check_prefix,
-    loading,
-    text_of,
-)
+from .options import Finite, TokenLimit, check_prefix, loading, text_of
 from .report import configuration_line
 from .sampling import sampler_options, take_sampling
 from .terminal import progress_line, say
@@ -87,9 +81,7 @@ _KEY = "Key that requests have to bring; several with commas between them."
 @click.option("--prefill-assistant/--no-prefill-assistant", default=True, help="Whether an assistant's message at the end is gone on with.")
 @sampler_options
 @click.option(
-    "--share-prefixes",
-    is_flag=True,
-    help="API keys share prompt prefixes, so that one key can find out by timing what another one sent.",
+    "--share-prefixes", is_flag=True, help="API keys share prompt prefixes, so that one key can find out by timing what another one sent."
 )
 @click.option("-v", "--verbose", is_flag=True, help="A line per error on stderr, and __verbose in responses.")
 @click.option(
