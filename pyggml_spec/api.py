@@ -151,7 +151,7 @@ class Session:
             self._known_drafts, self._drafts_count = known_drafts(self.engine), True
         self.scheduler.policy = self.new_policy()
         self.prefix = self._own(self._prefix_cache(options, progress))
-        exact = self.batch_invariant and not any(member.weights.other_matrix_bytes for member in loader.members)
+        exact = self.batch_invariant and not any(member.weights.other_matrix_bytes for member in loader.drafters)
         self._rows_stay = exact and not self.engine.sequence.stateful and self.prefix.files is None  # files have whole chunks
         self.load_seconds = time.perf_counter() - started
 

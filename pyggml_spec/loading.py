@@ -103,7 +103,7 @@ class Loader:
         return self.backends[-1]
 
     @property
-    def members(self) -> Sequence[Drafter]:
+    def drafters(self) -> Sequence[Drafter]:
         return self.drafter.methods if self.drafter is not None else ()
 
     def _rope_note(self, file: GGUFFile) -> str:
@@ -262,7 +262,7 @@ class Loader:
         rooms[-1] -= reserved
         options = replace(self.engine_options, n_ctx=most, slots=slots)
         if self.placement is None and self._host is None and len(rooms) == 1:
-            files = {id(file): file for file in (self.target.file, *(member.file for member in self.members))}
+            files = {id(file): file for file in (self.target.file, *(member.file for member in self.drafters))}
             weights = sum(file.nbytes for file in files.values())
             if weights + weights // 4 + rough_bytes(self.target, self.drafter, options) <= rooms[0]:
                 return most  # without counting
@@ -317,7 +317,7 @@ class Loader:
             self.target.weights = cast(Weights, own(SplitWeights(self.target, segments, self.drafter, *placed, report)))
         else:
             self.target.weights = own(_weights(self.target, backends[-1], report, *placed))
-        for member in self.members:
+        for member in self.drafters:
             member.weights = own(_weights(member, backends[-1], partial(progress, "drafter weights")))
         if self.options.offload_prompts is not None:
             self._open_streams(backends)
@@ -337,7 +337,7 @@ class Loader:
             shares = [shares[i] for i in self._order]
         sizes = self.target.file.tensors
         at_last = sizes["output.weight" if "output.weight" in sizes else "token_embd.weight"].nbytes
-        at_last += sum(member.file.nbytes for member in self.members if member.file is not self.target.file)
+        at_last += sum(member.file.nbytes for member in self.drafters if member.file is not self.target.file)
         per_layer = n_ctx * token_bytes(self.target, None, self.engine_options) // self.target.n_layer
         return split(self.target, backends, shares, [free_bytes(b.device) for b in backends], at_last, per_layer)
 

@@ -150,7 +150,7 @@ def plan(
             parts = planned.parts(n_ctx)
         one, of_slots = planned.count(n_ctx), planned.count(n_ctx, slots).caches() if slots != 1 else {}
         by_type: dict[str, int] = {}
-        for mine in (weights, *(member.weights for member in loader.members)):
+        for mine in (weights, *(member.weights for member in loader.drafters)):
             for name, nbytes in mine.bytes_by_type.items():
                 by_type[name] = by_type.get(name, 0) + nbytes
         trained, rooms = loader.target.context_length, [part.free for part in parts]
