@@ -291,7 +291,9 @@ class Loader:
                 return part
 
             notes = list(self.notes)
-            self._make_weights(tuple(backend.counted() for backend in self.backends), n_ctx, own, silent)
+            backends = tuple(backend.counted() for backend in self.backends)
+            self._make_weights(backends, n_ctx, own, silent)
+            self._open_streams(backends)
             self.notes = notes
             yield
 
@@ -309,6 +311,7 @@ class Loader:
             self.notes.append(
                 f"{self.placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file {where})"
             )
+        self._open_streams(self.backends)
 
     def _make_weights(self, backends: Sequence[Backend], n_ctx: int, own: Any, progress: Progress) -> None:
         segments, placed = self.segments(backends, n_ctx), (self.placement, self._host)
@@ -319,8 +322,6 @@ class Loader:
             self.target.weights = own(_weights(self.target, backends[-1], report, *placed))
         for member in self.drafters:
             member.weights = own(_weights(member, backends[-1], partial(progress, "drafter weights")))
-        if self.options.offload_prompts is not None:
-            self._open_streams(backends)
 
     def segments(self, backends: Sequence[Backend], n_ctx: int) -> tuple[Segment, ...]:
         """Which layers each device has; empty for one device."""
@@ -360,7 +361,9 @@ class Loader:
     # -- prompt chunks that compute with copies of weights in host memory
 
     def _open_streams(self, backends: Sequence[Backend]) -> None:
-        """Memory on the devices for the copies, if all have room for it."""
+        """Memory on the devices for the copies, if they are requested and all devices have room for it."""
+        if self.options.offload_prompts is None:
+            return
         rows = self.options.offload_prompts if isinstance(self.options.offload_prompts, int) else 1
         weights: Any = self.target.weights
         parts: Any = [weights] if self._copies_layers else getattr(weights, "parts", [weights])
@@ -378,7 +381,6 @@ class Loader:
                 return self._without_streams(
                     f"copies of two layers need {need >> 20} MiB on {device.name}, which has {free >> 20} MiB free"
                 )
-        return None
 
     @property
     def _copies_layers(self) -> bool:

@@ -330,7 +330,7 @@ class Weights:
                 elif self._bufts[home] is NATIVE:
                     self._pack(self._tensors[key], sources)
                 else:
-                    self._upload(self._tensors[key], sources, whole=home < len(self._bufts) - 1)
+                    self.upload(self._tensors[key], sources, whole=home < len(self._bufts) - 1)
                 if key not in hot:  # the host's experts stay where they are in the file
                     for info in sources:
                         self.file.forget(info.name)
@@ -390,7 +390,7 @@ class Weights:
                 pack(packed, pointer, first, info.shape[1], self.backend.threads)
             first += info.shape[1]
 
-    def _upload(self, tensor: Tensor, sources: list[TensorInfo], whole: bool) -> None:
+    def upload(self, tensor: Tensor, sources: list[TensorInfo], whole: bool) -> None:
         if whole and len(sources) > 1:  # a repacking buffer takes a tensor in one piece only
             joined = b"".join(self.file.read(info.name) for info in sources)
             lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(joined), 0, len(joined))

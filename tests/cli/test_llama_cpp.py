@@ -51,12 +51,12 @@ def test_some_layers_only_where_everything_is_on_the_cpu_anyway(pair):
 def test_fewer_layers_than_there_are_leave_the_first_to_the_cpu(pair, monkeypatch, asked, shares):
     """The head counts as a layer, as in llama.cpp: 4 of 4 layers leave one to the CPU."""
     gpu = replace(pick_device("CPU"), name="CUDA0", kind="gpu")
-    monkeypatch.setattr("pyggml_spec.ggml.device.pick_devices", lambda names: [gpu])
-    more = {"target": pair[0], "device": None}
-    _place_layers(asked, more)
-    assert more == {"target": pair[0], **({"device": None} if shares is None else {"device": "CPU,CUDA0", "tensor_split": shares})}
+    monkeypatch.setattr("pyggml_spec.cli.llama_cpp.pick_devices", lambda names: [gpu])
+    values = {"device": None}
+    _place_layers(asked, values, pair[0])
+    assert values == ({"device": None} if shares is None else {"device": "CPU,CUDA0", "tensor_split": shares})
     with pytest.raises(PyspecError, match="-ngl 1 would leave 4 of 4 layers in host memory"):
-        _place_layers(1, more)
+        _place_layers(1, values, pair[0])
 
 
 @pytest.mark.parametrize(

@@ -162,4 +162,4 @@ def test_the_command_takes_several_devices(monkeypatch):
 
     monkeypatch.setattr("pyggml_spec.cli.doctor.examine", examine)
     result = CliRunner().invoke(cli, ["doctor", "--device", "CPU,CPU", "-ts", "3,1", "--json"])
-    assert result.exit_code == 1 and seen["device"] == "CPU,CPU" and seen["tensor_split"] == [3.0, 1.0], json.dumps(str(result.output))
+    assert result.exit_code == 1 and seen["device"] == "CPU,CPU" and seen["tensor_split"] == (3.0, 1.0), json.dumps(str(result.output))

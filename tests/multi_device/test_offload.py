@@ -223,15 +223,15 @@ def _caller() -> str:
 
 def test_an_engine_without_room_for_copies_goes_without(tmp_path, monkeypatch):
     path = write_qwen35moe(tmp_path / "t.gguf")
-    from pyggml_spec import session as session_module
+    from pyggml_spec import loading
 
-    class Tight(session_module.ModelRunner):
+    class Tight(loading.ModelRunner):
         def __init__(self, backend, target, drafter, options):
             if target.weights.streams:
                 raise EngineError("there is no memory for a compute buffer")
             super().__init__(backend, target, drafter, options)
 
-    monkeypatch.setattr(session_module, "ModelRunner", Tight)
+    monkeypatch.setattr(loading, "ModelRunner", Tight)
     with loaded(path) as session:
         assert session.notes[-1].endswith("with copies of two layers on the device, there is no memory for a compute buffer")
         assert not session.target.weights.streams
