@@ -323,7 +323,7 @@ class Session:
                     prefill_progress(reuse.tokens + done, reuse.tokens + total)
 
             stream = self.scheduler.submit(
-                ids, replace(options, sampler=sampler), stats, slot=0, known=reuse.tokens, progress=prefilled, interrupted=interrupted
+                ids, replace(options, sampler=sampler), stats, slot=0, cached=reuse.tokens, progress=prefilled, interrupted=interrupted
             )
             hold.close = stream.close
             for block in stream:

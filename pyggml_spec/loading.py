@@ -363,7 +363,7 @@ class Loader:
     def _open_streams(self, backends: Sequence[Backend]) -> None:
         """Memory on the devices for the copies, if they are requested and all devices have room for it."""
         if self.options.offload_prompts is None:
-            return
+            return None
         rows = self.options.offload_prompts if isinstance(self.options.offload_prompts, int) else 1
         weights: Any = self.target.weights
         parts: Any = [weights] if self._copies_layers else getattr(weights, "parts", [weights])
@@ -381,6 +381,7 @@ class Loader:
                 return self._without_streams(
                     f"copies of two layers need {need >> 20} MiB on {device.name}, which has {free >> 20} MiB free"
                 )
+        return None
 
     @property
     def _copies_layers(self) -> bool:
