@@ -18,6 +18,7 @@ from .configuration import Configuration, configuration_of
 from .context_size import default_context, room, rough_bytes
 from .drafters.base import Drafter
 from .drafters.multi import AnyDrafter
+from .engine.devices import GROUPS
 from .engine.engine import Engine
 from .engine.lock import ENDED, EngineLock
 from .engine.memory import SHARED, count_memory
@@ -34,7 +35,6 @@ from .ggml.library import versions
 from .load_options import AUTO, MOST_BYTES, LoadOptions
 from .loading import Loader, Progress, files_to_load, silent
 from .models.decoder import Decoder
-from .multi_device.lanes import GROUPS
 from .sampling.recommended import chosen
 from .sampling.sampler import Sampler, Sampling
 from .speculation.calibrate import cached_costs, cached_kinds, keep_drafts, known_drafts, plain_cost
@@ -158,7 +158,7 @@ class Session:
     @property
     def batch_invariant(self) -> bool:
         """Whether a row of the target has the same bits in steps of any number of rows: native kernels compute all sums over values."""
-        graph = self.engine.graphs.get("plain", 1, self.engine.kv.live).graph
+        graph = self.engine.graphs.get(self.engine.graphs.key("plain", 1, self.engine.kv.live)).graph
         return self.backend.level is not None and all(op.startswith("native ") or op in BY_ROWS for op in graph.op_counts())
 
     @property
@@ -529,7 +529,7 @@ class Session:
             raise
         lookup = self.lookup.for_slots(candidate_widths(options.width)) if self.lookup is not None else None
         pinned = None if self.costs else options.width
-        if engine.groups and wanted != 1:
+        if engine.devices.groups and wanted != 1:
             from .multi_device.pipeline import PipelinedEngine
 
             scheduler: Engine = PipelinedEngine(engine, pinned, memory, lookup, files, self.other_costs, groups=wanted)
@@ -540,7 +540,7 @@ class Session:
         elif self.costs and (control := self.new_policy()) is not None:
             if control.never_pays:
                 scheduler.pin_width(1, NEVER_PAYS)  # where W rows cost W plain steps, those of several sequences are no cheaper
-            elif scheduler.policy is not None and not engine.groups:  # whose steps are launched before drafts can be read
+            elif scheduler.policy is not None and not engine.devices.groups:  # whose steps are launched before drafts can be read
                 scheduler.policy.confidence = control.confidence
         return scheduler
 

@@ -252,7 +252,7 @@ class ConcurrentSession:
         self.engine, self._tokenizer, self._prompt_ids, self._make_sampler = engine, tokenizer, prompt_ids, make_sampler
         self._handles: list[Handle] = []
         self._changed, self._closing = threading.Condition(), False
-        self._delays = not engine.runner.ahead.overlaps  # the step thread computes: events wait
+        self._delays = not engine.runner.prebuilder.overlaps  # the step thread computes: events wait
         self._delivered = self._stepped = 0.0  # times of the last delivery, and of the last step's end
         self._failure: BaseException | None = None  # that ended the session
         self._sizes: tuple[int, dict[str, int], int] = (
@@ -291,7 +291,7 @@ class ConcurrentSession:
     def _measure(self) -> None:
         """Reads sizes between steps: while a graph is planned, no other thread may."""
         engine = self.engine.runner
-        stores = [engine.graphs, *(lane.graphs for lane in engine.resources.lanes)]
+        stores = engine.all_graphs
         changes = sum(store.changes for store in stores)
         if self._sizes[0] != changes:
             self._sizes = changes, engine.memory(), sum(store.host_bytes for store in stores)

@@ -14,7 +14,7 @@ from .context_size import LEAST_CONTEXT, default_context, room, rough_bytes, tok
 from .drafters.base import Drafter
 from .drafters.multi import AnyDrafter, combine
 from .drafters.pairs import drafters_for
-from .engine.graphs import STREAMED
+from .engine.devices import Segment
 from .engine.memory import MemoryCount, count_memory
 from .engine.options import MOST_WIDTH, AtMost, EngineOptions, check_masks, check_options
 from .engine.resources import P
@@ -29,8 +29,6 @@ from .models.placement import Placement
 from .models.registry import embedded_drafter, open_drafter, open_target
 from .models.rope import ignored_yarn
 from .models.weights import Weights
-from .multi_device.offload_calibration import settle
-from .multi_device.split import Segment, SplitWeights, check_drafter, split
 from .speculation.methods import Methods
 from .text.tokenizer import Tokenizer, first_difference, vocabulary_note
 
@@ -317,6 +315,8 @@ class Loader:
         segments, placed = self.segments(backends, n_ctx), (self.placement, self._host)
         report = partial(progress, "weights")
         if segments:
+            from .multi_device.split import SplitWeights
+
             self.target.weights = cast(Weights, own(SplitWeights(self.target, segments, self.drafter, *placed, report)))
         else:
             self.target.weights = own(_weights(self.target, backends[-1], report, *placed))
@@ -333,6 +333,8 @@ class Loader:
                     f"proportions of a split need several devices, and there is one for {given}: name them with `device`, separated by commas"
                 )
             return ()
+        from .multi_device.split import check_drafter, split
+
         check_drafter(self.drafter)
         if shares is not None and len(shares) == len(backends):
             shares = [shares[i] for i in self._order]
@@ -400,10 +402,12 @@ class Loader:
             return None
         chunk, where = None, " and ".join(dict.fromkeys(stream.device.device.name for stream in streams))
         if self.options.offload_prompts == AUTO:
+            from .multi_device.offload_calibration import settle
+
             chunk = settle(engine)
             if chunk is None or chunk.copies >= chunk.host:
-                engine.graphs.drop("prefill", STREAMED)
-                engine.resources.drop_guests()
+                engine.graphs.drop("prefill", streamed=True)
+                engine.devices.drop_offload()
                 took = f"a chunk of {chunk.rows} rows takes {chunk.host:.0f} ms there, and {chunk.copies:.0f} ms with copies on {where}" if chunk else (
                     f"a context of {self.engine_options.n_ctx} holds no chunk that could be measured"
                 )  # fmt: skip

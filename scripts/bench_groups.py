@@ -17,8 +17,9 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 
+from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
+
 import pyggml_spec as ps
-from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
 PROMPTS = ["def fibonacci(n):\n    ", "The first time that", "import numpy as np\n", "class Stack:\n    def push", "# Read a file\nwith open(",
@@ -26,15 +27,15 @@ PROMPTS = ["def fibonacci(n):\n    ", "The first time that", "import numpy as np
 
 
 @contextmanager
-def host_gaps(engine):
+def host_gaps(devices):
     """Microseconds of the host between a group's step that was waited for and its next one, which is filled in in here: those from the end of the one
     until its results are read, until the other is asked for, and until it is launched."""
     gaps: dict[str, list[float]] = {"read": [], "chosen": [], "launched": []}
     read: dict[int, int] = {}
-    launch, land = engine.launch, engine.land
+    launch, land = devices.launch, devices.land
 
     def timed_land(group):
-        step = engine._flights[group].step
+        step = devices._flights[group].step
         wait, ended = step.fields.wait, [0]
 
         def waits():
@@ -57,11 +58,11 @@ def host_gaps(engine):
             gaps["chosen"].append(1e-3 * (asked - read[group]))
             gaps["launched"].append(1e-3 * (time.perf_counter_ns() - asked))
 
-    engine.launch, engine.land = timed_launch, timed_land
+    devices.launch, devices.land = timed_launch, timed_land
     try:
         yield gaps
     finally:
-        del engine.launch, engine.land
+        del devices.launch, devices.land
 
 
 def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: int | str) -> dict:
@@ -72,19 +73,19 @@ def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: 
         for i, prompt in enumerate(prompts):
             drawn = SyntheticAcceptance(args.synthetic, width - 1, i) if args.synthetic and width > 1 else None
             mode = PLAIN if width == 1 else SPECULATIVE
-            streams.append(scheduler.submit(prompt, GenerationOptions(args.tokens, mode, ignore_end=True, synthetic=drawn)))
+            streams.append(scheduler.submit(prompt, LoopOptions(args.tokens, mode, ignore_end=True, synthetic=drawn)))
         while not all(stream.tokens for stream in streams):
             scheduler.step()
         for _ in range(6):  # graphs are built, and captured
             scheduler.step()
-        scheduler.runner.resources.turns.spent()
+        scheduler.engine.devices.turns.spent()
         before, began, cpu = scheduler.stats.emitted, time.perf_counter(), time.process_time()
         steps = scheduler.stats.steps
-        with host_gaps(scheduler.runner) as gaps:
+        with host_gaps(scheduler.engine.devices) as gaps:
             while not any(stream.ended for stream in streams):
                 scheduler.step()
         seconds, emitted, steps = time.perf_counter() - began, scheduler.stats.emitted - before, scheduler.stats.steps - steps
-        spent, cpu = scheduler.runner.resources.turns.spent(), time.process_time() - cpu
+        spent, cpu = scheduler.engine.devices.turns.spent(), time.process_time() - cpu
         scheduler.run()
         busy = [f"{100 * (s.computed_us + s.copied_us) / 1e6 / seconds:.0f} %" for s in spent]
         return {
@@ -92,7 +93,7 @@ def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: 
             "cpu": 1e3 * cpu / max(1, emitted),
             "texts": [s.tokens for s in streams],
             "busy": busy,
-            "grouped": scheduler.stats.pipelined,
+            "grouped": scheduler.stats.grouped,
             "round": 1e3 * seconds / max(1, steps // (2 if groups == 2 else 1)),
             "spent": [{of: 2e-3 * getattr(s, f"{of}_us") / max(1, steps) for of in ("computed", "copied", "queued")} for s in spent],
             "gaps": {what: statistics.median(of) for what, of in gaps.items() if of},

@@ -46,7 +46,7 @@ def serve(args) -> None:
         if what == "graphs":
             nodes = defaultdict(list)
             for step_key, step in session.engine.graphs.steps().items():
-                nodes[step_key[0]].append(step.graph.n_nodes)
+                nodes[step_key.kind if hasattr(step_key, "kind") else step_key[0]].append(step.graph.n_nodes)
             out: dict = nodes
         elif what == "memory":
             if servers:

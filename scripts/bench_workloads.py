@@ -74,9 +74,9 @@ class Watched:
 
     def __init__(self, engine):
         self.engine, self.step, self.took, self.first = engine, engine.step, defaultdict(list), defaultdict(list)
-        self.get, self.commit = engine.graphs.get, engine._commits._commit
+        self.get, self.commit = engine.graphs.get, engine.state._commit
         self.begin()
-        engine.step, engine.graphs.get, engine._commits._commit = self, self._built, self._committed
+        engine.step, engine.graphs.get, engine.state._commit = self, self._built, self._committed
 
     def begin(self) -> None:
         """A round."""
@@ -95,11 +95,11 @@ class Watched:
         """Milliseconds of this round."""
         return 1e-3 * (self.engine.catch_up_us - self.caught_up)
 
-    def _built(self, role, width, *more):
+    def _built(self, key):
         before, began = self.engine.graphs.changes, clock.perf_counter()
-        out = self.get(role, width, *more)
+        out = self.get(key)
         if self.engine.graphs.changes > before:
-            self.built[role, width] += 1
+            self.built[self.engine.graphs.role(key), key.verify_len] += 1
             self.building += 1000 * (clock.perf_counter() - began)
         return out
 

@@ -25,7 +25,7 @@ from random_gguf.archs import write_gemma4
 from random_gguf.model import Shape
 
 from pyggml_spec.cache.kv import KVCache
-from pyggml_spec.engine.resources import Resources
+from pyggml_spec.engine import resources
 from pyggml_spec.ggml.device import pick_device
 from pyggml_spec.tools.compare import CHUNK, compare_logits, nmse
 from pyggml_spec.tools.reference import LlamaReference
@@ -41,12 +41,12 @@ TOLERANCE, RING_TOLERANCE = 1e-10, 1e-6
 @contextmanager
 def every_position():
     """No rings: windowed layers keep all rows, in the order of llama.cpp's."""
-    before = Resources.kv_class
-    Resources.kv_class = staticmethod(lambda *args, **types: KVCache(*args[:4], **types))
+    before = resources.KVCache
+    resources.KVCache = lambda *args, **types: KVCache(*args[:4], **types)
     try:
         yield
     finally:
-        Resources.kv_class = before
+        resources.KVCache = before
 
 
 def ours(path: str, prompts: list[list[int]], args) -> list[np.ndarray]:

@@ -121,8 +121,7 @@ def test_widths_and_rows(engine):
         refused(engine.read_candidates, value)
     for role, width in (("nonsense", 4), ("prefill", -1), ("prefill", 0), ("fused", 0), ("fused", 10**6)):
         refused(engine.step_graph, role, width)
-    with pytest.raises(AttributeError):
-        engine.step_graph("verify", 1.5)
+    refused(engine.step_graph, "verify", 1.5)
 
 
 def test_a_sequence_cannot_go_on_from_nowhere(engine):

@@ -105,7 +105,7 @@ def test_where_no_block_can_pay_requests_do_not_draft_either(session, monkeypatc
         monkeypatch.setattr(session, "costs", costs)
         monkeypatch.setattr(session.scheduler, "policy", session.new_policy())
         text, alone = session.generate(PROMPTS[0], 20)
-        assert session.engine.graphs.drafting == drafts  # whether the drafter's rows were computed
+        assert session.engine.slots[0].drafting == drafts  # whether the drafter's rows were computed
         with session.concurrent(slots=2) as server:
             both = [server.submit(PROMPTS[0], 20) for _ in range(2)]
             plain = server.submit(PROMPTS[0], 20, mode="plain").result(WAIT)[1]

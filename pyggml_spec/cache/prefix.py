@@ -386,7 +386,7 @@ class PrefixCache:
         self._store.forget(chunk for place in self._places.values() for chunk in chain(place.chunks, (end for end, _ in place.ends[1])))
 
     def _keep(self, chunk: Chunk, kind: str, pieces: Pieces, keep: Sequence[Chunk] = ()) -> bool:
-        wait = self.engine.resources.under_way is None
+        wait = self.engine.devices.under_way is None
         kept, need, budget = self._store.keep(chunk, kind, pieces, keep, wait), pieces.nbytes, self._store.budget
         if kind == STATE and need > budget and (budget or self.files is not None):
             self._note(

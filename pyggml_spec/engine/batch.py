@@ -92,12 +92,88 @@ class StepOutput:
     times: StepTimes
 
 
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What distinguishes one graph from another. ``GraphKey.of`` interns: steps mostly compare keys by identity.
+
+    Attributes:
+        kind: prefill, plain, verify, fused, draft, commit, catchup, logits or capture.
+        verify_len: rows per slot.
+        kv_bucket: cache rows that are read, a multiple of the cache's span.
+        slots: the range of slots that is covered.
+        method: drafting method of kind fused, draft and catchup.
+        n_drafts: tokens that are drafted per slot, -1 for ``verify_len`` - 1.
+        streamed: whether layers are computed with streamed copies of weights in host memory.
+        deferred: whether drafter rows are left to the hidden-state buffer.
+        layers: captured target layers, of kind capture.
+        next_len, replay: of kind commit: rows of the next block, and whether accepted rows are replayed.
+        drafting: whether drafter rows, or what they are computed from, are written.
+        candidates: largest logits per row that are read with the ids; None: whole rows, on demand.
+        masked: whether logits stay on the device for constrained choices.
+    """
+
+    kind: str
+    verify_len: int
+    kv_bucket: int
+    slots: SlotRange
+    method: str = ""
+    n_drafts: int = -1
+    streamed: bool = False
+    deferred: bool = False
+    layers: tuple[int, ...] = ()
+    next_len: int = 0
+    replay: bool = False
+    drafting: bool = False
+    candidates: int | None = 0
+    masked: bool = False
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self._values()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def _values(self) -> tuple[Any, ...]:
+        shape = self.kind, self.verify_len, self.kv_bucket, self.slots, self.method, self.n_drafts, self.streamed, self.deferred
+        return *shape, self.layers, self.next_len, self.replay, self.drafting, self.candidates, self.masked
+
+    @staticmethod
+    @lru_cache(maxsize=1 << 12)
+    def of(*args: Any, **more: Any) -> "GraphKey":
+        """The same object for the same values."""
+        return GraphKey(*args, **more)
+
+    def at(self, kv_bucket: int, slots: SlotRange | None = None) -> "GraphKey":
+        """The key of the same graph for another K/V bucket, or other slots."""
+        kind, verify_len, _, old, *more = self._values()
+        return GraphKey.of(kind, verify_len, kv_bucket, slots or old, *more)
+
+    @property
+    def family(self) -> "GraphKey":
+        """Graphs that differ in slots, K/V bucket and sampling only have the same family."""
+        return GraphKey.of(self.kind, self.verify_len, 0, FIRST, *self._values()[4:11])
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that are drafted per slot."""
+        return self.n_drafts if self.n_drafts >= 0 else self.verify_len - 1
+
+    @property
+    def total(self) -> int:
+        """Rows of all slots."""
+        return self.verify_len * self.slots.count
+
+
+NO_KEY = GraphKey("", 0, 0, FIRST)
+
+
 @dataclass(slots=True)
 class Batch:
     """One forward pass over some slots. The scheduler fills ``items``; the runner fills in the rest.
 
     Attributes:
-        items: what each slot contributes, by slot.
+        items: what each slot contributes, by slot. ``ModelRunner.propose`` replaces drafts that the host reads by ``Verify``.
         plan: the speculation policy's choice for this step; the runner does not read it.
         decoding, prefilling: sequences that can decode, and those with prompt tokens to compute.
         sequences: all admitted sequences, by slot.
@@ -106,12 +182,10 @@ class Batch:
         began: start, by the clock of nanoseconds; ``ms``: duration.
         graph_rows: rows that a graph verifies for the longest decode item, 0 in a prefill step.
         rows: rows that count, by slot.
-        slots: the range of slots that the graph covers; rows of slots without an item are switched off.
-        kind: of graph: prefill, plain, verify, fused, draft, logits or capture.
-        verify_len: rows per slot of the graph.
-        kv_bucket: cache rows that the graph reads.
-        method: drafting method, "" where none drafts in this graph.
-        drafts: draft tokens per slot that the graph makes.
+        context: tokens of the longest sequence before the step.
+        proposed: by slot, whether the drafts that ``propose`` made are finite.
+        slots, kind, verify_len, kv_bucket, method, n_drafts, streamed, deferred, drafting, candidates, keep_logits (masked), layers: as of ``GraphKey``.
+        key: of the graph, once all of these are known.
     """
 
     items: dict[int, BatchItem]
@@ -126,53 +200,32 @@ class Batch:
     ms: float = 0.0
     graph_rows: int = 0
     rows: dict[int, int] = field(default_factory=dict)
+    context: int = 0
+    proposed: dict[int, bool] = field(default_factory=dict)
     slots: SlotRange = FIRST
     kind: str = ""
     verify_len: int = 1
     kv_bucket: int = 0
     method: str = ""
-    drafts: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class GraphKey:
-    """What distinguishes one graph from another. Made by ``GraphKey.of``, which interns: steps compare keys by identity first.
-
-    Attributes:
-        kind, verify_len, kv_bucket, slots: as of ``Batch``; also kind commit and catchup.
-        method: drafting method, "" for the first drafter's and where none drafts.
-        drafts: tokens that are drafted per slot, -1 for ``verify_len`` - 1.
-        streamed: whether layers are computed with streamed copies of weights in host memory.
-        deferred: whether drafter rows are left to the hidden-state buffer.
-        layers: captured target layers, of kind capture.
-        to_len, replay: of kind commit: the next block's rows, and whether accepted rows are replayed.
-        drafting: whether drafter rows, or what they are computed from, are written.
-        candidates: largest logits per row that are read with the ids; None: whole rows, on demand.
-        masked: whether logits stay on the device for constrained choices.
-    """
-
-    kind: str
-    verify_len: int
-    kv_bucket: int
-    slots: SlotRange
-    method: str = ""
-    drafts: int = -1
+    n_drafts: int = -1
     streamed: bool = False
     deferred: bool = False
-    layers: tuple[int, ...] = ()
-    to_len: int = 0
-    replay: bool = False
     drafting: bool = False
     candidates: int | None = 0
-    masked: bool = False
-
-    @staticmethod
-    @lru_cache(maxsize=1 << 12)
-    def of(*args: Any, **more: Any) -> "GraphKey":
-        """The same object for the same values."""
-        return GraphKey(*args, **more)
+    keep_logits: bool = False
+    layers: tuple[int, ...] = ()
+    key: GraphKey = NO_KEY
 
     @property
-    def role(self) -> str:
-        """Name of the compute buffer that graphs of this kind share."""
-        return f"{self.kind} {self.method}" if self.method else self.kind
+    def is_block(self) -> bool:
+        """Whether some rows may turn out wrong."""
+        for slot, n in self.rows.items():  # noqa: SIM110  (in every step)
+            if n > 1 and not isinstance(self.items[slot], Prefill):
+                return True
+        return False
+
+    def make_key(self) -> GraphKey:
+        """``key``: of the graph that computes this batch."""
+        shape = self.kind, self.verify_len, self.kv_bucket, self.slots, self.method, self.n_drafts, self.streamed, self.deferred
+        self.key = GraphKey.of(*shape, self.layers, 0, False, self.drafting, self.candidates, self.keep_logits)
+        return self.key

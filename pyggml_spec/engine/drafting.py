@@ -1,8 +1,8 @@
-"""The drafter's part of a step: the nodes that end in ids on the device, and what the host tells them.
+"""The drafter's part of a step: the nodes that end in ids on the device, and their inputs.
 
 Block   DFlash: [last token, mask, mask, ...] of every slot at once; what one row sees depends on the layer's window.
 Chain   MTP, EAGLE-3: a pass for each draft, over one row of every slot; each reads the draft before it and the hidden state that it left.
-        gemma4-assistant: the same over the target's K/V rows, of which all drafts see the committed tokens'.
+        gemma4-assistant: the same over the target's K/V rows, of which all drafts see those of committed tokens.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..cache.kv import KVCache
-from ..cache.slots import SlotRange
 from ..drafters.base import ChainInputs, Drafter
 from ..drafters.dflash import BlockInputs, DFlash
 from ..ggml.graph import Graph
@@ -19,15 +18,18 @@ from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields
 from ..models.base import AttentionInputs
 from ..models.decoder import Decoder
-from .batch import BatchItem, Draft
+from .batch import BatchItem, Draft, GraphKey
 from .slot import Slot
+
+Host = dict[str, np.ndarray]
+Items = Mapping[int, BatchItem]
 
 
 class Drafted(NamedTuple):
     """Attributes:
-    ids: I32 nodes; ``order`` says which of their values is which draft.
+    ids: I32 nodes; ``order`` maps drafts to their values.
     hidden: F32 [n_embd, T]: finite if everything that was computed is.
-    logits, confidence: as ``Chosen`` in drafters/base.py has them.
+    logits, confidence: as of ``Chosen`` in drafters/base.py.
     """
 
     ids: tuple[Tensor, ...]
@@ -36,109 +38,98 @@ class Drafted(NamedTuple):
     confidence: Tensor | None = None
 
 
-class Asked(NamedTuple):
-    """What a step asks of a drafter: ``drafts`` of each of the ``covered`` slots, of which the step computes ``width`` rows."""
-
-    width: int
-    drafts: int
-    covered: SlotRange
-
-
 class Drafting(Protocol):
     """How one kind of drafter takes part in a step."""
 
-    def nodes(self, g: Graph, f: StepFields, asked: Asked, rows: dict, span: int, kv: tuple, before: Tensor | None) -> Drafted:
-        """``rows``: positions and, where it verifies too, cache rows of the step's rows. ``kv``: the drafter's caches. ``before``: F32 [n, S], what each
-        slot's last committed token left."""
+    def nodes(self, g: Graph, f: StepFields, key: GraphKey, rows: dict, kv: tuple, before: Tensor | None) -> Drafted:
+        """``rows``: positions and, where it verifies too, cache rows of the step. ``kv``: the caches it reads. ``before``: F32 [n, S] each slot's
+        last hidden state."""
 
-    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, BatchItem], slots: Sequence[Slot]) -> None:
-        """Writes the inputs. Slots that draft nothing look at one row and write trash."""
+    def fill(self, host: Host, key: GraphKey, items: Items, slots: Sequence[Slot]) -> None:
+        """Writes the inputs. Slots that draft nothing read one row and write trash."""
 
-    def count(self, width: int, most: int) -> int:
-        """How many drafts are made behind each last token where ``most`` are asked for, in a step of ``width`` rows."""
+    def count(self, verify_len: int, most: int) -> int:
+        """Drafts per slot of a graph of ``verify_len`` rows, where ``most`` are wanted."""
 
     def order(self, at: int, drafts: int, count: int) -> np.ndarray:
         """Where the drafts of the ``at``-th of ``count`` slots are among all ids, I64 [drafts]."""
 
 
 class BlockDrafting:
-    """Borrows the drafter and its caches; ``alone``: the engine has one slot, whose rows the drafter shares with the target."""
+    """Borrows the drafter and its caches. ``alone``: there is one slot, whose rows the drafter shares with the target."""
 
     def __init__(self, drafter: DFlash, target: Decoder, kv: KVCache, alone: bool) -> None:
         self.drafter, self.target, self.kv, self.alone = drafter, target, kv, alone
         self._windows = [(window, f"draft_first_{window}") for window in sorted(set(drafter.hp.window) - {0})]
 
-    def nodes(self, g: Graph, f: StepFields, asked: Asked, rows: dict, span: int, kv: tuple, before: Tensor | None) -> Drafted:
-        covered, own = asked.covered, self.drafter.block_rows(asked.width)
-        total, alike = own * covered.count, own == asked.width
+    def nodes(self, g: Graph, f: StepFields, key: GraphKey, rows: dict, kv: tuple, before: Tensor | None) -> Drafted:
+        count, own = key.slots.count, self.drafter.block_rows(key.verify_len)
+        total, alike = own * count, own == key.verify_len
         block = f.input("block", "i32", total)
         draft_rows = rows["kv_rows"] if self.alone and alike and "kv_rows" in rows else f.input("draft_rows", "i64", total)
         positions = rows["positions"] if alike else f.input("draft_positions", "i32", total)
-        masks = self._masks(g, f, total, span, covered)
-        hidden = self.drafter.denoise(g, BlockInputs(block, positions, draft_rows, masks, span, kv, covered.count), self.target)
-        drafted = hidden if not alike else self._behind_pending(g, hidden, asked.width)
-        chosen = self.drafter.drafts(g, drafted, block, covered.count, self.target)
+        masks = self._masks(g, f, total, key)
+        hidden = self.drafter.denoise(g, BlockInputs(block, positions, draft_rows, masks, key.kv_bucket, kv, count), self.target)
+        drafted = hidden
+        if alike:  # row 0 of each block is the last token itself, whose logits are not needed
+            drafted = g.rows_from(hidden, 1) if self.alone else g.group_tails(hidden, key.verify_len, 1)
+        chosen = self.drafter.drafts(g, drafted, block, count, self.target)
         return Drafted(chosen.ids, hidden, chosen.logits, chosen.confidence)
 
-    def _behind_pending(self, g: Graph, hidden: Tensor, width: int) -> Tensor:
-        """Without row 0 of each block: it is the last token itself, whose logits are not needed."""
-        return g.rows_from(hidden, 1) if self.alone else g.group_tails(hidden, width, 1)
-
-    def _masks(self, g: Graph, f: StepFields, total: int, span: int, covered: SlotRange) -> tuple[Tensor, ...]:
+    def _masks(self, g: Graph, f: StepFields, total: int, key: GraphKey) -> tuple[Tensor, ...]:
         """One mask per drafter layer; layers with the same window share theirs."""
         last = f.input("draft_last", "f32", 1, total)
         by_window: dict[int, Tensor] = {}
         for window in self.drafter.hp.window:
             if window not in by_window:
                 first = f.input(f"draft_first_{window}", "f32", 1, total) if window else None
-                by_window[window] = g.kv_mask(self.kv.mask_base, last, first, span, covered.count)
+                by_window[window] = g.kv_mask(self.kv.mask_base, last, first, key.kv_bucket, key.slots.count)
         return tuple(by_window[window] for window in self.drafter.hp.window)
 
-    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, BatchItem], slots: Sequence[Slot]) -> None:
-        block, last, width, covered = host["block"], host["draft_last"], self.drafter.block_rows(asked.width), asked.covered
+    def fill(self, host: Host, key: GraphKey, items: Items, slots: Sequence[Slot]) -> None:
+        block, last, width = host["block"], host["draft_last"], self.drafter.block_rows(key.verify_len)
         block[:] = self.drafter.hp.mask_token
         positions = host.get("draft_positions", host["positions"])
         if "draft_positions" in host:
-            for at, slot in enumerate(covered.slots):
-                n = slots[slot].cursor.committed if isinstance(work.get(slot), Draft) else 0
+            for at, slot in enumerate(key.slots.slots):
+                n = slots[slot].cursor.committed if isinstance(items.get(slot), Draft) else 0
                 positions[at * width : (at + 1) * width] = n + np.arange(width)
         for window, name in self._windows:
             host[name][:] = positions - window + 1
-        for at, slot in enumerate(covered.slots):
-            item, n, first = work.get(slot), slots[slot].cursor.committed, at * width
-            real = 0
+        for at, slot in enumerate(key.slots.slots):
+            item, n, first, real = items.get(slot), slots[slot].cursor.committed, at * width, 0
+            end = first + width
             if isinstance(item, Draft):
                 real = self.drafter.block_rows(item.width)
                 block[first] = slots[slot].cursor.last_token
                 if item.masks is not None:
                     block[first + 1 : first + real] = item.masks[: real - 1]
                 last[first : first + real] = self.drafter.last_visible(n, real)
-                last[first + real : first + width] = n + real - 1
+                last[first + real : end] = n + real - 1
             else:
-                last[first : first + width] = positions[
-                    first : first + width
-                ]  # a row that it may see, window or not: attention to none is NaN
+                last[first:end] = positions[first:end]  # a row that it may see, window or not: attention to none is NaN
             if "draft_rows" in host:
-                rows = host["draft_rows"][first : first + width]
+                rows = host["draft_rows"][first:end]
                 self.kv.rows_for(n, width, real, rows)
                 rows += at * (self.kv.live + self.kv.trash)
 
-    def count(self, width: int, most: int) -> int:
-        return width - 1
+    def count(self, verify_len: int, most: int) -> int:
+        return verify_len - 1
 
     def order(self, at: int, drafts: int, count: int) -> np.ndarray:
         return at + count * np.arange(drafts) if self.drafter.by_position else at * drafts + np.arange(drafts)
 
 
 class ChainDrafting:
-    """Borrows the drafter and its caches. The inputs of a draft are those of all slots, one draft behind the other."""
+    """Borrows the drafter and its caches. The inputs of a draft are those of all slots, one draft after the other."""
 
     def __init__(self, drafter: Drafter, target: Decoder, kv: KVCache) -> None:
         self.drafter, self.target, self.kv = drafter, target, kv
 
-    def nodes(self, g: Graph, f: StepFields, asked: Asked, rows: dict, span: int, kv: tuple, before: Tensor | None) -> Drafted:
+    def nodes(self, g: Graph, f: StepFields, key: GraphKey, rows: dict, kv: tuple, before: Tensor | None) -> Drafted:
         assert before is not None
-        count, total = asked.covered.count, asked.drafts * asked.covered.count
+        count, bucket = key.slots.count, key.kv_bucket
+        total = key.drafts * count
         tokens = f.input("draft_tokens", "i32", count)
         positions, kv_rows = f.input("draft_positions", "i32", total), f.input("draft_rows", "i64", total)
         last, first = f.input("draft_last", "f32", 1, total), f.input("draft_first", "f32", 1, count) if self.drafter.position_lag else None
@@ -146,37 +137,37 @@ class ChainDrafting:
         def row(i: int, tokens: Tensor, hidden: Tensor) -> ChainInputs:
             at, of_rows, seen_last = (g.slice_1d(x, i * count, count) for x in (positions, kv_rows, last))
             return ChainInputs(
-                tokens, hidden, at, AttentionInputs(of_rows, g.kv_mask(self.kv.mask_base, seen_last, first, span, count), span), kv
+                tokens, hidden, at, AttentionInputs(of_rows, g.kv_mask(self.kv.mask_base, seen_last, first, bucket, count), bucket), kv
             )
 
-        return self._chain(g, asked, tokens, before, row)
+        return self._chain(g, key, tokens, before, row)
 
-    def _chain(self, g: Graph, asked: Asked, tokens: Tensor, hidden: Tensor, row: Callable[[int, Tensor, Tensor], ChainInputs]) -> Drafted:
+    def _chain(self, g: Graph, key: GraphKey, tokens: Tensor, hidden: Tensor, row: Callable[[int, Tensor, Tensor], ChainInputs]) -> Drafted:
         """One draft after the other. ``row``: of the i-th one, from the tokens and the hidden states before it."""
-        count, ids = asked.covered.count, []
-        for i in range(asked.drafts):
+        count, ids = key.slots.count, []
+        for i in range(key.drafts):
             for_head, hidden = self.drafter.step(g, row(i, tokens, hidden), self.target)
             logits = self.drafter.logits(g, for_head, self.target)
             ids.append(self.drafter.choose(g, logits))
             tokens = g.reshape(ids[-1], count) if ids[-1].ne[0] != count else ids[-1]
         return Drafted(tuple(ids), for_head, logits)  # what is not finite stays so from draft to draft
 
-    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, BatchItem], slots: Sequence[Slot]) -> None:
-        drafts, covered = asked.drafts, asked.covered
+    def fill(self, host: Host, key: GraphKey, items: Items, slots: Sequence[Slot]) -> None:
+        drafts, behind = key.drafts, self.drafter.position_lag
         positions, last, rows = (host[name].reshape(drafts, -1) for name in ("draft_positions", "draft_last", "draft_rows"))
-        for at, slot in enumerate(covered.slots):
-            item, n = work.get(slot), slots[slot].cursor.committed
+        for at, slot in enumerate(key.slots.slots):
+            item, n = items.get(slot), slots[slot].cursor.committed
             real = item.width - 1 if isinstance(item, Draft) else 0
             host["draft_tokens"][at] = slots[slot].cursor.last_token if real else 0
-            last[:, at] = n + np.arange(drafts) if real else self.drafter.position_lag  # a row that it may see: attention to none is NaN
-            positions[:, at] = np.maximum(last[:, at] - self.drafter.position_lag, 0)
+            last[:, at] = n + np.arange(drafts) if real else behind  # a row that it may see: attention to none is NaN
+            positions[:, at] = np.maximum(last[:, at] - behind, 0)
             own = np.empty(drafts, np.int64)
             self.kv.rows_for(n, drafts, real, own)
             rows[:, at] = own + at * (self.kv.live + self.kv.trash)
         if "draft_first" in host:
-            host["draft_first"][:] = self.drafter.position_lag
+            host["draft_first"][:] = behind
 
-    def count(self, width: int, most: int) -> int:
+    def count(self, verify_len: int, most: int) -> int:
         return most
 
     def order(self, at: int, drafts: int, count: int) -> np.ndarray:
@@ -186,22 +177,21 @@ class ChainDrafting:
 class BorrowingDrafting(ChainDrafting):
     """Borrows the drafter and the target's caches: all drafts stand at the last token's position, and nothing is written."""
 
-    def nodes(self, g: Graph, f: StepFields, asked: Asked, rows: dict, span: int, kv: tuple, before: Tensor | None) -> Drafted:
+    def nodes(self, g: Graph, f: StepFields, key: GraphKey, rows: dict, kv: tuple, before: Tensor | None) -> Drafted:
         assert before is not None
-        count = asked.covered.count
+        count, bucket = key.slots.count, key.kv_bucket
         tokens, positions = f.input("draft_tokens", "i32", count), f.input("draft_positions", "i32", count)
         last, first = f.input("draft_last", "f32", 1, count), f.input("draft_first", "f32", 1, count)
-        ringed = min(span, self.kv.ring) if self.kv.ring else 0
+        ringed = min(bucket, self.kv.ring) if self.kv.ring else 0
         near = f.input("draft_near", "f32", ringed, count) if ringed else self.kv.mask_base
-        seen = AttentionInputs(positions, g.kv_mask(self.kv.mask_base, last, None, span, count), span)
-        sliding = AttentionInputs(positions, g.kv_mask(near, last, first, ringed or span, count), ringed or span)
-        return self._chain(g, asked, tokens, before, lambda i, tokens, hidden: ChainInputs(tokens, hidden, positions, seen, kv, sliding))
+        seen = AttentionInputs(positions, g.kv_mask(self.kv.mask_base, last, None, bucket, count), bucket)
+        sliding = AttentionInputs(positions, g.kv_mask(near, last, first, ringed or bucket, count), ringed or bucket)
+        return self._chain(g, key, tokens, before, lambda i, tokens, hidden: ChainInputs(tokens, hidden, positions, seen, kv, sliding))
 
-    def fill(self, host: dict[str, np.ndarray], asked: Asked, work: Mapping[int, BatchItem], slots: Sequence[Slot]) -> None:
-        covered = asked.covered
-        near = host["draft_near"].reshape(covered.count, -1) if "draft_near" in host else None
-        for at, slot in enumerate(covered.slots):
-            real, n = isinstance(work.get(slot), Draft), slots[slot].cursor.committed
+    def fill(self, host: Host, key: GraphKey, items: Items, slots: Sequence[Slot]) -> None:
+        near = host["draft_near"].reshape(key.slots.count, -1) if "draft_near" in host else None
+        for at, slot in enumerate(key.slots.slots):
+            real, n = isinstance(items.get(slot), Draft), slots[slot].cursor.committed
             host["draft_tokens"][at] = slots[slot].cursor.last_token if real else 0
             host["draft_positions"][at] = n if real else 0
             host["draft_last"][at] = max(n - 1, 0) if real else 0
@@ -211,7 +201,7 @@ class BorrowingDrafting(ChainDrafting):
 
 
 def drafting_of(drafter: Drafter, target: Decoder, kv: KVCache, draft_kv: KVCache, alone: bool) -> Drafting:
-    """How ``drafter`` takes part in the steps of an engine. ``kv``: the target's caches."""
+    """How ``drafter`` takes part in a runner's steps. ``kv``: the target's caches."""
     if drafter.shares_kv:
         return BorrowingDrafting(drafter, target, kv)
     if drafter.chained:

@@ -1,101 +1,92 @@
-"""Graphs that are built before their steps, on a GPU while it computes. On the CPU none is: building takes it as long whenever it is done, and
-many graphs of a text are never needed. A file copied by suffix drafts, 2,000 tokens beside the embedded pair's DFlash drafter: 30 of them instead of 57.
-A GPU captures them while it computes, too: all of them before the text would keep its first token back (25 ms of the 4B shape on one H200).
-"""
+"""Builds graphs before their steps, on a GPU while it computes. On a CPU building takes as long whenever it is done, and many graphs of a text
+are never needed: there, announced graphs are built when their steps come."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..cache.kv import KV_BUCKET
-from ..cache.slots import SlotRange
-from .graphs import StepGraphs
+from .batch import Batch, GraphKey
+from .graphs import StepGraphs, commit_key
 from .resources import Resources
 
-AHEAD = 64  # tokens, or a whole step, before a span ends the graph of the next one is built
+AHEAD = 64  # tokens, or a whole step, before a K/V bucket ends the graph of the next one is built
 
 
 class GraphPrebuilder:
     """Attributes:
-    overlaps: whether the host is free while the device computes; the CPU has no time to spare then.
+    overlaps: whether the host is free while the device computes.
     built: graphs built while the device computed.
     """
 
-    def __init__(self, parts: Resources, graphs: StepGraphs | None = None) -> None:
-        """``graphs``: a lane's; None: those of the engine."""
-        self._parts, self._graphs = parts, parts.graphs if graphs is None else graphs
-        self.overlaps, self.built = parts.backend.device.kind != "cpu", 0
-        self._kinds: tuple[tuple, ...] = ()  # steps that are expected, see prepare
-        self._epoch = self._last_span = 0
-        self._complete_to = -1  # tokens up to which every graph of the next span is there
+    def __init__(self, resources: Resources, graphs: StepGraphs) -> None:
+        self._resources, self._graphs = resources, graphs
+        self.overlaps, self.built = resources.backend.device.kind != "cpu", 0
+        self._keys: tuple[GraphKey, ...] = ()  # expected steps, see prepare
+        self._epoch = self._last_bucket = 0
+        self._complete_to = -1  # tokens up to which every graph of the next bucket exists
 
     @property
     def _committed(self) -> int:
-        return self._parts.slots[0].cursor.committed
+        return self._resources.slots[0].cursor.committed
 
-    def _span(self, width: int) -> int:
-        return self._parts.kv.bucket(self._committed + width)
+    def _bucket(self, key: GraphKey) -> int:
+        return self._resources.kv.bucket(self._committed + key.verify_len)
 
-    def prepare(self, kinds: Sequence[tuple], tokens: int) -> None:
-        """Announces the (role, width), and what else their graphs differ in, of the steps that the next ``tokens`` tokens of the first slot will take."""
-        kv, graphs = self._parts.kv, self._graphs
-        self._kinds, self._epoch, self._last_span = tuple(kinds), self._parts.epoch, kv.bucket(self._committed + tokens)
+    def prepare(self, keys: Sequence[GraphKey], tokens: int) -> None:
+        """Announces the graphs, whatever their bucket, of the steps that the next ``tokens`` tokens of the first slot take."""
+        kv, graphs = self._resources.kv, self._graphs
+        self._keys, self._epoch, self._last_bucket = tuple(keys), self._resources.epoch, kv.bucket(self._committed + tokens)
         self._complete_to = -1
-        graphs.aim(self._parts.slots[:1])
         if not self.overlaps:
-            graphs.announced |= {*self._kinds}
-            for role in dict.fromkeys(role for role, *_ in self._kinds):
-                graphs.reserve(role)
+            graphs.announced |= {key.family for key in keys}
+            for key in keys:
+                graphs.reserve(key)
             return
         ahead = min(tokens, KV_BUCKET // 4)
-        for role, width, *more in self._kinds:
-            span, last = 0, kv.bucket(self._committed + ahead + width)
-            while span < last:
-                span = max(self._span(width), kv.bucket(span + 1))
-                graphs.build(role, width, span, None, *more)
+        for key in keys:
+            bucket, last = 0, kv.bucket(self._committed + ahead + key.verify_len)
+            while bucket < last:
+                bucket = max(self._bucket(key), kv.bucket(bucket + 1))
+                graphs.build(key.at(bucket))
 
-    def prepare_transitions(self, widths: Sequence[int]) -> None:
-        """Announces the commit graphs between blocks of these widths, and from prompts into them, ten nodes each."""
-        self._graphs.aim(self._parts.slots[:1])
-        self._graphs.plan_catch_ups()
-        if self._parts.delta is None or not self._parts.delta.inline:
+    def prepare_transitions(self, widths: Sequence[int], drafting: bool) -> None:
+        """Announces the commit graphs between blocks of these widths, and from prompts into them: ten nodes each."""
+        self._graphs.plan_catch_ups(drafting)
+        if self._resources.delta is None or not self._resources.delta.inline:
             return
-        kinds = [("commit", left, entered, left > 1) for left in (0, *widths) for entered in widths if left != entered]
+        every = self._graphs.every
+        keys = [commit_key(left, every, entered, left > 1) for left in (0, *widths) for entered in widths if left != entered]
         if not self.overlaps:
-            self._graphs.announced |= {*kinds}
+            self._graphs.announced |= {key.family for key in keys}
             return
-        for role, left, *more in kinds:
-            self._graphs.build(role, left, 0, None, *more)
+        for key in keys:
+            self._graphs.build(key)
 
-    def while_computing(self, role: str, width: int, covered: SlotRange, longest: int, *more: Any) -> None:
-        """The device computes a step of this kind, whose sequences are at most ``longest`` tokens long."""
-        if role in ("logits", "capture"):
-            return
-        waited = self._graphs.waited_us
-        if self._expected:
+    def while_computing(self, batch: Batch) -> None:
+        """The device computes ``batch`` now."""
+        graphs, key = self._graphs, batch.key
+        waited = graphs.waited_us
+        if self._keys and self._epoch == self._resources.epoch:
             if self._committed > self._complete_to:
                 self._build_expected()
-        elif self._graphs.candidates is not None and self._graphs.reserves(role, width, covered):
-            # only where the buffer will do, which is being computed in, and holds the logits that somebody is still to read
-            self._graphs.get(role, width, self._parts.kv.bucket(longest + width + max(width, AHEAD)), covered, *more)
-        self._graphs.waited_us = waited  # for these no step waits
-
-    @property
-    def _expected(self) -> bool:
-        return bool(self._kinds) and self._epoch == self._parts.epoch
+        elif key.candidates is not None and (key.kind != "prefill" or key.slots.count == 1):
+            # only graphs that were planned for: the buffer is in use, and whole rows of logits in it are still to be read
+            graphs.get(key.at(self._resources.kv.bucket(batch.context + key.verify_len + max(key.verify_len, AHEAD))))
+        graphs.waited_us = waited  # no step waited for these
 
     def _build_expected(self) -> None:
-        """Of the steps that were announced, builds one graph of the next span, or has one of this span or the next captured."""
-        graphs, kv, waiting = self._graphs, self._parts.kv, None
-        for role, width, *more in self._kinds:
-            span = self._span(width)
-            after = kv.bucket(span + 1)
-            if after <= self._last_span and not graphs.has(role, width, after, None, *more):
-                graphs.build(role, width, after, None, *more)
+        """Builds one announced graph of the next bucket, or captures one of this bucket or the next."""
+        graphs, kv, waiting = self._graphs, self._resources.kv, None
+        for key in self._keys:
+            bucket = self._bucket(key)
+            after = kv.bucket(bucket + 1)
+            if after <= self._last_bucket and graphs.find(key.at(after)) is None:
+                graphs.build(key.at(after))
                 self.built += 1
                 return
             if waiting is None:
-                waiting = next((key for s in (span, after) if graphs.waits(*(key := (role, width, s, None, *more)))), None)
+                both = key.at(bucket), key.at(after)
+                waiting = next((k for k in both if (step := graphs.find(k)) is not None and not step.ready), None)
         if waiting is not None:
-            graphs.get(*waiting)
+            graphs.get(waiting)
             return
-        self._complete_to = min(self._span(width) - width for _, width, *_ in self._kinds)
+        self._complete_to = min(self._bucket(key) - key.verify_len for key in self._keys)

@@ -1,63 +1,59 @@
-"""What the inputs of a step are: positions, cache rows, ids, and which rows are switched off."""
+"""Inputs of a step: positions, cache rows, token ids, and which rows are switched off."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ..cache.slots import SlotRange
 from ..ggml.library import ffi, lib
-from .batch import BatchItem, Draft, Prefill, Verify
-from .drafting import Asked
+from .batch import Batch, Draft, Prefill, Verify
 from .graph_cache import Step
-from .graphs import StepGraphs
 from .resources import Resources
-
-Given = Mapping[int, BatchItem]
-Rows = Mapping[int, int]
 
 
 class InputBuilder:
-    """Writes the host's side of a step's fields, for the slots that it covers: ``width`` rows each, of which ``rows`` says how many count."""
+    """Writes the host's fields of a step: ``batch.verify_len`` rows of each covered slot, of which ``batch.rows`` count."""
 
-    def __init__(self, parts: Resources, graphs: StepGraphs) -> None:
-        self._slots, self._target = parts.slots, parts.target
-        self._kv, self._delta, self._ring, self._last_hidden = parts.kv, parts.delta, parts.ring, parts.last_hidden
-        self._drafting, self._only = graphs.draft_parts, len(parts.slots) == 1
-        self._committed, self._real = (ffi.new("int64_t[]", len(parts.slots)) for _ in range(2))
+    def __init__(self, resources: Resources) -> None:
+        r = resources
+        self._slots, self._target, self._drafting, self._alone = r.slots, r.target, r.drafting, len(r.slots) == 1
+        self._kv, self._delta, self._ring, self._last_hidden = r.kv, r.delta, r.ring, r.last_hidden
+        self._committed, self._real = (ffi.new("int64_t[]", len(r.slots)) for _ in range(2))
 
-    def certain(self, step: Step, width: int, work: Given, rows: Rows, covered: SlotRange) -> None:
-        """The inputs of rows that certainly come next."""
-        self._rows(step, width, rows, covered)
-        host, tokens = step.host, step.host["tokens"]
-        if len(rows) < covered.count:
+    def certain(self, step: Step, batch: Batch) -> None:
+        """Of prompts and plain tokens."""
+        self._rows(step, batch)
+        host, width, first_slot = step.host, batch.verify_len, batch.slots.first
+        tokens = host["tokens"]
+        if len(batch.rows) < batch.slots.count:
             tokens[:] = 0
-        for slot, n in rows.items():
-            first, item = (slot - covered.first) * width, work[slot]
+        for slot, item in batch.items.items():
+            first = (slot - first_slot) * width
             if isinstance(item, Prefill):
+                n = batch.rows[slot]
                 tokens[first : first + n] = item.tokens
                 tokens[first + n : first + width] = item.tokens[-1]  # padding rows are real tokens: NaN in one would leak through 0 * NaN
             else:
                 tokens[first : first + width] = self._slots[slot].cursor.last_token
         if self._last_hidden is not None:
-            self._last_hidden_rows(host, rows, covered)
+            self._last_hidden_rows(host, batch)
         if "tail" in host:
-            self._commit(step, covered)
+            self._commit(step, batch)
         if "take" in host:
             assert self._delta is not None
-            self._delta.fill_take(host["take"], width, covered, single=True)
-        self._ring_rows(host, width, rows, covered)
+            self._delta.fill_take(host["take"], width, batch.slots, single=True)
+        if "ring_rows" in host:
+            self._deferred(host, batch)
 
-    def block(self, step: Step, width: int, method: str, drafts: int, work: Given, rows: Rows, covered: SlotRange) -> None:
-        """The inputs of blocks, given, or with so many drafts of each slot that ``method`` is to make."""
-        self._rows(step, width, rows, covered)
-        host = step.host
+    def block(self, step: Step, batch: Batch) -> None:
+        """Of blocks, given or drafted by the same graph."""
+        self._rows(step, batch)
+        host, width = step.host, batch.verify_len
         known = host.get("given", host["tokens"])
         drafting = "draft_last" in host
         if not drafting or "given" in host:  # or else the drafter writes all but the first
-            known[: width * covered.count] = 0
-        for slot, item in work.items():
-            first = (slot - covered.first) * width
+            known[: width * batch.slots.count] = 0
+        for slot, item in batch.items.items():
+            first = (slot - batch.slots.first) * width
             if isinstance(item, Prefill):
                 known[first : first + len(item.tokens)] = item.tokens
                 continue
@@ -65,45 +61,38 @@ class InputBuilder:
             if isinstance(item, Verify) and len(item.drafts):
                 known[first + 1 : first + 1 + len(item.drafts)] = item.drafts
         if self._last_hidden is not None:
-            self._last_hidden_rows(host, rows, covered)
+            self._last_hidden_rows(host, batch)
         if drafting:
-            self._drafts(host, width, method, drafts, work, covered)
+            self._drafts(host, batch)
         if self._delta is not None:
-            self._commit(step, covered)
+            self._commit(step, batch)
             if "take" in host:
-                self._delta.fill_take(host["take"], width, covered)
-        self._ring_rows(host, width, rows, covered)
+                self._delta.fill_take(host["take"], width, batch.slots)
+        if "ring_rows" in host:
+            self._deferred(host, batch)
 
-    def _ring_rows(self, host: dict[str, np.ndarray], width: int, rows: Rows, covered: SlotRange) -> None:
-        """Where what drafters will read goes."""
-        if "ring_rows" not in host:
-            return
-        assert self._ring is not None
-        if self._only:
-            host["ring_rows"][:] = self._ring.at(self._slots[0].cursor.committed, width)
-            return
-        at = host["ring_rows"]
-        at[:] = self._ring.trash
-        for slot, n in rows.items():
-            if (s := self._slots[slot]).drafting:
-                first = (slot - covered.first) * width
-                at[first : first + n] = self._ring.at(s.cursor.committed, n, slot)
+    def draft(self, step: Step, batch: Batch) -> None:
+        """Of drafts alone."""
+        host, width = step.host, batch.verify_len
+        host["positions"][:] = 0
+        for slot, item in batch.items.items():
+            if isinstance(item, Draft):
+                at = (slot - batch.slots.first) * width
+                host["positions"][at : at + width] = self._slots[slot].cursor.committed + np.arange(width)
+        if self._last_hidden is not None and "before" in host:
+            host["before"][:] = [self._last_hidden.row(slot) for slot in batch.slots.slots]
+        self._drafting[batch.method].fill(host, batch.key, batch.items, self._slots)
 
-    def _commit(self, step: Step, covered: SlotRange) -> None:
-        """What of the blocks before is folded into the states first."""
-        assert self._delta is not None
-        self._delta.fill_commit(step.fields.at, covered)
-
-    def _rows(self, step: Step, width: int, rows: Rows, covered: SlotRange) -> None:
-        """Positions, cache rows and what is switched off. A slot without work looks at its first row, and writes trash."""
-        for at, slot in enumerate(covered.slots):
-            self._committed[at], self._real[at] = self._slots[slot].cursor.committed, rows.get(slot, 0)
+    def _rows(self, step: Step, batch: Batch) -> None:
+        """Positions and cache rows. A slot without an item reads its first row and writes trash."""
+        for at, slot in enumerate(batch.slots.slots):
+            self._committed[at], self._real[at] = self._slots[slot].cursor.committed, batch.rows.get(slot, 0)
         if step.rows is None:
-            step.rows = self._pointers(step, width, covered.count)
+            step.rows = self._pointers(step, batch.verify_len, batch.slots.count)
         lib.pgs_fill_rows(step.rows, self._committed, self._real)
 
     def _pointers(self, step: Step, width: int, count: int) -> Any:
-        """What C fills in of a graph's fields."""
+        """The fields that C fills in."""
         kv, near = self._kv, step.host.get("sliding_near")
         sizes = {"width": width, "count": count, "live": kv.live, "ring": kv.ring, "trash": kv.trash, "window": self._target.window}
         sizes |= {
@@ -113,39 +102,46 @@ class InputBuilder:
         names = ("positions", "kv_rows", "q_last", "q_first", "sliding_rows", "sliding_near", "on", "last", "out_row")
         return ffi.new("pgs_rows *", sizes | {name: step.fields.at[name] for name in names if name in step.fields.at})
 
-    def drafts(self, step: Step, width: int, method: str, drafting: Mapping[int, Draft], covered: SlotRange) -> None:
-        """The inputs of blocks that ``method`` drafts alone."""
-        host = step.host
-        host["positions"][:] = 0
-        for slot in drafting:
-            at = (slot - covered.first) * width
-            host["positions"][at : at + width] = self._slots[slot].cursor.committed + np.arange(width)
-        if self._last_hidden is not None and "before" in host:
-            host["before"][:] = [self._last_hidden.row(slot) for slot in covered.slots]
-        self._drafting[method].fill(host, Asked(width, width - 1, covered), drafting, self._slots)
+    def _commit(self, step: Step, batch: Batch) -> None:
+        """Which rows of the blocks before are committed to the states first."""
+        assert self._delta is not None
+        self._delta.fill_commit(step.fields.at, batch.slots)
 
-    def _drafts(self, host: dict[str, np.ndarray], width: int, method: str, drafts: int, work: Given, covered: SlotRange) -> None:
-        """What the drafter reads, and which of its ids are whose."""
-        drafting = self._drafting[method]
-        drafting.fill(host, Asked(width, drafts, covered), work, self._slots)
+    def _deferred(self, host: dict[str, np.ndarray], batch: Batch) -> None:
+        """Where hidden states for drafters go."""
+        assert self._ring is not None
+        at, width = host["ring_rows"], batch.verify_len
+        if self._alone:
+            at[:] = self._ring.at(self._slots[0].cursor.committed, width)
+            return
+        at[:] = self._ring.trash
+        for slot, n in batch.rows.items():
+            if (s := self._slots[slot]).drafting:
+                first = (slot - batch.slots.first) * width
+                at[first : first + n] = self._ring.at(s.cursor.committed, n, slot)
+
+    def _drafts(self, host: dict[str, np.ndarray], batch: Batch) -> None:
+        """What the drafter reads, and which of its ids belong to which row."""
+        drafting, key, width = self._drafting[batch.method], batch.key, batch.verify_len
+        drafting.fill(host, key, batch.items, self._slots)
         if "source" not in host:  # one slot, whose drafts are the target's ids in place
             return
-        total = width * covered.count
+        total = key.total
         host["source"][:] = np.arange(total)
-        for at, slot in enumerate(covered.slots):
-            if isinstance(item := work.get(slot), Draft):
+        for at, slot in enumerate(batch.slots.slots):
+            if isinstance(item := batch.items.get(slot), Draft):
                 first, real = at * width + 1, item.width - 1
-                host["source"][first : first + real] = total + drafting.order(at, drafts, covered.count)[:real]
+                host["source"][first : first + real] = total + drafting.order(at, key.drafts, batch.slots.count)[:real]
 
-    def _last_hidden_rows(self, host: dict[str, np.ndarray], rows: Rows, covered: SlotRange) -> None:
-        """Which hidden state each slot goes on from, and where those of this step go: of certain rows the last, of blocks the one before and all."""
+    def _last_hidden_rows(self, host: dict[str, np.ndarray], batch: Batch) -> None:
+        """Each slot's last hidden state, and where those of this step go: the last of certain rows; of blocks the one before and all."""
         last_hidden = self._last_hidden
         if last_hidden is None or "last_hidden" not in host:
             return
-        if "draft_context" in host:  # the first token's is nobody's, and has to be a position all the same
+        if "draft_context" in host:  # the first token has no hidden state before it, but needs a position
             np.maximum(host["positions"] - 1, 0, out=host["draft_context"])
-        kept = host["last_hidden"].reshape(covered.count, -1)
+        kept = host["last_hidden"].reshape(batch.slots.count, -1)
         most = kept.shape[1]
-        for at, slot in enumerate(covered.slots):
+        for at, slot in enumerate(batch.slots.slots):
             host["before"][at] = last_hidden.row(slot)
-            last_hidden.fill(slot, min(rows[slot] + 1, most) if slot in rows else 0, kept[at])
+            last_hidden.fill(slot, min(batch.rows[slot] + 1, most) if slot in batch.rows else 0, kept[at])

@@ -9,7 +9,7 @@ from ..errors import ContextError
 from ..ggml.device import Backend
 from ..models.decoder import Decoder
 from .options import EngineOptions
-from .resources import Resources
+from .runner import ModelRunner
 
 SHARED = ("weights", "draft_weights")  # purposes that the engines of a session share
 
@@ -19,7 +19,7 @@ class MemoryCount:
     """Bytes of one engine.
 
     Attributes:
-        by_purpose: as ``Resources.memory``.
+        by_purpose: as ``ModelRunner.memory``.
         compute: of ``by_purpose``, compute buffers by kind of step.
         devices: by purpose on each device.
     """
@@ -43,12 +43,12 @@ def count_memory(backend: Backend, target: Decoder, drafter: AnyDrafter | None, 
     Raises:
         ContextError: a device cannot count the values of the masks.
     """
-    resources = Resources(backend.counted(), target, drafter, options)
+    runner = ModelRunner(backend.counted(), target, drafter, options)
     try:
-        compute = {name: role.buffer_bytes for name, role in resources.graphs.roles.items()}
-        return MemoryCount(resources.memory(), compute, resources.memory_by_segment())
+        compute = {name: role.buffer_bytes for name, role in runner.graphs.roles.items()}
+        return MemoryCount(runner.memory(), compute, runner.memory_by_segment())
     finally:
-        resources.close()
+        runner.close()
 
 
 def longest(

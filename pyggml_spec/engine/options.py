@@ -14,6 +14,7 @@ from ..models.decoder import Decoder
 WIDTHS = (2, 4, 8, 16)
 MOST_CANDIDATES = 1024  # largest logits per row that a step reads; beyond, whole rows are read
 MOST_SLOTS, MOST_WIDTH, WIDEST_CHUNK = 64, 1024, 1 << 14
+MOST_CANDIDATES = 1024  # of a row's largest logits; beyond, whole rows are read
 MOST_MASKED = (1 << 31) - 1  # values of a mask: ggml-cuda counts those of most operations in an int
 CHUNKS = (32, 128, 512)  # prefill widths that are planned for; a device pads a tail to the smallest one that holds it
 IMPLIED_ROWS = 64  # of several slots' blocks together, where drafting is on by default

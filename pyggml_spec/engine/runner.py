@@ -1,97 +1,98 @@
-"""The engine: one target, perhaps a drafter, 1 to 64 sequences in slots. One forward pass per step, whatever each of them needs.
+"""Runs forward passes of one target, and perhaps drafters, over 1 to 64 sequences in slots.
 
-Order of life of a slot (slot.py has its states): ``admit`` -> any number of ``step`` and ``accept`` (a prompt is work for ``step`` like
-everything else) -> ``release``. What each slot does in a step is its own business: a part of a prompt, a plain token, given drafts or drafting,
-at widths of its own; slots that are not named do nothing and are left as they are. Which steps to run is the scheduler's business, or the
-loop's.
+A slot is admitted (``admit``), takes part in any number of steps (``forward``, then ``accept`` after blocks), and is released. What each slot does
+in a step is independent: a part of a prompt, a plain token, given drafts or drafting, of any width; slots without an item are left as they are.
 
-The only slot of an engine need not be admitted; ``reset``, ``prefill``, ``plain_step``, ``fused_step`` and ``verify_step`` are its steps by name.
+The only slot of a runner need not be admitted; ``reset``, ``prefill``, ``plain_step``, ``fused_step`` and ``verify_step`` are its steps by name.
 
-Here is what can be asked, and what callers hand in is checked, once. What it takes is done by sequences.py (slots), steps.py (forward passes),
-candidates.py (what they leave to choose from), commits.py (what they leave for later), ahead.py (graphs) and exact.py (logits of llama.cpp's batches), over the parts that parts.py owns.
+A step: ``forward`` checks the batch (state.py), chooses the graph (graphs.py), fills its inputs (inputs.py), runs it, and returns a
+``StepOutput`` for each slot.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
 from ..cache.cursor import Cursor
 from ..cache.slots import SlotRange, covering
-from ..cache.snapshot import Snapshot
 from ..checks import token_ids, whole
 from ..drafters.multi import AnyDrafter
 from ..errors import EngineError
 from ..ggml.cores import CORE_MONITOR, ThreadCounts
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
+from ..ggml.step_io import StepTimes
 from ..models.decoder import Decoder
-from ..multi_device.lanes import Flight
 from . import exact
-from .batch import Batch, BatchItem, Draft, Prefill, StepOutput, Verify
-from .candidates import Ask, Candidates
-from .commits import Commits
+from .batch import FIRST, Batch, BatchItem, Draft, GraphKey, Prefill, StepOutput, Verify
+from .graph_cache import Step
 from .graph_prebuilder import GraphPrebuilder
 from .graphs import StepGraphs
-from .options import MOST_SLOTS, EngineOptions
+from .inputs import InputBuilder
+from .masked import MaskedRows, masked_rows
+from .options import MOST_CANDIDATES, MOST_WIDTH, EngineOptions
 from .resources import Resources
-from .sequences import Sequences
-from .steps import Meanwhile, Steps
+from .slot import NOTHING
+from .state import StateManager
+
+Meanwhile = Callable[[], object] | None
+Choice = tuple[int, int, np.ndarray]
+"""A slot, a row of its last block, and U8 bits of the tokens to choose from, the lowest one of each byte first."""
+
+
+@dataclass
+class Totals:
+    """Forward passes so far, rows of their graphs, and rows that counted."""
+
+    forwards: int = 0
+    rows_computed: int = 0
+    rows_used: int = 0
 
 
 class ModelRunner:
-    """Runs steps over its slots. Owns its parts; borrows models (with their weights) and the backend."""
+    """Owns its caches and graphs; borrows models (with their weights) and the backend.
+
+    Attributes:
+        unmasked: why constrained choices on the device are impossible here, in one sentence; empty where they work or nothing needed them.
+    """
 
     def __init__(self, backend: Backend, target: Decoder, drafter: AnyDrafter | None, options: EngineOptions) -> None:
-        self.resources = p = Resources(backend, target, drafter, options)
-        self.backend, self.target, self.drafter, self.options, self.slots = backend, target, drafter, options, p.slots
-        self.graphs, self.io, self.sequence = p.graphs, p.io, p.sequence
-        self.kv, self.draft_kv, self.delta, self.ring = p.kv, p.draft_kv, p.delta, p.ring
-        self.threads = ThreadCounts(p.thread_rules())
-        self.ahead = GraphPrebuilder(p)
-        self._commits = Commits(p)
-        self._sequences = Sequences(p, self._commits)
-        self._steps = Steps(p, self._commits, self._sequences, self.ahead)
-        self._candidates = Candidates(p, self._sequences)
-        self._groups = [Steps(p, self._commits, self._sequences, GraphPrebuilder(p, lane.graphs), lane.graphs) for lane in p.lanes]
-        self._flights: dict[int, Flight] = {}
-
-    # -- sequences
+        self.resources = r = Resources(backend, target, drafter, options)
+        self.backend, self.target, self.drafter, self.options, self.slots = backend, target, drafter, options, r.slots
+        self.devices, self.io, self.sequence = r.devices, r.io, r.sequence
+        self.kv, self.draft_kv, self.delta, self.ring = r.kv, r.draft_kv, r.delta, r.ring
+        self.totals = Totals()
+        try:
+            self.graphs = r.own(StepGraphs(r))
+            self.inputs, self.state = InputBuilder(r), StateManager(r, self.graphs)
+            self.prebuilder = GraphPrebuilder(r, self.graphs)
+            self.threads = ThreadCounts(r.thread_rules())
+            self.graphs.plan_largest()
+            self.devices.attach(self)
+        except BaseException:
+            r.close()
+            raise
+        self.unmasked, self._tried_masked = "", False
+        s = self.state
+        self.release, self.accept, self.choose, self.resume = s.release, s.accept, s.choose, s.resume
+        self.rollback, self.rollback_range, self.settle, self.flush = s.rollback, s.rollback_range, s.settle, s.flush
+        self.snapshot, self.restore, self.reset = s.snapshot, s.restore, s.reset
 
     def admit(self, drafting: bool = True, candidates: int | None = 0, masked: bool = False) -> int | None:
         """Takes the lowest free slot for a new sequence; None if there is none.
 
-        ``drafting`` False: it will not be drafted for. ``candidates``, ``masked``: as in ``read_candidates``.
+        Args:
+            drafting: whether the sequence may be drafted for. If not, its drafter rows are not computed.
+            candidates, masked: as in ``read_candidates``.
         """
-        self.resources.synchronize()
-        self.resources.check_open()
-        slot = self._sequences.free()
+        slot = next((index for index, slot in enumerate(self.slots) if not slot.used), None)
+        self.state.check_open()
         if slot is not None:
             self.read_candidates(candidates, slot, masked)
-            self._sequences.begin(slot, drafting)
+            self.reset(drafting, slot)
         return slot
-
-    def reset(self, drafting: bool = True, slot: int = 0) -> None:
-        """Forgets the slot's sequence and begins another one.
-
-        ``drafting`` False: the next sequence will not be drafted for, and its drafter rows are not computed.
-        """
-        self.resources.synchronize()
-        self.resources.check_open()
-        self._sequences.begin(self._sequences.number(slot), drafting)
-
-    def release(self, slot: int) -> None:
-        """Ends the sequence; the slot can be admitted again."""
-        self.resources.synchronize()
-        self._sequences.release(slot)
-
-    def accept(self, rows: int, last_token: int, slot: int = 0) -> None:
-        """Commits the first ``rows`` rows of the slot's last block; ``last_token`` is the token chosen after them."""
-        self._sequences.accept(rows, last_token, slot)
-
-    def choose(self, last_token: int, slot: int = 0) -> None:
-        """Puts ``last_token`` in the place of the greedy choice after a prompt."""
-        self._sequences.choose(last_token, slot)
 
     def commit(self, batch: Batch, accepted: Mapping[int, Sequence[int]]) -> None:
         """Commits the tokens that each slot's step emitted; none of a prompt that is not complete."""
@@ -101,181 +102,241 @@ class ModelRunner:
             elif tokens:
                 self.choose(tokens[0], slot)
 
-    def read_candidates(self, count: int | None, slot: int = 0, masked: bool = False) -> None:
-        """What ``candidates`` gives from the next step on: so many of a row's largest logits, None for all; 0 if nobody will ask.
-
-        ``masked``: ``likeliest`` and ``largest`` will be asked, too, if the slot's ``masked`` says so afterwards. If not, because the device
-        lacks an operation or memory for it, ``candidates`` gives all. On the CPU all logits lie in host memory, and nothing has to be read.
-        """
-        self.resources.synchronize()
-        self._candidates.announce(count, self._sequences.number(slot), masked)
-
-    def candidates(self, row: int, slot: int = 0) -> tuple[np.ndarray | None, np.ndarray]:
-        """What may come after ``row`` of the slot's last work (of a prompt, after its last row): I32 token ids (None: all of the vocabulary)
-        and F32 logits. To be asked before ``accept`` and the next step."""
-        return self._candidates.after(row, slot)
-
-    @property
-    def unmasked(self) -> str:
-        """Why ``masked`` of ``read_candidates`` was not possible here; empty where it was, or was not asked for."""
-        return self._candidates.unmasked
-
-    def likeliest(self, asks: Sequence[Ask]) -> list[int]:
-        """The likeliest tokens among some, for rows as ``candidates`` takes them; any token where no bit is set. Valid until the next step.
-
-        Raises:
-            EngineError: a slot that ``read_candidates`` made no room for.
-        """
-        return self._candidates.likeliest(asks)
-
-    def largest(self, row: int, bits: np.ndarray, slot: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Like ``candidates``, but of the tokens whose bits are set (an ``Ask`` has such); -inf where there are not as many."""
-        return self._candidates.largest(row, bits, slot)
-
-    def rollback_range(self, slot: int = 0) -> tuple[int, int]:
-        """The lengths, lowest and highest, that ``rollback`` takes now."""
-        return self._sequences.rollback_range(slot)
-
-    def rollback(self, n: int, slot: int = 0) -> None:
-        """Makes the sequence ``n`` tokens long; the token that stood at position n becomes the last token again.
-
-        Valid exactly for lengths within the last block, rows that were not accepted included: shorter ones are in the recurrent state
-        already. After plain steps and prompts the only such length is the current one.
-
-        Raises:
-            EngineError: any other length; nothing has changed then.
-        """
-        self.resources.synchronize()
-        self._sequences.rollback(n, slot)
-
-    def settle(self, slot: int | None = None) -> None:
-        """Commits what is accepted in one slot, or in all: caches and recurrent states hold the whole sequences, whose lengths are final."""
-        self.resources.synchronize()
-        self.resources.check_open()
-        self._commits.settle(None if slot is None else self._sequences.number(slot))
-
-    def flush(self, covered: SlotRange | None = None) -> None:
-        """Folds what was accepted of last blocks into the recurrent states now; the next step would otherwise do it first.
-
-        Open blocks stay open.
-        """
-        self.resources.synchronize()
-        self._commits.flush(covered or self.graphs.every)
-
-    def snapshot(self, slot: int = 0) -> Snapshot:
-        """A copy of the slot's sequence as it stands, on the device. ``restore`` it any number of times, into any slot; ``close`` it.
-
-        Raises:
-            DeviceError: the device has no memory for it.
-            EngineError: the slot has no sequence, or a block that was not accepted yet.
-        """
-        self.resources.synchronize()
-        self.resources.check_open()
-        return self._sequences.snapshot(slot, self)
-
-    def restore(self, snapshot: Snapshot, slot: int = 0) -> None:
-        """Makes ``snapshot`` of this engine the sequence of an admitted slot: the next step gives what it would have given then.
-
-        Raises:
-            EngineError: the slot has no sequence; the snapshot was closed, or taken of another engine.
-        """
-        self.resources.synchronize()
-        self.resources.check_open()
-        self._sequences.restore(snapshot, slot, self)
-
-    def resume(self, committed: int, last_token: int | None = None, slot: int = 0) -> None:
-        """Says that ``committed`` tokens of the slot's sequence are in the caches, whatever brought them there; a prompt goes on behind them.
-
-        Raises:
-            EngineError: fewer than it has already, more than the context holds, or a last token that there is not.
-        """
-        self._sequences.resume(committed, last_token, slot)
-
     # -- steps
 
+    def step(self, items: Mapping[int, BatchItem], meanwhile: Meanwhile = None) -> dict[int, StepOutput]:
+        """``forward`` of a batch of these items, by slot."""
+        return self.forward(Batch(cast(Any, items)), meanwhile)
+
     def forward(self, batch: Batch, meanwhile: Meanwhile = None) -> dict[int, StepOutput]:
-        """One forward pass over a batch; outputs by slot. Arguments and errors as those of ``step``."""
-        return self.step(batch.items, meanwhile)
+        """One forward pass over the slots that have an item in ``batch``. Outputs by slot; a prompt's has its last row only.
 
-    def step(self, work: Mapping[int, BatchItem], meanwhile: Meanwhile = None) -> dict[int, StepOutput]:
-        """One forward pass over the slots named in ``work``. Results have the rows of their slot only; a prompt's has its last row.
-
-        ``meanwhile`` is called once the pass is under way: what it does costs no time as long as a device computes on its own.
+        ``meanwhile`` is called while the device computes.
 
         Raises:
             ContextError: a prompt that is empty, does not fit the context or has ids outside the vocabulary.
             EngineError: a slot without a sequence, a block that was not accepted yet, a width that was not planned for.
         """
-        self.resources.check_open()
-        CORE_MONITOR.poll()
-        if self._flights:
+        if self.devices.flying:
             raise EngineError("a group's step is still under way: land it first")
-        if not (type(work) is dict or isinstance(work, Mapping)) or not work:
-            raise EngineError("a step needs work for at least one slot, as {slot: Prefill(...), Verify(...) or Draft(...)}")
-        rows, covered = self._checked(work)
-        if self.resources.under_way is not None and not all(isinstance(item, Prefill) for item in work.values()):
+        if not batch.rows:
+            self.check(batch)
+        if self.devices.under_way is not None and not all(isinstance(item, Prefill) for item in batch.items.values()):
             self.resources.synchronize()
-        for item in work.values():
-            if isinstance(item, Draft) and (item.check is not None or item.weigh is not None):
-                return self._steps.looked_at(work, rows, covered, meanwhile)
-        return self._steps.run(work, rows, covered, meanwhile)
+        self.propose(batch)
+        outputs = self._verify(batch, meanwhile) if batch.is_block else self._append(batch, meanwhile)
+        for slot, finite in batch.proposed.items():
+            if not finite:
+                self.state.check_finite(slot, False)
+                outputs[slot] = replace(outputs[slot], draft_finite=False)
+        return outputs
 
-    # -- groups of slots of a split target, whose steps are under way together
+    def check(self, batch: Batch) -> None:
+        """Checks the items, and fills in which rows and slots the step covers."""
+        self.state.check_open()
+        CORE_MONITOR.poll()
+        items, rows_of = batch.items, self.state.rows_of
+        if not (type(items) is dict or isinstance(items, Mapping)) or not items:
+            raise EngineError("a step needs work for at least one slot, as {slot: Prefill(...), Verify(...) or Draft(...)}")
+        batch.rows = {slot: rows_of(slot, item) for slot, item in items.items()}
+        self.graphs.sampling_of(batch, [self.slots[slot] for slot in items])
+        batch.slots = covering(items, len(self.slots))
+        if batch.slots.count > len(items):
+            self.state.clean_unused(batch.slots)
+        batch.context = max([s.cursor.committed for s in self.slots[batch.slots.part]])
 
-    @property
-    def groups(self) -> int:
-        """Steps that can be under way together; 0 where the target is not split, or there is one slot (lanes.py)."""
-        return len(self._groups)
+    # -- drafts that the host reads before they are verified
 
-    def launch(self, group: int, work: Mapping[int, BatchItem]) -> None:
-        """Begins a pass of plain tokens and blocks over the slots named in ``work``, none of them of another group; follow with ``land``.
+    def propose(self, batch: Batch) -> None:
+        """Where items say that the host reads drafts first (``Draft.proposes``): computes them, and replaces these items by ``Verify`` of the drafts
+        that are worth it, padded to a width that is planned for."""
+        for item in batch.items.values():
+            if isinstance(item, Draft) and item.proposes:
+                break
+        else:
+            return
+        if not batch.rows:
+            self.check(batch)
+        drafting = {slot: item for slot, item in batch.items.items() if isinstance(item, Draft)}
+        ids, sums, confidence = self._drafts(batch, drafting)
+        worth = self._worth(drafting, confidence, batch.slots)
+        items = dict(batch.items)
+        for slot, item in drafting.items():
+            at = slot - batch.slots.first
+            drafts = ids[at, : item.width - 1]
+            passed = min(len(drafts) if item.check is None else item.check(drafts), worth.get(slot, len(drafts)))
+            rows = batch.rows[slot] = min(self.graphs.width_for(passed + 1), item.width)
+            items[slot] = Verify(drafts[: rows - 1])
+            batch.proposed[slot] = bool(np.isfinite(sums[at, : item.width]).all())
+        batch.items = items
 
-        Until then nothing can be asked of these slots, and no block of another width can be computed.
+    @staticmethod
+    def _worth(drafting: Mapping[int, Draft], confidence: np.ndarray | None, slots: SlotRange) -> dict[int, int]:
+        """How many drafts are worth verifying by the drafter's confidence, by slot."""
+        by_call: dict[Callable, dict[int, np.ndarray]] = {}
+        for slot, item in drafting.items():
+            if item.weigh is not None and confidence is not None:
+                by_call.setdefault(item.weigh, {})[slot] = confidence[slot - slots.first, : item.width - 1]
+        return {slot: most for weigh, of in by_call.items() for most in (weigh(of),) for slot in of}
+
+    def _drafts(self, batch: Batch, drafting: Mapping[int, Draft]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """I32 [slots, width - 1] drafts, F32 [slots, width] sums that are finite if the drafter is sound, and F32 [slots, width - 1] its confidence."""
+        width, method = self.graphs.width_for(max(item.width for item in drafting.values())), self._method(drafting)
+        self.state.catch_up(drafting)
+        draft = Batch(dict(drafting), slots=batch.slots, kind="draft", verify_len=width, method=method, drafting=True)
+        draft.kv_bucket = self.kv.bucket(batch.context + width)
+        step = self.graphs.get(draft.make_key())
+        self.inputs.draft(step, draft)
+        step.fields.run()
+        host, count, of = step.host, batch.slots.count, self.resources.drafting[method]
+        order = np.array([of.order(at, width - 1, count) for at in range(count)])
+        confidence = host["confidence"].reshape(count, -1).copy() if "confidence" in host else None
+        return host["drafts"][order], host["draft_sum"].reshape(count, -1).copy(), confidence
+
+    def _method(self, drafting: Mapping[int, Draft]) -> str:
+        """The one drafting method of a step.
 
         Raises:
-            EngineError: as ``step``; a group that there is not, or one that is under way, prompts, slots that another group's step covers, drafts
-                that are to be looked at.
+            EngineError: several, or an unknown one.
         """
-        self.resources.check_open()
-        CORE_MONITOR.poll()
-        if not 0 <= whole(group, "the group", 0, MOST_SLOTS) < len(self._groups) or group in self._flights:
-            raise EngineError(f"group {group} cannot begin a step: it is under way, or there is none of this number")
-        if any(
-            isinstance(item, Prefill) or (isinstance(item, Draft) and (item.check is not None or item.weigh is not None))
-            for item in work.values()
-        ):
-            raise EngineError("prompts, and drafts that are looked at, are no group's work: use step")
-        if self.resources.under_way is not None:
-            self.resources.synchronize()
-        rows, covered = self._checked(work, self.resources.lanes[group].graphs)
-        self.resources.check_landed(covered)
-        self._flights[group] = self._groups[group].launch(work, rows, covered)
+        methods = {self.resources.method_of(name) for name in {item.drafter for item in drafting.values()}}
+        if len(methods) > 1:
+            raise EngineError(f"{' and '.join(sorted(methods))} cannot draft in one step: a step has one drafter for all of its slots")
+        return methods.pop()
 
-    def land(self, group: int) -> dict[int, StepOutput]:
-        """Waits for a group's step; results as of ``step``."""
-        if group not in self._flights:
-            raise EngineError(f"group {group} has no step under way: launch one")
-        return self._groups[group].land(self._flights.pop(group))
+    # -- prompts and plain tokens, which the step itself commits
 
-    def lay_out(self, width: int) -> None:
-        """Makes the states of all slots ready for blocks of ``width`` rows, as the first step with such blocks would, which is too late for a group's
-        beside another one."""
-        self.resources.check_landed(self.graphs.every)
-        self._commits.before_block(self.graphs.width_for(whole(width, "the block width", 2, self.options.width)), (), "", False)
+    def _append(self, batch: Batch, meanwhile: Meanwhile) -> dict[int, StepOutput]:
+        rows, items = max(batch.rows.values()), batch.items
+        # the only slot computes one token of a prompt as a chunk, as in a longer prompt; of several it may share a step of plain tokens
+        if rows == 1 and (len(self.slots) > 1 or not isinstance(items[0], Prefill)):
+            step = self.prepare_rows(batch, "plain", 1)
+            return self.after_rows(step, batch, self.run(step, batch, meanwhile))
+        width = self.graphs.chunk_width(rows)
+        batch.streamed = self.graphs.streams(width * batch.slots.count)
+        if batch.streamed:
+            more = any(isinstance(item, Prefill) and item.more for item in items.values())
+            for stream in self.target.weights.streams:
+                stream.expect(more)
+        step = self.prepare_rows(batch, "prefill", width)
+        times, read = self.devices.run_chunk(self, step, batch, meanwhile)
+        outputs = self.after_rows(step, batch, times, read)
+        if batch.streamed:
+            self.devices.agree(batch)
+        return outputs
 
-    def abandon(self) -> None:
-        """Waits for every group's step, and forgets what it brought: its slots can only be released."""
-        self._flights = {}
-        self.resources.abandon()
+    def prepare_rows(self, batch: Batch, kind: str, verify_len: int) -> Step:
+        """The graph of rows that are certain, with its inputs."""
+        batch.kind, batch.verify_len = kind, verify_len
+        self.state.before_rows(batch)
+        batch.kv_bucket = self.graphs.kv_bucket(kind, batch.context + verify_len)
+        step = self.graphs.get(batch.make_key())
+        self.inputs.certain(step, batch)
+        return step
 
-    def _checked(self, work: Mapping[int, BatchItem], graphs: StepGraphs | None = None) -> tuple[dict[int, int], SlotRange]:
-        """The rows of each slot, and the slots that the step covers."""
-        rows = {slot: self._sequences.rows_of(slot, item) for slot, item in work.items()}
-        (self.graphs if graphs is None else graphs).aim([self.slots[slot] for slot in rows])
-        covered = covering(rows, len(self.slots))
-        if covered.count > len(rows):
-            self._sequences.clean_unused(covered)
-        return rows, covered
+    def after_rows(self, step: Step, batch: Batch, times: StepTimes, read: bool = True) -> dict[int, StepOutput]:
+        """Outputs of such a step, whose rows are committed. ``read`` False: its ids were not read; what is not finite stays so until the last chunk."""
+        self.stored(step, batch)
+        width, out = batch.verify_len, {}
+        if not read:
+            for slot, n in batch.rows.items():
+                s = self.slots[slot]
+                s.cursor.advance(n, None)
+                s.commit()
+                s.row = 0
+                out[slot] = StepOutput(NOTHING, NOTHING, True, True, times)
+            return out
+        ids, sound, tokens = step.ids(), step.finite(), step.host["tokens"]
+        for slot, n in batch.rows.items():
+            s, at = self.slots[slot], slot - batch.slots.first
+            s.cursor.advance(n, int(ids[at]))
+            s.commit()
+            s.open_rows, s.row = 0 if isinstance(batch.items[slot], Prefill) else 1, at
+            finite = sound or self.state.check_finite(slot, step.finite_rows(at, 1))
+            out[slot] = StepOutput(tokens[at * width : at * width + n].copy(), ids[at : at + 1], True, finite, times)
+        return out
+
+    # -- blocks, none of whose rows counts before ``accept``
+
+    def _verify(self, batch: Batch, meanwhile: Meanwhile) -> dict[int, StepOutput]:
+        step = self.prepare_block(batch)
+        return self.after_block(step, batch, self.run(step, batch, meanwhile))
+
+    def prepare_block(self, batch: Batch) -> Step:
+        """The graph of blocks, with its inputs."""
+        items, graphs = batch.items, self.graphs
+        drafting = {slot: item for slot, item in items.items() if isinstance(item, Draft)}
+        rows = max([*batch.rows.values(), *[item.verified for item in drafting.values()]])
+        width = batch.verify_len = graphs.block_width(rows)
+        if not width:
+            raise EngineError(f"a step with drafts has at most {self.options.width} rows per slot, but a prompt has {rows}")
+        for slot in batch.slots.slots if len(items) < batch.slots.count else ():
+            if self.slots[slot].open_rows and slot not in items:
+                raise EngineError(f"this step covers slot {slot} and would take its open block away: call accept or rollback there first")
+        if drafting:
+            batch.kind, batch.method = "fused", self._method(drafting)
+            batch.n_drafts = graphs.drafts_of(batch.method, width, max([item.width for item in drafting.values()]) - 1)
+        else:
+            batch.kind, batch.deferred = "verify", graphs.deferred(batch.drafting) and not batch.proposed
+        self.state.before_block(batch)
+        batch.kv_bucket = self.kv.bucket(batch.context + width)
+        step = graphs.get(batch.make_key())
+        self.inputs.block(step, batch)
+        return step
+
+    def after_block(self, step: Step, batch: Batch, times: StepTimes) -> dict[int, StepOutput]:
+        """Outputs of such a step."""
+        for slot in batch.slots.slots:  # the step has committed the blocks before
+            self.slots[slot].commit()
+        self.stored(step, batch)
+        ids, sound, width, out = step.ids(), step.finite(), batch.verify_len, {}
+        for slot, item in batch.items.items():
+            s, n, at = self.slots[slot], batch.rows[slot], slot - batch.slots.first
+            first = at * width
+            s.tokens, s.ids, s.open_rows, s.row = step.host["tokens"][first : first + n].copy(), ids[first : first + n], n, first
+            draft_finite = target_finite = True
+            if not sound:
+                if isinstance(item, Draft):
+                    draft_finite = bool(np.isfinite(step.host["draft_sum"].reshape(batch.slots.count, -1)[at]).all())
+                target_finite = step.finite_rows(first, n)
+                self.state.check_finite(slot, draft_finite and target_finite)
+            chosen = s.ids
+            if isinstance(item, Prefill):
+                self.state.move(slot, s.base + n, int(s.ids[-1]))
+                s.row += n - 1
+                chosen = s.ids[-1:]
+            out[slot] = StepOutput(s.tokens, chosen, draft_finite, target_finite, times)
+        return out
+
+    def run(self, step: Step, batch: Batch, meanwhile: Meanwhile) -> StepTimes:
+        """Launches a graph and waits for it."""
+        self.resources.last = step
+        step.fields.launch()
+        self.devices.under_way = None  # steps before this one are waited for with it
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            if self.prebuilder.overlaps:
+                self.prebuilder.while_computing(batch)
+        finally:
+            times = step.fields.wait()
+        return times
+
+    def stored(self, step: Step, batch: Batch) -> None:
+        """Counts a step, and notes which states and hidden states it has stored."""
+        totals, rows = self.totals, batch.rows
+        totals.forwards += 1
+        totals.rows_computed += batch.verify_len * batch.slots.count
+        totals.rows_used += sum(rows.values())
+        if self.delta is not None:
+            self.delta.after_block(batch.slots) if batch.kind in ("verify", "fused") else self.delta.after_rows(int(batch.kind == "plain"))
+        if "last_hidden" in step.host and (last_hidden := self.resources.last_hidden) is not None:
+            last_hidden.at[list(rows)] = 0  # the first hidden state is that of the last committed token until more rows count
+        if "ring_rows" in step.host and self.ring is not None:
+            for slot, n in rows.items():
+                if (s := self.slots[slot]).drafting:
+                    first = (slot - batch.slots.first) * batch.verify_len
+                    self.ring.stored(s.cursor.committed, step.host["tokens"][first : first + n], (batch.method,), slot)
 
     @property
     def rows_alike(self) -> bool:
@@ -297,25 +358,23 @@ class ModelRunner:
         stop: Callable[[], bool] | None = None,
         slot: int = 0,
     ) -> int | None:
-        """Computes ``tokens`` behind what is already there and returns the greedy next token, which becomes the last token. A block that nothing was
-        accepted of is given up.
+        """Appends ``tokens`` to the sequence and returns the greedy next token, which becomes the last token. An open block is given up.
 
         Args:
             tokens: at least one token id.
             progress: called with (done, total) after each chunk.
-            stop: asked before each chunk; True ends the prefill early with None, the chunks done so far stay committed.
+            stop: called before each chunk; True ends the prefill early with None, the chunks done so far stay committed.
 
         Raises:
             ContextError: empty, too long for the context, or an id outside the vocabulary.
             EngineError: NaN or Inf came out.
         """
-        ids, last_token = self._sequences.next_tokens(tokens, slot), None
+        ids, last_token = self.state.next_tokens(tokens, slot), None
         for done in range(0, ids.size, self.options.chunk):
             if stop is not None and stop():
                 return None
             part = ids[done : done + self.options.chunk]
-            more = done + part.size < ids.size
-            result = self.step({slot: Prefill(part, more)})[slot]
+            result = self.step({slot: Prefill(part, done + part.size < ids.size)})[slot]
             if not result.target_finite:
                 raise EngineError(self.not_finite(slot))
             last_token = int(result.ids[0]) if result.ids.size else None
@@ -324,21 +383,21 @@ class ModelRunner:
         return last_token
 
     def plain_step(self, slot: int = 0) -> StepOutput:
-        """Computes the last token alone, which is committed by it. Follow with ``accept(1, ids[0])``."""
+        """Computes the last token alone, and commits it. Follow with ``accept(1, ids[0])``."""
         return self._by_name(slot, Verify())
 
     def fused_step(
         self, width: int | None = None, masks: np.ndarray | None = None, slot: int = 0, drafter: str = "", verified: int = 0
     ) -> StepOutput:
-        """Drafts a block behind the last token and verifies it, in one graph. Follow with ``accept``. The others are as in ``Draft``."""
+        """Drafts after the last token and verifies, in one graph. Follow with ``accept``. Arguments as of ``Draft``."""
         return self._by_name(slot, Draft(self.options.width if width is None else width, masks, verified=verified, drafter=drafter))
 
     def verify_step(self, drafts: Sequence[int], slot: int = 0) -> StepOutput:
-        """Verifies given ids behind the last token: a block of len(drafts) + 1 rows. Follow with ``accept``."""
+        """Verifies given ids after the last token: a block of len(drafts) + 1 rows. Follow with ``accept``."""
         return self._by_name(slot, Verify(token_ids(drafts, self.target.n_vocab, "the block of drafts")))
 
     def _by_name(self, slot: int, item: BatchItem) -> StepOutput:
-        self._sequences.give_up(slot)
+        self.state.give_up(slot)
         return self.step({slot: item})[slot]
 
     def logits(self, tokens: Sequence[int], slot: int = 0) -> np.ndarray:
@@ -347,18 +406,19 @@ class ModelRunner:
         This is llama.cpp's batch shape, so results can be compared bit for bit. Commits the tokens; no drafter rows are written.
         """
         self.resources.synchronize()
-        return exact.logits(self.resources, self._steps, self._sequences.next_tokens(tokens, slot), slot)
+        return exact.logits(self, self.state.next_tokens(tokens, slot), slot)
 
     def nodes(self, tokens: Sequence[int], slot: int = 0) -> dict[str, np.ndarray]:
         """F32 values of the nodes that models name, of one graph over ``tokens``, which fit a chunk; empty unless ``Graph.debug`` was set."""
-        return exact.nodes(self.resources, self._steps, self._sequences.next_tokens(tokens, slot), slot)
+        return exact.nodes(self, self.state.next_tokens(tokens, slot), slot)
 
     def logits_together(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
         """Logits of all tokens of several slots, F32 [T, n_vocab] each, in one forward pass as wide as the longest (one prefill chunk at
-        most). Commits the tokens; no token becomes the last token, and no drafter rows are written."""
+        most). Commits the tokens; there is no last token then, and no drafter rows are written."""
         self.resources.synchronize()
-        work = {slot: Prefill(tokens) for slot, tokens in prompts.items()}
-        return exact.logits_together(self.resources, self._steps, work, *self._checked(work))
+        batch = Batch({slot: Prefill(tokens) for slot, tokens in prompts.items()})
+        self.check(batch)
+        return exact.logits_together(self, batch)
 
     def capture(self, tokens: Sequence[int], layers: Sequence[int], slot: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Greedy ids after each of ``tokens``, I32 [T], and the inputs of the target ``layers``, F32 [len(layers), T, n_embd].
@@ -372,42 +432,110 @@ class ModelRunner:
         """
         self.resources.synchronize()
         layers = [whole(v, "a captured layer", 0, self.target.n_layer) for v in layers]
-        return exact.capture(self.resources, self._steps, self._sequences.next_tokens(tokens, slot), layers, slot)
+        return exact.capture(self, self.state.next_tokens(tokens, slot), layers, slot)
+
+    # -- what may come after a row
+
+    def read_candidates(self, count: int | None, slot: int = 0, masked: bool = False) -> None:
+        """Sets what ``candidates`` returns from the next step on: so many of a row's largest logits, None for all, 0 for none.
+
+        ``masked``: ``likeliest`` and ``largest`` will be called, too, if ``Slot.masked`` is set afterwards. If it is not, because the device lacks an
+        operation or memory for it, ``candidates`` returns all. On the CPU all logits lie in host memory, and nothing has to be read.
+        """
+        self.resources.synchronize()
+        slot = self.state.number(slot)
+        count = count if count is None else whole(count, "the number of candidates", 0, MOST_CANDIDATES)
+        if self.backend.device.kind == "cpu":
+            count, masked = 0, False
+        self._expect(count, slot, masked)
+
+    def _expect(self, count: int | None, slot: int, masked: bool) -> None:
+        s = self.slots[slot]
+        s.masked = masked and self._room_for_masked()
+        s.candidates = None if masked and not s.masked else count
+
+    def _room_for_masked(self) -> bool:
+        """Allocates logits that stay on the device, the first time; whether there are any."""
+        r = self.resources
+        if not self._tried_masked:
+            self._tried_masked = True
+            rows, self.unmasked = masked_rows(r.backend, r.target.n_vocab, len(r.slots) * r.options.width, MOST_CANDIDATES)
+            r.masked = r.own(rows) if rows is not None else None
+        return r.masked is not None
+
+    def candidates(self, row: int, slot: int = 0) -> tuple[np.ndarray | None, np.ndarray]:
+        """What may come after ``row`` of the slot's last block (of a prompt, after its last row): I32 token ids (None: all of the vocabulary)
+        and F32 logits. Valid until ``accept`` and the next step."""
+        row = self._row(slot, row)
+        if self.resources.last is None or self.graphs.closed:
+            raise EngineError("no step has been computed whose candidates could be read")
+        return self.resources.last.candidates(row)
+
+    def likeliest(self, choices: Sequence[Choice]) -> list[int]:
+        """The likeliest tokens among some, for rows as ``candidates`` takes them; any token where no bit is set. Valid until the next step.
+
+        Raises:
+            EngineError: a slot for which ``read_candidates`` kept no logits.
+        """
+        return self._masked([slot for slot, *_ in choices]).likeliest([(self._row(slot, row), bits) for slot, row, bits in choices])
+
+    def largest(self, row: int, bits: np.ndarray, slot: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Like ``candidates``, but of the tokens whose bits are set (as of ``Choice``); -inf where there are not as many."""
+        return self._masked([slot]).largest(self._row(slot, row), bits, self.slots[slot].candidates or 1)
+
+    def _masked(self, slots: Sequence[int]) -> MaskedRows:
+        r = self.resources
+        if r.masked is None or r.last is None or self.graphs.closed or not all(self.slots[slot].masked for slot in slots):
+            raise EngineError("no logits were kept to choose from: call read_candidates with `masked` before the step")
+        return r.masked
+
+    def _row(self, slot: int, row: int) -> int:
+        """Its place among the rows of the last step."""
+        s = self.state.slot(slot)
+        return s.row + whole(row, f"the row of slot {slot}", 0, max(0, s.ids.size - 1))
 
     # -- graphs ahead of their steps
 
-    def drafting_role(self, kind: str, method: str, width: int, rows: int) -> tuple:
-        """(role, width, ...) for ``prepare`` of the steps in which ``method`` drafts ``width`` - 1 tokens behind the last token, of which the graph
-        has ``rows`` rows; ``kind``: "fused", or "draft" for the drafts alone."""
-        role, more, _ = self.graphs.of_drafts(kind, self.graphs.method_of(method), rows, width - 1)
-        return role, rows, *more
+    def drafting_key(self, kind: str, method: str, width: int, rows: int) -> GraphKey:
+        """For ``prepare``: steps in which ``method`` drafts ``width`` - 1 tokens, in a graph of ``rows`` rows. ``kind``: "fused", or "draft" for the
+        drafts alone."""
+        method = self.resources.method_of(method)
+        n_drafts = self.graphs.drafts_of(method, rows, width - 1)
+        return self._key(kind, rows, method=method, n_drafts=n_drafts)
 
-    def given_role(self, width: int) -> tuple:
-        """(role, width, ...) for ``prepare`` of the first slot's steps of ``width`` rows that verify given ids, or nothing if that is 1."""
-        self.graphs.aim(self.slots[:1])
-        return ("verify", width, *self.graphs.late) if width > 1 else ("plain", 1)
+    def verify_key(self, width: int, deferred: bool = True) -> GraphKey:
+        """For ``prepare``: steps of ``width`` rows that verify given ids, or plain ones if that is 1. ``deferred`` False: of drafts that were proposed."""
+        if width == 1:
+            return self._key("plain", 1)
+        return self._key("verify", width, deferred=deferred and self.graphs.deferred(self.slots[0].drafting))
 
-    def prepare(self, kinds: Sequence[tuple], tokens: int) -> None:
-        """Announces the (role, width), as of ``drafting_role`` where somebody drafts, of the steps that the next ``tokens`` tokens of the first slot
-        will take, so that none of them waits for its graph.
+    def _key(self, kind: str, verify_len: int, **more: Any) -> GraphKey:
+        """A graph of the first slot's sequence, whatever its K/V bucket."""
+        s = self.slots[0]
+        sampling = {"drafting": True} if kind == "draft" else {"drafting": s.drafting, "candidates": s.candidates, "masked": s.masked}
+        return self.graphs.key(kind, verify_len, **sampling, **more)
 
-        What is needed at once is built here. The graphs of the next span are built one per step, while the device computes; the CPU has no
-        such time to spare: it plans for the largest of each role here and builds each when its step comes, which ``waited_us`` says.
+    def prepare(self, keys: Sequence[GraphKey], tokens: int) -> None:
+        """Announces the graphs (``drafting_key``, ``verify_key``) of the steps that the next ``tokens`` tokens of the first slot take, so that no step
+        waits for its graph.
+
+        What is needed at once is built here; graphs of the next K/V bucket are built one per step, while a GPU computes. A CPU plans for the
+        largest of each role here and builds each when its step comes (``waited_us``).
         """
         self.resources.synchronize()
-        self.ahead.prepare(kinds, tokens)
+        self.prebuilder.prepare(keys, tokens)
 
     def prepare_transitions(self, widths: Sequence[int]) -> None:
-        """Announces, as ``prepare`` does, the commit graphs between blocks of these widths, and from prompts into them: ten nodes each."""
+        """Announces, as ``prepare`` does, the commit graphs between blocks of these widths, and from prompts into them."""
         self.resources.synchronize()
-        self.ahead.prepare_transitions(widths)
+        self.prebuilder.prepare_transitions(widths, self.slots[0].drafting)
 
-    def step_graph(self, role: str, width: int) -> Graph:
-        """The graph that a step of the first slot, of this role and width, would compute now."""
-        self.graphs.aim(self.slots[:1])
-        return self.graphs.get(role, width, self.kv.bucket(self.cursor.committed + width), SlotRange(0, 1)).graph
+    def step_graph(self, kind: str, verify_len: int, method: str = "") -> Graph:
+        """The graph that a step of the first slot would compute now."""
+        key = self._key(kind, whole(verify_len, f"the width of a {kind} step", 0, MOST_WIDTH), method=method)
+        return self.graphs.get(key.at(self.kv.bucket(self.cursor.committed + verify_len), FIRST)).graph
 
-    # -- what there is to know
+    # -- properties
 
     @property
     def cursor(self) -> Cursor:
@@ -416,13 +544,13 @@ class ModelRunner:
 
     @property
     def epoch(self) -> int:
-        """Sequences begun so far: whoever remembers what lies in the caches can tell whether it still does."""
+        """Sequences begun so far; while it stays the same, the caches hold the same sequences."""
         return self.resources.epoch
 
     @property
     def built_ahead(self) -> int:
-        """Graphs that were announced and that no measured time has in it: built before their steps, or on a CPU when those came."""
-        return self.ahead.built + self.graphs.built_as_announced
+        """Graphs that were announced and that no measured time includes: built before their steps, or on a CPU when those came."""
+        return self.prebuilder.built + self.graphs.built_as_announced
 
     @property
     def waited_us(self) -> int:
@@ -432,27 +560,27 @@ class ModelRunner:
     @property
     def catch_ups(self) -> int:
         """Graphs so far that computed rows which drafters lacked."""
-        return self._commits.catch_ups
+        return self.state.catch_ups
 
     @property
     def catch_up_us(self) -> int:
         """Microseconds that they took."""
-        return self._commits.catch_up_us
+        return self.state.catch_up_us
 
     @property
     def forwards(self) -> int:
-        return self._steps.forwards + sum(steps.forwards for steps in self._groups)
+        return self.totals.forwards
 
     @property
     def rows_computed(self) -> int:
-        return self._steps.rows_computed + sum(steps.rows_computed for steps in self._groups)
+        return self.totals.rows_computed
 
     @property
     def rows_used(self) -> int:
-        return self._steps.rows_used + sum(steps.rows_used for steps in self._groups)
+        return self.totals.rows_used
 
     def not_finite(self, slot: int = 0) -> str:
-        """What to say of a slot whose target produced NaN or Inf."""
+        """The error text for a slot whose target produced NaN or Inf."""
         return (
             f"{self.target.file.path.name} produced NaN or Inf after {self.slots[slot].cursor.committed} tokens; the weights are damaged or "
             "overflow on this device"
@@ -465,11 +593,37 @@ class ModelRunner:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by purpose."""
-        return self.resources.memory()
+        self.state.check_open()
+        out = self.resources.memory()
+        out["compute"] += sum(graphs.compute_bytes for graphs in self.all_graphs)
+        return out
 
     def memory_by_segment(self) -> list[dict[str, int]]:
         """The same, of each device that has some of the layers, in their order."""
-        return self.resources.memory_by_segment()
+        r, whole, last = self.resources, self.memory(), len(self.resources.segments) - 1
+        weights, kv = getattr(self.target.weights, "nbytes_by_segment", [self.target.weights.nbytes]), self.kv.nbytes_by_home
+        states = self.delta.nbytes_by_segment if self.delta is not None else {}
+        out = []
+        for index, segment in enumerate(r.segments):
+            compute = sum(graphs.compute_bytes_on(segment.backend) for graphs in self.all_graphs)
+            mine = {"weights": weights[index], "kv": kv[index], "compute": compute}
+            if index in states or (last == 0 and states):
+                mine["recurrent"] = sum(states.values()) if last == 0 else states[index]
+            for purpose, nbytes in self.devices.memory(index).items():
+                mine[purpose] = mine.get(purpose, 0) + nbytes
+            out.append(mine)
+        out[last] |= {name: nbytes for name, nbytes in whole.items() if name.startswith("draft_")}
+        out[last]["compute"] += whole["compute"] - sum(mine["compute"] for mine in out)  # logits for constrained choices
+        return out
+
+    @property
+    def all_graphs(self) -> list[StepGraphs]:
+        """Also those of micro-batches."""
+        return [self.graphs, *self.devices.graphs]
+
+    def abandon(self) -> None:
+        """Waits for every step in flight and drops its output: its slots can only be released."""
+        self.devices.abandon()
 
     def close(self) -> None:
         self.abandon()

@@ -9,7 +9,7 @@ Experts may be in host memory (``placement``), as pages of the file. On the CPU 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -137,6 +137,7 @@ class Weights:
     ``weights[name]`` has the hot ones then. ``stream``: copies of the others for wide prompt chunks, in graphs that are built while ``streaming``.
     """
 
+    devices: Any = None  # of a model on several devices: makes what its runners need (multi_device/split.py)
     segments: tuple = ()  # of layers on several devices; see segments.py
     guests: "Weights | None" = None  # of layers in host memory that a device computes with copies of; see guests.py
 

@@ -1,48 +1,72 @@
-"""Two groups of slots whose steps are under way together: while one group is on the second device, the other one is on the first.
+"""Two micro-batches in flight together: while one is on the second device, the other is on the first.
 
     launch(A)  launch(B)  land(A)  launch(A)  land(B)  launch(B)  ...
 
-A group's steps run in a lane: a thread, a step buffer and graphs of its own (csrc/step_lanes.c), so that no step writes what another one reads. What
-is left is the slots', and a slot is in one group. A group is what the halves of an aligned range of slots hold: its graphs cover slots of
-no other group, whoever decodes (cache/slots.py).
-
-A group computes half of the rows. That is worth something where half the rows take half the time: the whole step of n rows takes T(n), and beside
-each other both halves take T(n / 2) on two devices. 27B in Q4_K, patched kernels, one H200: 8 plain tokens 8.4 ms, 4 of them 7.7; 64 rows
-30.1 ms, 32 rows 18.0. So slots are grouped where it is asked for, always or where it is measured to pay (multi_device/pipeline_policy.py).
+A micro-batch runs in a lane: a thread, a step buffer and graphs of its own (csrc/step_lanes.c). It covers the halves of an aligned range of slots, so
+that no step writes what the other one reads. Half of the rows have to take about half the time for this to pay (``pipeline_policy``).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
-from ..cache.slots import SlotRange, covering
-from ..engine.batch import BatchItem
+from ..cache.slots import covering
+from ..engine.batch import Batch, StepOutput
+from ..engine.devices import GROUPS
 from ..engine.graph_cache import Step
+from ..engine.graph_prebuilder import GraphPrebuilder
 from ..engine.graphs import StepGraphs
-from ..ggml.step_io import StepIO
-
-GROUPS = 2
-
-
-class Lane(NamedTuple):
-    """What one group's steps need for themselves."""
-
-    io: StepIO
-    graphs: StepGraphs
+from ..engine.runner import ModelRunner
+from ..errors import DeviceError, EngineError
 
 
 class Flight(NamedTuple):
-    """A step that is under way: what was asked of it. ``block``: some of its rows may turn out wrong."""
+    """A step in flight."""
 
     step: Step
-    block: bool
-    width: int
-    work: Mapping[int, BatchItem]
-    rows: Mapping[int, int]
-    covered: SlotRange
+    batch: Batch
+
+
+class LaneRunner(ModelRunner):
+    """Runs the steps of one lane over the caches of another runner, from which it borrows all but its graphs."""
+
+    def __init__(self, runner: ModelRunner, graphs: StepGraphs) -> None:
+        self.__dict__.update(runner.__dict__)
+        self.graphs, self.prebuilder = graphs, GraphPrebuilder(runner.resources, graphs)
+
+    def launch(self, batch: Batch) -> Flight:
+        """Begins a pass of plain tokens or blocks; ``land`` waits for it."""
+        step = self.prepare_block(batch) if batch.is_block else self.prepare_rows(batch, "plain", 1)
+        flight = Flight(step, batch)
+        self.devices.flying.update(dict.fromkeys(batch.slots.slots, step))
+        try:
+            step.fields.launch()
+            if self.prebuilder.overlaps:
+                self.prebuilder.while_computing(batch)
+        except BaseException:  # or else nothing would land it
+            with suppress(DeviceError, EngineError):
+                step.fields.wait()
+            self._forget(batch)
+            raise
+        return flight
+
+    def land(self, flight: Flight) -> dict[int, StepOutput]:
+        """Waits for a pass; its outputs."""
+        step, batch = flight
+        try:
+            times = step.fields.wait()
+        finally:
+            self._forget(batch)
+        self.resources.last = step
+        return (self.after_block if batch.is_block else self.after_rows)(step, batch, times)
+
+    def _forget(self, batch: Batch) -> None:
+        for slot in batch.slots.slots:
+            self.devices.flying.pop(slot, None)
 
 
 def half_of(slots: int) -> int:
-    """The most slots that a group of an engine with so many can have."""
+    """The most slots that a micro-batch of a runner with so many can have."""
     half = 1
     while 2 * half < slots:
         half *= 2
@@ -50,7 +74,7 @@ def half_of(slots: int) -> int:
 
 
 def halves(slots: Collection[int], n_slots: int) -> tuple[list[int], list[int]]:
-    """Two groups of at least two of an engine's slots, whose steps cover no slot of the other group."""
+    """Two groups of at least two of a runner's slots, whose steps cover no slot of the other group."""
     low, high, size = min(slots), max(slots), 1
     while low // size != high // size:
         size *= 2
@@ -60,8 +84,8 @@ def halves(slots: Collection[int], n_slots: int) -> tuple[list[int], list[int]]:
     return groups
 
 
-def ready_for(segments: Sequence[object], slots: int, host_experts: bool) -> str:
-    """Why an engine has no groups, in words; empty where it has."""
+def why_no_groups(segments: Sequence[object], slots: int, host_experts: bool) -> str:
+    """Why a runner has no micro-batches; empty where it has."""
     if len(segments) < 2:
         return "the layers are on one device"
     if slots < GROUPS:

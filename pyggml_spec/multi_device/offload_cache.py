@@ -12,7 +12,7 @@ from ..cache.snapshot import Pieces, SequenceMemory
 from ..ggml.library import lib
 
 
-class Guests:
+class OffloadCache:
     """Borrows the caches.
 
     Attributes:

@@ -10,7 +10,7 @@ come or go, both steps land first. ``PipelinePolicy`` decides before each round 
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..engine.batch import Batch
 from ..engine.engine import Engine
@@ -19,6 +19,7 @@ from ..engine.sequence import REFERENCE, Sequence
 from ..ggml.device import release_threads
 from ..speculation import verify
 from ..speculation.policy import StepPlan
+from .devices import MultiDevice
 from .lanes import halves
 from .pipeline_policy import policy_of
 
@@ -43,6 +44,7 @@ class PipelinedEngine(Engine):
     def __init__(self, runner: ModelRunner, *args: Any, groups: int | None = None, **options: Any) -> None:
         super().__init__(runner, *args, **options)
         self._pipeline = policy_of(runner, groups)
+        self._devices = cast(MultiDevice, runner.devices)
         self.flying: deque[Flight] = deque()
         self._decoding: list[Sequence] = []  # of the last regrouping
         self._groups: tuple[list[Sequence], ...] = ()
@@ -115,7 +117,7 @@ class PipelinedEngine(Engine):
             self._round_end = 0
             release_threads()  # of this thread: groups have their own
             if planner.plan.tokens > 1:
-                self.runner.lay_out(planner.plan.verify_len)
+                self._devices.lay_out(planner.plan.verify_len)
         return True
 
     def _launch(self, group: int) -> None:
@@ -123,7 +125,7 @@ class PipelinedEngine(Engine):
         batch = Batch({}, plan, sequences, sequences={s.slot: s for s in sequences})
         batch.began = time.perf_counter_ns()
         batch.items = {s.slot: self.planner.item(s, plan) for s in sequences}
-        self.runner.launch(group, batch.items)
+        self._devices.launch(group, batch.items)
         self.flying.append(Flight(group, batch))
 
     def _land(self, meanwhile: Callable[[], object] | None = None, again: bool = True) -> None:
@@ -131,7 +133,7 @@ class PipelinedEngine(Engine):
         group, batch = self.flying.popleft()
         if meanwhile is not None:
             meanwhile()
-        output = self.runner.land(group)
+        output = self._devices.land(group)
         batch.began = max(batch.began, self._landed)
         accepted = verify.accept(batch, output, self.runner)
         self.runner.commit(batch, accepted)

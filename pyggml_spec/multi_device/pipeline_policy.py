@@ -76,7 +76,7 @@ class PipelinePolicy:
 def policy_of(runner: Any, groups: int | None) -> PipelinePolicy | None:
     """Of a runner with groups. ``groups``: 1 for none, 2 for always; None measures, unless CPU threads of the devices would share cores: a step of all
     computes on one device at a time, with all cores."""
-    if not runner.groups or groups == 1:
+    if not runner.devices.groups or groups == 1:
         return None
     threads = [segment.backend.threads for segment in runner.resources.segments if segment.backend.device.kind == "cpu"]
     if groups is None and len(threads) > 1 and sum(threads) > default_threads():

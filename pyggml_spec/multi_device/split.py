@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..drafters.dflash import DFlash
 from ..drafters.eagle3 import Eagle3
 from ..drafters.mtp import MTP
 from ..drafters.multi import AnyDrafter
+from ..engine.devices import Segment
 from ..errors import EngineError, PairError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
@@ -23,23 +24,12 @@ from ..ggml.weight_stream import WeightStream
 from ..models.decoder import Decoder
 from ..models.placement import Placement
 from ..models.weights import Group, Matrix, Spec, Weights
+from .devices import MultiDevice
 from .offload import GuestWeights
 
 EMBEDDING = "token_embd.weight"
 FIRST = (EMBEDDING, "per_layer_")  # what names begin with that only the first device needs
 LAST = ("output_norm.", "output.")
-
-
-class Segment(NamedTuple):
-    """The layers ``first`` to ``end`` - 1, on ``backend``."""
-
-    backend: Backend
-    first: int
-    end: int
-
-    def __str__(self) -> str:
-        layers = f"layers {self.first} to {self.end - 1}" if self.end - self.first > 1 else f"layer {self.first}"
-        return f"{layers} on {self.backend.device.name}"
 
 
 def segments_of(target: Decoder, backends: Sequence[Backend], cuts: Sequence[int]) -> tuple[Segment, ...]:
@@ -201,6 +191,11 @@ class SplitWeights:
             self.close()
             raise
         self._here = self.parts[-1]
+
+    def devices(self, drafter: AnyDrafter | None) -> MultiDevice:
+        """What a runner needs for steps over these devices."""
+        check_drafter(drafter)
+        return MultiDevice(self.segments, self)
 
     def enter(self, segment: int) -> None:
         """Says which segment's graph is being built from now on."""

@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from ..engine.batch import Batch, BatchItem, Draft, StepOutput, Verify
+from ..engine.batch import Batch, BatchItem, Draft, GraphKey, StepOutput, Verify
 from ..engine.options import candidate_widths
 from ..engine.runner import ModelRunner
 from ..engine.sequence import CONSTRAINT, REFERENCE, SCRIPT, SPECULATIVE
@@ -94,35 +94,35 @@ class Planner:
             seq.pin_verify_len(self.width)
         if len(runner.slots) > 1:
             return
-        kinds: list[tuple] = self._graph_kinds(seq)
+        keys = self._graph_keys(seq)
         if seq.jump_forward is not None or seq.ngram is not None:
-            verify = (runner.given_role(w) for w in candidate_widths(seq.options.width) if w > 1)
-            kinds += [kind for kind in verify if kind not in kinds]
-        runner.prepare_transitions(sorted({width for _, width, *_ in kinds}))
-        runner.prepare(kinds, seq.limits.left)
+            verify = [runner.verify_key(w) for w in candidate_widths(seq.options.width) if w > 1]
+            keys = list(dict.fromkeys([*keys, *verify]))
+        runner.prepare_transitions(sorted({key.verify_len for key in keys}))
+        runner.prepare(keys, seq.limits.left)
 
-    def _graph_kinds(self, seq: SequenceState) -> list[tuple]:
-        """(kind, rows, ...) of the steps that a lone sequence may take."""
+    def _graph_keys(self, seq: SequenceState) -> list[GraphKey]:
+        """Graphs of the steps that a lone sequence may take."""
         runner, constraint = self._runner, seq.constraint
         if seq.options.mode == REFERENCE:
-            return [runner.given_role(seq.verify_len)]
+            return [runner.verify_key(seq.verify_len)]
         if not seq.speculating or (seq.options.drafts is None and not runner.slots[0].drafting):
-            return [("plain", 1)]
+            return [runner.verify_key(1)]
         plans = [StepPlan.of("", self.width)] if self.policy is None else self.policy.plans
         if seq.options.drafts is not None:
-            return [runner.given_role(width) for width in sorted({plan.tokens for plan in plans})]
+            return [runner.verify_key(width) for width in sorted({plan.tokens for plan in plans})]
         drafting = [plan for plan in plans if plan.tokens > 1]
-        plain: list[tuple] = [("plain", 1)] if len(drafting) < len(plans) else []
+        plain = [runner.verify_key(1)] if len(drafting) < len(plans) else []
         proposing = [plan for plan in drafting if constraint is not None or self._confidence(plan) is not None]
-        fused = [runner.drafting_role("fused", plan.method, plan.tokens, plan.verify_len) for plan in drafting if plan not in proposing]
+        fused = [runner.drafting_key("fused", plan.method, plan.tokens, plan.verify_len) for plan in drafting if plan not in proposing]
         if not proposing:
             return [*plain, *fused]
         if constraint is not None and self.policy is not None:
             constraint.widths = self.policy.useful
         rows = [(plan.method, runner.graphs.width_for(plan.tokens)) for plan in proposing]
-        draft = dict.fromkeys(runner.drafting_role("draft", drafter, width, width) for drafter, width in rows)
+        draft = dict.fromkeys(runner.drafting_key("draft", drafter, width, width) for drafter, width in rows)
         verify = {min(width, plan.tokens) for plan in proposing for width in candidate_widths(seq.options.width)}
-        return [("plain", 1), *fused, *draft, *(("verify", width) for width in sorted(verify) if width > 1)]
+        return [runner.verify_key(1), *fused, *draft, *(runner.verify_key(width, deferred=False) for width in sorted(verify) if width > 1)]
 
     def end(self, seq: SequenceState) -> None:
         """``seq`` ends: its text becomes n-gram material of later ones."""

@@ -122,7 +122,7 @@ def split_chunk(engine: ModelRunner, copies: Sequence[CopySpeed] | None = None) 
 
 
 def _by_device(engine: ModelRunner, width: int, whole: float, step: Callable[[], float], n_runs: int) -> SplitStep:
-    with engine.resources.apart() as turns:
+    with engine.devices.apart() as turns:
         turns.spent()
         runs = []
         for _ in range(WARMUP + n_runs):

@@ -151,7 +151,7 @@ def test_several_layers_replay_in_place(session):
     engine.reset()
     engine.prefill(PROMPT)
     engine.verify_step(BLOCK)
-    step = next(s for key, s in engine.graphs.steps().items() if key[0] == "verify")
+    step = next(s for key, s in engine.graphs.steps().items() if key.kind == "verify")
     layers = session.target.delta_shape().layers
     counts = step.graph.op_counts()
     if session.backend.level is None:

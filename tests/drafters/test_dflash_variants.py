@@ -51,7 +51,7 @@ def drafts(target, draft) -> tuple[list[int], list[float]]:
     with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session:
         session.engine.prefill(PROMPT)
         tokens = session.engine.fused_step().tokens.tolist()
-        return tokens, session.engine.graphs.get("fused", 16, 256).host["draft_sum"].tolist()
+        return tokens, session.engine.graphs.get(session.engine.graphs.key("fused", 16, 256)).host["draft_sum"].tolist()
 
 
 def test_a_causal_block_with_windows(tmp_path, target):
@@ -220,5 +220,5 @@ def test_draft_logits_of_a_gemma_target_are_capped_once(tmp_path):
         draft = write_dflash(tmp_path / "d.gguf", shape, **more)
         with ExitStack() as stack:
             session = stack.enter_context(ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256))
-            caps[name] = session.engine.graphs.get("fused", 16, 256).graph.op_counts()["TANH"]
+            caps[name] = session.engine.graphs.get(session.engine.graphs.key("fused", 16, 256)).graph.op_counts()["TANH"]
     assert caps == {"borrowed": 2, "borrowed, in the file": 2, "own": 2, "own, no cap": 1}

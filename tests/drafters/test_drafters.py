@@ -87,14 +87,14 @@ def test_a_constraint_finds_the_graphs_of_every_number_of_drafts(monkeypatch):
     """12 drafts of a chain, all of which may come, were verified by a graph that was not built: blocks are of 2, 4, 8 and 16 rows."""
     monkeypatch.setattr("pyggml_spec.api.cached_costs", lambda engine, widths, *_, **__: ({1: 1.0, **{w: 0.9 * w for w in widths}}, True))
     monkeypatch.setattr("pyggml_spec.api.cached_kinds", lambda _, kinds, *__: {k: 1.0 if k.width == 12 else 0.9 * k.width for k in kinds})
-    unforeseen, prepare, build = [], GraphPrebuilder.prepare, StepGraphs._built
+    unforeseen, prepare, add = [], GraphPrebuilder.prepare, StepGraphs._add
 
-    def built(graphs, key, role, width, span, covered, *more):
-        if (role, width, *more) not in graphs.announced:
-            unforeseen.append((role, width, *more))
-        return build(graphs, key, role, width, span, covered, *more)
+    def added(graphs, key):
+        if key.family not in graphs.announced:
+            unforeseen.append(key.family)
+        return add(graphs, key)
 
-    monkeypatch.setattr(StepGraphs, "_built", built)
+    monkeypatch.setattr(StepGraphs, "_add", added)
     monkeypatch.setattr(GraphPrebuilder, "prepare", lambda *args: (prepare(*args), unforeseen.clear()))
     with ps.load(device="CPU", threads=1, n_ctx=256, spec=["draft-mtp"]) as session:
         stats = session.generate(PROMPTS[0], 60, sampling=ps.Sampling(temperature=0, regex=r"(.|\n){60,99}"))[1]
@@ -150,7 +150,7 @@ def test_drafts_of_nan_are_tokens_and_switch_speculation_off(session, monkeypatc
             for member in session.drafter.methods:
                 engine.reset()
                 engine.prefill([1, 2, 3])
-                graph = engine.step_graph(engine.graphs.role("fused", member.method), 4)
+                graph = engine.step_graph("fused", 4, member.method)
                 assert not engine.fused_step(4, drafter=member.method).draft_finite
                 mine = [x for g, x in asked if g is graph]
                 assert mine

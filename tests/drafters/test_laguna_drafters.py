@@ -99,7 +99,7 @@ def test_a_block_is_what_the_formulae_give(tmp_path, more, window):
         engine.reset()
         last_token = engine.prefill(PROMPT)
         drafted = engine.fused_step().tokens
-        sums = engine.graphs.get("fused", 16, 256).host["draft_sum"].ravel().copy()
+        sums = engine.graphs.get(engine.graphs.key("fused", 16, 256)).host["draft_sum"].ravel().copy()
         expected = Drafter(session, target, draft)
         hidden = expected.hidden(features, last_token)
     assert np.abs(sums - hidden.sum(1)).max() < 0.1  # of 256 values; attention sums V in F16

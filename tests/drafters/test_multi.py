@@ -336,7 +336,7 @@ def test_where_few_rows_can_wait_the_oldest_are_computed(team, monkeypatch, most
                 for slot in done:
                     engine.accept(1, 3, slot)
             catch_ups.append(waited)
-            batches = {key[1] for key in engine.graphs.steps() if key[0].startswith("catchup")}
+            batches = {key.verify_len for key in engine.graphs.steps() if key.kind == "catchup"}
             assert batches == ({8, 16, 32, 64} if not few or at_once == 512 else {8})
     assert drafts[:2] == drafts[2:] and catch_ups[0] == 0 < catch_ups[1] <= (8 if at_once == 512 else 60)
 

@@ -331,7 +331,7 @@ def test_graphs_of_dflash2_have_room_for_many_taps(tmp_path, slots):
             batch = {engine.admit(): Prefill([1, 2, 3]) for _ in range(slots)}
             engine.step(batch)
             engine.step({slot: Draft(16) for slot in batch})
-            fused = max(step.graph.n_nodes for key, step in engine.graphs._steps.items() if key[0] == "fused")
+            fused = max(step.graph.n_nodes for key, step in engine.graphs.steps().items() if key.kind == "fused")
             found.append((fused, most_nodes(session.target, session.drafter)))
             engine.close()
     nodes, planned = np.diff(np.array(found), axis=0).T

@@ -16,6 +16,7 @@ import pyggml_spec as ps
 from pyggml_spec.cache.kv import GPU_KV_BUCKET, KV_BUCKET
 from pyggml_spec.cache.slots import SlotRange, covering
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
+from pyggml_spec.engine.graphs import commit_key
 from pyggml_spec.engine.inputs import InputBuilder
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.ggml.library import ffi, lib, text
@@ -104,7 +105,7 @@ def test_slots_on_both_sides_of_what_a_ring_has_in_use(tmp_path, least):
             if items:
                 accept(batch, batch.step(items), out)
         assert all(pair.agrees(texts[slot], out[slot][:60]) for slot in slots)
-        spans |= {key[2] for key in batch.graphs.steps() if key[0] == "fused"}
+        spans |= {key.kv_bucket for key in batch.graphs.steps() if key.kind == "fused"}
     assert spans >= ({256, 512, 768} if least == KV_BUCKET else {1024})
     pair.close()
 
@@ -134,7 +135,7 @@ def test_no_step_reads_what_others_left_in_the_step_buffer(pair, monkeypatch):
             checked.append(ids.size)
         launch(fields)
 
-    for name in ("certain", "block", "drafts"):
+    for name in ("certain", "block", "draft"):
         monkeypatch.setattr(InputBuilder, name, fill(name))
     monkeypatch.setattr(StepFields, "launch", checked_launch)
     batch, texts = pair.batch(3), [[1, 2], [3, 4, 5, 6, 7], [8, 9, 10]]
@@ -487,11 +488,11 @@ def test_eight_ragged_slots_share_one_graph_per_span(tmp_path):
     """Whatever their lengths and widths, and it is there before it is needed: no step waits for a graph, no buffer grows."""
     pair = Pair(tmp_path, "qwen35", n_ctx=1024)
     batch, rng = pair.batch(8), np.random.default_rng(0)
-    batch.ahead.overlaps = True  # as on a GPU
+    batch.prebuilder.overlaps = True  # as on a GPU
     slots, out = [batch.admit() for _ in range(8)], {i: [] for i in range(8)}
     for slot, length in zip(slots, (3, 250, 17, 90, 128, 1, 60, 200)):
         accept(batch, batch.step({slot: Prefill([slot + 1] * length)}), out)
-    planned = {key[2] for key in batch.graphs.steps() if key[0] == "fused"}  # the one that needs most memory, whichever that is
+    planned = {key.kv_bucket for key in batch.graphs.steps() if key.kind == "fused"}  # the one that needs most memory, whichever that is
     batch.step({slot: Draft(16) for slot in slots})
     waited = 0
     while max(slot.cursor.committed for slot in batch.slots) < 900:
@@ -500,7 +501,7 @@ def test_eight_ragged_slots_share_one_graph_per_span(tmp_path):
         kept = list(batch.graphs.steps().values())
         batch.step({slot: Draft(16 if slot == 1 else int(rng.integers(9, 17))) for slot in slots})
         waited += not any(batch.resources.last is step for step in kept)
-    spans = [key[2] for key in batch.graphs.steps() if key[0] == "fused"]
+    spans = [key.kv_bucket for key in batch.graphs.steps() if key.kind == "fused"]
     assert waited == 0 and sorted(spans) == sorted({*planned, 512, 768, 1024}) and len(planned) <= 2
     assert batch.graphs.counters()["fused"].buffer_growths == 1
     pair.close()
@@ -529,9 +530,9 @@ def test_one_slot_moves_no_state_but_the_one_write_back(large_states):
     back = 0 if large_states.session.backend.level is not None else 3
     counts = {}
     for role, width in (("prefill", 32), ("plain", 1), ("verify", 4), ("fused", 4), ("fused", 16)):
-        counts[role, width] = _state_copies(engine.graphs.get(role, width, 256).graph, floats)
+        counts[role, width] = _state_copies(engine.graphs.get(engine.graphs.key(role, width, 256)).graph, floats)
     assert counts == {("prefill", 32): back, ("plain", 1): back, ("verify", 4): 0, ("fused", 4): 0, ("fused", 16): 0}
-    assert _state_copies(engine.graphs.get("commit", 16, 0, None, 0, True).graph, floats) == 0
+    assert _state_copies(engine.graphs.get(commit_key(16, engine.graphs.every, 0, True)).graph, floats) == 0
 
 
 def test_several_slots_move_no_state_but_the_one_write_back(large_states):
@@ -542,4 +543,4 @@ def test_several_slots_move_no_state_but_the_one_write_back(large_states):
     for role, width, covered, want in (
         ("plain", 1, every, back), ("prefill", 32, SlotRange(1, 1), back), ("fused", 4, every, 0), ("verify", 4, every, 0), ("fused", 4, half, back),
     ):  # fmt: skip
-        assert _state_copies(batch.graphs.get(role, width, 256, covered).graph, floats) == want, (role, width, covered)
+        assert _state_copies(batch.graphs.get(batch.graphs.key(role, width, 256, covered)).graph, floats) == want, (role, width, covered)

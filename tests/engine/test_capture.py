@@ -55,7 +55,7 @@ def test_every_graph_of_decoding_is_captured_once_before_its_first_launch_and_re
         engine.io.replay = replay = ReplayCounters()  # as on a CUDA device
         for mode in ("speculative", "plain"):
             run(engine, [1, 2, 3], 300, mode=mode, width=4)
-        steps = {int(ffi.cast("uintptr_t", step.graph.gf)): (key[0], step) for key, step in engine.graphs.steps().items()}
+        steps = {int(ffi.cast("uintptr_t", step.graph.gf)): (key.kind, step) for key, step in engine.graphs.steps().items()}
         captured, launched = recorder.of("capture"), recorder.of("launch")
         assert set(captured.values()) == {1} and replay.ahead > 0 and replay.ahead_us == 6 * replay.ahead
         ran = {graph: role for graph, (role, _) in steps.items() if graph in launched}
@@ -70,7 +70,7 @@ def test_every_graph_of_decoding_is_captured_once_before_its_first_launch_and_re
 def test_graphs_of_a_text_are_captured_while_the_device_computes_instead_of_before_its_first_token(pair, recorder):
     with ps.load(*pair, device="CPU", threads=1, n_ctx=1024, draft_width=4) as session:
         engine = session.engine
-        engine.ahead.overlaps = True  # as on a GPU
+        engine.prebuilder.overlaps = True  # as on a GPU
         recorder.events.clear()
         run(engine, [1, 2, 3], 40, mode="speculative", width=4)
         kinds = [kind for kind, _ in recorder.events]
@@ -81,7 +81,7 @@ def test_graphs_of_a_text_are_captured_while_the_device_computes_instead_of_befo
         waiting = [
             key
             for key, step in engine.graphs.steps().items()
-            if key[0].startswith("fused") and not step.ready and key[2] == engine.kv.bucket(60)
+            if key.kind == "fused" and not step.ready and key.kv_bucket == engine.kv.bucket(60)
         ]
         assert not waiting, "what any step of this span may launch"
 
@@ -115,7 +115,7 @@ def test_a_graph_that_is_reserved_when_it_is_asked_for_is_captured_before_it_run
         recorder.events.clear()
         session.engine.slots[0].candidates = 64
         session.engine.plain_step()
-        of_plain = [int(ffi.cast("uintptr_t", step.graph.gf)) for key, step in session.engine.graphs.steps().items() if key[0] == "plain"]
+        of_plain = [int(ffi.cast("uintptr_t", step.graph.gf)) for key, step in session.engine.graphs.steps().items() if key.kind == "plain"]
         (launched,) = [graph for graph in of_plain if graph in recorder.of("launch")]
         assert recorder.events.index(("capture", launched)) < recorder.events.index(("launch", launched))
 

@@ -5,7 +5,6 @@ from architectures import TARGETS
 from random_gguf.model import Shape
 
 import pyggml_spec as ps
-from pyggml_spec.cache.slots import SlotRange
 from pyggml_spec.engine.options import fine_width
 
 
@@ -31,11 +30,11 @@ def test_memory_that_was_planned_does_for_every_length(session):
     graphs, engine = session.engine.graphs, session.engine
     planned = graphs.compute_bytes
     for rows in {graphs.chunk_width(n) for n in range(1, 513)}:
-        for span in graphs.spans[:: max(1, len(graphs.spans) - 1)]:
+        for span in graphs.buckets[:: max(1, len(graphs.buckets) - 1)]:
             if span >= rows:
-                graphs.build("prefill", rows, span, SlotRange(0, 1))
+                graphs.build(graphs.key("prefill", rows, span))
     assert graphs.compute_bytes == planned
-    assert sum(key[0] == "prefill" for key in graphs.steps()) < 40
+    assert sum(key.kind == "prefill" for key in graphs.steps()) < 40
     engine.reset()
     engine.prefill([7] * 1000)
 

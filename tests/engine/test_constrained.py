@@ -15,7 +15,6 @@ from pyggml_spec.constraints import grammar as grammars
 from pyggml_spec.constraints.grammar import Grammar, allows, only
 from pyggml_spec.engine import masked
 from pyggml_spec.engine.batch import Draft, Verify
-from pyggml_spec.engine.candidates import Candidates
 from pyggml_spec.engine.constrained import StepConstraint
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.masked import MaskedRows
@@ -58,7 +57,7 @@ def device(monkeypatch):
     asked = Asked()
 
     def read_candidates(self, count, slot=0, masked=False):
-        self._candidates.expect(count, slot, masked)
+        self._expect(count, slot, masked)
 
     def counted(real):
         return lambda self, asks, count: asked.append(len(asks)) or real(self, asks, count)
@@ -130,8 +129,8 @@ def test_a_device_without_room_for_masks_reads_whole_rows_and_says_so(session, d
         raise DeviceError("no memory for 64 rows")
 
     monkeypatch.setattr(masked, "MaskedRows", none)
-    monkeypatch.setattr(session.engine, "_candidates", Candidates(session.engine.resources, session.engine._sequences))
-    monkeypatch.setattr(session.engine.graphs, "masked", None)
+    monkeypatch.setattr(session.engine, "_tried_masked", False)
+    monkeypatch.setattr(session.engine.resources, "masked", None)
     text, stats = session.generate(PROMPT, 60, sampling=Sampling(**CONSTRAINTS["regex"], **VALUES["greedy"]))
     assert text == host_texts["regex", "greedy"]
     assert device.rows and not device

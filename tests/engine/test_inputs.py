@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pyggml_spec.cache.slots import SlotRange
-from pyggml_spec.engine.batch import Draft, Verify
-from pyggml_spec.engine.drafting import Asked, BlockDrafting
+from pyggml_spec.engine.batch import Draft, GraphKey, Verify
+from pyggml_spec.engine.drafting import BlockDrafting
 from pyggml_spec.ggml.library import ffi, lib
 
 NOWHERE = -float(1 << 30)
@@ -103,6 +103,8 @@ def test_every_row_of_a_block_sees_a_position_with_every_drafter(window):
         "draft_rows": np.zeros(12, np.int64),
     }
     host |= {f"draft_first_{window}": np.zeros(12, np.float32)} if window else {}
-    BlockDrafting(drafter, None, kv, False).fill(host, Asked(width, width - 1, SlotRange(0, 3)), {1: Draft(3), 0: Verify([1, 2, 3])}, slots)
+    BlockDrafting(drafter, None, kv, False).fill(
+        host, GraphKey("fused", width, live, SlotRange(0, 3)), {1: Draft(3), 0: Verify([1, 2, 3])}, slots
+    )
     first, last = host.get(f"draft_first_{window}", np.zeros(12)), host["draft_last"]
     assert (last >= np.maximum(first, 0)).all() and last[4:8].tolist() == [32, 32, 32, 32]

@@ -10,7 +10,6 @@ import pytest
 from engine.helpers import run
 
 import pyggml_spec as ps
-from pyggml_spec.cache.slots import SlotRange
 from pyggml_spec.engine.graph_cache import Step
 from pyggml_spec.engine.options import EngineOptions, check_masks
 from pyggml_spec.engine.runner import ModelRunner
@@ -85,7 +84,7 @@ def test_a_graph_is_known_by_a_number_that_stands_for_its_nodes(pair):
             for step in session.engine.graphs.steps().values():
                 assert step.graph.uid and seen.setdefault(step.graph.uid, step.graph.properties_hash()) == step.graph.properties_hash()
         assert len(seen) == len(session.engine.graphs.steps()) > 5
-        again = session.engine.graphs._make("plain", 1, 256, SlotRange(0, 1))
+        again = session.engine.graphs._make(session.engine.graphs.key("plain", 1, 256))
         assert again.graph.uid == 0  # before it is planned its nodes may still change
         again.graph.plan()
         assert again.graph.uid not in seen
@@ -102,8 +101,9 @@ def test_graphs_of_all_kinds_together_are_bounded(pair, monkeypatch):
         want, _ = session.generate([5] * 300, 40)
         before = graphs.changes
         for role, span in itertools.product(("plain", "verify", "fused"), (256, 512, 768, 1024)):
-            made = graphs.get(role, 1 if role == "plain" else 4, span)
-            assert graphs.get(role, 1 if role == "plain" else 4, span) is made
+            key = graphs.key(role, 1 if role == "plain" else 4, span)
+            made = graphs.get(key)
+            assert graphs.get(key) is made
         sizes = [step.graph.host_bytes for step in graphs.steps().values()]
         assert len(sizes) <= 6 and graphs.host_bytes == sum(sizes) and 0.1 < min(sizes) / (1 << 20) < 2 and graphs.changes > before
         assert session.generate([5] * 300, 40)[0] == want
@@ -129,7 +129,7 @@ def test_a_span_boundary_adds_exactly_one_graph(session):
     for _ in range(40):
         engine.accept(1, int(engine.fused_step().ids[0]))
     assert _total(engine, "graphs_built") - built <= 1
-    assert ("fused", 16, 512, SlotRange(0, 1)) in {key[:4] for key in engine.graphs.steps()}
+    assert engine.graphs.key("fused", 16, 512) in engine.graphs.steps()
 
 
 @pytest.mark.slow
@@ -143,8 +143,8 @@ def test_roles_never_share_live_memory(session):
     ranges = {}
     for key, step in session.engine.graphs.steps().items():
         begin, end = step.graph.memory()
-        low, high = ranges.get(key[0], (begin, end))
-        ranges[key[0]] = (min(low, begin), max(high, end))
+        low, high = ranges.get(key.kind, (begin, end))
+        ranges[key.kind] = (min(low, begin), max(high, end))
     assert len(ranges) >= 4
     ordered = sorted(ranges.values())
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(ordered))
@@ -184,7 +184,8 @@ def test_a_reservation_that_fails_changes_nothing(session, monkeypatch, slots, v
     parts, made = (session.backend, session.target, session.drafter, EngineOptions(n_ctx=600, slots=slots)), []
     engine = ModelRunner(*parts)
     graphs, make, real, calls = engine.graphs, engine.graphs._make, getattr(Graph, verb), []
-    wanted = ("verify", 4, 256) if slots == 1 else ("verify", 4, 256, SlotRange(0, 2))
+    # nothing is planned at load for other candidates
+    wanted = graphs.key("verify", 4, 256, drafting=False, candidates=64)
 
     def fails(graph):
         calls.append(graph)
@@ -192,17 +193,18 @@ def test_a_reservation_that_fails_changes_nothing(session, monkeypatch, slots, v
             raise DeviceError("no memory")
         return real(graph)
 
-    graphs.drafting, graphs.candidates = False, 64  # which nothing is planned for at load
     with monkeypatch.context() as patched:
         patched.setattr(graphs, "_make", lambda *shape: made.append(make(*shape)) or made[-1])
         patched.setattr(Graph, verb, fails)
         with pytest.raises(DeviceError, match="no memory"):
-            graphs.get(*wanted)
+            graphs.get(wanted)
     kept = {id(step) for step in graphs.steps().values()}
-    assert not graphs.drafting and made and all(step.graph.handle is None for step in made if id(step) not in kept)
-    step = graphs.get(*wanted)
-    assert step is graphs.get(*wanted) and not step.graph.stale
-    assert any(key[0] == "verify" and key[1:3] != wanted[1:3] and key[-2] == 64 for key in graphs.steps())  # reserved now: the largest
+    assert made and all(step.graph.handle is None for step in made if id(step) not in kept)
+    step = graphs.get(wanted)
+    assert step is graphs.get(wanted) and not step.graph.stale
+    assert any(
+        key.kind == "verify" and key.family != wanted.family and key.candidates == 64 for key in graphs.steps()
+    )  # reserved now: the largest
     engine.close()
 
 
@@ -244,7 +246,7 @@ def test_a_gpu_builds_the_graphs_of_its_next_span_while_it_computes(pair, monkey
             with ps.load(*pair, device="CPU", threads=1, n_ctx=2300, draft_width=4) as session:
                 text, stats = session.generate(prompt, 160, mode=mode, ignore_end=True)
                 texts.append(text)
-                spans = {key[2] for key in session.engine.graphs.steps() if key[0] == ("plain" if mode == "plain" else "fused")}
+                spans = {key.kv_bucket for key in session.engine.graphs.steps() if key.kind == ("plain" if mode == "plain" else "fused")}
     assert texts[0] == texts[1] and {1024, 2048} <= spans
     assert stats.graphs_built_ahead == 1 and not stats.graphs_built_after_warmup and not stats.buffer_growths_after_warmup
 
@@ -255,10 +257,10 @@ def test_a_cpu_builds_a_graph_when_its_step_comes_and_says_how_long_that_took(se
     engine.reset()
     last_token = engine.prefill([5] * 250)
     engine.prepare_transitions([1, 4])
-    engine.prepare([engine.given_role(1), engine.given_role(4)], 2048)  # plans the largest of each
+    engine.prepare([engine.verify_key(1), engine.verify_key(4)], 2048)  # plans the largest of each
     engine.graphs.drop("plain")
     before, ahead, waited = engine.graphs.changes, engine.built_ahead, engine.waited_us
-    engine.prepare([engine.given_role(1), engine.given_role(4)], 2048)
+    engine.prepare([engine.verify_key(1), engine.verify_key(4)], 2048)
     assert engine.graphs.changes == before
     for _ in range(300):
         last_token = int(engine.plain_step().ids[0])

@@ -24,7 +24,6 @@ from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
 from pyggml_spec.cache.kv import KVCache
-from pyggml_spec.cache.slots import SlotRange
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import DeviceError, ModelError
@@ -416,7 +415,7 @@ def test_glm_dsa_scores_nothing_where_all_is_chosen(tmp_path):
     """The first top_k positions of a context cost what deepseek2's do, and the rows that later ones are chosen by are there then."""
     path = write_glm_dsa(tmp_path / "t.gguf", Shape(top_k=256, **LEAN))
     with ps.load(path, device="CPU", threads=1, n_ctx=512) as session:
-        counts = [session.engine.graphs.get("plain", 1, span, SlotRange(0, 1)).graph.op_counts() for span in (256, 512)]
+        counts = [session.engine.graphs.get(session.engine.graphs.key("plain", 1, span)).graph.op_counts() for span in (256, 512)]
     assert ["LIGHTNING_INDEXER" in ops for ops in counts] == ["TOP_K" in ops for ops in counts] == [False, True]
 
 
@@ -497,9 +496,7 @@ def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
                 engine.verify_step(tokens[n + 1 : n + rows] + [7] * (16 - rows))
                 engine.accept(rows, tokens[n + rows])
             logits.append(engine.logits(tokens[engine.cursor.committed :][:40]))
-        monkeypatch.setattr(
-            "pyggml_spec.engine.resources.Resources.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types))
-        )
+        monkeypatch.setattr("pyggml_spec.engine.resources.KVCache", lambda *args, **types: KVCache(*args[:4], **types))
     errors = ((logits[0] - logits[1]) ** 2).sum(axis=1) / (logits[1] ** 2).sum(axis=1)
     assert np.median(errors) < 1e-6 and errors.max() < 1e-4
 
@@ -508,7 +505,7 @@ def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
 @pytest.mark.parametrize("arch", WINDOWED)
 def test_without_a_ring_every_cache_type_is_equal_far_beyond_the_window(tmp_path, arch, monkeypatch):
     """The reference without rings once had F16 rows whatever was asked for: the table of docs/parity.md showed 1e-6 and more."""
-    monkeypatch.setattr("pyggml_spec.engine.resources.Resources.kv_class", staticmethod(lambda *args, **types: KVCache(*args[:4], **types)))
+    monkeypatch.setattr("pyggml_spec.engine.resources.KVCache", lambda *args, **types: KVCache(*args[:4], **types))
     assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape(**LEAN)), 800, cache_type_k="bf16", cache_type_v="q8_0")
 
 
@@ -529,7 +526,8 @@ def test_one_row_attention_over_shared_rows_never_directly_follows_its_rotation(
         if slots == 1:
             graph = session.engine.step_graph("plain", 1)
         else:
-            graph = stack.enter_context(session.batch(slots)).engine.graphs.get("plain", 1, 256, SlotRange(0, slots)).graph
+            graphs = stack.enter_context(session.batch(slots)).engine.graphs
+            graph = graphs.get(graphs.key("plain", 1, 256)).graph
         ops = [ffi.string(lib.ggml_op_desc(lib.ggml_graph_node(graph.gf, i))).decode() for i in range(graph.n_nodes)]
         kernels = [op for op in ops if op not in ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE")]
         before = [kernels[i - 1] for i, op in enumerate(kernels) if op == "FLASH_ATTN_EXT"]

@@ -361,7 +361,7 @@ def test_drafters_and_prefixes_with_copies_of_layers(tmp_path):
             drafts.append(engine.fused_step(4).tokens.tolist())
             assert rows is None or waited == [True] * 3
             for key, step in engine.graphs.steps().items():
-                if "streamed" in key:  # hidden rows go to the device, and nothing comes from where no layer was computed
+                if key.streamed:  # hidden rows go to the device, and nothing comes from where no layer was computed
                     assert [hop[:2] for hop in step.graph.hops] == [(0, 1)]
             texts.append([session.generate(IDS[:end], 10, ignore_end=True)[0] for end in (70, 140, 140)])
             texts[-1].append(session.generate(IDS[:100], 10, mode="plain", ignore_end=True)[0])
@@ -413,7 +413,7 @@ def test_nothing_of_a_sequence_of_nan_stays_in_the_rows_of_guests(tmp_path):
     """Masked rows of NaN are none for a CPU, and poison attention on a GPU."""
     with layers_of_the_cpu(write_qwen35(tmp_path / "t.gguf", Shape(every=2), "BF16"), 3) as session:
         engine, embeddings = session.engine, session.target.weights.parts[0]["token_embd.weight"]
-        guests = engine.resources.guests
+        guests = engine.devices.offload
         lib.ggml_backend_tensor_memset(embeddings, 0xFF, 200 * embeddings.nb[1], embeddings.nb[1])
 
         def finite():
@@ -452,10 +452,10 @@ def test_only_what_was_written_since_is_copied_to_guests(tmp_path):
             engine, seen, brought = session.engine, [], []
 
             def chunk(first, count, engine=engine, seen=seen, brought=brought):
-                before = engine.resources.guests.brought if engine.resources.guests is not None else 0
+                before = engine.devices.offload.brought if engine.devices.offload is not None else 0
                 engine.prefill(IDS[first : first + count])
                 seen.append(engine.candidates(0)[1].copy())
-                brought.append(engine.resources.guests.brought - before if engine.resources.guests is not None else 0)
+                brought.append(engine.devices.offload.brought - before if engine.devices.offload is not None else 0)
 
             chunk(0, 64)
             chunk(64, 36)
@@ -483,7 +483,7 @@ def test_only_what_was_written_since_is_copied_to_guests(tmp_path):
             snapshot.close()
             found.append(np.array(seen))
             if rows is not None:
-                guests = engine.resources.guests
+                guests = engine.devices.offload
                 row, states = guests.kv.layers[0].k.nb[1] + guests.kv.layers[0].v.nb[1], brought[0]
                 assert len(guests.kv.layers) == 1 and states > 0
                 # a snapshot of 160 tokens is brought whole; of one token of the block's three, and of the chunk's before
@@ -501,7 +501,7 @@ def test_layers_that_no_memory_is_left_for(tmp_path, monkeypatch):
     def check(words, rows=1):
         with layers_of_the_cpu(path, 2, rows) as session:
             assert session.notes[-1].startswith("prompts of layers in host memory are computed by the CPU: ") and words in session.notes[-1]
-            assert session.engine.memory() == memory and counts(session) == [] and session.engine.resources.guests is None
+            assert session.engine.memory() == memory and counts(session) == [] and session.engine.devices.offload is None
             np.testing.assert_array_equal(seen(session)[0], want[0])
 
     allocate = Backend.allocate

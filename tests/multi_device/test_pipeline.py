@@ -123,10 +123,10 @@ def test_a_failure_after_launch_leaks_no_slot(pair, monkeypatch):
         streams = [scheduler.submit(text, GenerationOptions(40, SPECULATIVE)) for text in prompts(4)]
         while not scheduler.stats.pipelined:
             scheduler.step()
-        for steps in scheduler.runner._groups:
-            steps._ahead.overlaps = True
+        for lane in scheduler.runner.devices.lanes:
+            lane.prebuilder.overlaps = True
         interrupt_ends_all(pair, scheduler, streams, monkeypatch, GraphPrebuilder, "while_computing")
-        assert not scheduler.runner.resources.flying
+        assert not scheduler.runner.devices.flying
 
 
 def test_a_group_is_launched_again_before_its_callers_have_its_tokens(pair):
@@ -151,9 +151,9 @@ def test_closing_and_cancelling_wait_for_steps_under_way(pair):
     streams = [scheduler.submit(text, GenerationOptions(40, SPECULATIVE)) for text in prompts(4)]
     while scheduler.stats.pipelined < 3:
         scheduler.step()
-    assert scheduler.runner.resources.flying
+    assert scheduler.runner.devices.flying
     streams[3].close()
-    assert streams[3].stats.stop_reason == "cancelled" and not scheduler.runner.resources.flying
+    assert streams[3].stats.stop_reason == "cancelled" and not scheduler.runner.devices.flying
     assert streams[3].tokens == pair.solo(streams[3].prompt, len(streams[3].tokens))
     scheduler.step()
     scheduler.close()
@@ -177,23 +177,23 @@ def test_what_is_asked_of_a_slot_under_way_is_refused(pair):
             engine.admit()
             engine.step({slot: Prefill([1 + slot, 2])})
         with pytest.raises(EngineError, match="no group's work"):
-            engine.launch(0, {0: Prefill([5])})
+            engine.devices.launch(0, {0: Prefill([5])})
         with pytest.raises(EngineError, match="group 2 cannot begin"):
-            engine.launch(2, {0: Verify()})
-        engine.launch(0, {0: Verify(), 1: Draft(4)})
+            engine.devices.launch(2, {0: Verify()})
+        engine.devices.launch(0, {0: Verify(), 1: Draft(4)})
         with pytest.raises(EngineError, match="group 0 cannot begin"):
-            engine.launch(0, {2: Verify()})
-        for ask in (engine.settle, lambda: engine.snapshot(1), lambda: engine.launch(1, {1: Verify()})):
+            engine.devices.launch(0, {2: Verify()})
+        for ask in (engine.settle, lambda: engine.snapshot(1), lambda: engine.devices.launch(1, {1: Verify()})):
             with pytest.raises(EngineError, match="still under way: land"):
                 ask()
         with pytest.raises(EngineError, match="step of slot 0 is still under way"):
-            engine.launch(1, {2: Draft(8)})  # blocks of another width: the states of all slots are laid out for one
+            engine.devices.launch(1, {2: Draft(8)})  # blocks of another width: the states of all slots are laid out for one
         with pytest.raises(EngineError, match="land it first"):
             engine.step({2: Verify()})
-        results = engine.land(0)
+        results = engine.devices.land(0)
         assert sorted(results) == [0, 1] and results[1].tokens.size == 4
         with pytest.raises(EngineError, match="group 0 has no step under way"):
-            engine.land(0)
+            engine.devices.land(0)
     finally:
         engine.close()
 
@@ -207,10 +207,10 @@ def test_no_buffer_grows_under_a_step(pair):
             engine.step({slot: Prefill([1 + slot, 2])})
         seen = set()
         for _ in range(200):  # a step that has ended before it is looked at says nothing
-            engine.launch(0, {0: Verify(), 1: Verify()})
-            part = engine.resources.flying[0].graph.parts[0]
+            engine.devices.launch(0, {0: Verify(), 1: Verify()})
+            part = engine.devices.flying[0].graph.parts[0]
             seen.add(lib.pgs_graph_held(part.handle))
-            for slot, result in engine.land(0).items():
+            for slot, result in engine.devices.land(0).items():
                 engine.accept(1, int(result.ids[0]), slot)
             assert lib.pgs_graph_held(part.handle) == 0
             if 1 in seen:
@@ -223,8 +223,8 @@ def test_no_buffer_grows_under_a_step(pair):
         ):
             graph.plan()
         lib.pgs_graph_hold(part.handle, False)
-        engine.launch(0, {0: Verify(), 1: Verify()})  # what was refused has moved nothing
-        assert sorted(engine.land(0)) == [0, 1]
+        engine.devices.launch(0, {0: Verify(), 1: Verify()})  # what was refused has moved nothing
+        assert sorted(engine.devices.land(0)) == [0, 1]
         with closing(larger_than(part.allocator)) as graph:
             graph.plan()
     finally:
@@ -301,9 +301,9 @@ def test_there_are_none_unless_they_are_asked_for(pair):
     """They take buffers, and no gain of theirs has been measured on GPUs."""
     for groups, there in ((1, 0), (2, 2), ("auto", 2)):
         with pair.session.batch(4, groups=groups) as scheduler:
-            assert scheduler.runner.groups == there
+            assert scheduler.runner.devices.groups == there
     with pair.session.batch(4) as scheduler:
-        assert not scheduler.runner.groups
+        assert not scheduler.runner.devices.groups
     for groups in (0, 3, "two"):
         with pytest.raises(EngineError, match="`groups`, if it is not 'auto',"):
             pair.session.batch(4, groups=groups)

@@ -354,15 +354,15 @@ def test_a_prompt_that_is_given_up_on_its_way(tmp_path):
     with loaded(target, draft, (2,), chunk=16) as session:
         engine = session.engine
         expected = engine.prefill(PROMPT)
-        for give_up in (engine.reset, engine.settle, lambda: engine.prepare([("plain", 1)], 8)):
+        for give_up in (engine.reset, engine.settle, lambda: engine.prepare([engine.verify_key(1)], 8)):
             engine.reset()
             for first in (0, 16):
                 assert engine.step({0: Prefill(PROMPT[first : first + 16], True)})[0].ids.size == 0
-            assert engine.resources.under_way is not None and engine.cursor.last_token is None
+            assert engine.devices.under_way is not None and engine.cursor.last_token is None
             with pytest.raises(EngineError, match="no last token"):
                 engine.plain_step()
             give_up()
-            assert engine.resources.under_way is None
+            assert engine.devices.under_way is None
             engine.reset()
             assert engine.prefill(PROMPT) == expected
         engine.reset()
@@ -408,12 +408,12 @@ def lanes_trace(session, grouped, slots=4, width=8):
             if not grouped:
                 took(engine.step(work))
                 continue
-            assert engine.groups == 2
+            assert engine.devices.groups == 2
             groups = halves(range(slots), slots)
             for group, members in enumerate(groups):
-                engine.launch(group, {slot: work[slot] for slot in members})
+                engine.devices.launch(group, {slot: work[slot] for slot in members})
             for group in range(len(groups)):
-                took(engine.land(group))
+                took(engine.devices.land(group))
         return [x for _, *arrays in sorted(out, key=lambda item: item[0]) for x in arrays]
     finally:
         engine.close()

@@ -16,9 +16,9 @@ import pytest
 import pyggml_spec as ps
 from pyggml_spec.cache.cursor import Cursor
 from pyggml_spec.engine import counters
-from pyggml_spec.engine.batch import Prefill, StepOutput
+from pyggml_spec.engine.batch import FIRST, GraphKey, Prefill, StepOutput
 from pyggml_spec.engine.engine import generate
-from pyggml_spec.engine.graphs import MOST_CANDIDATES
+from pyggml_spec.engine.options import MOST_CANDIDATES
 from pyggml_spec.engine.sequence import GenerationOptions
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import EngineError, SamplingError
@@ -117,8 +117,8 @@ class TableTarget:
         times = SimpleNamespace(upload=0, compute=0, read=0)
         return {0: StepOutput(tokens, self._rows.argmax(axis=1), True, True, times)}
 
-    def given_role(self, width):
-        return "verify", width
+    def verify_key(self, width, deferred=True):
+        return GraphKey("verify", width, 0, FIRST)
 
     def choose(self, last_token, slot):
         self.cursor.advance(0, last_token)
@@ -510,7 +510,7 @@ def test_probabilities_after_the_samplers_are_those_of_the_draw(demo):
 def test_the_greedy_path_never_sees_a_sampler(demo):
     """Greedy decoding reads argmax ids as before: no logits leave the device for it."""
     list(demo.steps("def f(", 20))
-    assert demo.engine.graphs.candidates == 0 and demo._sampler(None, False) is None
+    assert demo.engine.slots[0].candidates == 0 and demo._sampler(None, False) is None
 
 
 @pytest.mark.slow
@@ -542,7 +542,7 @@ def test_a_nan_in_the_head_is_said_while_candidates_come_from_the_device(pair):
 
     with ps.load(*pair, device="CPU", threads=1, n_ctx=512, draft_width=4) as poisoned:
         lib.ggml_backend_tensor_set(poisoned.target.weights["output_norm.weight"], ffi.new("float[]", [math.inf]), 0, 4)
-        poisoned.engine.graphs.candidates = 32
+        poisoned.engine.slots[0].candidates = 32
         with pytest.raises(EngineError, match="NaN or Inf"):
             poisoned.engine.prefill([1, 2, 3])
 

@@ -18,7 +18,7 @@ import pytest
 from pyggml_spec.cache import hidden as features
 from pyggml_spec.cache.cursor import Cursor
 from pyggml_spec.engine import scheduler, sequence
-from pyggml_spec.engine.batch import Draft, Prefill, StepOutput
+from pyggml_spec.engine.batch import FIRST, Draft, GraphKey, Prefill, StepOutput
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
@@ -107,11 +107,11 @@ class Recorded:
 
     commit = ModelRunner.commit
 
-    def given_role(self, width):
-        return "verify", width
+    def verify_key(self, width, deferred=True):
+        return GraphKey("verify", width, 0, FIRST)
 
-    def drafting_role(self, kind, drafter, width, rows):
-        return kind, rows
+    def drafting_key(self, kind, drafter, width, rows):
+        return GraphKey(kind, rows, 0, FIRST)
 
     def admit(self, *_, **more):
         return 0

@@ -16,7 +16,7 @@ def engine(new_graphs: list[bool]) -> SimpleNamespace:
         io=SimpleNamespace(replay=None, uploads=0),
         graphs=SimpleNamespace(changes=0, get=None),
         catch_up_us=0,
-        _commits=SimpleNamespace(_commit=None),
+        state=SimpleNamespace(_commit=None),
     )
 
     def step(work, meanwhile):

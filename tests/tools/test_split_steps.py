@@ -57,7 +57,7 @@ def test_steps_part_by_part_give_the_same_bits(session):
         return out
 
     want = trace()
-    with session.engine.resources.apart():
+    with session.engine.devices.apart():
         assert all(np.array_equal(a, b) for a, b in zip(want, trace(), strict=True))
 
 
