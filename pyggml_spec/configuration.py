@@ -1,13 +1,10 @@
 """What a session really uses, for the configuration line."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .ggml.cores import CORE_MONITOR
 from .speculation.policy import useful_widths
-
-if TYPE_CHECKING:
-    from .api import Session
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,8 @@ class Configuration:
     notes: tuple[str, ...]
 
 
-def configuration_of(session: "Session") -> Configuration:
+def configuration_of(session: Any) -> Configuration:
+    """What this ``Session`` uses."""
     engine, drafter, segments = session.engine, session.drafter, session.target.weights.segments
     options = engine.options
     same = drafter is None or options.kv == options.draft_kv
@@ -59,7 +57,7 @@ def configuration_of(session: "Session") -> Configuration:
     )
 
 
-def _widths(session: "Session") -> tuple[int, ...]:
+def _widths(session: Any) -> tuple[int, ...]:
     costs = session.costs
     if not costs:
         return ()
@@ -67,7 +65,7 @@ def _widths(session: "Session") -> tuple[int, ...]:
     return tuple(sorted({*useful_widths(costs), *others}))
 
 
-def _kernels(session: "Session") -> str:
+def _kernels(session: Any) -> str:
     """Native kernels, and for how much of the weights; ggml's on devices other than CPUs."""
     level = next((backend.level for backend in session.backends if backend.level is not None), None)
     if level is None:
@@ -80,7 +78,7 @@ def _kernels(session: "Session") -> str:
     return f"native ({level.name}){share}" + (f", attention by ggml's because {reason}" if reason else "")
 
 
-def _busy(session: "Session") -> list[str]:
+def _busy(session: Any) -> list[str]:
     """That other work uses cores of the CPU's threads now."""
     CORE_MONITOR.poll()
     threads = session.engine.threads

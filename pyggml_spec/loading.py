@@ -65,6 +65,7 @@ class Loader:
         self.notes: list[str] = []
         self.drafter: AnyDrafter | None = None
         self.context_from = ""
+        self._counts: dict[tuple[int, int], MemoryCount] = {}
 
     # -- devices and files
 
@@ -267,10 +268,7 @@ class Loader:
 
         def taken(n_ctx: int) -> list[int]:
             with self.counted(n_ctx):
-                totals = self.count(n_ctx).totals()
-                if slots > 1:
-                    totals = [a + b for a, b in zip(totals, self.count(n_ctx, slots).totals(weights=False), strict=True)]
-            return self.by_device(totals)
+                return self.by_device(self.totals(n_ctx, slots))
 
         return default_context(taken, rooms, most)
 
@@ -290,6 +288,7 @@ class Loader:
 
             notes = list(self.notes)
             backends = tuple(backend.counted() for backend in self.backends)
+            self._counts.clear()
             self._make_weights(backends, n_ctx, own, silent)
             self._open_streams(backends)
             self.notes = notes
@@ -297,7 +296,23 @@ class Loader:
 
     def count(self, n_ctx: int, slots: int = 1) -> MemoryCount:
         """Bytes of an engine with this context, within ``counted``."""
-        return count_memory(self.backend, self.target, self.drafter, replace(self.engine_options, n_ctx=n_ctx, slots=slots))
+        if (n_ctx, slots) not in self._counts:
+            options = replace(self.engine_options, n_ctx=n_ctx, slots=slots)
+            self._counts[n_ctx, slots] = count_memory(self.backend, self.target, self.drafter, options)
+        return self._counts[n_ctx, slots]
+
+    def totals(self, n_ctx: int, slots: int = 1, reserved: int = 0) -> list[int]:
+        """The same on each backend, with several ``slots`` those of their engine too; ``reserved``: more on the last one."""
+        totals = self.count(n_ctx).totals()
+        if slots != 1:
+            totals = [a + b for a, b in zip(totals, self.count(n_ctx, slots).totals(weights=False), strict=True)]
+        totals[-1] += reserved
+        return totals
+
+    def close_copies(self) -> None:
+        """Prompts compute without copies of weights in host memory from now on."""
+        self.target.weights.close_streams()
+        self._counts.clear()
 
     # -- weights and engine
 
@@ -392,7 +407,7 @@ class Loader:
 
     def _without_streams(self, why: str) -> None:
         what = "layers" if self._copies_layers else "experts"
-        self.target.weights.close_streams()
+        self.close_copies()
         self.notes.append(f"prompts of {what} in host memory are computed by the CPU: {why}")
 
     def _settle_streams(self, engine: ModelRunner) -> None:

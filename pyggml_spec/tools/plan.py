@@ -13,7 +13,7 @@ from typing import Any
 from ..api import load
 from ..cache.kv_types import MOST_CONTEXT
 from ..context_size import token_bytes
-from ..engine.memory import SHARED, MemoryCount, longest
+from ..engine.memory import SHARED, longest
 from ..engine.resources import P
 from ..engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from ..errors import PyspecError
@@ -141,14 +141,12 @@ def plan(
         loader.choose_context(slots, free, prefix_memory)
         n_ctx = loader.engine_options.n_ctx
         stack.enter_context(loader.counted(n_ctx))
-        planned = _Planned(loader, slots, prefix_memory, free)
-        parts = planned.parts(n_ctx)
+        parts = _parts(loader, n_ctx, slots, prefix_memory, free)
         weights = loader.target.weights
         if weights.streams and not _fit(parts):  # nor are they taken at load
-            weights.close_streams()
-            planned.counts.clear()
-            parts = planned.parts(n_ctx)
-        one, of_slots = planned.count(n_ctx), planned.count(n_ctx, slots).caches() if slots != 1 else {}
+            loader.close_copies()
+            parts = _parts(loader, n_ctx, slots, prefix_memory, free)
+        one, of_slots = loader.count(n_ctx), loader.count(n_ctx, slots).caches() if slots != 1 else {}
         by_type: dict[str, int] = {}
         for mine in (weights, *(member.weights for member in loader.drafters)):
             for name, nbytes in mine.bytes_by_type.items():
@@ -168,38 +166,17 @@ def plan(
             host_bytes=weights.host_bytes,
             kv_per_token=token_bytes(loader.target, loader.drafter, loader.engine_options),
             free=sum({part.device: part.free for part in parts}.values()),
-            largest_context=longest(lambda n: loader.by_device(planned.totals(n)), rooms, min(trained, MOST_CONTEXT)),
+            largest_context=longest(lambda n: loader.by_device(loader.totals(n, slots, prefix_memory)), rooms, min(trained, MOST_CONTEXT)),
             split=parts if len(parts) > 1 else (),
             copied=copied,
         )
 
 
-class _Planned:
-    """Counts of one loader, each made once: graphs are built for them, which is what a plan takes its time for."""
-
-    def __init__(self, loader: Loader, slots: int, prefix_memory: int, free: int | None) -> None:
-        self.loader, self.slots, self.prefix_memory, self.free = loader, slots, prefix_memory, free
-        self.counts: dict[tuple[int, int], MemoryCount] = {}
-
-    def count(self, n_ctx: int, slots: int = 1) -> MemoryCount:
-        if (n_ctx, slots) not in self.counts:
-            self.counts[n_ctx, slots] = self.loader.count(n_ctx, slots)
-        return self.counts[n_ctx, slots]
-
-    def totals(self, n_ctx: int) -> list[int]:
-        """Bytes per backend, slots and the prefix cache included."""
-        totals = self.count(n_ctx).totals()
-        if self.slots != 1:
-            totals = [a + b for a, b in zip(totals, self.count(n_ctx, self.slots).totals(weights=False), strict=True)]
-        totals[-1] += self.prefix_memory
-        return totals
-
-    def parts(self, n_ctx: int) -> tuple[PlanPart, ...]:
-        backends = self.loader.backends
-        layers = [str(segment) for segment in self.loader.target.weights.segments] or [""]
-        rooms = [free_bytes(backend.device) if self.free is None else self.free for backend in backends]
-        names = [backend.device.name for backend in backends]
-        return tuple(map(PlanPart, names, layers, self.totals(n_ctx), rooms))
+def _parts(loader: Loader, n_ctx: int, slots: int, prefix_memory: int, free: int | None) -> tuple[PlanPart, ...]:
+    layers = [str(segment) for segment in loader.target.weights.segments] or [""]
+    rooms = [free_bytes(backend.device) if free is None else free for backend in loader.backends]
+    names = [backend.device.name for backend in loader.backends]
+    return tuple(map(PlanPart, names, layers, loader.totals(n_ctx, slots, prefix_memory), rooms))
 
 
 def plan_everywhere(
