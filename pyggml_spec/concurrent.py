@@ -102,28 +102,28 @@ class Handle:
         progress: bool = False,
         sink: Callable[[StepEvent | End], object] | None = None,
     ) -> None:
-        self._server, self._text, self._sampler, self._sequence = server, text, sampler, sequence
-        self._mail = _Mailbox()
+        self._server, self.text_events, self._sampler, self.sequence = server, text, sampler, sequence
+        self.mail = _Mailbox()
         self._sink = sink
         self._pending: list[StepEvent | End] = []  # events to deliver
         self._urgent = True  # without delay
         self._reported = -1 if progress else 1 << 62  # prompt tokens of the last progress event
         self._parts: list[str] = []  # text that ``result`` has taken so far
-        self.stats: Stats = self._sequence.stats
+        self.stats: Stats = self.sequence.stats
 
     @property
     def slot(self) -> int:
         """Cache slot, -1 while it waits for one."""
-        return self._sequence.slot
+        return self.sequence.slot
 
     @property
     def prompt_read(self) -> int:
         """Prompt tokens in the caches, reused ones included."""
-        return self._sequence.computed
+        return self.sequence.computed
 
     def cancel(self) -> None:
         """Ends the request before the next step, from any thread, at any time."""
-        self._sequence.cancel()
+        self.sequence.cancel()
         self._server._wake()
 
     def result(self, timeout: float | None = None) -> tuple[str, Stats]:
@@ -132,7 +132,7 @@ class Handle:
         Raises:
             TimeoutError: no event within ``timeout`` seconds; the request goes on, and the next ``result`` has all of the text.
         """
-        while not isinstance(item := self._mail.take(timeout), End):
+        while not isinstance(item := self.mail.take(timeout), End):
             self._parts.append(item.text)
         return self._whole(item)
 
@@ -150,7 +150,7 @@ class Handle:
         import asyncio
 
         try:
-            return await self._mail.take_async()
+            return await self.mail.take_async()
         except asyncio.CancelledError:  # no reader is left
             self.cancel()
             raise
@@ -159,7 +159,7 @@ class Handle:
         return self
 
     def __next__(self) -> StepEvent:
-        return self._next(self._mail.take(), StopIteration)
+        return self._next(self.mail.take(), StopIteration)
 
     def __aiter__(self) -> "Handle":
         return self
@@ -188,18 +188,18 @@ class Handle:
     def _collect(self) -> bool:
         """Makes events of new tokens; False once the sequence has ended."""
         try:
-            if self._reported < self._sequence.computed and self._sequence.slot >= 0:
-                self._reported = self._sequence.computed
+            if self._reported < self.sequence.computed and self.sequence.slot >= 0:
+                self._reported = self.sequence.computed
                 self._urgent = True
                 self._pending.append(StepEvent("", (), self.stats.snapshot(), prompt_read=self._reported))
-            while self._sequence.ready:
-                self._put(next(self._sequence))
+            while self.sequence.ready:
+                self._put(next(self.sequence))
             return True
         except StopIteration:
-            self._pending.append(StepEvent(self._text.finish(), (), self.stats))
+            self._pending.append(StepEvent(self.text_events.finish(), (), self.stats))
             self._end(None)
         except BaseException as error:  # goes to the reader
-            self._sequence.cancel()
+            self.sequence.cancel()
             self._end(error)
         return False
 
@@ -212,19 +212,19 @@ class Handle:
             return
         held, self._pending, self._urgent = self._pending, [], False
         if self._sink is None:
-            self._mail.put(*held)
+            self.mail.put(*held)
             return
         try:
             for item in held:
                 self._sink(item)
         except BaseException as error:  # goes to the handle's reader
-            self._sequence.cancel()
+            self.sequence.cancel()
             self._sink = None
-            self._mail.put(End(error))
+            self.mail.put(End(error))
 
     def _put(self, block: list[int]) -> None:
         logprobs = self._sampler.take_logprobs() if self._sampler is not None else ()
-        self._pending.append(StepEvent(self._text.take(block), tuple(block), self.stats.snapshot(), logprobs, tuple(self._sequence.drafts)))
+        self._pending.append(StepEvent(self.text_events.take(block), tuple(block), self.stats.snapshot(), logprobs, tuple(self.sequence.drafts)))
 
     def _end(self, error: BaseException | None) -> None:
         """Delivers the last events and the end."""
@@ -251,7 +251,7 @@ class ConcurrentSession:
     ) -> None:
         self.engine, self._tokenizer, self._prompt_ids, self._make_sampler = engine, tokenizer, prompt_ids, make_sampler
         self._handles: list[Handle] = []
-        self._changed, self._closing = threading.Condition(), False
+        self.changed, self._closing = threading.Condition(), False
         self._delays = not engine.runner.prebuilder.overlaps  # the step thread computes: events wait
         self._delivered = self._stepped = 0.0  # times of the last delivery, and of the last step's end
         self._failure: BaseException | None = None  # that ended the session
@@ -261,8 +261,8 @@ class ConcurrentSession:
             0,
         )  # changes of the graphs, bytes by purpose, and host bytes of the graphs
         self._measure()
-        self._thread = threading.Thread(target=self._run, name="pyggml_spec steps", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="pyggml_spec steps", daemon=True)
+        self.thread.start()
 
     @property
     def stats(self) -> BatchStats:
@@ -304,7 +304,7 @@ class ConcurrentSession:
     @property
     def closed(self) -> bool:
         """Whether it has been closed and its thread has ended."""
-        return self._closing and not self._thread.is_alive()
+        return self._closing and not self.thread.is_alive()
 
     def submit(
         self,
@@ -361,13 +361,13 @@ class ConcurrentSession:
         if sampler is not None:
             stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
         try:
-            with self._changed:
+            with self.changed:
                 if self._closing:
                     why = "is closed" if self._failure is None else f"was ended by {type(self._failure).__name__}: {self._failure}"
                     raise EngineError(f"this concurrent session {why}; it takes no more requests, make another one") from self._failure
                 handle = Handle(self, self.engine.submit(ids, options, stats), text, sampler, progress, sink)
                 self._handles.append(handle)
-                self._changed.notify()
+                self.changed.notify()
         except BaseException:
             if sampler is not None:
                 sampler.close()
@@ -376,15 +376,15 @@ class ConcurrentSession:
 
     def _wake(self) -> None:
         """The step thread looks for requests that come or go."""
-        with self._changed:
-            self._changed.notify()
+        with self.changed:
+            self.changed.notify()
 
     def _run(self) -> None:
         while True:
             if not self._handles:
                 release_threads()  # for other sessions
-            with self._changed:
-                self._changed.wait_for(lambda: self._handles or self._closing)
+            with self.changed:
+                self.changed.wait_for(lambda: self._handles or self._closing)
                 if self._closing and not self._handles:
                     return
             # the first progress event comes before any prompt token is computed
@@ -395,15 +395,15 @@ class ConcurrentSession:
             except PyspecError as error:
                 # goes to the sequences that it ends; if it ends none, the next step would fail alike
                 if not self._deliver():
-                    self._give_up(error)
+                    self.fail_all(error)
             except BaseException as error:
                 self._deliver()
-                self._give_up(error)
+                self.fail_all(error)
 
     def _deliver(self) -> bool:
         """Makes events, and delivers them when they are due; whether a request has ended."""
         self._measure()
-        with self._changed:
+        with self.changed:
             before = self._handles
             self._handles = [handle for handle in before if handle._collect()]
             if self._due(before):
@@ -422,9 +422,9 @@ class ConcurrentSession:
         self._delivered = now
         return True
 
-    def _give_up(self, error: BaseException) -> None:
+    def fail_all(self, error: BaseException) -> None:
         """Ends every request and the session."""
-        with self._changed:
+        with self.changed:
             self._closing, self._failure = True, error
             for handle in self._handles:
                 handle._end(error)
@@ -432,13 +432,13 @@ class ConcurrentSession:
 
     def stop(self, patience: float | None = None) -> bool:
         """Cancels every request and ends the thread; whether it ended within ``patience`` seconds (a step is not interrupted)."""
-        with self._changed:
+        with self.changed:
             self._closing = True
             for handle in self._handles:
-                handle._sequence.cancel()
-            self._changed.notify()
-        self._thread.join(patience)
-        return not self._thread.is_alive()
+                handle.sequence.cancel()
+            self.changed.notify()
+        self.thread.join(patience)
+        return not self.thread.is_alive()
 
     def close(self) -> None:
         """Cancels every request, ends the thread and frees the slots. Closing twice is fine."""

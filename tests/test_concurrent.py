@@ -158,7 +158,7 @@ def test_opening_it_again_and_again_keeps_nothing_of_the_ones_before(session, wa
     for _ in range(3):
         with session.concurrent(slots=2) as server:
             assert server.submit(PROMPTS[0], 20).result(WAIT)[0] == want[PROMPTS[0]]
-    assert sum(isinstance(part, ConcurrentSession) for part in session._parts) == 1
+    assert sum(isinstance(part, ConcurrentSession) for part in session.owned) == 1
 
 
 def test_what_cannot_be_submitted(session, server):
@@ -195,7 +195,7 @@ def test_a_step_that_fails_ends_its_requests_with_the_error(session, error, monk
     """An error of ours ends the requests of the step, a bug ends everything: it would come back with every step."""
     with session.concurrent(slots=1) as server:
         monkeypatch.setattr(server.engine.runner, "step", lambda *work: (_ for _ in ()).throw(error))
-        with server._changed:  # no step in between: it would end a request, or the session, before the next one is there
+        with server.changed:  # no step in between: it would end a request, or the session, before the next one is there
             handles = [server.submit(prompt, 5) for prompt in PROMPTS[:3]]
         for handle in handles:
             with pytest.raises(type(error), match=str(error)):
@@ -209,8 +209,8 @@ def test_a_step_that_fails_ends_its_requests_with_the_error(session, error, monk
 
 def test_another_one_is_made_while_the_failed_one_still_ends(session, want, monkeypatch):
     """Its readers hear of the error before its thread has ended; who made another one then was told that the session is in use."""
-    give_up = ConcurrentSession._give_up
-    monkeypatch.setattr(ConcurrentSession, "_give_up", lambda self, error: (give_up(self, error), time.sleep(0.3)))
+    give_up = ConcurrentSession.fail_all
+    monkeypatch.setattr(ConcurrentSession, "fail_all", lambda self, error: (give_up(self, error), time.sleep(0.3)))
     failed = session.concurrent(slots=1)
     monkeypatch.setattr(failed.engine.runner, "step", lambda *work: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -231,9 +231,9 @@ def test_sizes_are_those_of_the_last_step(server, want):
 
 def test_events_that_cannot_be_made_end_their_request_alone(server, want, monkeypatch):
     """They are made while a step is under way: neither the step nor the other requests may notice."""
-    with server._changed:
+    with server.changed:
         bad, good = server.submit(PROMPTS[0], 20), server.submit(PROMPTS[1], 20)
-        monkeypatch.setattr(bad._text, "take", lambda block: 1 / 0)
+        monkeypatch.setattr(bad.text_events, "take", lambda block: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bad.result(WAIT)
     assert good.result(WAIT)[0] == want[PROMPTS[1]]
@@ -245,7 +245,7 @@ def test_requests_that_begin_alike_share_the_beginning(session, want):
     prompts = ["def quicksort(items):\n    pivot = items[0]\n" * 5 + end for end in ("return 1", "yield 2")]
     alone = [session.generate(prompt, 12) for prompt in prompts]
     with session.concurrent(slots=2) as server:
-        with server._changed:  # both before the first step
+        with server.changed:  # both before the first step
             handles = [server.submit(prompt, 12) for prompt in prompts]
         got = [handle.result(WAIT) for handle in handles]
     assert [text for text, _ in got] == [text for text, _ in alone]
@@ -257,9 +257,9 @@ def test_requests_that_begin_alike_share_the_beginning(session, want):
 
 def test_a_result_that_takes_too_long_loses_no_text(server):
     """What had come before the timeout was thrown away."""
-    with server._changed:  # before the first event
+    with server.changed:  # before the first event
         handle = server.submit(PROMPTS[0], 20)
-        put, handle._mail.put = handle._mail.put, lambda *items: None
+        put, handle.mail.put = handle.mail.put, lambda *items: None
     put(StepEvent("the beginning, ", (), handle.stats))
     with pytest.raises(TimeoutError):
         handle.result(0.01)
@@ -279,7 +279,7 @@ def test_a_result_that_takes_too_long_loses_no_text(server):
 def test_a_second_waiter_sees_the_end(server):
     """One of them slept for ever."""
     handle, ended = server.submit(PROMPTS[0], ignore_end=True), []
-    with server._changed:  # nothing comes until all of them wait
+    with server.changed:  # nothing comes until all of them wait
         threads = [threading.Thread(target=lambda: ended.append(list(handle)), daemon=True) for _ in range(3)]
         for thread in threads:
             thread.start()
@@ -305,7 +305,7 @@ def test_a_reader_that_is_cancelled_while_it_waits_ends_its_request(server, want
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    with server._changed:  # no event comes: the reader waits when it is cancelled
+    with server.changed:  # no event comes: the reader waits when it is cancelled
         asyncio.run(main())
     assert handle.result(WAIT)[1].stop_reason == "cancelled" and handle.stats.emitted < 200
     assert server.submit(PROMPTS[1], 20).result(WAIT)[0] == want[PROMPTS[1]]
@@ -393,10 +393,10 @@ def test_readers_of_fast_steps_are_woken_for_several_events_at_once(session, wan
     clock, calls = itertools.count(1000), []
     with session.concurrent(slots=1) as server:
         monkeypatch.setattr(concurrent, "time", SimpleNamespace(monotonic=lambda: step * next(clock)))
-        with server._changed:  # nothing is handed over before the calls are counted
+        with server.changed:  # nothing is handed over before the calls are counted
             handle = server.submit(PROMPTS[0], 40, mode="plain", ignore_end=True)
-            put = handle._mail.put
-            handle._mail.put = lambda *items: (calls.append(len(items)), put(*items))
+            put = handle.mail.put
+            handle.mail.put = lambda *items: (calls.append(len(items)), put(*items))
         events = list(handle)
     assert len(events) == 41 and all(len(event.tokens) == 1 for event in events[:-1])  # one per step, and the end
     assert calls[0] == 1 and len(calls) in wakes and sum(calls) == 42

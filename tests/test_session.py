@@ -318,7 +318,7 @@ def test_closing_that_is_interrupted_says_so_and_can_be_repeated(monkeypatch):
     session = ps.load(device="CPU", threads=1, n_ctx=256)
     server = session.concurrent(1)
     with monkeypatch.context() as once:
-        once.setattr(server._thread, "join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        once.setattr(server.thread, "join", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             session.close()
     session.close()

@@ -95,7 +95,7 @@ class PrefixCache:
     """
 
     def __init__(self, engine: Any, budget: int, files: PrefixFiles | None = None, shared: bool = False) -> None:
-        self.engine, self.files, self._store = engine, files, ChunkStore(budget)
+        self.engine, self.files, self.store = engine, files, ChunkStore(budget)
         self.notes: list[str] = []
         self._alone = not shared
         self.grain: int = engine.options.chunk if self._alone else min(engine.options.chunk, GRAIN)  # tokens per chunk
@@ -104,7 +104,7 @@ class PrefixCache:
 
     @property
     def used_bytes(self) -> int:
-        return self._store.used_bytes
+        return self.store.used_bytes
 
     # -- a prompt
 
@@ -189,7 +189,7 @@ class PrefixCache:
         """Drops the copies made from the slot's prompt: on several devices only its last chunk shows whether all values are finite."""
         place = self._places.get(slot)
         if place is not None:
-            self._store.drop(place.kept)
+            self.store.drop(place.kept)
             place.kept = []
 
     def store_end(self, slot: int, ids: Sequence[int], write: bool = False) -> None:
@@ -209,12 +209,12 @@ class PrefixCache:
         chunks = self._chunks(self.keys_of(settled, place.drafting, place.owner), settled, seed)
         if rest := n % self.grain:
             before, tail = chunks[-1].key if chunks else seed, settled[n - rest :]
-            chunks.append(self._store.chunk(end_keys(tail, before)[-1], len(chunks), rest, before, tail))
-            chunks[-1].used[ROWS] = self._store.clock
+            chunks.append(self.store.chunk(end_keys(tail, before)[-1], len(chunks), rest, before, tail))
+            chunks[-1].used[ROWS] = self.store.clock
         engine.settle(slot)
         if self._keep_rows(slot, place, chunks, chunks) and engine.sequence.stateful:
             if STATE in chunks[-1].data:
-                chunks[-1].used[STATE] = self._store.clock
+                chunks[-1].used[STATE] = self.store.clock
             else:
                 self._keep_state(slot, place, chunks, n, chunks)
         self._forget()
@@ -291,7 +291,7 @@ class PrefixCache:
                 nbytes = pieces.nbytes
         contents = self.files.load_each((c.key for c in missing), ROWS, nbytes) if missing and self.files is not None else iter(())
         for chunk in chunks:
-            chunk.used[ROWS] = self._store.clock
+            chunk.used[ROWS] = self.store.clock
             if 0 < first < chunk.count and ROWS in chunk.data:
                 position = chunk.index * self.grain
                 with self.engine.sequence.rows(position, first, drafting, slot) as pieces, chunk.data[ROWS].first_rows(first) as part:
@@ -330,9 +330,9 @@ class PrefixCache:
         first, before = rows * self.grain, place.chunks[rows - 1].key if rows else self._seed(place.drafting, place.owner)
         ids = place.ids[first : min(first + self.grain, place.ids.size) - 1]
         keys = end_keys(ids, before)
-        known = [(n, key) for n, key in enumerate(keys, 1) if key in self._store.chunks or (self.files and self.files.has(key, ROWS))]
-        found = [(self._store.chunk(key, rows, n), n) for n, key in known]
-        if not self.engine.sequence.stateful and (begun := self._store.begins(before, ids)) is not None:
+        known = [(n, key) for n, key in enumerate(keys, 1) if key in self.store.chunks or (self.files and self.files.has(key, ROWS))]
+        found = [(self.store.chunk(key, rows, n), n) for n, key in known]
+        if not self.engine.sequence.stateful and (begun := self.store.begins(before, ids)) is not None:
             found.append(begun)
         return sorted(found, key=lambda item: -item[1])
 
@@ -341,7 +341,7 @@ class PrefixCache:
         return chunk.index * self.grain + chunk.count
 
     def _fill_state(self, slot: int, chunk: Chunk) -> None:
-        chunk.used[STATE] = self._store.clock
+        chunk.used[STATE] = self.store.clock
         with self.engine.sequence.state(self._end_of(chunk), slot) as pieces:
             if STATE in chunk.data:
                 chunk.data[STATE].write_to(pieces)
@@ -383,11 +383,11 @@ class PrefixCache:
 
     def _forget(self) -> None:
         """Limits the number of known chunk keys; those of slots stay."""
-        self._store.forget(chunk for place in self._places.values() for chunk in chain(place.chunks, (end for end, _ in place.ends[1])))
+        self.store.forget(chunk for place in self._places.values() for chunk in chain(place.chunks, (end for end, _ in place.ends[1])))
 
     def _keep(self, chunk: Chunk, kind: str, pieces: Pieces, keep: Sequence[Chunk] = ()) -> bool:
         wait = self.engine.devices.under_way is None
-        kept, need, budget = self._store.keep(chunk, kind, pieces, keep, wait), pieces.nbytes, self._store.budget
+        kept, need, budget = self.store.keep(chunk, kind, pieces, keep, wait), pieces.nbytes, self.store.budget
         if kind == STATE and need > budget and (budget or self.files is not None):
             self._note(
                 f"the prefix cache of {budget / (1 << 20):.1f} MiB cannot hold one state of this model, {need / (1 << 20):.1f} MiB: "
@@ -418,17 +418,17 @@ class PrefixCache:
 
     def _chunks(self, keys: list[bytes], ids: np.ndarray, seed: bytes) -> list[Chunk]:
         """The chunks of these keys and tokens, marked as used."""
-        self._store.clock += 1
+        self.store.clock += 1
         grain, befores = self.grain, [seed, *keys]
-        chunks = [self._store.chunk(key, i, grain, befores[i], ids[i * grain : (i + 1) * grain]) for i, key in enumerate(keys)]
+        chunks = [self.store.chunk(key, i, grain, befores[i], ids[i * grain : (i + 1) * grain]) for i, key in enumerate(keys)]
         for chunk in chunks:
-            chunk.used[ROWS] = self._store.clock
+            chunk.used[ROWS] = self.store.clock
         return chunks
 
     def _seen(self, keys: list[bytes]) -> int:
         """Number of leading chunks that are known."""
         return next(
-            (i for i, key in enumerate(keys) if key not in self._store.chunks and not (self.files and self.files.has(key, ROWS))), len(keys)
+            (i for i, key in enumerate(keys) if key not in self.store.chunks and not (self.files and self.files.has(key, ROWS))), len(keys)
         )
 
     def _rows(self, slot: int, chunk: Chunk, drafting: bool) -> Pieces:
@@ -436,7 +436,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drops all prompts and copies. Files stay."""
-        self._store.clear()
+        self.store.clear()
         self._places.clear()
 
     def close(self) -> None:

@@ -104,7 +104,7 @@ class PrefixFiles:
         path = self.path_of(key, kind)
         try:
             with _open(path) as file:
-                payload = self._read(file, path, key, kind, nbytes)
+                payload = self.read(file, path, key, kind, nbytes)
                 os.utime(file.fileno())
             return payload
         except OSError as error:
@@ -125,7 +125,7 @@ class PrefixFiles:
             while coming:
                 yield coming.popleft().result()
 
-    def _read(self, file: FileIO, path: Path, key: bytes, kind: str, nbytes: int) -> np.ndarray:
+    def read(self, file: FileIO, path: Path, key: bytes, kind: str, nbytes: int) -> np.ndarray:
         what = os.fstat(file.fileno())
         if not stat.S_ISREG(what.st_mode):
             raise _refuse(path, "is not a file")
@@ -276,7 +276,7 @@ class PrefixWriter:
             self.under_way.add((key, kind))
             self.waiting_bytes += payload.nbytes
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="pyggml_spec prefix files", daemon=True)
+                self._thread = threading.Thread(target=self.run, name="pyggml_spec prefix files", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
@@ -294,7 +294,7 @@ class PrefixWriter:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)

@@ -39,7 +39,7 @@ class WeightStream:
         self.layers: dict[int, dict[str, Tensor]] = {}
         self._numbers = {layer: number for number, layer in enumerate(sorted(sources))}
         self._handle: Any = None
-        self._err, self._buffer = new_err(), ffi.NULL
+        self._err, self.buffer = new_err(), ffi.NULL
         self._queue: Backend | None = None
         count = sum(len(tensors) for tensors in sources.values())
         self._contexts: list[Context] = [new_context(count + 1), new_context(count + 1)]
@@ -65,11 +65,11 @@ class WeightStream:
             sizes[number % 2] = max(sizes[number % 2], at)
         home = lib.ggml_new_tensor(self._home_ctx, lib.GGML_TYPE_I8, 1, (sum(sizes),))
         self.need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(self._home_ctx, buft)
-        self._buffer = self.device.allocate(self._home_ctx)
-        self.fits = self._buffer != ffi.NULL
+        self.buffer = self.device.allocate(self._home_ctx)
+        self.fits = self.buffer != ffi.NULL
         if not self.fits:
             return
-        lib.ggml_backend_buffer_set_usage(self._buffer, lib.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        lib.ggml_backend_buffer_set_usage(self.buffer, lib.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         for layer, number in self._numbers.items():
             for name, tensor in self.layers[layer].items():
                 offsets[layer, name] += sizes[0] * (number % 2)
@@ -128,7 +128,7 @@ class WeightStream:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return self.device.size_of(self._buffer)
+        return self.device.size_of(self.buffer)
 
     def close(self) -> None:
         if self._handle is not None:
@@ -137,9 +137,9 @@ class WeightStream:
         if self._queue is not None:
             self._queue.close()
             self._queue = None
-        if self._buffer != ffi.NULL:
-            lib.ggml_backend_buffer_free(self._buffer)
-            self._buffer = ffi.NULL
+        if self.buffer != ffi.NULL:
+            lib.ggml_backend_buffer_free(self.buffer)
+            self.buffer = ffi.NULL
         for ctx in self._contexts:
             lib.ggml_free(ctx)
         self._contexts = []

@@ -229,7 +229,7 @@ def test_what_waits_for_the_disk_is_bounded(pair, tmp_path, monkeypatch):
     from pyggml_spec.cache.prefix_files import PrefixWriter
 
     writer = PrefixWriter(files)
-    writer._run = lambda: None  # a disk that takes nothing
+    writer.run = lambda: None  # a disk that takes nothing
     assert writer.wants(bytes(32), "rows", 1000)
     writer.put(bytes(32), "rows", np.zeros(1000, np.uint8))
     assert not writer.wants(bytes(32), "rows", 1000) and not writer.wants(bytes(31) + b"1", "rows", 1)
@@ -278,7 +278,7 @@ def test_nor_of_chunks_before_those_that_another_slot_brought(pair):
         for slot in slots:
             cache.enter(slot, prompt, True)
         chunks(slots[0], 1)
-        mine = cache._store.chunks.copy()
+        mine = cache.store.chunks.copy()
         chunks(slots[1], 3)
         assert cache.restore(slots[0]).tokens == 3 * CHUNK
         cache.discard(slots[0])

@@ -147,7 +147,7 @@ def test_another_model_or_layout_is_said_and_not_used(engine, want, tmp_path):
     files = PrefixFiles(tmp_path, "model: three", MANY)
     name = next(name for name in os.listdir(tmp_path) if name.endswith(".rows"))
     with pytest.raises(Refused, match="another prefix|another model or layout"):
-        files._read(open(tmp_path / name, "rb"), tmp_path / name, KEY, "rows", 1)
+        files.read(open(tmp_path / name, "rb"), tmp_path / name, KEY, "rows", 1)
 
 
 def test_a_file_under_another_name_is_refused(tmp_path):
@@ -365,4 +365,4 @@ def test_a_session_is_freed_whatever_one_of_its_parts_raises(pair, tmp_path, mon
     engines = session.engine, server.engine.runner
     with pytest.raises(OSError, match="Input/output"):
         session.close()
-    assert [engine.graphs.closed for engine in engines] == [True, True] and not session._parts
+    assert [engine.graphs.closed for engine in engines] == [True, True] and not session.owned

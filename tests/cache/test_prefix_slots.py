@@ -121,7 +121,7 @@ def test_the_sequence_that_computes_a_prefix_may_be_cancelled(pair, scheduler):
     scheduler.run()
     check(pair, [second, third])
     assert first.stats.stop_reason == "cancelled" and third.stats.reused_tokens == 399
-    assert first._leaders == second._leaders == third._leaders == []  # no chain of old requests stays in memory
+    assert first.shares == second.shares == third.shares == []  # no chain of old requests stays in memory
 
 
 @pytest.mark.slow

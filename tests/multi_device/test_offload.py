@@ -193,7 +193,7 @@ def test_padding_after_a_tensor_is_zero(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_stream, "lib", Instead(lib, padded))
     with loaded(write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q8_0")) as session:
         (stream,) = session.target.weights.streams
-        lib.ggml_backend_buffer_clear(stream._buffer, 0xFF)
+        lib.ggml_backend_buffer_clear(stream.buffer, 0xFF)
         session.engine.prefill(IDS[:60])
         for layer in list(stream.layers)[-2:]:  # what is there now
             for tensor in stream.layers[layer].values():

@@ -72,7 +72,7 @@ def test_requests_from_threads_are_grouped(pair):
         handles = [server.submit(text, 40, ignore_end=True) for text in texts]
         stats = [handle.result(120)[1] for handle in handles]
         assert server.stats.pipelined > 0 and [s.emitted for s in stats] == [40] * 6
-        assert [handle._sequence.tokens for handle in handles] == [pair.solo(text, 40) for text in texts]
+        assert [handle.sequence.tokens for handle in handles] == [pair.solo(text, 40) for text in texts]
 
 
 def test_samplers_are_per_sequence_and_seeded(pair):
