@@ -59,6 +59,7 @@ def test_restoring_a_snapshot(engine, before):
     snapshot.close()
 
 
+@pytest.mark.slow
 def test_a_snapshot_in_the_middle_of_a_block_is_refused(engine):
     engine.reset()
     engine.prefill(PROMPT[:40])

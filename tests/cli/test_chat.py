@@ -89,6 +89,7 @@ def terminal():
             one.process.wait()
 
 
+@pytest.mark.slow
 def test_three_turns_through_a_terminal_with_drafts_in_each(terminal, tmp_path):
     chat = terminal(*DEMO, "-n", 20, "--draft-width", 8)
     start_text = chat.until("> ")
@@ -116,6 +117,7 @@ def test_three_turns_through_a_terminal_with_drafts_in_each(terminal, tmp_path):
     assert chat.ends() == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_twice_the_chat(terminal):
     chat = terminal(*DEMO, "-n", 400, "-l", "4094-inf", "--temp", 1, "-s", 1)
     chat.until("> ")
@@ -131,6 +133,7 @@ def test_ctrl_c_stops_the_answer_and_twice_the_chat(terminal):
     assert chat.ends_by_interrupt() == 130
 
 
+@pytest.mark.slow
 def test_end_of_input_ends_the_chat(terminal):
     chat = terminal(*DEMO)
     chat.until("> ")
@@ -200,6 +203,7 @@ def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -238,6 +242,7 @@ def test_a_reader_that_goes_away_ends_the_chat(talker):
     assert process.communicate(b"he\nhe\n", timeout=100)[1] == b"" and process.returncode == 141
 
 
+@pytest.mark.slow
 def test_piped_ctrl_c_is_130(talker):
     process = start("chat", *talker, "-q", stdin=subprocess.PIPE)
     process.stdin.write(b"he\n")

@@ -109,6 +109,7 @@ def test_run_on_a_model_that_chats_says_how(said, instruct):
     assert code == 0 and "raw text" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [["-cnv", "-st"], ["-sys", "Be brief.", "-st"], ["-st"]])
 def test_a_conversation_of_llama_cli_is_a_chat(said, instruct, how):
     code, text = said("run", "-m", instruct, *MODEL, *how, "--n-predict", 3, "-p", "hello", "--mlock", "--no-mmap", "-b", 512, "-e")

@@ -29,6 +29,7 @@ def said(capsys, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -93,6 +94,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_a_model_is_loaded(monkey
         check_place(Path(place), "statistics")
 
 
+@pytest.mark.slow
 def test_require_spec_names_what_took_the_drafter_away(said):
     run = ["run", *CPU, "-n", "2", "-p", "def", "-q", "-c", "256", "--require-spec"]
     for options, words in (
@@ -103,6 +105,7 @@ def test_require_spec_names_what_took_the_drafter_away(said):
         assert code == 3 and words in text and "there is no drafter" not in text, text
 
 
+@pytest.mark.slow
 def test_stretched_positions_and_options_without_effect_are_said(said, tmp_path):
     run = ["run", *CPU, "-m", write_qwen3(tmp_path / "t.gguf"), "-n", "1", "-p", "a", "-c", "256"]
     for options, words in (
@@ -116,6 +119,7 @@ def test_stretched_positions_and_options_without_effect_are_said(said, tmp_path)
     assert "positions are" not in said(*run)[1]
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_drafts_beyond_the_vocabulary_is_said(said):
     code, text = said("run", *CPU, "-n", "1", "-p", "a", "-c", "256", "--draft-vocab", "99999999")
     assert code == 0 and "--draft-vocab 99999999 changes nothing: the vocabulary has" in text, text

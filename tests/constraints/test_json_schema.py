@@ -61,6 +61,7 @@ def test_every_text_of_a_schema_is_valid(tokenizer, schema):
     assert whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", SUITE["groups"], ids=lambda group: group["description"])
 def test_the_test_suite_of_json_schema(tokenizer, group):
     """Each schema is refused, or forbids every document that the suite says is invalid; for those that are kept the list says so."""

@@ -43,6 +43,7 @@ def expression(rng, depth=0):
     return f"^{made}" if depth == 0 and rng.random() < 0.2 else f"{made}$" if depth == 0 and rng.random() < 0.2 else made
 
 
+@pytest.mark.slow
 def test_random_expressions_find_what_backtracking_finds():
     """Start by start: preferences of choices, counts and lazy repeats decide which groups hold something. A group inside of a repeat that is empty in
     its last round is the engines' own affair, so that repeats hold no groups here."""

@@ -65,6 +65,7 @@ def walk(kind, text, tokenizer, seed, most=200):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDS)
 def test_what_can_end_is_led_to_no_dead_end(tokenizer, name):
     texts = [walk("json_schema", json.dumps(ENDS[name]), tokenizer, seed) for seed in range(8)]

@@ -258,6 +258,7 @@ def _perplexity(logits, text) -> float:
     return float(np.exp(-picked.mean()))
 
 
+@pytest.mark.slow
 def test_single_tokens_of_two_sequences_in_turn(pair):
     """The shape of every step is the same and only the slot differs: a graph that was kept must not answer for the other one."""
     texts = prompts(2, seed=3)
@@ -312,6 +313,7 @@ def _continues(batch, text, pair, n=6, slot=0):
 DRAFTS = np.random.default_rng(6).integers(0, 256, 15).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", range(17))
 def test_rollback_to_every_length_of_a_block(hybrid, keep):
     text = prompts(3, seed=4)[2]

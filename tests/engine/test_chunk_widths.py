@@ -15,6 +15,7 @@ def session(request, tmp_path_factory):
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 10, 33, 36, 60, 120, 129, 400])
 def test_a_prompt_computes_its_own_rows(session, rows):
     engine = session.engine

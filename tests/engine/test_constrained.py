@@ -102,6 +102,7 @@ def test_the_text_is_the_hosts(session, host_texts, device, kind, values):
         assert free.result()[0] == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONSTRAINTS)
 @pytest.mark.parametrize("values", ["greedy", "sampled"])
 def test_masks_by_threads_go_to_the_device_too(session, host_texts, device, monkeypatch, kind, values):
@@ -138,6 +139,7 @@ def test_a_device_without_room_for_masks_reads_whole_rows_and_says_so(session, d
     assert not session.generate(PROMPT, 5)[1].notes
 
 
+@pytest.mark.slow
 def test_slots_ask_together(session, device, monkeypatch):
     submitted, step = threading.Event(), Engine._step
     monkeypatch.setattr(
@@ -152,6 +154,7 @@ def test_slots_ask_together(session, device, monkeypatch):
     assert max(device) >= 4 and not device.rows
 
 
+@pytest.mark.slow
 def test_drafts_that_are_forbidden_are_not_verified(monkeypatch):
     """A drafter that writes code, under a constraint that wants digits: a block is as wide as the drafts that may come, plain if none may."""
     widths, real = Counter(), StepConstraint.check

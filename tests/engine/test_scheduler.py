@@ -159,6 +159,7 @@ def test_short_prompts_share_a_step(scheduler):
     assert scheduler.stats.steps == scheduler.stats.prompt_steps == 1
 
 
+@pytest.mark.slow
 def test_long_prompts_take_turns(scheduler):
     streams = [scheduler.submit([i] * 700, GenerationOptions(1, PLAIN)) for i in range(3)]
     for _ in range(3):
@@ -166,6 +167,7 @@ def test_long_prompts_take_turns(scheduler):
     assert [s.computed for s in streams] == [512] * 3
 
 
+@pytest.mark.slow
 def test_the_end_of_a_prompt_rides_along_with_a_block(pair):
     """The last 5 rows of a prompt and 16 drafted rows of another slot in one forward pass."""
     with _scheduler(pair, 2, width=16) as scheduler:
@@ -233,6 +235,7 @@ def test_widths_are_learnt_and_then_chosen(pair, scheduler):
     assert all(s.stats.widths[16] >= 1 for s in streams)
 
 
+@pytest.mark.slow
 def test_synthetic_acceptance_is_per_sequence(scheduler):
     scheduler.pin_width(16)
     streams = [
@@ -448,6 +451,7 @@ def test_wrong_ids_of_a_scripted_drafter_end_its_own_sequence_alone(pair, schedu
         wrong.result()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("mode", [PLAIN, SPECULATIVE])
 def test_a_logit_that_is_no_number_wins_no_greedy_choice(pair, scheduler, monkeypatch, value, mode):

@@ -78,6 +78,7 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours_span_or_threads(level, size
     assert np.array_equal(attention(level, q, (k, v), mask, heads_kv, 256), attention(level, q, (k, v), mask, heads_kv, 768))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(LEVELS) < 2, reason="this processor has only one level")
 @pytest.mark.parametrize("size, heads, heads_kv", SHAPES)
 def test_all_levels_have_the_same_bits(size, heads, heads_kv):

@@ -101,6 +101,7 @@ def test_bytes_outside_of_a_tensor_are_refused_although_they_are_in_its_buffer(k
         assert peer.closed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1 << 63, (1 << 64) - 1, 1 << 40, (1 << 24) + 1])
 @pytest.mark.parametrize("command", [SET, CHECK_GRAPH, COMPUTE, COMPUTE_SLOT])
 def test_a_message_is_no_longer_than_what_it_is_for(kept, command, length):
@@ -169,6 +170,7 @@ def test_a_copy_to_a_tensor_of_another_size_is_refused(kept):
         assert peer.closed()
 
 
+@pytest.mark.slow
 def test_a_copy_that_the_device_refuses_is_made(tmp_path, monkeypatch):
     """A copy within one device is queued, and the result was not checked: kept states stayed as they were, silently."""
     source, shim = tmp_path / "shim.c", tmp_path / "shim.so"
@@ -229,6 +231,7 @@ def test_who_is_silent_between_messages_is_waited_for(kept):
         assert peer.ask(COUNT, b"") == struct.pack("<I", 1)
 
 
+@pytest.mark.slow
 def test_no_nonsense_ends_the_server(kept):
     """Every kind of message, spoiled; graphs are looked at, not computed (docs/workers.md says why)."""
     rng = random.Random(5)

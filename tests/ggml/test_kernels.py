@@ -97,6 +97,7 @@ def test_all_levels_round_sums_that_floats_do_not_hold_alike(name):
     assert np.allclose(first, exact(name, blocks.reshape(48, -1), x), rtol=1e-2)
 
 
+@pytest.mark.slow
 @on_every_level
 @pytest.mark.parametrize("name, n_in, n_out", [("q8_0", 32, 4099), ("q4_0", 64, 3), ("f16", 33, 5), ("f32", 7, 4099), ("q8_0", 96, 1)])
 def test_odd_shapes(level, name, n_in, n_out):
@@ -222,6 +223,7 @@ def test_what_rounds_and_adds_for_itself_has_the_bits_of_single_nodes(level, nam
         assert graph.op_counts()["ADD"] == 1
 
 
+@pytest.mark.slow
 @on_every_level
 @pytest.mark.parametrize("name", ["q8_0", "q4_K", "f32"])
 @pytest.mark.parametrize("made", ["norm", "rms_norm", "gated_norm", "swiglu", "sigmoid_gated"])

@@ -192,6 +192,7 @@ def test_shapes_that_are_left_to_ggml():
 # -- rows of values
 
 
+@pytest.mark.slow
 @on_every_level
 @pytest.mark.parametrize("size, heads", [(64, 4), (16, 1), (24, 3)])
 def test_gates(level, size, heads):

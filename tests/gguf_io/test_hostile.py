@@ -101,6 +101,7 @@ def refused(path) -> str:
     return message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_structure_is_refused_by_name(name, tmp_path):
     content, words = BROKEN[name]

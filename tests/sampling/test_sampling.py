@@ -447,6 +447,7 @@ def test_candidates_chosen_on_the_device_give_the_same_tokens(demo, monkeypatch)
     assert demo.generate("def quicksort(items):\n", 20)[1].sampling == "greedy"  # and the way back
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_the_models_own(demo):
     ids = demo.tokenizer.encode("def f(a, b):\n")
     sampling = Sampling(seed=1, temperature=1.3, top_k=5, logprobs=3)
@@ -507,6 +508,7 @@ def test_probabilities_after_the_samplers_are_those_of_the_draw(demo):
     greedy.close()
 
 
+@pytest.mark.slow
 def test_the_greedy_path_never_sees_a_sampler(demo):
     """Greedy decoding reads argmax ids as before: no logits leave the device for it."""
     list(demo.steps("def f(", 20))
@@ -537,6 +539,7 @@ def test_logits_that_are_no_numbers_are_said(bad):
     sampler.close()
 
 
+@pytest.mark.slow
 def test_a_nan_in_the_head_is_said_while_candidates_come_from_the_device(pair):
     from pyggml_spec.ggml.library import ffi, lib
 

@@ -79,6 +79,7 @@ def test_gemma_style_with_parts_and_a_refusal():
         template.render([TALK[1], TALK[1]])
 
 
+@pytest.mark.slow
 def test_from_gguf(tokenizer, pair):
     template = ChatTemplate.from_gguf(tokenizer.file)
     assert template.source == CHATML
@@ -117,6 +118,7 @@ ATTACKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ATTACKS)
 @pytest.mark.parametrize("where", ["content", "name", "role"])
 def test_messages_never_become_control_tokens(tokenizer, text, where):

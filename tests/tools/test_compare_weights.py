@@ -65,6 +65,7 @@ def test_one_wrong_tensor_is_named(tmp_path, change, why):
     assert [t.name for t in result.flagged] == [ODD] and why in result.flagged[0].flag
 
 
+@pytest.mark.slow
 def test_vectors_are_compared_too(tmp_path):
     result = compare_weights(DEMO_DRAFTER, _with(tmp_path, "q8_0", lambda name, v: v + 1e-3 if name == "output_norm.weight" else v))
     assert [t.name for t in result.flagged] == ["output_norm.weight"] and "is equal" in result.flagged[0].flag

@@ -56,6 +56,7 @@ EAGLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer, options", EAGLES)
 def test_an_eagle3_comes_back_bit_by_bit(tmp_path, target, layer, options):
     """Tensors, keys, and so the text and what was accepted; the ids of such files equal llama.cpp's (tests/drafters/test_parity.py)."""
@@ -133,6 +134,7 @@ def test_stretched_positions(tmp_path, target):
 # -- DSpark
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "nested, options",
     [
