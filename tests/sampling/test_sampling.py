@@ -108,7 +108,8 @@ class TableTarget:
     def slots(self):
         return [self]
 
-    def step(self, work, meanwhile):
+    def forward(self, batch, meanwhile=None):
+        work = batch.items
         prompt = isinstance(work[0], Prefill)
         tokens = np.array(work[0].tokens[-1:] if prompt else [self.cursor.last_token, *work[0].drafts])
         self._rows = self.table[tokens]
@@ -120,19 +121,17 @@ class TableTarget:
     def verify_key(self, width, deferred=True):
         return GraphKey("verify", width, 0, FIRST)
 
-    def choose(self, last_token, slot):
-        self.cursor.advance(0, last_token)
-
     def candidates(self, row, slot):
         return None, self._rows[row]
 
-    def accept(self, rows, last_token, slot):
-        self.cursor.advance(rows, last_token)
+    def commit(self, batch, accepted):
+        for tokens in accepted.values():
+            self.cursor.advance(0 if isinstance(batch.items[0], Prefill) else len(tokens), tokens[-1])
 
     def prepare(self, *more):
         pass
 
-    prepare_transitions = read_candidates = prepare
+    prepare_transitions = read_candidates = abandon = prepare
 
     def memory(self):
         return {}
