@@ -103,7 +103,7 @@ class Session:
     prefix: PrefixCache
 
     def __init__(self) -> None:
-        self.owned: list[Closable] = []
+        self._parts: list[Closable] = []
         self.options = LoadOptions()
         self.notes: list[str] = []
         self.load_seconds = 0.0
@@ -126,7 +126,7 @@ class Session:
         self._lock = EngineLock()
 
     def _own(self, part: P) -> P:
-        self.owned.append(part)
+        self._parts.append(part)
         return part
 
     def _load(self, target: Path, drafts: Sequence[Path], options: LoadOptions, progress: Progress) -> None:
@@ -308,7 +308,7 @@ class Session:
         hold, sampler = self._lock.acquire(), None
         self._drafts_count = self._drafts_count and synthetic is None
         try:
-            sampler, started = self.sampler_for(sampling, ignore_end), time.perf_counter()
+            sampler, started = self._sampler(sampling, ignore_end), time.perf_counter()
             stats = self.new_stats() if stats is None else stats
             reuse, held = self._begin(ids, mode, append, stats)
             stats.seconds["prefill"] = time.perf_counter() - started  # restoring rows included
@@ -337,7 +337,7 @@ class Session:
                     raise EngineError(ENDED)
             self._lock.pause(hold)
             yield StepEvent(text.finish(), (), stats)
-            if self.owned and self._lock.resume(hold):  # files after the text is out
+            if self._parts and self._lock.resume(hold):  # files after the text is out
                 self.prefix.save()
                 stats.notes += self.prefix.take_notes()
         except GeneratorExit:
@@ -404,7 +404,7 @@ class Session:
         return token_ids(prompt, self.target.n_vocab).tolist()
 
     def _check_open(self) -> None:
-        if not self.owned:
+        if not self._parts:
             raise EngineError(CLOSED)
 
     def _check_own(self) -> None:
@@ -413,7 +413,7 @@ class Session:
         if self.engine.graphs.closed:
             raise EngineError(ONLY)
 
-    def sampler_for(self, sampling: Sampling | None, ignore_end: bool) -> Sampler | None:
+    def _sampler(self, sampling: Sampling | None, ignore_end: bool) -> Sampler | None:
         if not isinstance(sampling, (Sampling, type(None))):
             raise SamplingError(f"the sampling is {sampling!r}; give pyggml_spec.Sampling(temperature=...)")
         sampling, forbidden = sampling or GREEDY, self.target.file.array("tokenizer.ggml.suppress_tokens", "i")
@@ -557,16 +557,16 @@ class Session:
 
         This session itself generates nothing while it is open: both would use one device stream from two threads.
         """
-        if self._concurrent is not None and self._concurrent.ended and self._concurrent in self.owned:
+        if self._concurrent is not None and self._concurrent.ended and self._concurrent in self._parts:
             self._concurrent.close()  # it failed, and its thread may not have ended yet
-            self.owned.remove(self._concurrent)
+            self._parts.remove(self._concurrent)
         hold = self._lock.acquire(MANY)
         try:
             if only:
                 self._give_up_own_caches()
             memory = self._prefix_memory(prefix_memory)
             scheduler = self._scheduler_of(slots, n_ctx, memory, prefix_cache, prefix_disk, groups)
-            made = self._concurrent = self._own(ConcurrentSession(scheduler, self.tokenizer, self.prompt_ids, self.sampler_for))
+            made = self._concurrent = self._own(ConcurrentSession(scheduler, self.tokenizer, self.prompt_ids, self._sampler))
         except BaseException:
             self._lock.release(hold)
             raise
@@ -576,8 +576,8 @@ class Session:
     def _give_up_own_caches(self) -> None:
         for part in (self.prefix, self.engine):
             part.close()
-            if part in self.owned:
-                self.owned.remove(part)
+            if part in self._parts:
+                self._parts.remove(part)
 
     def calibrate_plain(self, steps: int = 36, depth: int = 0, *, behind: int | None = None) -> float:
         """Milliseconds per token of plain decoding, host time included: the mean of at most ``steps`` steps. Forgets the sequence.
@@ -629,9 +629,9 @@ class Session:
             keep_drafts(self.engine, widths.priors)
             self._drafts_count = False
         with ExitStack() as freed:  # in reverse order, whatever one of them raises
-            for part in self.owned:
+            for part in self._parts:
                 freed.callback(part.close)
-            self.owned = []
+            self._parts = []
 
     def __enter__(self) -> Self:
         return self

@@ -158,7 +158,7 @@ def test_opening_it_again_and_again_keeps_nothing_of_the_ones_before(session, wa
     for _ in range(3):
         with session.concurrent(slots=2) as server:
             assert server.submit(PROMPTS[0], 20).result(WAIT)[0] == want[PROMPTS[0]]
-    assert sum(isinstance(part, ConcurrentSession) for part in session.owned) == 1
+    assert sum(isinstance(part, ConcurrentSession) for part in session._parts) == 1
 
 
 def test_what_cannot_be_submitted(session, server):

@@ -91,7 +91,7 @@ def command(
         sampling, notes = wanted.sampling(session.target.file)
         chat = Chat(session, template, system, thinking, sampling, given)
         desk = _Desk(chat, max_tokens, quiet, question, single_turn)
-        if (sampler := session.sampler_for(sampling, False)) is not None:  # a wrong grammar is said before the first turn
+        if (sampler := session._sampler(sampling, False)) is not None:  # a wrong grammar is said before the first turn
             sampler.close()
         if thinking is not None and not template.can_think:
             raise PyspecError(f"--{'' if thinking else 'no-'}think was given, but the chat template has no thinking mode; leave it out")

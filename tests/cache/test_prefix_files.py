@@ -365,4 +365,4 @@ def test_a_session_is_freed_whatever_one_of_its_parts_raises(pair, tmp_path, mon
     engines = session.engine, server.engine.runner
     with pytest.raises(OSError, match="Input/output"):
         session.close()
-    assert [engine.graphs.closed for engine in engines] == [True, True] and not session.owned
+    assert [engine.graphs.closed for engine in engines] == [True, True] and not session._parts
