@@ -224,7 +224,9 @@ class Handle:
 
     def _put(self, block: list[int]) -> None:
         logprobs = self._sampler.take_logprobs() if self._sampler is not None else ()
-        self._pending.append(StepEvent(self.text_events.take(block), tuple(block), self.stats.snapshot(), logprobs, tuple(self.sequence.drafts)))
+        self._pending.append(
+            StepEvent(self.text_events.take(block), tuple(block), self.stats.snapshot(), logprobs, tuple(self.sequence.drafts))
+        )
 
     def _end(self, error: BaseException | None) -> None:
         """Delivers the last events and the end."""

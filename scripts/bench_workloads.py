@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pyggml_spec as ps
-from pyggml_spec.engine import commits, scheduler, sequence
+from pyggml_spec.engine import scheduler, sequence, state
 from pyggml_spec.engine.batch import Draft, Prefill
 from pyggml_spec.engine.sequence import GenerationOptions
 from pyggml_spec.engine.stats import Stats
@@ -73,10 +73,10 @@ class Watched:
     """Keeps what every decoding step of an engine took, by kind: of all rounds in ``took``, and in ``first`` where a graph was new to the device."""
 
     def __init__(self, engine):
-        self.engine, self.step, self.took, self.first = engine, engine.step, defaultdict(list), defaultdict(list)
+        self.engine, self.forward, self.took, self.first = engine, engine.forward, defaultdict(list), defaultdict(list)
         self.get, self.commit = engine.graphs.get, engine.state._commit
         self.begin()
-        engine.step, engine.graphs.get, engine.state._commit = self, self._built, self._committed
+        engine.forward, engine.graphs.get, engine.state._commit = self, self._built, self._committed
 
     def begin(self) -> None:
         """A round."""
@@ -108,10 +108,10 @@ class Watched:
         replay = self.engine.io.replay
         return replay.warmup + replay.captured + replay.eager if replay is not None else self.engine.graphs.changes
 
-    def __call__(self, work, meanwhile=None):
+    def __call__(self, batch, meanwhile=None):
         launches, first_calls, began = self.engine.io.uploads, self._first_calls(), clock.perf_counter()
-        out = self.step(work, meanwhile)
-        milliseconds, item = 1000 * (clock.perf_counter() - began), work[0]
+        out = self.forward(batch, meanwhile)
+        milliseconds, item = 1000 * (clock.perf_counter() - began), batch.items[0]
         if not isinstance(item, Prefill):
             kind = (item.drafter or "first", item.width, item.verified) if isinstance(item, Draft) else ("", item.rows, 0)
             self.taken[kind] += 1
@@ -128,7 +128,7 @@ class Watched:
 def count_processor_time() -> None:
     """From now on times are those that the thread has had its core for; to the controls, too."""
     clock.perf_counter, clock.perf_counter_ns = time.thread_time, time.thread_time_ns
-    for module in (calibrate, commits, scheduler, sequence):
+    for module in (calibrate, scheduler, sequence, state):
         module.time = clock
 
 

@@ -194,7 +194,7 @@ def test_closing_wakes_every_reader(session, want):
 def test_a_step_that_fails_ends_its_requests_with_the_error(session, error, monkeypatch):
     """An error of ours ends the requests of the step, a bug ends everything: it would come back with every step."""
     with session.concurrent(slots=1) as server:
-        monkeypatch.setattr(server.engine.runner, "step", lambda *work: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(server.engine.runner, "forward", lambda *work: (_ for _ in ()).throw(error))
         with server.changed:  # no step in between: it would end a request, or the session, before the next one is there
             handles = [server.submit(prompt, 5) for prompt in PROMPTS[:3]]
         for handle in handles:
@@ -212,7 +212,7 @@ def test_another_one_is_made_while_the_failed_one_still_ends(session, want, monk
     give_up = ConcurrentSession.fail_all
     monkeypatch.setattr(ConcurrentSession, "fail_all", lambda self, error: (give_up(self, error), time.sleep(0.3)))
     failed = session.concurrent(slots=1)
-    monkeypatch.setattr(failed.engine.runner, "step", lambda *work: 1 / 0)
+    monkeypatch.setattr(failed.engine.runner, "forward", lambda *work: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         failed.submit(PROMPTS[0], 5).result(WAIT)
     with session.concurrent(slots=1) as another:

@@ -19,10 +19,10 @@ def engine(new_graphs: list[bool]) -> SimpleNamespace:
         state=SimpleNamespace(_commit=None),
     )
 
-    def step(work, meanwhile):
+    def forward(batch, meanwhile):
         out.graphs.changes += new_graphs.pop(0)
 
-    out.step = step
+    out.forward = forward
     return out
 
 
@@ -30,10 +30,10 @@ def test_a_kind_that_ran_in_one_round_alone_and_in_a_new_graph_has_a_cost():
     """Only the last round's new graphs were looked at: KeyError, where a text has a drafter's block tried once."""
     watched = Watched(engine([True, False, False]))
     watched.begin()
-    watched({0: Draft(2, drafter="draft-dflash")})
-    watched({0: Verify()})
+    watched(SimpleNamespace(items={0: Draft(2, drafter="draft-dflash")}))
+    watched(SimpleNamespace(items={0: Verify()}))
     watched.begin()
-    watched({0: Verify()})
+    watched(SimpleNamespace(items={0: Verify()}))
     assert [kind for kind, _ in watched.new] == [] and watched.first.keys() == {BLOCK}
     costs = step_costs([watched])
     assert costs.keys() == {BLOCK, PLAIN} and costs[BLOCK] == watched.first[BLOCK][0]
