@@ -27,7 +27,7 @@ except ImportError:  # an older version
     import pyggml_spec.decode.request as old  # type: ignore[import-not-found]
     from pyggml_spec.decode.scheduler import generate
 
-    PLAIN, SPECULATIVE, GenerationOptions = old.PLAIN, old.SPECULATIVE, getattr(old, "GenerationOptions")  # noqa: B009
+    PLAIN, SPECULATIVE, GenerationOptions = old.PLAIN, old.SPECULATIVE, getattr(old, "LoopOptions")  # noqa: B009
 
 PROMPT = "def quicksort(items):\n    "
 

@@ -173,7 +173,7 @@ class Batch:
     """One forward pass over some slots. The scheduler fills ``items``; the runner fills in the rest.
 
     Attributes:
-        items: what each slot contributes, by slot. ``ModelRunner.propose`` replaces drafts that the host reads by ``Verify``.
+        items: what each slot contributes, by slot.
         plan: the speculation policy's choice for this step; the runner does not read it.
         decoding, prefilling: sequences that can decode, and those with prompt tokens to compute.
         sequences: all admitted sequences, by slot.
@@ -183,6 +183,7 @@ class Batch:
         graph_rows: rows that a graph verifies for the longest decode item, 0 in a prefill step.
         rows: rows that count, by slot.
         context: tokens of the longest sequence before the step.
+        computed: the items as the graph computes them: drafts that ``ModelRunner.propose`` made are given ones.
         proposed: by slot, whether the drafts that ``propose`` made are finite.
         slots, kind, verify_len, kv_bucket, method, n_drafts, streamed, deferred, drafting, candidates, keep_logits (masked), layers: as of ``GraphKey``.
         key: of the graph, once all of these are known.
@@ -201,6 +202,7 @@ class Batch:
     graph_rows: int = 0
     rows: dict[int, int] = field(default_factory=dict)
     context: int = 0
+    computed: Mapping[int, BatchItem] = field(default_factory=dict)
     proposed: dict[int, bool] = field(default_factory=dict)
     slots: SlotRange = FIRST
     kind: str = ""
@@ -220,7 +222,7 @@ class Batch:
     def is_block(self) -> bool:
         """Whether some rows may turn out wrong."""
         for slot, n in self.rows.items():  # noqa: SIM110  (in every step)
-            if n > 1 and not isinstance(self.items[slot], Prefill):
+            if n > 1 and not isinstance(self.computed[slot], Prefill):
                 return True
         return False
 

@@ -62,7 +62,8 @@ def _chunks(runner: Runner, kind: str, ids: np.ndarray, slot: int, layers: tuple
     cursor = runner.slots[slot].cursor
     for first in range(0, ids.size, runner.options.chunk):
         part = ids[first : first + runner.options.chunk]
-        batch = Batch({slot: Prefill(part)}, rows={slot: part.size}, context=cursor.committed, slots=SlotRange(slot, 1), layers=layers)
+        items, rows = {slot: Prefill(part)}, {slot: part.size}
+        batch = Batch({}, computed=items, rows=rows, context=cursor.committed, slots=SlotRange(slot, 1), layers=layers)
         step = _run(runner, batch, kind, part.size)
         cursor.advance(part.size, None)
         yield first, part.size, step

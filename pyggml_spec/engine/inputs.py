@@ -26,7 +26,7 @@ class InputBuilder:
         tokens = host["tokens"]
         if len(batch.rows) < batch.slots.count:
             tokens[:] = 0
-        for slot, item in batch.items.items():
+        for slot, item in batch.computed.items():
             first = (slot - first_slot) * width
             if isinstance(item, Prefill):
                 n = batch.rows[slot]
@@ -52,7 +52,7 @@ class InputBuilder:
         drafting = "draft_last" in host
         if not drafting or "given" in host:  # or else the drafter writes all but the first
             known[: width * batch.slots.count] = 0
-        for slot, item in batch.items.items():
+        for slot, item in batch.computed.items():
             first = (slot - batch.slots.first) * width
             if isinstance(item, Prefill):
                 known[first : first + len(item.tokens)] = item.tokens
@@ -75,13 +75,13 @@ class InputBuilder:
         """Of drafts alone."""
         host, width = step.host, batch.verify_len
         host["positions"][:] = 0
-        for slot, item in batch.items.items():
+        for slot, item in batch.computed.items():
             if isinstance(item, Draft):
                 at = (slot - batch.slots.first) * width
                 host["positions"][at : at + width] = self._slots[slot].cursor.committed + np.arange(width)
         if self._last_hidden is not None and "before" in host:
             host["before"][:] = [self._last_hidden.row(slot) for slot in batch.slots.slots]
-        self._drafting[batch.method].fill(host, batch.key, batch.items, self._slots)
+        self._drafting[batch.method].fill(host, batch.key, batch.computed, self._slots)
 
     def _rows(self, step: Step, batch: Batch) -> None:
         """Positions and cache rows. A slot without an item reads its first row and writes trash."""
@@ -123,13 +123,13 @@ class InputBuilder:
     def _drafts(self, host: dict[str, np.ndarray], batch: Batch) -> None:
         """What the drafter reads, and which of its ids belong to which row."""
         drafting, key, width = self._drafting[batch.method], batch.key, batch.verify_len
-        drafting.fill(host, key, batch.items, self._slots)
+        drafting.fill(host, key, batch.computed, self._slots)
         if "source" not in host:  # one slot, whose drafts are the target's ids in place
             return
         total = key.total
         host["source"][:] = np.arange(total)
         for at, slot in enumerate(batch.slots.slots):
-            if isinstance(item := batch.items.get(slot), Draft):
+            if isinstance(item := batch.computed.get(slot), Draft):
                 first, real = at * width + 1, item.width - 1
                 host["source"][first : first + real] = total + drafting.order(at, key.drafts, batch.slots.count)[:real]
 

@@ -138,6 +138,7 @@ class ModelRunner:
         items, rows_of = batch.items, self.state.rows_of
         if not (type(items) is dict or isinstance(items, Mapping)) or not items:
             raise EngineError("a step needs work for at least one slot, as {slot: Prefill(...), Verify(...) or Draft(...)}")
+        batch.computed = items
         batch.rows = {slot: rows_of(slot, item) for slot, item in items.items()}
         self.graphs.sampling_of(batch, [self.slots[slot] for slot in items])
         batch.slots = covering(items, len(self.slots))
@@ -148,8 +149,10 @@ class ModelRunner:
     # -- drafts that the host reads before they are verified
 
     def propose(self, batch: Batch) -> None:
-        """Where items say that the host reads drafts first (``Draft.proposes``): computes them, and replaces these items by ``Verify`` of the drafts
-        that are worth it, padded to a width that is planned for."""
+        """Where items say that the host reads drafts first (``Draft.proposes``): computes them, and verifies those
+        that are worth it as given ones (``Batch.computed``), padded to a width that is planned for."""
+        if batch.proposed:
+            return
         for item in batch.items.values():
             if isinstance(item, Draft) and item.proposes:
                 break
@@ -168,7 +171,7 @@ class ModelRunner:
             rows = batch.rows[slot] = min(self.graphs.width_for(passed + 1), item.width)
             items[slot] = Verify(drafts[: rows - 1])
             batch.proposed[slot] = bool(np.isfinite(sums[at, : item.width]).all())
-        batch.items = items
+        batch.computed = items
 
     @staticmethod
     def _worth(drafting: Mapping[int, Draft], confidence: np.ndarray | None, slots: SlotRange) -> dict[int, int]:
@@ -183,7 +186,7 @@ class ModelRunner:
         """I32 [slots, width - 1] drafts, F32 [slots, width] sums that are finite if the drafter is sound, and F32 [slots, width - 1] its confidence."""
         width, method = self.graphs.width_for(max(item.width for item in drafting.values())), self._method(drafting)
         self.state.catch_up(drafting)
-        draft = Batch(dict(drafting), slots=batch.slots, kind="draft", verify_len=width, method=method, drafting=True)
+        draft = Batch(dict(drafting), computed=drafting, slots=batch.slots, kind="draft", verify_len=width, method=method, drafting=True)
         draft.kv_bucket = self.kv.bucket(batch.context + width)
         step = self.graphs.get(draft.make_key())
         self.inputs.draft(step, draft)
@@ -207,7 +210,7 @@ class ModelRunner:
     # -- prompts and plain tokens, which the step itself commits
 
     def _append(self, batch: Batch, meanwhile: Meanwhile) -> dict[int, StepOutput]:
-        rows, items = max(batch.rows.values()), batch.items
+        rows, items = max(batch.rows.values()), batch.computed
         # the only slot computes one token of a prompt as a chunk, as in a longer prompt; of several it may share a step of plain tokens
         if rows == 1 and (len(self.slots) > 1 or not isinstance(items[0], Prefill)):
             step = self.prepare_rows(batch, "plain", 1)
@@ -251,7 +254,7 @@ class ModelRunner:
             s, at = self.slots[slot], slot - batch.slots.first
             s.cursor.advance(n, int(ids[at]))
             s.commit()
-            s.open_rows, s.row = 0 if isinstance(batch.items[slot], Prefill) else 1, at
+            s.open_rows, s.row = 0 if isinstance(batch.computed[slot], Prefill) else 1, at
             finite = sound or self.state.check_finite(slot, step.finite_rows(at, 1))
             out[slot] = StepOutput(tokens[at * width : at * width + n].copy(), ids[at : at + 1], True, finite, times)
         return out
@@ -264,7 +267,7 @@ class ModelRunner:
 
     def prepare_block(self, batch: Batch) -> Step:
         """The graph of blocks, with its inputs."""
-        items, graphs = batch.items, self.graphs
+        items, graphs = batch.computed, self.graphs
         drafting = {slot: item for slot, item in items.items() if isinstance(item, Draft)}
         rows = max([*batch.rows.values(), *[item.verified for item in drafting.values()]])
         width = batch.verify_len = graphs.block_width(rows)
@@ -290,7 +293,7 @@ class ModelRunner:
             self.slots[slot].commit()
         self.stored(step, batch)
         ids, sound, width, out = step.ids(), step.finite(), batch.verify_len, {}
-        for slot, item in batch.items.items():
+        for slot, item in batch.computed.items():
             s, n, at = self.slots[slot], batch.rows[slot], slot - batch.slots.first
             first = at * width
             s.tokens, s.ids, s.open_rows, s.row = step.host["tokens"][first : first + n].copy(), ids[first : first + n], n, first

@@ -147,7 +147,7 @@ class MultiDevice(Devices):
 
     def run_chunk(self, runner: ModelRunner, step: Step, batch: Batch, meanwhile: Meanwhile) -> tuple[StepTimes, bool]:
         """A chunk that another one follows is not waited for, and nothing of it is read; unless rows of offloaded layers have to go home."""
-        more = all(isinstance(item, Prefill) and item.more for item in batch.items.values())
+        more = all(isinstance(item, Prefill) and item.more for item in batch.computed.values())
         if self.offload is None or not batch.streamed:
             return (self._launch(step, meanwhile), False) if more else (runner.run(step, batch, meanwhile), True)
         had = [(slot, runner.slots[slot].cursor.committed) for slot in batch.slots.slots]
