@@ -113,17 +113,10 @@ class Hparams:
             raise self.refuse(f"expert_gating_func is {value}; {SOFTMAX} (softmax) and {SIGMOID} (sigmoid) are supported")
         return value
 
-    def experts(self, n_ff: int | None = None, own_size: bool = True, **how: Any) -> Experts:
-        """Routed experts.
-
-        Args:
-            n_ff: hidden size of an expert if the file lacks it.
-            own_size: `expert_feed_forward_length` says how many; False: they are ``n_ff``, whatever that key says.
-            how: further fields of ``Experts``.
-        """
+    def experts(self, n_ff: int | None = None, **how: Any) -> Experts:
+        """``n_ff``: hidden size of an expert if the file lacks it, or if ``own_size`` is False; ``how``: further arguments of ``Experts``."""
         self.routed = True
-        experts = Experts.from_gguf(self.file, self.arch, self.n_layer, n_ff, **how)
-        return experts if own_size or n_ff is None else replace(experts, n_ff=n_ff)
+        return Experts.from_gguf(self.file, self.arch, self.n_layer, n_ff, **how)
 
     def has_sections(self, head_dim: int) -> bool:
         """Whether the file rotates by the axes of a picture; over text these are NEOX pairs, if the sections cover them."""

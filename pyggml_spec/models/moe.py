@@ -48,15 +48,15 @@ class Experts:
     groups_used: int = 1
 
     @classmethod
-    def from_gguf(cls, file: GGUFFile, arch: str, n_layer: int, n_ff: int | None = None, **more: Any) -> "Experts":
-        """Reads `expert_count`, `expert_used_count` and `expert_feed_forward_length` (default ``n_ff``).
+    def from_gguf(cls, file: GGUFFile, arch: str, n_layer: int, n_ff: int | None = None, own_size: bool = True, **more: Any) -> "Experts":
+        """Reads `expert_count`, `expert_used_count` and, if ``own_size``, `expert_feed_forward_length` (default ``n_ff``).
 
         Raises:
             ModelError: inconsistent counts, or unsupported routing.
         """
         n_expert = positive(file, f"{arch}.expert_count", limit=1024)
         used = set(per_layer(file, f"{arch}.expert_used_count", n_layer, limit=n_expert))
-        sizes = set(per_layer(file, f"{arch}.expert_feed_forward_length", n_layer, n_ff))
+        sizes = set(per_layer(file, f"{arch}.expert_feed_forward_length", n_layer, n_ff)) if own_size or n_ff is None else {n_ff}
         if n_expert < 2:
             raise ModelError(f"{file.path}: expert_count is 1, and a router between one expert routes nothing")
         if len(used) > 1 or len(sizes) > 1:

@@ -4,14 +4,14 @@ import importlib
 import os
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from gguf_io.build import U32, Model
+from gguf_io.build import Model
 from random_gguf.archs import WRITERS
+from random_gguf.described import write_described
 from random_gguf.model import Shape
 
 from pyggml_spec import patching as patches
@@ -123,38 +123,29 @@ def test_commands(tree: Path, tmp_path: Path):
     assert refused.exit_code == 3 and "no llama.cpp source tree" in refused.output
 
 
-def test_models_that_llama_cpp_writes_are_equal_or_refused_for_the_named_reason(tmp_path, monkeypatch):
+def test_models_that_llama_cpp_writes_are_equal_or_refused_for_a_reason(tmp_path, monkeypatch):
     """What `make test-patches` does with the files of llama.cpp's own test; a missing file, an unexpected refusal and a difference all count."""
     monkeypatch.syspath_prepend(SCRIPTS)
     script = importlib.import_module("run_patched_tests")
-    shape = Shape(n_layer=2, target_window=8)
-    written = ("qwen3-dense", "qwen3moe-moe", "qwen35-dense", "qwen35moe-moe", "llama-dense", "glm-dsa-moe")
-    for name in written:
-        WRITERS[name.rsplit("-", 1)[0]](tmp_path / f"{name}.gguf", replace(shape, every=2) if "qwen35" in name else shape)
+    shape, archs = Shape(n_layer=2, target_window=8), ("qwen3", "llama", "laguna", "qwen2")
+    for name in ("qwen3-dense", "llama-dense"):
+        WRITERS[name.rsplit("-", 1)[0]](tmp_path / f"{name}.gguf", shape)
     parts = Model(WRITERS["laguna"](tmp_path / "laguna-moe.gguf", shape))
     parts.tensors["output.scale"] = [(1,), 0, np.float32(2).tobytes()]
     parts.write(tmp_path / "laguna-moe.gguf")
-    refused = {
-        "gpt-oss-moe": ("ffn_up_exps", 8),
-        "qwen3next-moe": ("ssm_out", 1),
-        "qwen2-dense": ("ffn_up", 1),
-        "minimax-m2-moe": ("ffn_up_exps", 8),
-        "muse-glimmer-dense": ("ffn_up", 1),
-        "deepseek2-moe": ("ffn_up", 1),
-    }
-    for name, (tensor, n) in refused.items():
-        others = Model(WRITERS[name.rsplit("-", 1)[0]](tmp_path / f"{name}.gguf", replace(shape, every=2)))
-        others.tensors[f"blk.0.{tensor}.scale"] = [(n,), 0, np.full(n, 2, np.float32).tobytes()]
-        others.write(tmp_path / f"{name}.gguf")
-    assert script.compare(tmp_path) == 2  # a head of F32 has no scale in llama.cpp: that is another reason; and there is no llama-moe
+    scaled = Model(WRITERS["qwen2"](tmp_path / "qwen2-dense.gguf", shape))
+    scaled.tensors["blk.0.ffn_up.scale"] = [(1,), 0, np.full(1, 2, np.float32).tobytes()]
+    scaled.write(tmp_path / "qwen2-dense.gguf")
+    assert (
+        script.compare(tmp_path, archs) == 2
+    )  # a head of F32 has no scale in llama.cpp: that is another reason; and there is no llama-moe
     parts.tensors["blk.0.attn_gate.scale"] = parts.tensors.pop("output.scale")
     parts.write(tmp_path / "laguna-moe.gguf")
-    parts = Model(tmp_path / "llama-dense.gguf")
-    parts.keys["llama.expert_count"] = (U32, 2)
-    parts.write(tmp_path / "llama-moe.gguf")
-    assert script.compare(tmp_path) == 0
+    write_described("llama", tmp_path / "llama-moe.gguf", shape, keys={"expert_count": 8, "expert_used_count": 3})
+    assert script.compare(tmp_path, archs) == 0
+    assert script.compare(tmp_path, (*archs, "granite")) == 1
     monkeypatch.setattr(script, "compare_logits", lambda *args, **more: Comparison(1e-9, 1e-4, 1.0, 1.0, 64))
-    assert script.compare(tmp_path) == len(written) + len(refused) + 2
+    assert script.compare(tmp_path, archs) == 5
 
 
 def test_a_copied_tree_keeps_sources_that_are_called_build(tmp_path: Path, monkeypatch):
