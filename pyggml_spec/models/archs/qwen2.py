@@ -1,4 +1,4 @@
-"""qwen2 (Qwen2, Qwen2.5, Qwen2.5-Coder): biases on q, k and v. qwen2moe: routed experts, beside them a shared one with a gate.
+"""qwen2 (Qwen2, Qwen2.5, Qwen2.5-Coder): biases on q, k and v. qwen2moe: routed experts plus a gated shared one.
 
 Source of the formulae: llama.cpp, src/models/qwen2.cpp, qwen2moe.cpp.
 """
