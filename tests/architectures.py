@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ def _facts() -> dict[str, dict[str, Any]]:
                     "recurrent": target.delta_shape() is not None,
                     "routed": any("_exps." in spec.name for spec in target.specs()),
                     "latent": any(shape.latent for shape in target.kv_shapes()),
+                    "layers": (frozenset(type(part) for layer in target.layers for part in (layer.mixer, layer.ffn)), target.softcap > 0),
                 }
     return out
 
@@ -50,9 +51,23 @@ def having(fact: str) -> list[str]:
     return [arch for arch, facts in _facts().items() if facts[fact]]
 
 
-def others(kinds: Iterable[str]) -> list[str]:
-    """Every architecture with more than dense layers of plain rows that is not among ``kinds``."""
-    return [arch for arch, facts in _facts().items() if any(facts.values()) and arch not in kinds]
+def kinds() -> list[str]:
+    """One architecture for each combination of facts and layers, one with a writer of its own where there is one."""
+    found: dict[tuple, str] = {}
+    for arch in sorted(TARGETS, key=lambda arch: isinstance(TARGETS[arch], partial)):
+        found.setdefault(tuple(_facts()[arch].values()), arch)
+    return list(found.values())
+
+
+def thorough() -> list[str]:
+    """``kinds``, and every architecture with a writer of its own: what takes long is tested with these."""
+    return [arch for arch in TARGETS if arch in kinds() or not isinstance(TARGETS[arch], partial)]
+
+
+def others(tested: Iterable[str]) -> list[str]:
+    """``kinds`` with more than dense layers of plain rows that are not among ``tested``."""
+    special = {arch for fact in ("windowed", "recurrent", "routed", "latent") for arch in having(fact)}
+    return [arch for arch in kinds() if arch in special and arch not in tested]
 
 
 def params(cases: Iterable[Any], fast: Callable[[Any], bool] | Iterable[Any] = FAST) -> list[Any]:

@@ -4,7 +4,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 import pytest
-from architectures import TARGETS, having, params
+from architectures import TARGETS, having, params, thorough
 from drafters.parity import assert_blocks_equal
 from engine.helpers import oracle, reference, run
 from gguf_io.build import ARR, F32, U32, Model
@@ -36,6 +36,7 @@ from pyggml_spec.models.weights import Weights
 from pyggml_spec.tools.compare import compare_logits, nmse
 
 WRITERS = {name: write for name, write in TARGETS.items() if name != "qwen35"}
+THOROUGH = [name for name in thorough() if name != "qwen35"]
 ONE_ROW, WINDOWED = having("latent"), having("windowed")  # one row: K and V are of one type
 JOINED = {"qwen3next joined": lambda *args: write_qwen3next(*args, joined=True)}
 QUANTS = ["F32", "Q8_0", "Q4_K"]
@@ -69,7 +70,7 @@ def test_mixed_types_are_not_fused_and_still_equal(tmp_path, arch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("types", [("bf16", "q8_0"), ("q8_0", "f16"), ("q4_0", "q4_0")], ids="-".join)
-@pytest.mark.parametrize("arch", WRITERS)
+@pytest.mark.parametrize("arch", THOROUGH)
 def test_logits_of_every_cache_type(tmp_path, arch, types):
     """Rows are rotated before they are quantised, as llama.cpp does it: without that the NMSE is 1e-4 and worse."""
     path = WRITERS[arch](tmp_path / "t.gguf", Shape(head_size=128 if arch == "qwen3" else 64, **LEAN))
@@ -78,7 +79,7 @@ def test_logits_of_every_cache_type(tmp_path, arch, types):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", WRITERS)
+@pytest.mark.parametrize("arch", THOROUGH)
 @pytest.mark.parametrize("quant", ["F32", "Q4_K"])
 def test_drafted_ids(tmp_path, arch, quant):
     """Past the drafter's sliding window of 12, ten blocks."""
@@ -103,7 +104,7 @@ def test_drafted_ids_of_quantised_caches(tmp_path, arch, types):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", params(WRITERS, ("qwen35moe", "gemma4")))
+@pytest.mark.parametrize("arch", params(THOROUGH, ("qwen35moe", "gemma4")))
 def test_speculative_text_equals_plain(tmp_path, arch):
     """A real drafter whose blocks are mostly rejected, and a scripted one with every accepted length 0 .. 15 in turn."""
     shape = Shape(**LEAN)
@@ -116,7 +117,7 @@ def test_speculative_text_equals_plain(tmp_path, arch):
         assert tokens == text and set(stats.block_sizes) == set(range(1, 17))
 
 
-@pytest.mark.parametrize("arch", params([*TARGETS, "qwen3next joined"]))
+@pytest.mark.parametrize("arch", params([*thorough(), "qwen3next joined"]))
 def test_rollback_after_every_accepted_length(tmp_path, arch):
     """What follows a block of which 0 .. 15 drafts were accepted, garbage after them, is what follows the same tokens committed singly."""
     path, tokens = {**TARGETS, **JOINED}[arch](tmp_path / "t.gguf", Shape(**LEAN)), np.random.default_rng(4).integers(0, 256, 60).tolist()
@@ -170,7 +171,7 @@ def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
     "shape", [Shape(n_head=6, n_head_kv=3, n_embd=384, **LEAN), Shape(n_head=2, n_head_kv=1, head_size=128, n_layer=3, every=3, **LEAN)]
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", WRITERS)
+@pytest.mark.parametrize("arch", THOROUGH)
 def test_odd_shapes(tmp_path, arch, shape):
     assert_equal(WRITERS[arch](tmp_path / "t.gguf", shape, "F32"), 40)
 

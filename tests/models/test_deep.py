@@ -4,7 +4,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
-from architectures import SHAPES, TARGETS, TINY, params
+from architectures import SHAPES, TARGETS, TINY, params, thorough
 from models.test_archs import assert_equal
 from random_gguf.archs import write_qwen3
 from random_gguf.model import write_dflash
@@ -21,7 +21,7 @@ from pyggml_spec.ggml.graph import SPARE, Graph, GraphAllocator
 from pyggml_spec.ggml.library import lib
 
 
-@pytest.mark.parametrize("arch", params(sorted(TARGETS), ("gemma4",)))
+@pytest.mark.parametrize("arch", params(thorough(), ("gemma4",)))
 def test_every_layer_has_room(tmp_path, arch):
     """Twelve layers more take no more nodes of any graph than is planned for them: prompts, blocks and single tokens, alone and in two slots."""
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from architectures import TARGETS, having, params
+from architectures import TARGETS, having, params, thorough
 from drafters.parity import assert_blocks_equal
 from engine.batch_helpers import prompts
 from engine.helpers import reference, run
@@ -28,7 +28,7 @@ QUANTS = ["F32", "Q4_K", "MXFP4", "NVFP4"]
 
 
 @pytest.mark.parametrize("quant", params(QUANTS, ("NVFP4",)))
-@pytest.mark.parametrize("arch", params(TARGETS, ("qwen35moe",)))
+@pytest.mark.parametrize("arch", params(thorough(), ("qwen35moe",)))
 def test_logits(tmp_path, arch, quant):
     path, counts = dressed(TARGETS[arch](tmp_path / "t.gguf", Shape(**lean(quant)), quant))
     assert counts["scale"] >= (4 if arch == "deepseek2" else 16) and (counts["bias"] > 0) == (arch not in ("gemma4", *having("latent")))
@@ -37,7 +37,7 @@ def test_logits(tmp_path, arch, quant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("arch", thorough())
 def test_matrices_that_are_not_fused(tmp_path, arch):
     assert_equal(dressed(TARGETS[arch](tmp_path / "t.gguf", Shape(), "Q4_K", mixed=True))[0], 65)
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from architectures import thorough
 from cli.process import pyspec
 from random_gguf.archs import WRITERS, write_gemma4, write_gpt_oss, write_laguna, write_qwen3, write_qwen35moe
 from random_gguf.model import Shape, write_dflash, write_qwen35
@@ -162,7 +163,7 @@ EXPERTS = {
 QUANTISED = {"cache_type_k": "q8_0", "cache_type_v": "q4_0", "draft_cache_type_k": "q8_0"}
 
 
-@pytest.mark.parametrize("arch", WRITERS)
+@pytest.mark.parametrize("arch", thorough())
 def test_every_architecture_with_everything_at_once(tmp_path, arch):
     """After generating in every mode and with slots: within 1 % of what is allocated, and what is no compute buffer to the byte."""
     shape = Shape(window=12, head_size=64, n_ctx=1024)
