@@ -19,7 +19,7 @@ from ..cache.prefix import PrefixCache
 from ..cache.slots import covering
 from ..errors import DeviceError
 from ..speculation.plan import Planner, skip_drafter_rows
-from .batch import Batch, BatchItem, Draft, Prefill, StepOutput
+from .batch import Batch, BatchItem, Prefill, StepOutput
 from .counters import WARMUP_STEPS, Counters
 from .runner import ModelRunner
 from .sequence import Sequence
@@ -137,15 +137,12 @@ class Scheduler:
                 if isinstance(item, Prefill):
                     self._finish_chunk(seq, item, tokens)
                 else:
-                    verified = out.tokens.size  # fewer than the graph's rows where drafts were cut
                     wait = now - seq.last_step
-                    if drafting := isinstance(item, Draft):
-                        seq.rows = verified if item.weigh is not None else item.verified or item.width
-                    else:
-                        seq.rows = verified
-                    rows = max(rows, seq.rows)
-                    longest = max(longest, wait)
-                    seq.finish_step(tokens, verified, drafting)
+                    seq.finish_step(tokens, out.tokens.size)
+                    if seq.rows > rows:  # noqa: PLR1730  (in every step)
+                        rows = seq.rows
+                    if wait > longest:  # noqa: PLR1730
+                        longest = wait
                     seq.stats.add_time(seq.rows, wait, threads_now, calm, 1e-9 * (now - seq.since), spent // 1000, out.times)
                     seq.last_step = now
                     if not out.draft_finite:  # no more drafts

@@ -153,7 +153,10 @@ class Sequence:
         cached, computed: prompt tokens in the caches at submission, and now.
         speculating: whether its next step may draft.
         source: where the last step's drafts came from: a drafting method, CONSTRAINT, SCRIPT, or "" for none.
+        by_drafter: whether a drafter made them within the step.
+        planned_rows: rows of its graph, 0 where that is not known before the step.
         offered: drafts of the last step.
+        rows, matched: rows of the last step, and accepted drafts.
         failure: error of its constraint or scripted drafter before a step; it ends with it after the step.
     """
 
@@ -189,7 +192,7 @@ class Sequence:
         if options.jump_forward and options.mode != REFERENCE and constrained and sampler is not None:
             self.jump_forward = JumpForward(sampler, candidate_widths(options.width))
         # last step
-        self.source = ""
+        self.source, self.by_drafter, self.planned_rows = "", False, 0
         self.offered: list[int] = []
         self.failure: Exception | None = None
         self.rows, self.matched = 1, 0
@@ -267,9 +270,9 @@ class Sequence:
         if self.jump_forward is not None and self.options.sampler is not None:
             self.jump_forward = JumpForward(self.options.sampler, [width])
 
-    def offer(self, source: str, drafts: list[int]) -> None:
+    def offer(self, source: str, drafts: list[int], by_drafter: bool = False, planned_rows: int = 0) -> None:
         """The drafts of the next step, as far as they are known before it."""
-        self.source, self.offered = source, drafts
+        self.source, self.offered, self.by_drafter, self.planned_rows = source, drafts, by_drafter, planned_rows
         if self.constraint is not None:
             self.constraint.begin(drafts)
 
@@ -286,20 +289,21 @@ class Sequence:
             raise ContextError(f"the scripted drafter gave {len(ids)} ids where {count} were asked for")
         return ids
 
-    def finish_step(self, tokens: list[int], rows: int, by_drafter: bool) -> None:
-        """A decode step of ``rows`` rows emitted ``tokens``. ``by_drafter``: a drafter made the drafts in this step."""
+    def finish_step(self, tokens: list[int], rows: int) -> None:
+        """A decode step that verified ``rows`` rows emitted ``tokens``."""
+        self.rows = self.planned_rows or rows
         self.history += tokens
         self.tokens += tokens
         self.matched = matched = len(tokens) - 1
         stats, drafts = self.stats, len(self.offered)
-        stats.add_step(rows, matched, by_drafter, drafts, self.source)
+        stats.add_step(rows, matched, self.by_drafter, drafts, self.source)
         if self.ngram is not None:
             self.ngram.extend(tokens)
         if self.jump_forward is not None:
             if self.source == CONSTRAINT:
                 self.jump_forward.observe(drafts, matched)
                 stats.forced, stats.forced_matched = self.jump_forward.drafted, self.jump_forward.matched
-            elif by_drafter or rows > 1:
+            elif self.by_drafter or rows > 1:
                 self.jump_forward.observe_drafter(matched)
 
     # -- clocks

@@ -183,7 +183,8 @@ class Planner:
             return _fill(seq, seq.pinned_len) if seq.pinned_len > 1 else PLAIN_ITEM
         if seq.options.drafts is None:
             drafter = self._runner.drafter
-            seq.offer(plan.method or (drafter.method if drafter is not None else ""), [])
+            method = plan.method or (drafter.method if drafter is not None else "")
+            seq.offer(method, [], True, plan.verify_len if weigh is None else 0)
             if seq.constraint is None and weigh is None:
                 return draft_item(plan)
             check = seq.constraint.check if seq.constraint is not None else None
@@ -221,6 +222,7 @@ class Planner:
         if not drafts:
             return self.item(seq, PLAIN_STEP)
         seq.source, seq.offered = self.ngram.method, drafts[: seq.pinned_len - 1] if seq.pinned_len else drafts
+        seq.by_drafter, seq.planned_rows = False, 0
         return _verify(seq.offered, seq.pinned_len or next(w for w in (1, *self.ngram.widths) if len(drafts) < w))
 
     def _match(self, batch: Batch, width: int) -> int:
@@ -276,7 +278,7 @@ class Planner:
         contended = self._contended()
         alone = len(items) == len(decoding)  # no prompt in the step
         if self.ngram is not None and self._indexes and alone:
-            given = not contended and all(isinstance(item, Verify) for item in items.values())
+            given = not contended and not any(s.by_drafter for s in decoding)
             self.ngram.observe(self.slots, batch.graph_rows if given else None, ms, sum([s.matched + 1 for s in decoding]))
         if self._weighed:
             self._observe_confidence(batch, output, alone)
@@ -303,8 +305,7 @@ class Planner:
 
     def _observe_confidence(self, batch: Batch, output: Mapping[int, StepOutput], alone: bool) -> None:
         confidence = self._confidence(self.plan)
-        drafting = [(s, batch.items[s.slot]) for s in batch.decoding if s.slot not in batch.errors]
-        weighed = [s for s, item in drafting if isinstance(item, Draft) and item.weigh is not None]
+        weighed = [s for s in batch.decoding if s.by_drafter and s.slot not in batch.errors]
         if confidence is None or not weighed:
             return
         times = output[weighed[-1].slot].times

@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from ..engine.batch import Batch, BatchItem, Draft, Prefill, StepOutput
+from ..engine.batch import Batch, Prefill, StepOutput
 from ..engine.runner import ModelRunner
 from ..engine.sequence import CONSTRAINT, Limits
 from ..engine.sequence import Sequence as SequenceState
@@ -74,7 +74,7 @@ def accept(batch: Batch, output: Mapping[int, StepOutput], runner: ModelRunner) 
             if isinstance(item, Prefill):
                 accepted[slot] = _first(seq, item, output[slot], runner)
             else:
-                accepted[slot] = _verified(seq, item, output[slot], runner)
+                accepted[slot] = _verified(seq, output[slot], runner)
         except Exception as error:  # its constraint, its sampler, its caller's functions
             batch.errors[slot] = error
     return accepted
@@ -99,7 +99,7 @@ def _first(seq: SequenceState, item: Prefill, output: StepOutput, runner: ModelR
     return [first_token(Choices([int(output.ids[0])], runner, seq.slot), seq.history, seq.limits, seq.options.sampler)]
 
 
-def _verified(seq: SequenceState, item: BatchItem, output: StepOutput, runner: ModelRunner) -> list[int]:
+def _verified(seq: SequenceState, output: StepOutput, runner: ModelRunner) -> list[int]:
     """The accepted drafts of a decode step and the target's token after them.
 
     Raises:
@@ -115,7 +115,7 @@ def _verified(seq: SequenceState, item: BatchItem, output: StepOutput, runner: M
     if not output.draft_finite:
         seq.stats.nan_drafts += 1
         seq.speculating = False
-    if isinstance(item, Draft):
+    if seq.by_drafter:
         seq.offered = output.tokens[1:].tolist()
     drafts, imposed = seq.offered, False
     if options.synthetic is not None and seq.source != CONSTRAINT:
