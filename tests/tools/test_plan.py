@@ -16,6 +16,7 @@ import pyggml_spec as ps
 from pyggml_spec.cli.report import configuration_line
 from pyggml_spec.engine import options as engine_options
 from pyggml_spec.engine import resources as parts
+from pyggml_spec.engine.memory import longest
 from pyggml_spec.engine.sequence import PLAIN, GenerationOptions
 from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError, PairError, PyspecError
 from pyggml_spec.ggml.device import devices
@@ -424,3 +425,23 @@ def test_a_long_context_takes_memory_where_it_is_written(long):
             streams = [scheduler.submit([1, 2, 3], GenerationOptions(4, PLAIN)) for _ in range(2)]
             scheduler.run()
         assert streams[0].tokens == streams[1].tokens and resident() - before < rows // 4
+
+
+@pytest.mark.parametrize("ring", [0, 4608], ids=["linear", "rings of windows"])
+@pytest.mark.parametrize("most", [32768, 40000, 256, 100])
+def test_a_context_takes_few_counts(ring, most):
+    """Two counts give bytes per token. An exact answer is counted, and the next context; no engine is counted at every power of two."""
+
+    def taken(n_ctx: int) -> list[int]:
+        if n_ctx > 36000:
+            raise ContextError("masks")
+        counted.append(n_ctx)
+        return [1000 + 7 * n_ctx, 500 + 50 * min(n_ctx, ring)]
+
+    for share in (-1, 0.001, 0.3, 0.5, 0.77, 0.999, 1):
+        rooms, counted = [1000 + int(share * 7 * most), 1 << 40], []
+        want = max((n for n in (*range(256, most, 256), most) if n <= 36000 and 1000 + 7 * n <= rooms[0]), default=0)
+        assert longest(taken, rooms, most) == want and len(counted) <= (4 if most <= 36000 else 9), counted
+        counted.clear()
+        near = longest(taken, rooms, min(most, 36000), exact=False)
+        assert len(counted) <= 2 and abs(near - min(want, 36000)) <= 256
