@@ -5,6 +5,7 @@ import os
 import ssl
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -147,7 +148,7 @@ def command(target, draft, options, slots, host, port, api_key, api_key_file, qu
             metrics, show_slots, page, prefill_assistant, suffix_first,
         )  # fmt: skip
         settings = start.Settings(
-            keys, hosts, port, slots, context, options.prefix_memory, options.prefix_cache, options.prefix_disk, share_prefixes,
+            keys, hosts, port, slots, replace(options, n_ctx=context), share_prefixes,
             4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, cors_origins, allowed_hosts, max_body << 20,
             certificate, certificate_key, synthetic, rates, lambda line: say(in_options(line)),
         )  # fmt: skip

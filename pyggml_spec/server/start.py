@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..api import Session
 from ..errors import PyspecError
+from ..load_options import LoadOptions
 from ..speculation.synthetic import SyntheticAcceptance
 from .sockets import address, is_path, listen
 
@@ -42,16 +43,13 @@ def missing() -> str | None:
 
 @dataclass
 class Settings:
-    """Where and how to serve. ``report``: takes the lines about what the server does."""
+    """Where and how to serve. ``load``: context and prefix cache of the slots. ``report``: takes the lines about what the server does."""
 
     keys: "Keys"
     hosts: tuple[str, ...] = ("127.0.0.1",)
     port: int = 8080
     slots: int = 8
-    n_ctx: int | None = None
-    prefix_memory: int | None = None
-    prefix_cache: str | None = None
-    prefix_disk: int | None = None
+    load: LoadOptions = field(default_factory=LoadOptions)
     share_prefixes: bool = False
     queue_requests: int | None = None
     queue_tokens: int | None = None
@@ -158,7 +156,7 @@ class _Service:
 
     def _concurrent(self) -> Any:
         s = self.settings
-        return self.session.concurrent(s.slots, s.n_ctx, s.prefix_memory, s.prefix_cache, s.prefix_disk, only=True)
+        return self.session.concurrent(s.slots, s.load.n_ctx, s.load.prefix_memory, s.load.prefix_cache, s.load.prefix_disk, only=True)
 
     def _broken(self, error: BaseException) -> Any:
         """Another concurrent session; the second failure ends the server, so that its supervisor starts it anew."""
@@ -210,7 +208,7 @@ class _Service:
         """Ends all threads. A step or a request may take two seconds on a busy machine, and for ever on a device that hangs: the process exits."""
         self.queue.cancel_all("the server ends")
         self.pool.shutdown(wait=False, cancel_futures=True)
-        seconds = STEP_SECONDS if self.settings.prefix_cache is None else FILE_SECONDS
+        seconds = STEP_SECONDS if self.settings.load.prefix_cache is None else FILE_SECONDS
         stepping = not await self.loop.run_in_executor(None, self.queue.engine.stop, seconds)
         if stepping or not await self.loop.run_in_executor(None, self.pool.idle, STEP_SECONDS):
             self.report(f"ended while a {'step' if stepping else 'request'} was under way")
