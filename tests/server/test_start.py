@@ -189,8 +189,8 @@ HANGS = """
 import time
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.server import start
-step, start.STEP_SECONDS = Scheduler.step, 0.2
-Scheduler.step = lambda self, *given: step(self, *given) if self.stats.steps < 3 else time.sleep(600)
+step, start.STEP_SECONDS = Engine.step, 0.2
+Engine.step = lambda self, *given: step(self, *given) if self.stats.steps < 3 else time.sleep(600)
 """
 
 
