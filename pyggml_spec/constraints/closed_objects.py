@@ -82,20 +82,7 @@ class _Closing:
 
     def _target(self, node: dict) -> Any:
         """What the node's ``$ref`` points to, or None."""
-        reference = node.get("$ref")
-        if not isinstance(reference, str) or not reference.startswith(("#/", "#")) or reference[1:2] not in ("", "/"):
-            return None
-        at = self._root
-        for part in unquote(reference).split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            at = (
-                at.get(name)
-                if isinstance(at, dict)
-                else at[int(name)]
-                if isinstance(at, list) and name.isdecimal() and int(name) < len(at)
-                else None
-            )
-        return at
+        return resolve(self._root, node["$ref"]) if isinstance(node.get("$ref"), str) else None
 
     def _groups(self, node: dict) -> list[tuple[str, int, Any]]:
         """The schemas combined in ``node``."""
@@ -123,6 +110,26 @@ class _Closing:
 
     def _opens(self, node: Any) -> bool:
         return any(map(_opens, self._parts(node)))
+
+
+def resolve(root: Any, reference: str) -> Any:
+    """The target of a JSON pointer in a URI fragment (RFC 6901), or None."""
+    if not reference.startswith("#") or reference[1:2] not in ("", "/"):
+        return None
+    node = root
+    for name in pointer(reference):
+        if isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            node = node[int(name)]
+        elif isinstance(node, dict) and name in node:
+            node = node[name]
+        else:
+            return None
+    return node
+
+
+def pointer(reference: str) -> tuple[str, ...]:
+    """The names of a JSON pointer."""
+    return tuple(part.replace("~1", "/").replace("~0", "~") for part in unquote(reference).split("/")[1:])
 
 
 def _opens(node: dict) -> bool:

@@ -7,11 +7,11 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 from llguidance import LLMatcher
 
+from .closed_objects import pointer
 from .productive import byte_matcher, productive
 
 TRIES, MOST_BYTES = 16, 300  # random documents per schema, bytes of each
@@ -38,16 +38,12 @@ def without_dead_ends(schema: Any) -> Any:
         return schema
     schemas = dict(_schemas(schema))
     anchors = {f"#{node['$anchor']}": path for path, node in schemas.items() if isinstance(node, dict) and "$anchor" in node}
-    at = {reference: anchors.get(reference, _pointed(reference)) for reference in references}
+    at = {reference: anchors.get(reference, pointer(reference)) for reference in references}
     needs: dict[Part, tuple[int, Sequence[Part]]] = {}
     impossible = _impossible(schemas)
     for path, node in schemas.items():
         needs |= _needs(False if path in impossible else node, path, at)
     return _without(schema, ROOT, {path for path, what in productive(needs) if not what})
-
-
-def _pointed(reference: str) -> Path:
-    return tuple(part.replace("~1", "/").replace("~0", "~") for part in unquote(reference).split("/")[1:])
 
 
 def _impossible(schemas: dict[Path, Any]) -> list[Path]:

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NoReturn
-from urllib.parse import unquote
 
 from llguidance import LLMatcher
 
 from ..errors import SamplingError
+from .closed_objects import resolve
 from .json_productive import dead_end, without_dead_ends
 
 MAX_TEXT = 1 << 17  # characters
@@ -129,7 +129,7 @@ def _check(schema: Any) -> None:
     for reference, at in references:
         if not reference.startswith("#"):
             _refuse(at, f"refers to {reference[:100]!r}; only references into the schema itself (#/...) are followed")
-        if reference not in anchors and id(_resolve(schema, reference)) not in known:
+        if reference not in anchors and id(resolve(schema, reference)) not in known:
             _refuse(at, f"refers to {reference[:100]!r}, where there is no schema")
 
 
@@ -195,20 +195,6 @@ def _check_multiples(values: list[Any]) -> None:
             f"the JSON schema has multipleOf of {' and '.join(str(v) for v in values if v != 1)[:100]}, that is {common} in all, but at most "
             f"{MOST_MULTIPLE} is possible; leave it out"
         )
-
-
-def _resolve(schema: Any, pointer: str) -> Any:
-    """The target of a JSON pointer in a URI fragment (RFC 6901), or None."""
-    node = schema
-    for part in unquote(pointer).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, list) and name.isdecimal() and int(name) < len(node):
-            node = node[int(name)]
-        elif isinstance(node, dict) and name in node:
-            node = node[name]
-        else:
-            return None
-    return node if pointer[1:2] in ("", "/") else None
 
 
 def _refuse(at: str, what: str) -> NoReturn:

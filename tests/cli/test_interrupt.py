@@ -64,11 +64,11 @@ def test_during_decoding_by_chains(spec, tmp_path):
 def test_during_prefill(pinned, tmp_path):
     patch = """if True:
         from pyggml_spec.engine.runner import ModelRunner
-        step = ModelRunner.step
+        step = ModelRunner.forward
         def slow(self, work, meanwhile=None):
             ctrl_c()
             return step(self, work, meanwhile)
-        ModelRunner.step = slow
+        ModelRunner.forward = slow
     """
     done = run_patched(patch, *pinned, "-p", "x" * 1200, "-n", 5, "--stats", tmp_path / "s.json")
     assert (done.returncode, done.stdout) == (130, "") and "ended by: interrupt" in done.stderr
@@ -148,7 +148,7 @@ def test_while_llama_cpp_reads_the_vocabulary(pinned):
 def test_a_second_one_does_not_wait_for_the_step(pinned, text, tmp_path):
     patch = """if True:
         from pyggml_spec.engine.runner import ModelRunner
-        step, count = ModelRunner.step, 0
+        step, count = ModelRunner.forward, 0
         def slow(self, *args):
             global count
             count += 1
@@ -156,7 +156,7 @@ def test_a_second_one_does_not_wait_for_the_step(pinned, text, tmp_path):
                 ctrl_c()
                 ctrl_c()
             return step(self, *args)
-        ModelRunner.step = slow
+        ModelRunner.forward = slow
     """
     done = run_patched(patch, *pinned, "-p", PROMPT, "-n", 40, "-q", "--stats", tmp_path / "s.json")
     assert done.returncode == 130 and done.stdout and text.startswith(done.stdout)
