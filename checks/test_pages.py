@@ -150,7 +150,7 @@ def test_messages_name_no_install_of_this_package_from_an_index():
     from pyggml_spec.ggml import library, probe
     from pyggml_spec.pin import pip_command
 
-    for message in (library._REMEDY, probe._REMEDY, pip_command(), pip_command("-DGGML_CUDA=on")):
+    for message in (library.REMEDY, probe.REMEDY, pip_command(), pip_command("-DGGML_CUDA=on")):
         assert message.endswith(f"pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python=={library.LLAMA_CPP_PYTHON}")
 
 

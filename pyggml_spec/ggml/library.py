@@ -18,25 +18,25 @@ from ..errors import DeviceError, EngineError, LibraryError
 from ..pin import LLAMA_CPP_PYTHON, installed_libraries, installed_version, pip_command
 from . import probe
 
-_REMEDY = f"run: {pip_command()}"
+REMEDY = f"run: {pip_command()}"
 _LIBLLAMA = {"win32": ("llama.dll", "libllama.dll"), "darwin": ("libllama.so", "libllama.dylib")}.get(sys.platform, ("libllama.so",))
 
 
 def check_distribution(installed: str | None) -> None:
     """Raises LibraryError unless ``installed`` is the pinned llama-cpp-python version."""
     if installed is None:
-        raise LibraryError(f"llama-cpp-python is not installed, and pyggml_spec runs on its ggml; {_REMEDY}")
+        raise LibraryError(f"llama-cpp-python is not installed, and pyggml_spec runs on its ggml; {REMEDY}")
     if installed != LLAMA_CPP_PYTHON:
         raise LibraryError(
             f"llama-cpp-python {installed} is installed, but this pyggml_spec was made for {LLAMA_CPP_PYTHON}: "
-            f"a ggml of another version has other structures; {_REMEDY}"
+            f"a ggml of another version has other structures; {REMEDY}"
         )
 
 
 def check_version(loaded: str, compiled: str) -> None:
     """Raises LibraryError unless the ggml in memory is the one whose headers the extension was compiled against."""
     if loaded != compiled:
-        raise LibraryError(f"the loaded ggml is {loaded}, but pyggml_spec was compiled against {compiled}; {_REMEDY}")
+        raise LibraryError(f"the loaded ggml is {loaded}, but pyggml_spec was compiled against {compiled}; {REMEDY}")
 
 
 def mapped_ggml(maps: str) -> set[str]:
@@ -63,19 +63,19 @@ def load_libllama(folder: Path) -> None:
     """
     found = next((path for name in _LIBLLAMA if (path := folder / name).is_file()), None)
     if found is None:
-        raise LibraryError(f"{folder} holds no libllama; {_REMEDY}")
+        raise LibraryError(f"{folder} holds no libllama; {REMEDY}")
     if sys.platform == "win32":
         os.add_dll_directory(str(folder))  # search path of its dependencies
     try:
         ctypes.CDLL(str(found))
     except OSError as error:
-        raise LibraryError(f"the installed llama-cpp-python cannot be loaded: {error}; {_REMEDY}") from None
+        raise LibraryError(f"the installed llama-cpp-python cannot be loaded: {error}; {REMEDY}") from None
 
 
 check_distribution(installed_version())
 _libraries = Path(elsewhere) if (elsewhere := os.environ.get("LLAMA_CPP_LIB_PATH")) else installed_libraries()  # as in llama_cpp
 if _libraries is None:
-    raise LibraryError(f"llama-cpp-python is installed without its libraries; {_REMEDY}")
+    raise LibraryError(f"llama-cpp-python is installed without its libraries; {REMEDY}")
 FITNESS = probe.check(_libraries)  # before any of its code runs here
 load_libllama(_libraries)
 

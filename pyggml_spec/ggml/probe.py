@@ -31,7 +31,7 @@ _OWN_FAULT = {  # signals that the code itself raises
     signal.SIGTRAP,
     signal.SIGSYS,
 }
-_REMEDY = f"build it again here: {pip_command()}"
+REMEDY = f"build it again here: {pip_command()}"
 
 # ggml's compile-time features -> Linux flags. AMX is absent: ggml queries the kernel at run time
 _FLAGS = {
@@ -59,7 +59,7 @@ class Fitness:
     def notes(self) -> list[str]:
         """A sentence per unused buffer type."""
         return [
-            f"the buffer type {name} is not used: its products {how} in this build of llama-cpp-python; {_REMEDY}"
+            f"the buffer type {name} is not used: its products {how} in this build of llama-cpp-python; {REMEDY}"
             for name, how in self.refused.items()
         ]
 
@@ -112,11 +112,11 @@ def check(folder: Path, found: dict[str, str] | None = None) -> Fitness:
     name = found.get("model name") or platform.machine()
     if lacking := missing(fitness.features, found):
         raise LibraryError(
-            f"the installed llama-cpp-python was built for a processor with {', '.join(lacking)}, which this one ({name}) does not have; {_REMEDY}"
+            f"the installed llama-cpp-python was built for a processor with {', '.join(lacking)}, which this one ({name}) does not have; {REMEDY}"
         )
     if fitness.broken:
         raise LibraryError(
-            f"the installed llama-cpp-python does not run on this processor ({name}): a process that tried it {fitness.broken}; {_REMEDY}"
+            f"the installed llama-cpp-python does not run on this processor ({name}): a process that tried it {fitness.broken}; {REMEDY}"
         )
     return fitness
 

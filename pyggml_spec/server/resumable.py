@@ -88,56 +88,56 @@ class Streams:
     """All of a server's."""
 
     def __init__(self) -> None:
-        self._streams: dict[Key, ResumableStream] = {}
+        self.streams: dict[Key, ResumableStream] = {}
         self._ended: dict[Key, ResumableStream] = {}  # those of them that are over, in the order of their ends
-        self._held = 0  # bytes of these
-        self._timer: asyncio.TimerHandle | None = None
+        self.held = 0  # bytes of these
+        self.timer: asyncio.TimerHandle | None = None
 
     def begin(self, key: Key, chunks: AsyncIterator[bytes], ended: Sequence[Callable[[], None]]) -> ResumableStream:
         """Replaces the stream of this id, which ends."""
         self.end(key)
-        self._streams[key] = stream = ResumableStream(chunks, ended)
+        self.streams[key] = stream = ResumableStream(chunks, ended)
         stream.task.add_done_callback(lambda _: self._keep(key, stream))
         return stream
 
     def get(self, key: Key) -> ResumableStream | None:
-        self._forget()
-        return self._streams.get(key)
+        self.expire()
+        return self.streams.get(key)
 
     def end(self, key: Key) -> None:
-        if (stream := self._streams.pop(key, None)) is not None:
+        if (stream := self.streams.pop(key, None)) is not None:
             stream.cancel()
         if self._ended.pop(key, None) is not None and stream is not None:
-            self._held -= stream.held
+            self.held -= stream.held
 
     def named(self, key: str, names: Collection[str]) -> list[tuple[str, ResumableStream]]:
         """Of these ids, or of ids that are followed by "::" and a model's name."""
-        self._forget()
-        return [(n, s) for (k, n), s in self._streams.items() if k == key and any(part in names for part in _before_models(n))]
+        self.expire()
+        return [(n, s) for (k, n), s in self.streams.items() if k == key and any(part in names for part in _before_models(n))]
 
     def _keep(self, key: Key, stream: ResumableStream) -> None:
         """``stream`` is over."""
-        if self._streams.get(key) is stream:
+        if self.streams.get(key) is stream:
             self._ended[key] = stream
-            self._held += stream.held
-            self._forget()
+            self.held += stream.held
+            self.expire()
 
-    def _forget(self) -> None:
+    def expire(self) -> None:
         """Drops streams that ended too long ago, or hold too much; again when the next one is due."""
         now = time.time()
         while self._ended:
             key, stream = next(iter(self._ended.items()))
-            if stream.over > now - KEPT_SECONDS and self._held <= MAX_ENDED_BYTES:
-                if self._timer is None:
-                    self._timer = asyncio.get_running_loop().call_later(
+            if stream.over > now - KEPT_SECONDS and self.held <= MAX_ENDED_BYTES:
+                if self.timer is None:
+                    self.timer = asyncio.get_running_loop().call_later(
                         min(KEPT_SECONDS, stream.over + KEPT_SECONDS - now) + 1, self._forget_later
                     )
                 return
             self.end(key)
 
     def _forget_later(self) -> None:
-        self._timer = None
-        self._forget()
+        self.timer = None
+        self.expire()
 
 
 def _before_models(name: str) -> Iterator[str]:

@@ -174,14 +174,14 @@ def test_ended_streams_expire_without_a_request(monkeypatch):
                 await stream.task
                 await asyncio.sleep(0)
         ((seconds, call),) = later  # one timer, however many streams
-        assert 0 < seconds <= resumable.KEPT_SECONDS + 1 and len(streams._streams) == 2
-        streams._streams["", "a"].over = 1.0
+        assert 0 < seconds <= resumable.KEPT_SECONDS + 1 and len(streams.streams) == 2
+        streams.streams["", "a"].over = 1.0
         call()
-        assert list(streams._streams) == [("", "b")] and streams._held == stream.held
+        assert list(streams.streams) == [("", "b")] and streams.held == stream.held
         stream.over = 1.0
-        streams._forget()
-        assert not streams._streams and not streams._held
-        streams._timer.cancel()
+        streams.expire()
+        assert not streams.streams and not streams.held
+        streams.timer.cancel()
 
     run(test)
 
