@@ -32,7 +32,7 @@ SLOW_S, HEAVY_S = 0.005, 0.001  # CPU time of a mask, and of consuming a token, 
 QUICK_S = 0.001  # below this, masks are computed on demand again
 DEADLINE_S = 1.0  # thread time per token
 FEED_S = 0.1  # for all tokens of one feed()
-_AMBIGUOUS = "it is too ambiguous, that is, a text can be read in too many threads; write it so that there is one, like s ::= [a-z]+ for s ::= s s | [a-z]"
+_AMBIGUOUS = "it is too ambiguous, that is, a text can be read in too many ways; write it so that there is one, like s ::= [a-z]+ for s ::= s s | [a-z]"
 _CLEARER = {
     "Too many items": _AMBIGUOUS,
     "Current row has": _AMBIGUOUS,

@@ -145,7 +145,7 @@ def test_one_drafter_drafts_in_a_step(team):
             engine.prefill([1, 2, 3], slot=slot)
         with pytest.raises(EngineError, match="cannot draft in one step"):
             engine.step({0: Draft(4, drafter=BLOCKS), 1: Draft(4, drafter=CHAIN)})
-        with pytest.raises(EngineError, match="nobody drafts as 'suffix'"):
+        with pytest.raises(EngineError, match="unknown drafting method 'suffix'"):
             engine.step({0: Draft(4, drafter="suffix")})
 
 
