@@ -357,7 +357,7 @@ def test_drafters_and_prefixes_with_copies_of_layers(tmp_path):
     for rows in (None, 33):
         with layers_of_the_cpu(target, 3, rows, draft=draft, draft_width=4, prefix_memory=1 << 24) as session:
             engine, waited = session.engine, []
-            engine.prefill(IDS, stop=lambda waited=waited, parts=engine.resources: waited.append(parts.under_way is None))
+            engine.prefill(IDS, stop=lambda waited=waited, parts=engine.devices: waited.append(parts.under_way is None))
             drafts.append(engine.fused_step(4).tokens.tolist())
             assert rows is None or waited == [True] * 3
             for key, step in engine.graphs.steps().items():
