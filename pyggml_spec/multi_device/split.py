@@ -63,12 +63,7 @@ def cuts_by(shares: Sequence[float], sizes: Sequence[int], last: int) -> list[in
 
 
 def split(
-    target: Decoder,
-    backends: Sequence[Backend],
-    shares: Sequence[float] | None,
-    free: Sequence[int],
-    at_last: int,
-    per_layer: int,
+    target: Decoder, backends: Sequence[Backend], shares: Sequence[float] | None, free: Sequence[int], at_last: int, per_layer: int
 ) -> tuple[Segment, ...]:
     """The segments of a target on several devices.
 
