@@ -14,7 +14,7 @@ from ..gguf_io import GGUFFile, TensorInfo
 from ..models.weights import Spec, Weights
 
 
-class OffloadedWeights(Weights):
+class GuestWeights(Weights):
     """``weights[name]`` are the copies of a layer that a stream brings, of whichever layer it has brought last.
 
     Attributes:
@@ -25,7 +25,7 @@ class OffloadedWeights(Weights):
         self,
         host: Backend,
         device: Backend,
-        device_weights: Weights,
+        beside: Weights,
         home: Weights,
         file: GGUFFile,
         specs: Iterable[Spec],
@@ -33,8 +33,8 @@ class OffloadedWeights(Weights):
         alike: Iterable[tuple[str, ...]],
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """``device_weights``: what every layer may read. ``home``: the same layers on the host."""
-        self._host, self._own_of_device = host, device_weights
+        """``beside``: the device's own, which has what every layer may read. ``home``: the host's, of the same layers."""
+        self._host, self._own_of_device = host, beside
         self._fused_at_home = {members[0]: len(home.group(name).runs[0].rows) for name, members in groups.items()}
         super().__init__(device, file, specs, groups, alike, progress)
         self.layers: dict[int, dict[str, Tensor]] = {}

@@ -54,8 +54,7 @@ USUAL_TOKENS = 192  # of a sequence whose length is not limited
 BUDGET_SHARE = 0.02  # of the tokens that a sequence may get: its exploration budget, in plain steps
 MOST_BUDGET = 6.0  # plain steps of that at most, and half of what a budget grows to
 BUDGET_RATE = 0.005  # share of the time that is added to the budget
-MOST_REGRET = 0.05  # share of a sequence's tokens that plans may lose, in plain steps, before nothing runs without budget
-DISABLE_BELOW = 0.04  # average gain of sequences, as a share of plain decoding's time, below which speculation is disabled
+MOST_REGRET = 0.05  # share of its time that a sequence may lose without budget, and that sequences have to gain for speculation to stay on
 MOST_WAIT = 8  # sequences in a row without speculation, at most; each try that gains nothing doubles the wait
 LOOK_EVERY = 12  # steps between looks at another method, of two steps each
 HOPED = 0.9  # acceptance of draft tokens that is hoped for of a method that is looked at
@@ -154,7 +153,7 @@ class SpeculationPolicy:
     def should_disable(self) -> bool:
         """Whether the next sequence is better off without speculation, and without what drafters need of its prompt."""
         self._learn_gain()
-        if len(self.plans) == 1 or not self._tried or self._gain / self._tried >= DISABLE_BELOW or self._waited >= self._wait:
+        if len(self.plans) == 1 or not self._tried or self._gain / self._tried >= MOST_REGRET or self._waited >= self._wait:
             return False
         speeds = self._speeds(1, [self._new()])
         return max(speeds[plan] for plan in self.plans[1:]) < speeds[PLAIN_STEP]
@@ -165,7 +164,7 @@ class SpeculationPolicy:
             return
         gain = max(0.0, last.won) / last.time
         self._gain, self._tried = 0.8 * self._gain + gain, 0.8 * self._tried + 1
-        if self._gain / self._tried >= DISABLE_BELOW:
+        if self._gain / self._tried >= MOST_REGRET:
             self._wait = 1
         elif self._waited:
             self._wait = min(2 * self._wait, MOST_WAIT)
@@ -271,7 +270,7 @@ class SpeculationPolicy:
         for s, n in drafting:
             for method, tracker in s.acceptance.items():
                 tracker.observe(plan.tokens, n) if method == plan.method else tracker.pause()
-            if plan.draft_tokens:
+            if plan.method:
                 self.priors[plan.method].observe(plan.tokens, n)
         if not drafting or phase.plan is None:
             return

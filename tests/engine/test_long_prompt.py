@@ -33,15 +33,14 @@ def test_no_sequence_waits_longer_than_one_prefill_step(tmp_path):
             prompt = np.random.default_rng(1).integers(0, 256, LONG).tolist()
             long = scheduler.submit(prompt, GenerationOptions(1, SPECULATIVE))
             passes: list[tuple[int, set[int]]] = []  # rows of the prompt in each step, and who decoded in it
-            forward = engine.forward
+            step = engine.step
 
-            def counted(batch, meanwhile=None):
-                work = batch.items
+            def counted(work, meanwhile=None):
                 rows = sum(item.rows for item in work.values() if isinstance(item, Prefill))
                 passes.append((rows, {slot for slot, item in work.items() if not isinstance(item, Prefill)}))
-                return forward(batch, meanwhile)
+                return step(work, meanwhile)
 
-            engine.forward = counted
+            engine.step = counted
             while not long.tokens:
                 scheduler.step()
             assert sum(rows for rows, _ in passes) == LONG and max(rows for rows, _ in passes) == MAX_PREFILL_TOKENS_WITH_DECODE

@@ -12,8 +12,6 @@ import httpx
 import pytest
 from server.running import Running, posted, wait_for
 
-pytestmark = pytest.mark.slow
-
 PROMPT = "def quicksort(items):\n"
 
 

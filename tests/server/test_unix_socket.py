@@ -13,8 +13,6 @@ from server.running import Running, events
 from pyggml_spec.errors import PyspecError
 from pyggml_spec.server.sockets import listen
 
-pytestmark = pytest.mark.slow
-
 ASK = {"prompt": "a", "n_predict": 2}
 
 
