@@ -389,7 +389,7 @@ class Loader:
             if device.kind == "rpc":
                 return self._without_streams(f"copies for {device.name} would go over the network")
             try:
-                stream = part.open_guests(rows) if self._copies_layers else part.open_stream(rows)
+                stream = part.stream_layers(rows) if self._copies_layers else part.open_stream(rows)
             except DeviceError as error:
                 return self._without_streams(str(error))
             if stream is not None and not stream.fits:
@@ -430,7 +430,7 @@ class Loader:
         took = f"; {chunk.rows} rows take {chunk.copies:.0f} ms, by the CPU {chunk.host:.0f} ms" if chunk is not None else ""
         layers, nbytes = sum(len(stream.layers) for stream in streams), sum(stream.nbytes for stream in streams)
         which, more = f"the experts of {layers} layer{'s' * (layers > 1)}", ""
-        if (guests := self.target.weights.guests) is not None:
+        if (guests := self.target.weights.offloaded) is not None:
             which = f"{layers} layer{'s' * (layers > 1)} of the CPU"
             more = f", {guests.buffer_bytes / 2**30:.2f} GiB of host memory in addition to the layers"
         self.notes.append(

@@ -78,14 +78,14 @@ def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: 
             scheduler.step()
         for _ in range(6):  # graphs are built, and captured
             scheduler.step()
-        scheduler.engine.devices.turns.spent()
+        scheduler.engine.devices.queues.spent()
         before, began, cpu = scheduler.stats.emitted, time.perf_counter(), time.process_time()
         steps = scheduler.stats.steps
         with host_gaps(scheduler.engine.devices) as gaps:
             while not any(stream.ended for stream in streams):
                 scheduler.step()
         seconds, emitted, steps = time.perf_counter() - began, scheduler.stats.emitted - before, scheduler.stats.steps - steps
-        spent, cpu = scheduler.engine.devices.turns.spent(), time.process_time() - cpu
+        spent, cpu = scheduler.engine.devices.queues.spent(), time.process_time() - cpu
         scheduler.run()
         busy = [f"{100 * (s.computed_us + s.copied_us) / 1e6 / seconds:.0f} %" for s in spent]
         return {

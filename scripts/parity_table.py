@@ -27,13 +27,14 @@ from random_gguf.model import Shape
 from pyggml_spec.cache.kv import KVCache
 from pyggml_spec.engine import resources
 from pyggml_spec.ggml.device import pick_device
+from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.models.registry import open_target
 from pyggml_spec.tools.compare import CHUNK, compare_logits, nmse
 from pyggml_spec.tools.reference import LlamaReference
 
 WRITERS = ALL | {"gemma4 routed": lambda *args: write_gemma4(*args, n_per_layer=0, shared=False, routed=True)}
 WEIGHTS = ("F32", "Q8_0", "Q4_K")
 CACHES = (("bf16", "bf16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "q4_0"), ("f16", "q8_0"))
-WINDOWED = ("gemma4", "gemma4 routed", "gpt-oss", "laguna", "muse-glimmer")
 RING = 768  # rows of the windowed layers here: the window and a chunk of 512 tokens, padded
 TOLERANCE, RING_TOLERANCE = 1e-10, 1e-6
 
@@ -138,8 +139,10 @@ def main() -> None:
                     continue
                 path = write(Path(folder) / "model.gguf", Shape(), weight)
                 results = [compare_logits(path, n, n, args.device, args.threads, "ggml", k, v) for n in lengths]
-                wraps = [arch in WINDOWED and n > RING for n in lengths]
-                if arch in WINDOWED:
+                with GGUFFile(path) as file:
+                    windowed = open_target(file).window > 0
+                wraps = [windowed and n > RING for n in lengths]
+                if windowed:
                     with every_position():
                         results.append(compare_logits(path, lengths[-1], lengths[-1], args.device, args.threads, "ggml", k, v))
                     wraps.append(False)

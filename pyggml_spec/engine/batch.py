@@ -166,6 +166,7 @@ class GraphKey:
 
 
 NO_KEY = GraphKey("", 0, 0, FIRST)
+UNSET: Any = ()  # of collections that are replaced, never added to: a batch is made in every step
 
 
 @dataclass(slots=True)
@@ -191,19 +192,19 @@ class Batch:
 
     items: dict[int, BatchItem]
     plan: Any = None
-    decoding: list[SequenceState] = field(default_factory=list)
-    prefilling: list[SequenceState] = field(default_factory=list)
-    sequences: Mapping[int, SequenceState] = field(default_factory=dict)
-    constrained: list[SequenceState] = field(default_factory=list)
-    masked: list[SequenceState] = field(default_factory=list)
+    decoding: list[SequenceState] = UNSET
+    prefilling: list[SequenceState] = UNSET
+    sequences: Mapping[int, SequenceState] = UNSET
+    constrained: list[SequenceState] = UNSET
+    masked: list[SequenceState] = UNSET
     errors: dict[int, Exception] = field(default_factory=dict)
     began: int = 0
     ms: float = 0.0
     graph_rows: int = 0
-    rows: dict[int, int] = field(default_factory=dict)
+    rows: dict[int, int] = UNSET
     context: int = 0
-    computed: Mapping[int, BatchItem] = field(default_factory=dict)
-    proposed: dict[int, bool] = field(default_factory=dict)
+    computed: Mapping[int, BatchItem] = UNSET
+    proposed: dict[int, bool] = UNSET
     slots: SlotRange = FIRST
     kind: str = ""
     verify_len: int = 1
@@ -228,6 +229,8 @@ class Batch:
 
     def make_key(self) -> GraphKey:
         """``key``: of the graph that computes this batch."""
-        shape = self.kind, self.verify_len, self.kv_bucket, self.slots, self.method, self.n_drafts, self.streamed, self.deferred
-        self.key = GraphKey.of(*shape, self.layers, 0, False, self.drafting, self.candidates, self.keep_logits)
+        self.key = GraphKey.of(
+            self.kind, self.verify_len, self.kv_bucket, self.slots, self.method, self.n_drafts, self.streamed, self.deferred, self.layers, 0, False,
+            self.drafting, self.candidates, self.keep_logits,
+        )  # fmt: skip
         return self.key

@@ -84,6 +84,6 @@ class Devices:
 
     @contextmanager
     def apart(self) -> Iterator[Any]:
-        """Runs steps device by device, to measure each (``Turns.spent``)."""
+        """Runs steps device by device, to measure each (``DeviceQueues.spent``)."""
         raise EngineError("the layers are on one device: a step has one part")
         yield

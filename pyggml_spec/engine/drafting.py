@@ -153,19 +153,19 @@ class ChainDrafting:
         return Drafted(tuple(ids), for_head, logits)  # what is not finite stays so from draft to draft
 
     def fill(self, host: Host, key: GraphKey, items: Items, slots: Sequence[Slot]) -> None:
-        drafts, behind = key.drafts, self.drafter.position_lag
+        drafts, lag = key.drafts, self.drafter.position_lag
         positions, last, rows = (host[name].reshape(drafts, -1) for name in ("draft_positions", "draft_last", "draft_rows"))
         for at, slot in enumerate(key.slots.slots):
             item, n = items.get(slot), slots[slot].cursor.committed
             real = item.width - 1 if isinstance(item, Draft) else 0
             host["draft_tokens"][at] = slots[slot].cursor.last_token if real else 0
-            last[:, at] = n + np.arange(drafts) if real else behind  # a row that it may see: attention to none is NaN
-            positions[:, at] = np.maximum(last[:, at] - behind, 0)
+            last[:, at] = n + np.arange(drafts) if real else lag  # a row that it may see: attention to none is NaN
+            positions[:, at] = np.maximum(last[:, at] - lag, 0)
             own = np.empty(drafts, np.int64)
             self.kv.rows_for(n, drafts, real, own)
             rows[:, at] = own + at * (self.kv.live + self.kv.trash)
         if "draft_first" in host:
-            host["draft_first"][:] = behind
+            host["draft_first"][:] = lag
 
     def count(self, verify_len: int, most: int) -> int:
         return most

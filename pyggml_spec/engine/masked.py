@@ -1,6 +1,6 @@
 """Choices under constraints where logits are in device memory: masks go there, logits do not come here.
 
-A step whose rows may be asked about leaves its logits in ``logits``. Behind it one small graph takes rows of them, adds a number far below
+A step leaves its logits in ``logits``. After it one small graph takes rows of them, adds a number far below
 zero wherever a row's bits are not set, and gives the likeliest token of each, or the largest logits of each, in one read. A row of bits of
 248,000 tokens is 35 kB, a row of logits a megabyte. The bits are uploaded as weights of one bit, which every backend reads as 1 and -1.
 """
@@ -17,7 +17,7 @@ from ..ggml.library import Tensor, ffi, lib, new_context
 from ..ggml.step_io import StepFields, StepIO
 from .graph_cache import Step
 
-MOST_ROWS = 32  # at once, some 3 MB each of a vocabulary of 248,000; more are asked about one part after the other
+MOST_ROWS = 32  # at once, some 3 MB each of a vocabulary of 248,000; more go one part after another
 FAR = 1e30  # below every allowed logit; not infinity, which would make the sum of a row no number
 ROLE = "masked"
 
@@ -29,7 +29,7 @@ class MaskedRows:
         """
         Args:
             rows: the most that a step has.
-            most: the largest number of logits per row that ``largest`` is asked for.
+            most: logits per row that ``largest`` returns at most.
 
         Raises:
             DeviceError: no memory.
@@ -69,15 +69,15 @@ class MaskedRows:
     def fits(self, logits: Tensor) -> bool:
         return logits.ne[0] == self.n_vocab and logits.ne[1] <= self.rows and logits.view_src == ffi.NULL
 
-    def likeliest(self, asks: Sequence[tuple[int, np.ndarray]]) -> list[int]:
+    def likeliest(self, choices: Sequence[tuple[int, np.ndarray]]) -> list[int]:
         """The tokens with the largest logits among those that are allowed; any token where none is.
 
         Args:
-            asks: (row, bits) each, bits as ``Grammar.bits`` gives them.
+            choices: (row, bits) each, bits as ``Grammar.bits`` gives them.
         """
         out: list[int] = []
-        for first in range(0, len(asks), self._sizes[-1]):
-            part = asks[first : first + self._sizes[-1]]
+        for first in range(0, len(choices), self._sizes[-1]):
+            part = choices[first : first + self._sizes[-1]]
             out += self._run(part, 0).host["ids"][: len(part)].tolist()
         return out
 
@@ -89,15 +89,15 @@ class MaskedRows:
         logits[logits < -FAR / 2] = -np.inf
         return step.host["best_ids"].copy(), logits
 
-    def _run(self, asks: Sequence[tuple[int, np.ndarray]], count: int) -> Step:
-        step = self._graph(next(n for n in self._sizes if len(asks) <= n), count)
+    def _run(self, choices: Sequence[tuple[int, np.ndarray]], count: int) -> Step:
+        step = self._graph(next(n for n in self._sizes if len(choices) <= n), count)
         rows = step.host["rows"]
         rows[:] = 0
-        for i, (row, bits) in enumerate(asks):
+        for i, (row, bits) in enumerate(choices):
             rows[i] = row
             step.fields.put_bits("bits", i, bits)
-        for i in range(len(asks), rows.size):  # what they choose is not read, but numbers have to come of it
-            step.fields.put_bits("bits", i, asks[0][1][:0])
+        for i in range(len(choices), rows.size):  # not read, but has to be finite
+            step.fields.put_bits("bits", i, choices[0][1][:0])
         step.host["each"][:] = np.arange(rows.size)
         step.fields.run()
         return step

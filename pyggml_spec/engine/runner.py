@@ -125,8 +125,8 @@ class ModelRunner:
             self.resources.synchronize()
         self.propose(batch)
         outputs = self._verify(batch, meanwhile) if batch.is_block else self._append(batch, meanwhile)
-        for slot, finite in batch.proposed.items():
-            if not finite:
+        for slot in batch.proposed:
+            if not batch.proposed[slot]:
                 self.state.check_finite(slot, False)
                 outputs[slot] = replace(outputs[slot], draft_finite=False)
         return outputs
@@ -160,7 +160,7 @@ class ModelRunner:
             return
         if not batch.rows:
             self.check(batch)
-        drafting = {slot: item for slot, item in batch.items.items() if isinstance(item, Draft)}
+        drafting, batch.proposed = {slot: item for slot, item in batch.items.items() if isinstance(item, Draft)}, {}
         ids, sums, confidence = self._drafts(batch, drafting)
         worth = self._worth(drafting, confidence, batch.slots)
         items = dict(batch.items)

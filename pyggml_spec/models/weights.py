@@ -139,7 +139,7 @@ class Weights:
 
     devices: Any = None  # of a model on several devices: makes what its runners need (multi_device/split.py)
     segments: tuple = ()  # of layers on several devices; see segments.py
-    guests: "Weights | None" = None  # of layers in host memory that a device computes with copies of; see guests.py
+    offloaded: "Weights | None" = None  # of layers in host memory that a device computes with copies of; see offloaded.py
 
     def __init__(
         self,

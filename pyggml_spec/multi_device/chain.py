@@ -1,12 +1,12 @@
 """A step over several devices: one graph for each stretch of it that a device computes, and what is copied from one to the next.
 
 To the models it is one graph: verbs add to the part that is being built, ``enter`` begins the next one on another device, and ``bring`` gives a
-tensor of an earlier part as an input of this one. Copies are queued behind the part that makes them (csrc/step_chain.c); the host takes no part.
+tensor of an earlier part as an input of this one. Copies are queued after the part that makes them (csrc/step_chain.c), without the host.
 
 Fields have the same place in every device's step buffer. There is one mirror, which is uploaded to each device; what is read comes from the last.
 
-A step runs in its caller's thread, or in its step buffer's lane (csrc/step_lanes.c): then others run beside it, each in a lane of its own, and every
-device computes for one of them at a time. ``Turns`` knows whose turn it is, and what each device's time went into.
+A step runs in its caller's thread, or in its step buffer's lane (csrc/step_lanes.c): then others run at the same time, each in a lane of its own, and every
+device computes for one of them at a time (``DeviceQueues``).
 """
 
 import time
@@ -42,7 +42,7 @@ class ChainGraph(Graph):
     # -- building
 
     def enter(self, segment: int) -> None:
-        """What is added from now on is computed by this segment's device, behind everything that was added before."""
+        """Nodes from now on are computed by this segment's device, after all nodes before."""
         if segment == self.segment:
             return
         self.part, self.segment = self.part + 1, segment
@@ -60,7 +60,7 @@ class ChainGraph(Graph):
         self._entered(segment)
 
     def bring(self, tensor: Tensor, part: int) -> Tensor:
-        """``tensor`` of this or an earlier ``part``, for nodes of this one. An input that nobody reads costs nothing."""
+        """``tensor`` of this or an earlier ``part``, for nodes of this one. An unused input costs nothing."""
         if part == self.part:
             return tensor
         key = int(ffi.cast("uintptr_t", tensor)), self.part
@@ -90,7 +90,7 @@ class ChainGraph(Graph):
             raise EngineError(text(self._err))
 
     def capture(self) -> None:
-        """Left to its calls: a lane's thread may be using the devices."""
+        """Never ahead: a lane's thread may use the devices."""
 
     @property
     def chain(self) -> Any:
@@ -103,7 +103,7 @@ class ChainGraph(Graph):
 
     @property
     def hops(self) -> list[tuple[int, int, int]]:
-        """What is copied: behind which part, to which, and how many bytes."""
+        """Copies: after which part, to which, and bytes."""
         return [(after, to, lib.ggml_nbytes(tensor)) for after, to, tensor, landing in self._hops if landing.data != ffi.NULL]
 
     def measure(self) -> int:
@@ -144,7 +144,7 @@ class ChainGraph(Graph):
 
 
 class ChainFields(StepFields):
-    """The fields of such a step: a field that is asked for again, in another part, is the same one on another device."""
+    """The fields of such a step. A field that another part adds again is the same one on another device."""
 
     graph: ChainGraph
 
@@ -200,8 +200,8 @@ class Spent:
     queued_us: int
 
 
-class Turns:
-    """Whose turn it is on each of the devices that a step goes through. ``handle``: C's, for step buffers with a lane."""
+class DeviceQueues:
+    """One queue per device: steps in lanes use a device one at a time. ``handle``: C's, for step buffers with a lane."""
 
     def __init__(self, io: StepIO) -> None:
         """``io``: a step buffer of the same devices."""
@@ -211,7 +211,7 @@ class Turns:
             raise EngineError(text(err))
 
     def spent(self) -> list[Spent]:
-        """By each device, since it was asked last."""
+        """Of each device, since the last call."""
         out = ffi.new("pgs_spent[]", self.count)
         lib.pgs_turns_spent(self.handle, out)
         return [Spent(s.parts, s.computed_us, s.copies, s.copied_us, s.copied_bytes, s.queued_us) for s in out]

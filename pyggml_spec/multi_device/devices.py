@@ -24,7 +24,7 @@ from ..engine.runner import Meanwhile, ModelRunner
 from ..errors import DeviceError, EngineError
 from ..ggml.graph import Graph, GraphAllocator
 from ..ggml.step_io import StepFields, StepIO, StepTimes
-from .chain import ChainFields, ChainGraph, Turns
+from .chain import ChainFields, ChainGraph, DeviceQueues
 from .graphs import ChainBuilder
 from .lanes import Flight, LaneRunner, half_of, why_no_groups
 from .offload_cache import OffloadCache
@@ -34,14 +34,14 @@ class MultiDevice(Devices):
     """Of one runner.
 
     Attributes:
-        turns: which step may use each device now; measures what each did.
+        queues: which step may use each device now; measures what each did.
         offload: K/V rows and states of the first device's layers on the second one, which computes chunks with copies of their weights; None where it
             does not.
         lanes: the runners of micro-batches.
     """
 
     builder = ChainBuilder
-    turns: Turns
+    queues: DeviceQueues
     runner: ModelRunner
     resources: Resources
 
@@ -57,14 +57,14 @@ class MultiDevice(Devices):
     def open(self, resources: Resources) -> None:
         self.resources = resources
         self.offload = self._offload_cache()
-        self.turns = resources.own(Turns(resources.io))
+        self.queues = resources.own(DeviceQueues(resources.io))
 
     def attach(self, runner: ModelRunner) -> None:
         self.runner, r, slots = runner, self.resources, len(runner.slots)
         if not r.options.groups or why_no_groups(self.segments, slots, self._weights.expert_counts() is not None):
             return
         for _ in range(GROUPS):
-            graphs = r.own(StepGraphs(r, r.new_io(half_of(slots), self.turns.handle), half_of(slots)))
+            graphs = r.own(StepGraphs(r, r.new_io(half_of(slots), self.queues.handle), half_of(slots)))
             self.graphs.append(graphs)
             self.lanes.append(LaneRunner(runner, graphs))
         for graphs in self.graphs:
@@ -100,10 +100,10 @@ class MultiDevice(Devices):
                 raise EngineError(f"the step of slot {slot} is still under way: land its group first")
 
     @contextmanager
-    def apart(self) -> Iterator[Turns]:
+    def apart(self) -> Iterator[DeviceQueues]:
         self.synchronize()
-        with self.turns.lane(self.resources.io):
-            yield self.turns
+        with self.queues.lane(self.resources.io):
+            yield self.queues
 
     # -- micro-batches
 
@@ -175,7 +175,7 @@ class MultiDevice(Devices):
 
     def _offload_cache(self) -> OffloadCache | None:
         weights, r, shape = self._weights, self.resources, self.resources.target.delta_shape()
-        if weights.guests is None:
+        if weights.offloaded is None:
             return None
         opt, first = r.options, r.target.caches_before(self.segments[1].first)
         shapes, window, backend = r.target.kv_shapes(), r.target.window, self.segments[1].backend

@@ -14,7 +14,7 @@ from ..gguf_io import GGUFFile, TensorInfo
 from ..models.weights import Spec, Weights
 
 
-class GuestWeights(Weights):
+class OffloadedWeights(Weights):
     """``weights[name]`` are the copies of a layer that a stream brings, of whichever layer it has brought last.
 
     Attributes:
@@ -25,7 +25,7 @@ class GuestWeights(Weights):
         self,
         host: Backend,
         device: Backend,
-        beside: Weights,
+        device_weights: Weights,
         home: Weights,
         file: GGUFFile,
         specs: Iterable[Spec],
@@ -33,8 +33,8 @@ class GuestWeights(Weights):
         alike: Iterable[tuple[str, ...]],
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """``beside``: the device's own, which has what every layer may read. ``home``: the host's, of the same layers."""
-        self._host, self._own_of_device = host, beside
+        """``device_weights``: what every layer may read. ``home``: the same layers on the host."""
+        self._host, self._own_of_device = host, device_weights
         self._fused_at_home = {members[0]: len(home.group(name).runs[0].rows) for name, members in groups.items()}
         super().__init__(device, file, specs, groups, alike, progress)
         self.layers: dict[int, dict[str, Tensor]] = {}

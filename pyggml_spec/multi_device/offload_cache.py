@@ -1,8 +1,7 @@
 """K/V rows and states of layers that live on one device, while another computes a chunk of a prompt with copies of their weights.
 
-They stay at home: before a chunk they are copied to where it is computed, and what it left is copied back behind it. So whatever looks at a
-sequence between two steps, rewinds it or copies it finds it where it always is. What a chunk left is still where it was computed: before the next one only
-what was written at home since is copied, which is nothing while a prompt is read.
+Before a chunk they are copied to the device that computes it, and its new rows are copied back after it: between steps a sequence is on its own device.
+The copies stay valid, so that the next chunk copies only what was written since.
 """
 
 from ..cache.cursor import Cursor
@@ -35,7 +34,7 @@ class OffloadCache:
         self.brought += _copy(self._home.state(n, slot), self._there.state(n, slot))
 
     def take_back(self, slot: int, n: int, count: int) -> None:
-        """What ``count`` tokens behind ``n`` left; follow with ``agree`` once they count."""
+        """What ``count`` tokens after the first ``n`` left; follow with ``agree`` once they count."""
         self.taken += _copy(self._there.rows(n, count, False, slot), self._home.rows(n, count, False, slot))
         self.taken += _copy(self._there.state(n + count, slot), self._home.state(n + count, slot))
         self._there_is[slot] = n + count

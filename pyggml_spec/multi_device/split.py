@@ -5,7 +5,6 @@ each of them; an embedding that the drafter borrows is on the last one too.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,15 +16,14 @@ from ..drafters.multi import AnyDrafter
 from ..engine.devices import Segment
 from ..errors import EngineError, PairError
 from ..ggml.device import Backend
-from ..ggml.graph import Graph
 from ..ggml.host_experts import ExpertCounts
 from ..ggml.library import Tensor
 from ..ggml.weight_stream import WeightStream
 from ..models.decoder import Decoder
 from ..models.placement import Placement
-from ..models.weights import Group, Matrix, Spec, Weights
+from ..models.weights import Spec, Weights
 from .devices import MultiDevice
-from .offload import GuestWeights
+from .offload import OffloadedWeights
 
 EMBEDDING = "token_embd.weight"
 FIRST = (EMBEDDING, "per_layer_")  # what names begin with that only the first device needs
@@ -52,8 +50,8 @@ def segments_of(target: Decoder, backends: Sequence[Backend], cuts: Sequence[int
 
 
 def cuts_by(shares: Sequence[float], sizes: Sequence[int], last: int) -> list[int]:
-    """Where layers of these ``sizes`` are cut so that each device's share of their sum is nearest to ``shares``; no cut is behind ``last``, and
-    each device gets a layer. Where no share is above 0, because no device says that it has memory free, all are alike."""
+    """Where layers of these ``sizes`` are cut so that each device's share of their sum is nearest to ``shares``; no cut is after ``last``, and
+    each device gets a layer. Without a share above 0 all are alike."""
     shares = shares if any(shares) else [1.0] * len(shares)
     whole, total, cuts = sum(shares), sum(sizes), list[int]()
     sums = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
@@ -65,12 +63,7 @@ def cuts_by(shares: Sequence[float], sizes: Sequence[int], last: int) -> list[in
 
 
 def split(
-    target: Decoder,
-    backends: Sequence[Backend],
-    shares: Sequence[float] | None,
-    free: Sequence[int],
-    at_last: int,
-    per_layer: int,
+    target: Decoder, backends: Sequence[Backend], shares: Sequence[float] | None, free: Sequence[int], at_last: int, per_layer: int
 ) -> tuple[Segment, ...]:
     """The segments of a target on several devices.
 
@@ -150,13 +143,17 @@ def _report(progress: Callable[[int, int], None], before: int, total: int, done:
     progress(min(before + done, total), total)
 
 
+def _sum_of(name: str) -> property:
+    return property(lambda weights: sum(getattr(part, name) for part in weights.parts))
+
+
 class SplitWeights:
     """The ``Weights`` of each segment as one: names are those of the segment that a graph is being built for. Owns them.
 
     Attributes:
         segments: of the layers.
         parts: each one's weights.
-        guests: those of the first segment's layers, while the second one's device computes chunks of prompts with copies of them.
+        offloaded: those of the first segment's layers, while the second one's device computes chunks of prompts with copies of them.
     """
 
     def __init__(
@@ -173,7 +170,8 @@ class SplitWeights:
         check_drafter(drafter)
         self.segments, self.placement, self.file, self._target = tuple(segments), placement, target.file, target
         self.parts: list[Weights] = []
-        self.guests: GuestWeights | None = None
+        self._here: Any = None  # weights of the segment that is being built
+        self.offloaded: OffloadedWeights | None = None
         specs, groups, alike = target.specs(), target.groups(), target.fused_alike()
         borrowed = borrowed or borrows_embedding(drafter)
         needed = [specs_on(specs, segments, index, borrowed) for index in range(len(segments))]
@@ -198,15 +196,15 @@ class SplitWeights:
         return MultiDevice(self.segments, self)
 
     def enter(self, segment: int) -> None:
-        """Says which segment's graph is being built from now on."""
+        """Nodes from now on are of this segment."""
         self._here = self.parts[segment]
 
     def visit(self) -> None:
-        """In the second segment's graph, layers of the first one are added from now on."""
-        assert self.guests is not None
-        self._here = self.guests
+        """Nodes from now on are of streamed layers, in the second segment."""
+        assert self.offloaded is not None
+        self._here = self.offloaded
 
-    def open_guests(self, rows: int, progress: Callable[[int, int], None] | None = None) -> WeightStream:
+    def stream_layers(self, rows: int, progress: Callable[[int, int], None] | None = None) -> WeightStream:
         """Chunks of ``rows`` rows and more compute on the second device with copies of the first one's layers from now on, if it has memory for them:
         see the stream's ``fits``.
 
@@ -218,11 +216,11 @@ class SplitWeights:
         names = {spec.name for spec in specs}
         groups = {name: members for name, members in self._target.groups().items() if set(members) <= names}
         families = [tuple(name for name in family if name in groups) for family in self._target.fused_alike()]
-        self.guests = GuestWeights(host, device, self.parts[1], self.parts[0], self.file, specs, groups, families, progress)
-        stream = self.parts[1].open_stream(rows, self.guests.layers)
+        self.offloaded = OffloadedWeights(host, device, self.parts[1], self.parts[0], self.file, specs, groups, families, progress)
+        stream = self.parts[1].open_stream(rows, self.offloaded.layers)
         assert stream is not None
         if stream.fits:
-            self.guests.lend(stream)
+            self.offloaded.lend(stream)
         return stream
 
     # -- of the segment that is being built
@@ -230,37 +228,11 @@ class SplitWeights:
     def __getitem__(self, name: str) -> Tensor:
         return self._here[name]
 
-    def get(self, name: str) -> Tensor | None:
-        return self._here.get(name)
-
     def __contains__(self, name: str) -> bool:
         return name in self._here
 
-    def matrix(self, name: str) -> Matrix:
-        return self._here.matrix(name)
-
-    def scale(self, name: str) -> Tensor | None:
-        return self._here.scale(name)
-
-    def bias(self, name: str) -> Tensor | None:
-        return self._here.bias(name)
-
-    def group(self, name: str) -> Group:
-        return self._here.group(name)
-
-    @property
-    def host_experts(self) -> Any:
-        return self._here.host_experts
-
-    def streams_layer(self, layer: int) -> bool:
-        return self._here.streams_layer(layer)
-
-    def arrived(self, g: Graph, layer: int) -> AbstractContextManager[None]:
-        return self._here.arrived(g, layer)
-
-    @property
-    def backend(self) -> Backend:
-        return self._here.backend
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._here, name)
 
     # -- of all
 
@@ -288,9 +260,9 @@ class SplitWeights:
     def close_streams(self) -> None:
         for part in self.parts:
             part.close_streams()
-        if self.guests is not None:
-            self.guests.close()
-            self.guests = None
+        if self.offloaded is not None:
+            self.offloaded.close()
+            self.offloaded = None
 
     def expert_counts(self) -> ExpertCounts | None:
         counts = [count for part in self.parts if (count := part.expert_counts()) is not None]
@@ -307,25 +279,9 @@ class SplitWeights:
                 out[name] = out.get(name, 0) + nbytes
         return out
 
-    @property
-    def host_bytes(self) -> int:
-        return sum(part.host_bytes for part in self.parts)
-
-    @property
-    def repacked_bytes(self) -> int:
-        return sum(part.repacked_bytes for part in self.parts)
-
-    @property
-    def native_bytes(self) -> int:
-        return sum(part.native_bytes for part in self.parts)
-
-    @property
-    def other_matrix_bytes(self) -> int:
-        return sum(part.other_matrix_bytes for part in self.parts)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return sum(part.buffer_bytes for part in self.parts)
+    host_bytes, repacked_bytes, own_bytes, other_matrix_bytes, buffer_bytes = map(
+        _sum_of, ("host_bytes", "repacked_bytes", "own_bytes", "other_matrix_bytes", "buffer_bytes")
+    )
 
     @property
     def nbytes(self) -> int:
@@ -333,10 +289,10 @@ class SplitWeights:
 
     @property
     def nbytes_by_segment(self) -> list[int]:
-        """The first one's with what guests have of the host's memory, which is a second copy of its layers."""
+        """The first one's includes the second copy of its layers in host memory, from which they are streamed."""
         out = [part.nbytes for part in self.parts]
-        if self.guests is not None:
-            out[0] += self.guests.buffer_bytes
+        if self.offloaded is not None:
+            out[0] += self.offloaded.buffer_bytes
         return out
 
     def close(self) -> None:

@@ -144,7 +144,7 @@ def convert_drafter(
     """Writes ``out``, a GGUF with the drafter of ``source`` and the tokenizer of ``target``.
 
     Args:
-        source: a folder with config.json and safetensors files, or one safetensors file beside its config.json.
+        source: a folder with config.json and safetensors files, or one safetensors file with config.json in its folder.
         target: GGUF of the drafter's target.
         kind: type of the matrices, one of ``quants.TYPES``; vectors stay F32.
         replace: replace an existing ``out``, atomically.

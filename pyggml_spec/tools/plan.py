@@ -152,7 +152,7 @@ def plan(
             for name, nbytes in mine.bytes_by_type.items():
                 by_type[name] = by_type.get(name, 0) + nbytes
         trained, rooms = loader.target.context_length, [part.free for part in parts]
-        copied = sum(stream.nbytes for stream in weights.streams) + (weights.guests.buffer_bytes if weights.guests is not None else 0)
+        copied = sum(stream.nbytes for stream in weights.streams) + (weights.offloaded.buffer_bytes if weights.offloaded is not None else 0)
         return Plan(
             device=",".join(part.device for part in parts),
             n_ctx=n_ctx,

@@ -282,5 +282,5 @@ def test_nor_of_chunks_before_those_that_another_slot_brought(pair):
         chunks(slots[1], 3)
         assert cache.restore(slots[0]).tokens == 3 * CHUNK
         cache.discard(slots[0])
-        kept = [bool(chunk.copies) for chunk in mine.values()]
+        kept = [bool(chunk.data) for chunk in mine.values()]
         assert kept == [False, True, True, False] and cache.used_bytes > 0

@@ -58,6 +58,7 @@ def test_an_argument_is_said_as_the_option_of_the_running_command():
     one_sentence(pyspec("run", *CPU, "-q", "-c", 64, "-p", "x" * 65), "raise -c")
 
 
+@pytest.mark.slow
 def test_words_that_belong_to_no_option_get_a_hint():
     for command, hint in (("run", "with -p"), ("chat", "piped in")):
         done = pyspec(command, "Write a poem")

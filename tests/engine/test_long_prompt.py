@@ -33,14 +33,15 @@ def test_no_sequence_waits_longer_than_one_prefill_step(tmp_path):
             prompt = np.random.default_rng(1).integers(0, 256, LONG).tolist()
             long = scheduler.submit(prompt, GenerationOptions(1, SPECULATIVE))
             passes: list[tuple[int, set[int]]] = []  # rows of the prompt in each step, and who decoded in it
-            step = engine.step
+            forward = engine.forward
 
-            def counted(work, meanwhile=None):
+            def counted(batch, meanwhile=None):
+                work = batch.items
                 rows = sum(item.rows for item in work.values() if isinstance(item, Prefill))
                 passes.append((rows, {slot for slot, item in work.items() if not isinstance(item, Prefill)}))
-                return step(work, meanwhile)
+                return forward(batch, meanwhile)
 
-            engine.step = counted
+            engine.forward = counted
             while not long.tokens:
                 scheduler.step()
             assert sum(rows for rows, _ in passes) == LONG and max(rows for rows, _ in passes) == MAX_PREFILL_TOKENS_WITH_DECODE

@@ -332,7 +332,7 @@ def test_copies_are_fused_as_their_layers_are(tmp_path, monkeypatch, apart, kern
         weights = session.target.weights
         for name in session.target.groups():
             if int(name.split(".")[1]) < 3:
-                assert [run.rows for run in weights.guests.group(name).runs] == [run.rows for run in weights.parts[0].group(name).runs]
+                assert [run.rows for run in weights.offloaded.group(name).runs] == [run.rows for run in weights.parts[0].group(name).runs]
         session.generate(IDS, 8, ignore_end=True)
 
 
@@ -357,7 +357,7 @@ def test_drafters_and_prefixes_with_copies_of_layers(tmp_path):
     for rows in (None, 33):
         with layers_of_the_cpu(target, 3, rows, draft=draft, draft_width=4, prefix_memory=1 << 24) as session:
             engine, waited = session.engine, []
-            engine.prefill(IDS, stop=lambda waited=waited, parts=engine.resources: waited.append(parts.under_way is None))
+            engine.prefill(IDS, stop=lambda waited=waited, parts=engine.devices: waited.append(parts.under_way is None))
             drafts.append(engine.fused_step(4).tokens.tolist())
             assert rows is None or waited == [True] * 3
             for key, step in engine.graphs.steps().items():
@@ -523,7 +523,7 @@ def test_experts_of_the_host_take_the_copies(tmp_path):
     with loaded(path, rows=None, device="CPU,CPU", tensor_split=[2, 2]) as session:
         want = seen(session)
     with loaded(path, device="CPU,CPU", tensor_split=[2, 2]) as session:
-        assert session.target.weights.guests is None and len(session.target.weights.streams) == 2
+        assert session.target.weights.offloaded is None and len(session.target.weights.streams) == 2
         np.testing.assert_array_equal(seen(session)[0], want[0])
 
 

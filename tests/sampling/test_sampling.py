@@ -197,6 +197,7 @@ def test_speculation_keeps_the_chains_distribution(table, chain):
     assert p > ALPHA and 0 < stats.matched < stats.drafted
 
 
+@pytest.mark.slow
 def test_the_distribution_test_notices_a_wrong_acceptance_rule(table):
     assert p_value(table, Sampling(**OFF, seed=11), AsksAgain)[0] < ALPHA
 

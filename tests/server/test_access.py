@@ -132,6 +132,7 @@ def _raw(server, data):
     return int(got.split()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_no_path_answers_to_another_name(server, path):
     for head, status in (
@@ -248,6 +249,7 @@ def test_a_body_after_a_byte_order_mark_and_other_encodings(server):
         assert response.status_code == 400 and words in response.text, response.text
 
 
+@pytest.mark.slow
 def test_a_server_that_was_told_more_names_and_origins():
     with Running("--slots", 1, "--allowed-hosts", "box, *.example.com", "--cors-origins", "https://a.com", "--api-key", KEY) as running:
         for host, status in (("box:1", 200), ("x.example.com", 200), ("evil.com", 403)):

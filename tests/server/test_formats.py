@@ -59,6 +59,7 @@ def test_every_case_was_recorded():
     )  # elsewhere its grammar let the same text out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", CASES)
 def test_an_answer_is_read_as_llama_server_reads_it(templates, key):  # noqa: F811
     case = CASES[key]
@@ -114,6 +115,7 @@ def templated(folder: Path, family: str) -> str:
     return (folder / f"{FAMILIES[family].template}.jinja").read_text("utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CALLED))
 def test_a_conversation_with_a_tool(templates, tmp_path, name):  # noqa: F811
     """Reasoning and a call from control tokens, whole and streamed; the tool's result; the answer; and another question: no template refuses a turn."""
@@ -162,6 +164,7 @@ def hermes(templates, tmp_path_factory):  # noqa: F811
         yield model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, word",
     [
@@ -217,6 +220,7 @@ def thinking(templates, tmp_path_factory):  # noqa: F811
 USER = {"role": "user", "content": "Hi"}
 
 
+@pytest.mark.slow
 def test_a_stop_text_cuts_a_call_unless_it_ends_it(thinking):
     for stop, calls in (("<parameter=n>", 0), ("</parameter>\n<p", 0), ("3", 0), ("</function>", 1), ("</tool_call>", 1)):
         choice = thinking.post("call", tools=TOOLS, stop=[stop]).json()["choices"][0]
@@ -267,6 +271,7 @@ def test_what_cannot_be_continued_is_refused_by_name(thinking, last, more, says)
     assert response.status_code == 400 and says in response.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_file_may_have_a_template_for_tools(tmp_path):
     body = "{% for m in messages %}{{ m.content }}{% endfor %}"
     more = {
@@ -283,6 +288,7 @@ def test_a_file_may_have_a_template_for_tools(tmp_path):
         assert (props["chat_template"], props["chat_template_tool_use"]) == ("without: " + body, more["tokenizer.chat_template.tool_use"])
 
 
+@pytest.mark.slow
 def test_a_server_says_what_is_wrong_with_a_template(tmp_path):
     for template, more, says in (
         (" ", {}, "has an empty chat template: it is spoken to in ChatML; --chat-template gives it one"),

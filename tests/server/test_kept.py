@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from server.running import Running, wait_for
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "def quicksort(items):\n    " + "# sorts a list of items in place\n    " * 12
 
 

@@ -23,6 +23,7 @@ def head(server, path, key="one", length=8 << 20, method="POST"):
     return sock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path, key, method, status",
     [
@@ -91,6 +92,7 @@ LARGE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path, body, words", LARGE, ids=range(len(LARGE)))
 def test_what_is_too_much_is_refused_before_it_costs(server, path, body, words):
     """They took seconds to a minute of one of two threads, or of the event loop."""
@@ -101,6 +103,7 @@ def test_what_is_too_much_is_refused_before_it_costs(server, path, body, words):
     assert server.resident_mib < 400
 
 
+@pytest.mark.slow
 def test_what_is_large_and_fits_is_answered(server):
     tokens = server.ok("/tokenize", content="a b " * 100_000)["tokens"]
     pieces = server.ok("/tokenize", content="a b " * 100_000, with_pieces=True)["tokens"]
@@ -109,6 +112,7 @@ def test_what_is_large_and_fits_is_answered(server):
     assert server.ok("/detokenize", tokens=[])["content"] == ""
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_a_whole_answer_are_those_of_its_stream(server):
     """A thousand of each token are made while they are sent; all at once they took the event loop for seconds."""
     asked = {"prompt": "import os\n", "n_predict": 60, "temperature": 0, "ignore_eos": True, "n_probs": 1000}
@@ -150,6 +154,7 @@ served.Served.encoded = slowly
 """
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_stops_what_is_made_of_its_request():
     """Prompts were encoded to the last one, whoever had gone."""
     with Running("--slots", 2, "--queue", 200, before=SLOWLY) as running:

@@ -6,6 +6,8 @@ import random
 import pytest
 from server.running import Running
 
+pytestmark = pytest.mark.slow
+
 PATHS = [
     "/v1/chat/completions", "/v1/completions", "/completion", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/tokenize", "/detokenize",
     "/apply-template", "/v1/responses/input_tokens",

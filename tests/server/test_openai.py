@@ -21,6 +21,7 @@ def client(server, openai):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
+@pytest.mark.slow
 def test_models(client, server, openai):
     (entry,) = client.models.list().data
     assert entry.id == "target.gguf" and client.models.retrieve(entry.id).id == entry.id
@@ -66,6 +67,7 @@ def test_drafts_in_the_stream_are_those_of_the_statistics(server):
         assert step["drafts"][: step["accepted"]] == step["tokens"][: step["accepted"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["\n", [" the", "return"], ["no such text"], ["", "items"]])
 def test_stop_texts_and_usage(client, server, stop):
     """The text ends before the earliest one, and usage counts the tokens up to it, however a step cut them."""
@@ -188,6 +190,7 @@ def test_tools_may_be_there_without_being_called(client):
     assert "".join(c.choices[0].delta.content or "" for c in chunks)
 
 
+@pytest.mark.slow
 def test_responses(client, openai):
     got = client.responses.create(model="x", input="import os", instructions="You write Python.", max_output_tokens=12, temperature=0)
     chat = client.chat.completions.create(model="x", messages=CHAT, max_tokens=12, temperature=0)

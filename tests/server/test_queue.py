@@ -12,6 +12,8 @@ import httpx
 import pytest
 from server.running import Running, posted, wait_for
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "def quicksort(items):\n"
 
 

@@ -25,6 +25,8 @@ from pyggml_spec.server import protocol
 from pyggml_spec.server.access import Keys
 from pyggml_spec.server.errors import ApiError
 
+pytestmark = pytest.mark.slow
+
 
 def test_without_the_extra_one_sentence_names_the_command(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['uvicorn'] = sys.modules['msgspec'] = None\n")

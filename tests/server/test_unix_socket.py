@@ -13,6 +13,8 @@ from server.running import Running, events
 from pyggml_spec.errors import PyspecError
 from pyggml_spec.server.sockets import listen
 
+pytestmark = pytest.mark.slow
+
 ASK = {"prompt": "a", "n_predict": 2}
 
 

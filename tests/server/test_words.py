@@ -36,6 +36,7 @@ FOREIGN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path, body, param, words",
     [
@@ -100,6 +101,7 @@ LITERALS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_numbers_that_nothing_can_hold(server, path):
     """`logit_bias` of 10^400 was an error of the server's."""

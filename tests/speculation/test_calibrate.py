@@ -126,13 +126,13 @@ def test_plain_steps_are_measured_at_the_length_of_the_text(pair, monkeypatch):
     """They had eight tokens behind them, where attention reads next to nothing: a text of 256 tokens seemed to lose 5 %."""
     monkeypatch.setattr(calibrate, "FILL_S", 60)  # on slow machines there are fewer
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
-        behind, steps = [], session.engine.step
+        behind, steps = [], session.engine.forward
 
         def seen(work, *args):
             behind.append(session.engine.cursor.committed)
             return steps(work, *args)
 
-        monkeypatch.setattr(session.engine, "step", seen)
+        monkeypatch.setattr(session.engine, "forward", seen)
         session.calibrate_plain(3, 100)
         assert behind[-1] >= 100
         monkeypatch.setattr(calibrate, "FILL_S", 1e-9)  # computing them takes too long: as before

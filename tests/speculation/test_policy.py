@@ -25,6 +25,7 @@ def _gains(texts, machine, suites):
     return [gain for seed, session in enumerate(suites[texts]) for gain in replay.session(replay.New, machine, session, seed)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("texts", ["recorded 160", "recorded 400", "two drafters", "workloads 500"])
 def test_recorded_texts_are_within_two_percent_of_the_best_fixed_plan(texts, suites):
     """On average over machines; no text is much slower than plain decoding."""
@@ -36,6 +37,7 @@ def test_recorded_texts_are_within_two_percent_of_the_best_fixed_plan(texts, sui
     assert statistics.mean(shares) > MEAN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("texts", ["iid", "regimes", "mixed"])
 def test_no_synthetic_text_is_much_slower_than_plain_decoding(texts, suites):
     for machine in replay.MACHINES.values():
@@ -122,6 +124,7 @@ def test_a_passage_that_the_drafter_does_not_know_leaves_no_debt(costs):
         assert one.spent(one.run(300, lambda drafts: drafts)) < 0.92 * 300 * costs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97])
 @pytest.mark.parametrize("costs", [H200_27B, SLOW_BLOCKS])
 def test_close_to_the_best_fixed_plan_and_never_slower_than_plain(costs, p):
@@ -141,6 +144,7 @@ def test_two_unlucky_blocks_at_the_start_do_not_decide_a_text():
         assert 128 / one.spent(one.run(128, _geometric(0.845, seed))) > 1.7 / costs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p, costs", [(0.6, {1: 10.0, 2: 10.7, 4: 14.6}), (0.8, {1: 10.0, 4: 19.8, 8: 28.0})])
 def test_plans_of_the_same_speed_are_not_exchanged_all_the_time(p, costs):
     """Each change takes a graph that commits."""
@@ -219,6 +223,7 @@ def test_the_number_of_slots_decides():
     assert four.choose(4, [seen(four, 2) for _ in range(4)]).tokens == 2
 
 
+@pytest.mark.slow
 def test_plain_decoding_of_many_is_left_again_when_drafts_become_right():
     policy, used = learnt(), []
     states = [seen(policy, 0) for _ in range(4)]

@@ -136,7 +136,7 @@ def test_copies_of_layers_are_planned(tmp_path):
     with ps.load(path, threads=1, offload_prompts=1, **options) as session, session.batch(3) as scheduler:
         of_slots = {name: nbytes for name, nbytes in scheduler.runner.memory().items() if name != "weights"}
         assert [sum(part.values()) for part in session.engine.memory_by_segment()] == [part.total for part in planned.split]
-        assert more[0] == session.target.weights.guests.buffer_bytes
+        assert more[0] == session.target.weights.offloaded.buffer_bytes
     assert plan(path, **options, offload_prompts=1, slots=3).slots_memory == of_slots
 
 
