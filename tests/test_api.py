@@ -64,6 +64,7 @@ def test_options_and_fields_of_load():
         ps.load(n_context=5)
 
 
+@pytest.mark.slow
 def test_a_type_checker_knows_the_options(tmp_path):
     """The package is marked as typed: what it cannot check it must not hide."""
     (tmp_path / "user.py").write_text(

@@ -263,6 +263,7 @@ def test_a_session_for_requests_alone_has_no_caches_of_its_own(pair):
             session.calibrate_plain()
 
 
+@pytest.mark.slow
 def test_a_text_that_rests_loses_nothing_that_was_computed(monkeypatch):
     """Without a drafter's inputs a text has other rows: what its prompt continues after decides, where drafts would not pay anyway."""
     prompt = list(range(40, 240)) * 6
@@ -279,6 +280,7 @@ def test_a_text_that_rests_loses_nothing_that_was_computed(monkeypatch):
         assert events[-1].stats.reused_tokens >= len(history) - 1 and not session.engine.slots[0].drafting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots, rested", [(1, [False, False, True]), (2, [False, False, False])])
 def test_a_text_in_one_slot_rests_as_in_a_session(monkeypatch, slots, rested):
     """Where drafts would not pay a text gets no drafter's inputs, unless its prompt continues after one that has them. What one slot's blocks cost

@@ -95,6 +95,7 @@ def test_versions_name_everything_that_a_benchmark_depends_on(monkeypatch):
         assert library.versions()["pyggml_spec"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     ["session", "sampling.sampler", "tools.compare", "tools.reference", "tools.bench", "models.weights", "engine.runner", "gguf_io"],

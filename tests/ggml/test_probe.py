@@ -44,6 +44,7 @@ def pyspec(fake: Path, cache: Path, *arguments: str, **env: str) -> subprocess.C
 RUN = ("run", "-p", "def quicksort(", "-n", "8", "--mode", "plain", "-t", "1", "--kernels", "ggml")
 
 
+@pytest.mark.slow
 @linux
 def test_a_buffer_type_whose_products_end_the_process_is_not_used(fake, tmp_path):
     """ "Illegal instruction" was all that the user of a processor with AMX and GCC 12 ever saw."""
@@ -75,6 +76,7 @@ def test_a_child_that_something_outside_ended_proves_nothing(fake, tmp_path):
     assert "FAKE is not used" in done.stderr and "SIGKILL" in done.stderr and not list(tmp_path.glob("probe-*"))
 
 
+@pytest.mark.slow
 @linux
 def test_quiet_is_quiet_where_the_kernel_refuses_amx(fake, tmp_path):
     """ggml writes that to stderr itself, past its log. What is not that line is passed on."""

@@ -157,6 +157,7 @@ def test_no_path_answers_to_another_name(server, path):
 ASK = {"prompt": "a", "n_predict": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "headers, status",
     [

@@ -64,6 +64,7 @@ def asked(server, want, **body):
     return said
 
 
+@pytest.mark.slow
 def test_what_stands_around_the_cursor_comes_between_the_models_tokens(server, encode):
     first = [4004, *encode("myproject\n")]
     here = [

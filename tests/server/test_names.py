@@ -79,6 +79,7 @@ def test_a_thinking_budget_of_nothing_is_obeyed(name):
     assert getattr(_chat({"messages": [], name: 0}), name) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_what_means_nothing_is_named(server, path, stream):

@@ -84,6 +84,7 @@ def test_what_is_no_request_yet_has_limits(monkeypatch, parts, status, words):
     assert error["code"] == status and words in error["message"]
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing_is_cut_off(monkeypatch, caplog):
     """It kept its connection, and what waited for it, for ever. One that reads slowly gets all."""
     monkeypatch.setattr(protocol, "UNREAD_SECONDS", 0.2)

@@ -61,6 +61,7 @@ def told(path: str, answer: dict) -> str:
     return answer["choices"][0]["text"] if path == "/v1/completions" else answer["content"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path, body, name, place", WRONG, ids=[f"{path} {json.dumps(body)[:60]}" for path, body, *_ in WRONG])
 def test_a_schema_in_the_wrong_place_is_refused_with_the_right_one(server, path, body, name, place):
     response = server.post(path, **asked(path, body))

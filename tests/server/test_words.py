@@ -115,6 +115,7 @@ def test_numbers_that_nothing_can_hold(server, path):
             assert response.status_code == 200 or 10 < len(response.json()["error"]["message"]) < 900, response.text[:300]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bias",
     [f'{{"5": {HUGE}}}', f'{{"5": {-HUGE}}}', '{"5": 1e400}', '{"5": NaN}', '{"5": Infinity}', '{"5": true}', '{"5": "1"}', f"[[{HUGE}, 1]]", "[[5.0, 1]]", "[[5.5, 1]]",

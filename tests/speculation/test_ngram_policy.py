@@ -69,6 +69,7 @@ def test_the_text_is_plain_text_and_repeated_requests_are_copied(session, plain)
     assert json.loads(json.dumps(first.as_dict()))["drafters"][method] == list(first.drafters[method])
 
 
+@pytest.mark.slow
 def test_sampled_text_is_that_of_plain_decoding(session):
     sampling = ps.Sampling(temperature=0.8, seed=5)
     want = session.generate(PROMPT, 60, mode="plain", sampling=sampling, ignore_end=True)[0]
@@ -96,6 +97,7 @@ def test_plain_and_reference_modes_look_nothing_up(session):
         assert not session.generate(PROMPT, 20, mode=mode, ignore_end=True)[1].drafters
 
 
+@pytest.mark.slow
 def test_an_answer_left_early_is_no_corpus_of_half_a_step(session, plain):
     steps = session.steps(PROMPT, N, ignore_end=True)
     begun = [event.text for event in islice(steps, 4)]
@@ -129,6 +131,7 @@ def test_what_is_looked_up_teaches_a_drafter_nothing(session, monkeypatch):
     assert any(was[0] for was, _ in taught) and all(was == untaught for was, untaught in taught)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [2, 4])
 def test_in_slots_each_text_is_its_own(session, plains, slots):
     for _ in range(2):
