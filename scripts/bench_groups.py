@@ -17,9 +17,8 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 
-from pyggml_spec.engine.request import PLAIN, SPECULATIVE, LoopOptions
-
 import pyggml_spec as ps
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
 PROMPTS = ["def fibonacci(n):\n    ", "The first time that", "import numpy as np\n", "class Stack:\n    def push", "# Read a file\nwith open(",
@@ -73,19 +72,19 @@ def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: 
         for i, prompt in enumerate(prompts):
             drawn = SyntheticAcceptance(args.synthetic, width - 1, i) if args.synthetic and width > 1 else None
             mode = PLAIN if width == 1 else SPECULATIVE
-            streams.append(scheduler.submit(prompt, LoopOptions(args.tokens, mode, ignore_end=True, synthetic=drawn)))
+            streams.append(scheduler.submit(prompt, GenerationOptions(args.tokens, mode, ignore_end=True, synthetic=drawn)))
         while not all(stream.tokens for stream in streams):
             scheduler.step()
         for _ in range(6):  # graphs are built, and captured
             scheduler.step()
-        scheduler.engine.devices.queues.spent()
+        scheduler.runner.devices.queues.spent()
         before, began, cpu = scheduler.stats.emitted, time.perf_counter(), time.process_time()
         steps = scheduler.stats.steps
-        with host_gaps(scheduler.engine.devices) as gaps:
+        with host_gaps(scheduler.runner.devices) as gaps:
             while not any(stream.ended for stream in streams):
                 scheduler.step()
         seconds, emitted, steps = time.perf_counter() - began, scheduler.stats.emitted - before, scheduler.stats.steps - steps
-        spent, cpu = scheduler.engine.devices.queues.spent(), time.process_time() - cpu
+        spent, cpu = scheduler.runner.devices.queues.spent(), time.process_time() - cpu
         scheduler.run()
         busy = [f"{100 * (s.computed_us + s.copied_us) / 1e6 / seconds:.0f} %" for s in spent]
         return {
@@ -93,7 +92,7 @@ def measured(session: ps.Session, args: argparse.Namespace, width: int, groups: 
             "cpu": 1e3 * cpu / max(1, emitted),
             "texts": [s.tokens for s in streams],
             "busy": busy,
-            "grouped": scheduler.stats.grouped,
+            "grouped": scheduler.stats.pipelined,
             "round": 1e3 * seconds / max(1, steps // (2 if groups == 2 else 1)),
             "spent": [{of: 2e-3 * getattr(s, f"{of}_us") / max(1, steps) for of in ("computed", "copied", "queued")} for s in spent],
             "gaps": {what: statistics.median(of) for what, of in gaps.items() if of},
