@@ -189,7 +189,7 @@ class ChainFields(StepFields):
 
 @dataclass(frozen=True)
 class Spent:
-    """What one device did in the steps of lanes: parts computed, uploads and reads included; copies to other devices behind them; microseconds of
+    """What one device did in the steps of lanes: parts computed, uploads and reads included; copies to other devices after them; microseconds of
     both, and those that lanes waited for their turn on it."""
 
     parts: int

@@ -1,4 +1,4 @@
-"""Steps over several devices: what a runner needs beside those of one (``engine.devices``).
+"""Steps over several devices: what a runner needs on top of one device (``engine.devices``).
 
 A step is a chain of graphs (chain.py). Chunks of a prompt are launched one after another without waiting, so that the first device computes the next
 chunk while the others finish this one. Two micro-batches can be in flight together (lanes.py). Wide chunks compute layers of the host with streamed

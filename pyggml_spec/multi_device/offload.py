@@ -60,7 +60,7 @@ class OffloadedWeights(Weights):
         need, free = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, self._host_type()), free_bytes(self._host.device)
         buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(ctx, self._host_type()) if need <= free else ffi.NULL
         if buffer == ffi.NULL:
-            raise DeviceError(f"copies of its layers need {need >> 20} MiB of host memory beside them, of which {free >> 20} are free")
+            raise DeviceError(f"copies of its layers need {need >> 20} MiB of host memory in addition, of which {free >> 20} are free")
         lib.ggml_backend_buffer_set_usage(buffer, lib.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
         self._buffers.append(buffer)
 

@@ -14,7 +14,7 @@ from ..engine.runner import ModelRunner
 from ..folders import cache_folder
 from ..speculation.calibrate import SEED, Waiting, cost_key, keep, kept
 
-RUNS = 3  # of each chunk behind one that is not counted
+RUNS = 3  # of each chunk, after one that is not counted
 NEVER = 1 << 30  # rows
 
 

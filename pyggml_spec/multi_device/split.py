@@ -71,7 +71,7 @@ def split(
         shares: how many of the layers each device gets, in proportion; None: as many as its free memory has a share in that of all, and the
             CPU those that GPUs have no room for.
         free: bytes that each device has for them.
-        at_last: bytes of what the last device has beside layers: the head and the drafter.
+        at_last: bytes on the last device besides layers: the head and the drafter.
         per_layer: bytes of one layer's K/V rows and states.
 
     Raises:

@@ -1,5 +1,4 @@
-"""What a step costs at each width, measured on the real graphs of this engine, and kept per model, device and version; and how good drafts were, kept per
-pair."""
+"""Costs of steps, measured on this engine's graphs and cached per model, device and version; acceptance priors, cached per pair."""
 
 import hashlib
 import json
@@ -24,26 +23,21 @@ from ..ggml.device import cpu_wait_s, graph_replay_enabled, kernels_in_use
 from ..ggml.library import versions
 from .policy import AcceptancePrior, StepPlan
 
-# Runs that do not count, at least: ggml-cuda captures on the second identical call and replays from the third on; and the time of runs that do not. The first
-# 16 blocks of four rows of the embedded pair took 0.97 ms in the median where all behind them take 0.70, and control believed that for a whole session.
-WARMUP, WARM_S = 3, 0.015
+WARMUP, WARM_S = 3, 0.015  # runs, and seconds of runs, that are not counted: CUDA graphs replay from the third on, caches fill
 MOST, ENOUGH_S, LIMIT_S = 12, 0.15, 0.6  # runs per width; seconds after which three runs are enough, and after which one is
-PLAIN_MORE = 3  # times as many plain steps: all else is compared with them, and weights come into the cache by and by (28 MB: 1.6, 1.3, 1.2 ms, then 1.07)
-START = [0] * 8  # tokens that the measured steps follow at least
-# Texts have more behind them, and attention reads what is there: behind 8 tokens a block of 4 rows of the embedded pair was measured as 1.46 plain steps,
-# and took 1.6 to 1.9 in texts. So much more is computed as takes no longer than FILL_S; of larger models attention is the smaller part. 20 prompts in turn,
-# one thread, three times, busy machine: mean 1.46 of plain decoding without, 1.49 with, where runs of equal code lay between 1.38 and 1.62.
-FILL, MOST_FILL, FILL_S = [0] * 32, 4, 0.1
+PLAIN_MORE = 3  # times as many plain steps: all other costs are relative to them
+START = [0] * 8  # tokens in the cache before measured steps, at least
+FILL, MOST_FILL, FILL_S = [0] * 32, 4, 0.1  # further tokens in the cache, as many chunks as take at most FILL_S: attention reads them
 SEED = 2
 KEEP_DRAFTS = "PYSPEC_KEEP_DRAFTS"
-LEAST_BLOCKS, MOST_BLOCKS = 8, 1e6  # whose drafts are worth keeping; of an entry, whose weights of old ones fade
+LEAST_BLOCKS, MOST_BLOCKS = 8, 1e6  # blocks that an entry needs, and that one can have: old ones fade
 
 
 K = TypeVar("K", int, StepPlan, tuple[int, str])
 
 
 def kind_costs(engine: ModelRunner, kinds: tuple[StepPlan, ...]) -> dict[StepPlan, float]:
-    """``step_cost`` of drafting steps by kind. Forgets the sequence. Those that the context is too short for are left out."""
+    """``step_cost`` of drafting steps by plan, as far as they fit the context. Resets the sequence."""
     random = np.random.default_rng(SEED)
     return {
         kind: step_cost(engine, kind.tokens, random, who=kind.method, rows=kind.verify_len)
@@ -53,10 +47,9 @@ def kind_costs(engine: ModelRunner, kinds: tuple[StepPlan, ...]) -> dict[StepPla
 
 
 def step_costs(engine: ModelRunner, widths: tuple[int, ...], given: bool = False) -> dict[int, float]:
-    """``step_cost`` by width, 1 being plain decoding; ``given``: of steps that verify given ids. Forgets the sequence. Widths that the context is too short for are left out.
+    """``step_cost`` by width, as far as they fit the context; 1: plain decoding; ``given``: of steps that verify given ids. Resets the sequence.
 
-    Blocks are varied: behind START a drafter repeats one token, whose rows all choose the same few experts, and a block of a routed model
-    costs by the experts that it chooses.
+    The tokens of blocks are random: a repeated token would choose the same few experts in every row.
     """
     random = np.random.default_rng(SEED)
     fitting = [width for width in (1, *widths) if engine.options.n_ctx > len(START) + width]
@@ -72,20 +65,22 @@ def step_cost(
     who: str = "",
     rows: int = 0,
 ) -> float:
-    """Milliseconds of one step of ``width`` rows: the median of at most ``most`` of them, host work included. Forgets the sequence.
+    """Milliseconds of one step of ``width`` rows, host work included: the median of at most ``most``. Resets the sequence.
 
-    ``random`` chooses the tokens of blocks. ``given``: they are verified as they are, and nobody drafts. ``who`` drafts, the first one if that is
-    empty, and a graph of ``rows`` rows verifies, of ``width`` if that is 0. The fastest step instead of the median was tried: on a shared two-core machine it flattered wide
-    blocks by a quarter.
+    Args:
+        random: of the tokens of blocks.
+        given: verify given ids, without a drafter.
+        who: drafting method, "" for the first.
+        rows: rows of the graph that verifies, 0 for ``width``.
     """
     engine.reset(drafting=width > 1 and engine.drafter is not None)
     engine.prefill(START[: max(1, engine.options.n_ctx - width)])
     began = time.perf_counter()
     for n in range(1, MOST_FILL + 1):
-        behind = len(START) + n * len(FILL)
+        depth = len(START) + n * len(FILL)
         if (
-            behind > engine.options.n_ctx // 2
-            or engine.options.n_ctx - behind < max(width, rows) + WARMUP + 3
+            depth > engine.options.n_ctx // 2
+            or engine.options.n_ctx - depth < max(width, rows) + WARMUP + 3
             or time.perf_counter() - began > FILL_S
         ):
             break
@@ -112,27 +107,25 @@ def step_cost(
     return 1000 * statistics.median(runs[warmup:] or runs)
 
 
-def plain_cost(scheduler: Engine, most: int, behind: int = 0, take: Callable[[list[int]], object] = lambda block: None) -> float:
-    """Milliseconds of a token of plain decoding as texts get it: the mean of at most ``most`` steps, all that the host does around them included. Forgets
-    the sequence.
+def plain_cost(scheduler: Engine, most: int, depth: int = 0, take: Callable[[list[int]], object] = lambda block: None) -> float:
+    """Milliseconds per token of plain decoding, all host work included: the mean of at most ``most`` steps. Resets the sequence.
 
-    Where a step of the embedded pair takes 0.78 ms by ``step_cost``, this says 0.84 to 0.91 and its texts take 0.86 to 0.95 per token: compared with steps
-    alone, speculation that lost nothing seemed to lose 15 %. ``behind``: tokens that the steps follow, fewer where these would take longer than FILL_S:
-    attention reads them, and behind eight of them a text of 256 tokens seemed to lose another 5 %. ``take`` is called with what each step brings, as whoever
-    reads a text does something with it: without that plain decoding of the embedded pair seemed 4 % faster than a text that is decoded plainly.
+    Args:
+        depth: tokens in the cache before them, fewer where computing these would take longer than FILL_S.
+        take: called with the tokens of each step, as a caller's loop would be.
     """
     engine, runs = scheduler.runner, list[float]()
     engine.reset()
     room = engine.options.n_ctx - WARMUP - most - 1
-    if min(behind, room) > len(FILL):
+    if min(depth, room) > len(FILL):
         began = time.perf_counter()
         engine.prefill(FILL)
-        behind = min(behind, room, int(len(FILL) * FILL_S / (time.perf_counter() - began)))
+        depth = min(depth, room, int(len(FILL) * FILL_S / (time.perf_counter() - began)))
         engine.reset()
-    tokens = max(min(behind, room), min(len(START), engine.options.n_ctx - 1), 1)
+    tokens = max(min(depth, room), min(len(START), engine.options.n_ctx - 1), 1)
     options = GenerationOptions(WARMUP + most + 1, PLAIN, engine.options.width, ignore_end=True, reuse=False)
     with closing(scheduler.submit([0] * tokens, options, slot=0)) as stream:
-        next(stream)  # behind the prompt
+        next(stream)  # the token after the prompt
         started = last = time.perf_counter()
         for block in stream:
             take(block)
@@ -148,7 +141,7 @@ def plain_cost(scheduler: Engine, most: int, behind: int = 0, take: Callable[[li
 
 
 def cost_key(engine: ModelRunner, widths: tuple[int, ...] | tuple[StepPlan, ...], given: bool = False) -> str:
-    """Names what the costs depend on: both files (size and first MiB), device, threads, kernels, widths, context, versions, experts."""
+    """A hash of all that costs depend on: both files (size and first MiB), device, threads, kernels, widths, context, versions, experts."""
     device, placement = engine.backend.device, engine.target.weights.placement
     parts = [
         SEED,
@@ -169,7 +162,7 @@ def cost_key(engine: ModelRunner, widths: tuple[int, ...] | tuple[StepPlan, ...]
 
 
 def _files(engine: ModelRunner) -> list[Any]:
-    """What tells a pair from others: size and first MiB of each file, and how many tokens of the vocabulary are drafted."""
+    """The identity of a pair: size and first MiB of each file, and the size of the drafted vocabulary."""
     members = engine.drafter.methods if engine.drafter is not None else ()
     parts: list[Any] = [f"{member.draft_tokens} tokens" for member in members if member.draft_tokens]
     for path in (engine.target.file.path, *(member.file.path for member in members)):
@@ -183,8 +176,7 @@ def _hash(parts: list[Any]) -> str:
 
 
 def known_drafts(engine: ModelRunner) -> dict[str, AcceptancePrior]:
-    """By drafter, how often its drafts were right in texts of earlier sessions with this pair, whatever device computed them: a first text begins as a later
-    one does. Empty if there were none, the entry is damaged, or KEEP_DRAFTS is "0"."""
+    """Acceptance priors by drafter, of earlier sessions with this pair on any device; empty without a valid entry, or if KEEP_DRAFTS is "0"."""
     if os.environ.get(KEEP_DRAFTS) == "0":
         return {}
     try:
@@ -202,10 +194,10 @@ def known_drafts(engine: ModelRunner) -> dict[str, AcceptancePrior]:
 
 
 def keep_drafts(engine: ModelRunner, seen: Mapping[str, AcceptancePrior]) -> None:
-    """For ``known_drafts`` of later sessions, if blocks enough were seen in this one to say more than is kept."""
+    """Stores priors for ``known_drafts`` of later sessions, if this one has seen enough blocks."""
     if os.environ.get(KEEP_DRAFTS) == "0" or sum(record.blocks for record in seen.values()) < LEAST_BLOCKS:
         return
-    with suppress(OSError, PyspecError):  # a file that has gone, a folder that cannot be trusted
+    with suppress(OSError, PyspecError):  # a deleted file, an untrusted folder
         keep(_drafts_path(engine), {method: {"tries": record.tries, "hits": record.hits} for method, record in seen.items()})
 
 
@@ -214,9 +206,9 @@ def _drafts_path(engine: ModelRunner) -> Path:
 
 
 def cached_costs(engine: ModelRunner, widths: tuple[int, ...], fresh: bool = False, given: bool = False) -> tuple[dict[int, float], bool]:
-    """``step_costs``, from the cache if they were measured before; the flag says whether they were. A damaged entry is measured again.
+    """``step_costs``, and whether they come from the cache. Invalid entries are measured again.
 
-    ``fresh``: measure whatever the cache says. Costs that were measured while other work had the processor are not kept.
+    ``fresh``: measure in any case. Costs measured while other work had the processor are not stored.
     """
     path = cache_folder() / f"costs-{cost_key(engine, widths, given)}.json"
     stored = None if fresh else kept(path, {str(width): width for width in (1, *widths)})
@@ -232,7 +224,7 @@ def cached_costs(engine: ModelRunner, widths: tuple[int, ...], fresh: bool = Fal
 
 
 def cached_kinds(engine: ModelRunner, kinds: tuple[StepPlan, ...], fresh: bool = False) -> dict[StepPlan, float]:
-    """``kind_costs`` as ``cached_costs`` has those of widths."""
+    """``kind_costs``, cached as ``cached_costs`` are."""
     if not kinds:
         return {}
     path = cache_folder() / f"costs-{cost_key(engine, kinds)}.json"
@@ -248,7 +240,7 @@ def cached_kinds(engine: ModelRunner, kinds: tuple[StepPlan, ...], fresh: bool =
 
 
 def kept(path: Path, names: dict[str, K]) -> dict[K, float] | None:
-    """The costs of an entry by what its names stand for; None if there is none, or it is damaged."""
+    """The costs of an entry, by the values of ``names``; None without a valid entry."""
     try:
         stored = {names[name]: float(ms) for name, ms in json.loads(path.read_text()).items()}
         return stored if all(0 < ms < 1e6 for ms in stored.values()) else None
@@ -262,12 +254,11 @@ def keep(path: Path, entry: Mapping[Any, Any]) -> None:
         with replacing(path) as file:
             file.write(json.dumps(entry).encode())
     except OSError:
-        pass  # a read-only home or a full disk only means measuring again next time
+        pass  # a read-only home or a full disk: measured again next time
 
 
 class Waiting:
-    """A ``with`` block in which it is watched whether other work has this thread's core, or one that the steps of ``engine`` compute on; ``much`` says so
-    afterwards."""
+    """A ``with`` block; ``much``: whether other work had this thread's core, or a core of the engine's steps, meanwhile."""
 
     much = False
 

@@ -21,7 +21,7 @@ _REFUSED = {
 
 
 class Methods(NamedTuple):
-    """Ways that may draft: ``model``, of MODELS; ``asked``: those that somebody named, and that have to be there;
+    """Ways that may draft: ``model``, of MODELS; ``asked``: those named by the caller, which have to be available;
     ``lookup``: of LOOKUPS, or None; ``tokens``: models draft none but the first so many of the vocabulary, 0 for all; ``implied``: of LOOKUPS, what
     drafts where there is no model that does."""
 

@@ -1,11 +1,8 @@
-"""Drafts from what was written before: the tokens that came behind the longest match of the last ones.
+"""N-gram (prompt lookup) drafting: the tokens that followed the longest match of the last ones.
 
-A sequence looks in its own prompt and output, and in sequences that have ended (``Corpus``). The longest match wins, and of equally long ones the
-last. No model drafts here, so it works for every architecture; the ids are verified like any drafts.
-
-Whether a match is worth a step is known before it: matches of a length were right so often, and a step of so many rows costs so much. What a
-match is worth is learnt from every one that is found, drafted or not: what came instead is compared with it, which costs nothing. Without that
-gate, drafts of this kind cost a third of the speed where nothing repeats (32 % on a summary; docs/drafters.md has the source).
+A sequence searches its own prompt and output, and sequences that have ended (``Corpus``). The longest match wins, of equally long ones the last. Works
+for every architecture; drafts are verified like all others. A match is drafted if its expected tokens per millisecond exceed those of the step that
+would run instead; what a match would have given is learnt from every one found, drafted or not.
 """
 
 from bisect import bisect_right
@@ -59,7 +56,7 @@ class Index:
     """Tokens in a row, and where each run of ``least`` of them was seen. A token below 0 is a border that no match crosses.
 
     Attributes:
-        run: the last run, as one number; None behind fewer tokens than it has.
+        run: the last run, as one number; None with fewer tokens than it has.
         seen: the end of the run before it that is the same, -1 for none.
     """
 
@@ -108,7 +105,7 @@ class Index:
             if end < 0:
                 break
             bound = min(most, end, len(tail))
-            # slices are compared at once: one token after the other took a third of a step's host time behind text with many matches
+            # slices first: comparing token by token took a third of a step's host time in text with many matches
             if bound > best and (not best or tokens[end - best - 1 : end] == tail[-best - 1 :]):
                 if bound == most and tokens[end - most : end] == tail[-most:]:
                     return most, end
@@ -136,7 +133,7 @@ class Corpus:
 
 
 class Match(NamedTuple):
-    """``drafts`` that came behind the last match of ``length`` tokens, in the sequence's ``own`` text or in another."""
+    """``drafts`` that followed the last match of ``length`` tokens, in the sequence's ``own`` text or in another."""
 
     length: int
     own: bool
@@ -197,7 +194,7 @@ class NgramPool:
         return self._worth[kind]
 
     def corpus_of(self, owner: str) -> Corpus:
-        """The ended sequences of this owner; "" is nobody in particular."""
+        """The ended sequences of this owner, "" for none."""
         if not owner:
             return self.corpus
         found = self._owned.pop(owner, None) or Corpus(self.lookup.least, self.corpus.most // MOST_OWNERS)
@@ -235,7 +232,7 @@ class NgramDrafts:
         return self._shared and run is not None and bool(index.tokens) and index.last(run) >= 0
 
     def find(self) -> Match | None:
-        """What came behind the longest match of the last tokens, if there is one."""
+        """Tokens that followed the longest match of the last tokens, if there is one."""
         own, pool, self.match = self.own, self.pool, None
         corpus = self.corpus.index
         run = own.run if self._shared and corpus.tokens else None
@@ -246,8 +243,8 @@ class NgramDrafts:
         length, end = own.longest(own.seen, own.tokens, longest)
         if elsewhere >= 0 and length < longest:
             other, at = corpus.longest(elsewhere, own.tokens[-longest:], longest)
-            if other > length and (behind := _until_border(corpus.tokens[at : at + most])):
-                self.match = Match(other, False, behind)
+            if other > length and (following := _until_border(corpus.tokens[at : at + most])):
+                self.match = Match(other, False, following)
                 return self.match
         if length:
             self.match = Match(length, True, _repeated(own.tokens[end : end + most], most))
@@ -352,7 +349,7 @@ class NgramMethod:
         return known if known is not None else as_of_one(self.costs, (1, *self.widths), slots * rows)
 
     def finds_nothing(self, slots: int, sequence: NgramDrafts) -> bool:
-        """Whether ``choose`` would return NOTHING for this one sequence beside a plain step, as mostly."""
+        """Whether ``choose`` would return NOTHING for this one sequence with a plain step, as mostly."""
         return not self._timed or (slots in self._paces and not sequence.may_match)
 
     def choose(

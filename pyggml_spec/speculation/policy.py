@@ -295,7 +295,7 @@ class SpeculationPolicy:
                 self.changes += 1
                 phase.plan = best
 
-    # -- beside n-gram drafts
+    # -- n-gram drafts
 
     def expected_tokens_each(self, slots: int, plan: StepPlan, states: Sequence[SpeculationState | None]) -> list[float]:
         """Tokens that each sequence is expected to get; of a plan that is explored, as if most of its draft tokens were accepted."""

@@ -2,7 +2,7 @@
 
 Same definition as llama-server's --spec-synth-len: every draft is accepted with the same probability p, given that all before it were, and
 p is chosen so that a full block emits L tokens on average, the target's own token included: L = 1 + p + p^2 + ... + p^n for n drafts. Or, as
-of its --spec-synth-rates, draft i is accepted in the share r_i of all blocks, and those behind the last rate never.
+of its --spec-synth-rates, draft i is accepted in the share r_i of all blocks, and those past the last rate never.
 """
 
 import random

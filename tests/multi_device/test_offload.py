@@ -510,7 +510,7 @@ def test_layers_that_no_memory_is_left_for(tmp_path, monkeypatch):
         check("copies of two layers need")
     with monkeypatch.context() as m:
         m.setattr(guests_module, "free_bytes", lambda device: 1 << 20)
-        check("MiB of host memory beside them, of which 1 are free")
+        check("MiB of host memory in addition, of which 1 are free")
     with monkeypatch.context() as m:
         m.setattr(copying, "chunk_cost", lambda engine, rows, copies: 2.0 if copies else 1.0)
         m.setenv("XDG_CACHE_HOME", str(tmp_path))
