@@ -21,8 +21,8 @@ QUICK = ["tests/cache/test_recurrent.py", "-x", "-k", "replay_of_the_first_rows"
 WITHOUT_KERNELS = [f"-DPGS_COMPILES_{level}=OFF" for level in ("avx2", "avx512vnni", "neondot")]  # what takes long to build
 INJECTED = (
     "csrc/step_graph.c",
-    "    role->backend = backend;\n",
-    "    role->backend = backend;\n    ((volatile char *) role)[sizeof(*role)] = 1;\n",
+    "    allocator->backend = backend;\n",
+    "    allocator->backend = backend;\n    ((volatile char *) allocator)[sizeof(*allocator)] = 1;\n",
 )
 
 

@@ -79,5 +79,5 @@ def test_a_graph_that_outgrows_its_arena_says_so():
         for _ in range(100):
             x = g.scale(x, 1.0)
             g.expand(x)
-        with pytest.raises(EngineError, match="a graph of 101 nodes is larger than the 1124 that were planned"):
+        with pytest.raises(EngineError, match="a graph of 101 nodes exceeds the 1124 planned for this model"):
             g.expand(g.scale(x, 1.0))

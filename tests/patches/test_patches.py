@@ -116,9 +116,9 @@ def test_a_damaged_sdist_is_named(tmp_path: Path):
 def test_commands(tree: Path, tmp_path: Path):
     listed = CliRunner().invoke(command, ["list"])
     assert listed.exit_code == 0 and all(patch.path.name in listed.output for patch in SERIES)
-    assert f"0 applied, {len(SERIES)} fit" in CliRunner().invoke(command, ["check", str(tree)]).output
+    assert f"0 applied, {len(SERIES)} applicable" in CliRunner().invoke(command, ["check", str(tree)]).output
     assert CliRunner().invoke(command, ["apply", str(tree)]).exit_code == 0
-    assert f"{len(SERIES)} applied, 0 fit" in CliRunner().invoke(command, ["check", str(tree)]).output
+    assert f"{len(SERIES)} applied, 0 applicable" in CliRunner().invoke(command, ["check", str(tree)]).output
     refused = CliRunner().invoke(command, ["check", str(tmp_path)])
     assert refused.exit_code == 3 and "no llama.cpp source tree" in refused.output
 

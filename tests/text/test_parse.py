@@ -167,16 +167,16 @@ def test_reasoning_of_gemma_4():
     assert whole("<|channel>thought\nhm<channel|>yes", "gemma 4") == ("yes", "hm", [])
 
 
-def test_what_the_prompt_has_begun_goes_on():
-    assert whole(" world", inside="content", goes_on=True) == (" world", "", [])
-    assert whole(" so</think>\n\nHi", inside="reasoning", goes_on=True) == ("Hi", " so", [])
-    assert whole("<think>x</think>", inside="content", goes_on=True) == ("<think>x</think>", "", [])
+def test_what_the_prompt_has_begun_is_continued():
+    assert whole(" world", inside="content", continued=True) == (" world", "", [])
+    assert whole(" so</think>\n\nHi", inside="reasoning", continued=True) == ("Hi", " so", [])
+    assert whole("<think>x</think>", inside="content", continued=True) == ("<think>x</think>", "", [])
     for form, end in (
         ("gpt-oss", "<|end|><|start|>assistant<|channel|>final<|message|>"),
         ("muse-glimmer", "<|eom|><|start|>assistant to=user<|message|>"),
     ):
-        assert whole(" world", form, inside="content", goes_on=True) == (" world", "", [])
-        assert whole(f" so{end}Hi", form, inside="reasoning", goes_on=True) == ("Hi", " so", [])
+        assert whole(" world", form, inside="content", continued=True) == (" world", "", [])
+        assert whole(f" so{end}Hi", form, inside="reasoning", continued=True) == ("Hi", " so", [])
 
 
 # -- cut by a limit
