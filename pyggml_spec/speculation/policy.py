@@ -153,7 +153,9 @@ class SpeculationPolicy:
     def should_disable(self) -> bool:
         """Whether the next sequence is better off without speculation, and without what drafters need of its prompt."""
         self._learn_gain()
-        if len(self.plans) == 1 or not self._tried or self._gain / self._tried >= MOST_REGRET or self._waited >= self._wait:
+        if len(self.plans) == 1 or 1 not in self._calibrated:
+            return False
+        if not self._tried or self._gain / self._tried >= MOST_REGRET or self._waited >= self._wait:
             return False
         speeds = self._speeds(1, [self._new()])
         return max(speeds[plan] for plan in self.plans[1:]) < speeds[PLAIN_STEP]
@@ -351,6 +353,7 @@ class SpeculationPolicy:
         if not self.costs.set_condition(condition, looks):
             return False
         self._phases = {}
+        self._calibrated = {n for n in self._calibrated if all((n, plan) in self.costs for plan in self.plans)}  # under this condition
         for s in states:
             if s is not None:
                 s.budget, s.won = max(s.budget, s.least_budget), max(s.won, 0.0)

@@ -1,5 +1,7 @@
 """What steps cost beside other work ends with it."""
 
+import itertools
+
 import pytest
 
 from pyggml_spec.speculation.ngram import NgramMethod
@@ -60,6 +62,29 @@ def test_a_text_may_try_blocks_again_when_others_have_gone():
     told.drafted.budget, told.drafted.won = 0.0, -50.0
     told.steps(CALM, 2, 1.0)
     assert told.drafted.budget > 0 and told.drafted.won >= 0
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_costs_that_were_learnt_under_another_condition_are_learnt_again(slots):
+    """A server began on a calm machine, learnt its costs on a busy one, and failed with KeyError once that was calm again."""
+    plans = [StepPlan.of(DRAFTER, width) for width in (2, 4)]
+    control = SpeculationPolicy(plans)
+    looks = itertools.count()
+
+    def steps(condition, count: int) -> list[StepPlan]:
+        state, chosen = control.begin(tokens=400), []
+        for _ in range(count):
+            chosen.append(control.choose(slots, [state]))
+            changed = control.condition_changed(condition, next(looks), [state])
+            control.observe(slots, chosen[-1], COSTS[chosen[-1].tokens], [state], [chosen[-1].draft_tokens], not changed)
+        return chosen
+
+    steps(CALM, 1)
+    steps(BUSY, 40)
+    assert control.calibrated(slots)
+    steps(CALM, 1)
+    assert not control.calibrated(slots) and not control.should_disable()
+    assert set(steps(CALM, 20)) == {PLAIN_STEP, *plans} and control.calibrated(slots)
 
 
 def test_costs_of_what_came_before_end_with_other_work_too():
