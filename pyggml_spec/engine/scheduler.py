@@ -317,7 +317,7 @@ class Scheduler:
         seq.computed += len(item.tokens)
         self.stats.prompt_tokens += len(item.tokens)
         if (prefixes := self.prefixes) is not None:
-            last, split = not seq.remaining, seq.computed in seq.split_points
+            last, split = seq.remaining <= len(item.tokens), seq.computed in seq.split_points  # before the last pass, too
             if split and seq.computed % prefixes.grain:
                 prefixes.store_end(seq.slot, seq.prompt)
             else:
