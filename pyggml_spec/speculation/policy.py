@@ -340,7 +340,9 @@ class SpeculationPolicy:
     def cost(self, slots: int, plan: StepPlan) -> float:
         """Milliseconds that a step is expected to take; fewer where its drafter's confidence cuts blocks."""
         ms, confidence = self.costs[slots, plan], self.confidence.get(plan.method)
-        return ms if confidence is None else max(ms - confidence.saved_ms(plan.tokens, slots), self.costs[slots, PLAIN_STEP])
+        if confidence is None:
+            return ms
+        return max(ms - confidence.saved_ms(plan.tokens, slots), self.costs.get((slots, PLAIN_STEP)) or 0.0)  # plain steps are measured last
 
     def _catch_up_ms(self, slots: int) -> float:
         """Milliseconds that a block after plain steps takes longer."""

@@ -100,6 +100,18 @@ def test_width_control_counts_what_doubts_save():
     assert told > 1.7 > 1.15 * untold
 
 
+def test_a_plan_has_a_cost_before_plain_steps_do():
+    """N-gram drafts compare themselves with it while the steps of several slots are measured: KeyError."""
+    plan = StepPlan.of("draft-dspark", 4)
+    control = SpeculationPolicy([plan])
+    control.confidence = {plan.method: Confidence(GIVEN)}
+    states = [control.begin(), control.begin()]
+    for _ in range(4):
+        assert control.choose(2, states) == plan
+        control.observe(2, plan, 2.0, states, [3, 3])
+    assert control.choose(2, states) == PLAIN_STEP and control.cost(2, plan) == 2.0
+
+
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
