@@ -86,7 +86,7 @@ def test_nothing_is_built_while_it_runs(session):
 def test_a_constraint_finds_the_graphs_of_every_number_of_drafts(monkeypatch):
     """12 drafts of a chain, all of which may come, were verified by a graph that was not built: blocks are of 2, 4, 8 and 16 rows."""
     monkeypatch.setattr("pyggml_spec.api.cached_costs", lambda engine, widths, *_, **__: ({1: 1.0, **{w: 0.9 * w for w in widths}}, True))
-    monkeypatch.setattr("pyggml_spec.api.cached_kinds", lambda _, kinds, *__: {k: 1.0 if k.width == 12 else 0.9 * k.width for k in kinds})
+    monkeypatch.setattr("pyggml_spec.api.cached_kinds", lambda _, kinds, *__: {k: 1.0 if k.tokens == 12 else 0.9 * k.tokens for k in kinds})
     unforeseen, prepare, add = [], GraphPrebuilder.prepare, StepGraphs._add
 
     def added(graphs, key):

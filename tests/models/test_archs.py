@@ -527,7 +527,7 @@ def test_one_row_attention_over_shared_rows_never_directly_follows_its_rotation(
         if slots == 1:
             graph = session.engine.step_graph("plain", 1)
         else:
-            graphs = stack.enter_context(session.batch(slots)).engine.graphs
+            graphs = stack.enter_context(session.batch(slots)).runner.graphs
             graph = graphs.get(graphs.key("plain", 1, 256)).graph
         ops = [ffi.string(lib.ggml_op_desc(lib.ggml_graph_node(graph.gf, i))).decode() for i in range(graph.n_nodes)]
         kernels = [op for op in ops if op not in ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE")]
