@@ -64,17 +64,49 @@ static void half_floats(uint16_t * to, int n, int bf16) {
     }
 }
 
+static void six_bits(int8_t * scales, int n) {  // signed
+    for (int i = 0; i < n; i++) {
+        scales[i] = (int8_t) ((scales[i] & 63) - 32);
+    }
+}
+
 static void record(char * to, const pgs_kernel * k) {
     for (size_t i = 0; i < k->record; i++) {
         to[i] = (char) bits();
     }
     switch (k->type) {
         case GGML_TYPE_Q8_0: half_floats(((rec_q8_0 *) to)->d, LANES, 0); break;
+        case GGML_TYPE_IQ4_NL:
         case GGML_TYPE_Q4_0: half_floats(((rec_q4_0 *) to)->d, LANES, 0); break;
+        case GGML_TYPE_Q4_1:
+            half_floats(((rec_q4_1 *) to)->d, LANES, 0);
+            half_floats(((rec_q4_1 *) to)->m, LANES, 0);
+            break;
+        case GGML_TYPE_Q5_0: half_floats(((rec_q5_0 *) to)->d, LANES, 0); break;
+        case GGML_TYPE_Q5_1:
+            half_floats(((rec_q5_1 *) to)->d, LANES, 0);
+            half_floats(((rec_q5_1 *) to)->m, LANES, 0);
+            break;
         case GGML_TYPE_MXFP4:
             for (int j = 0; j < LANES; j++) {
                 ((rec_mxfp4 *) to)->e[j] = (uint8_t) (j < 3 ? j : 110 + bits() % 16);
             }
+            break;
+        case GGML_TYPE_Q2_K:
+            for (int j = 0; j < 16 * LANES; j++) {  // four bits each
+                ((uint8_t *) ((rec_q2_k *) to)->scale)[j] &= 15;
+                ((uint8_t *) ((rec_q2_k *) to)->min)[j] &= 15;
+            }
+            half_floats(((rec_q2_k *) to)->d, LANES, 0);
+            half_floats(((rec_q2_k *) to)->dmin, LANES, 0);
+            break;
+        case GGML_TYPE_Q3_K:
+            six_bits((int8_t *) ((rec_q3_k *) to)->scale, 16 * LANES);
+            half_floats(((rec_q3_k *) to)->d, LANES, 0);
+            break;
+        case GGML_TYPE_IQ4_XS:
+            six_bits((int8_t *) ((rec_iq4_xs *) to)->scale, 8 * LANES);
+            half_floats(((rec_iq4_xs *) to)->d, LANES, 0);
             break;
         case GGML_TYPE_Q4_K:
         case GGML_TYPE_Q5_K:
@@ -87,7 +119,9 @@ static void record(char * to, const pgs_kernel * k) {
             break;
         case GGML_TYPE_Q6_K: half_floats(((rec_q6_k *) to)->d, LANES, 0); break;
         case GGML_TYPE_F32: fill((float *) to, 32 * LANES, 0.1f); break;
-        default: half_floats((uint16_t *) to, 32 * LANES, k->type == GGML_TYPE_BF16);
+        case GGML_TYPE_F16:
+        case GGML_TYPE_BF16: half_floats((uint16_t *) to, 32 * LANES, k->type == GGML_TYPE_BF16); break;
+        default: fprintf(stderr, "no record of type %d is made here\n", k->type), exit(2);
     }
 }
 
@@ -133,6 +167,18 @@ static int products(const pgs_kernel * k, int blocks) {
     }
     free(records), free(first), free(tile), free(x);
     return wrong;
+}
+
+// Records of rows as files store them, of any bytes.
+static void regrouped(const pgs_kernel * k, int64_t blocks) {
+    const size_t step = k->record / LANES * (size_t) blocks;  // no record is smaller than its LANES blocks of a file
+    char *       rows = malloc(step * LANES), * records = malloc(k->record * (size_t) blocks);
+    for (size_t i = 0; i < step * LANES; i++) {
+        rows[i] = (char) bits();
+    }
+    LEVEL.regroup(k->type, rows, step, blocks, records, rows);
+    fwrite(records, k->record, (size_t) blocks, stdout);
+    free(rows), free(records);
 }
 
 static void attention(int size, int rows, int64_t span, int type) {
@@ -201,6 +247,7 @@ int main(void) {
     for (int i = 0; i < LEVEL.count; i++) {
         for (int blocks = 1; blocks <= 5; blocks += 2) {
             wrong |= products(&LEVEL.kernels[i], blocks);
+            regrouped(&LEVEL.kernels[i], blocks);
         }
     }
     const int types[] = { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16 };
