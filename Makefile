@@ -6,7 +6,7 @@
 # make test-sanitized  runs tests over the extension with address and undefined-behaviour sanitizers, and proves that they find something
 # make test-patches  builds llama.cpp with the patches and runs its tests; the build is kept in the user's cache
 # Set-up needs Python 3.11 or newer, a compiler for C and C++ and CMake's build tools; everything else is Python packages. Building llama-cpp-python
-# takes minutes the first time (its wheel is kept), and so does llama.cpp with the patches; nothing else takes more than seconds.
+# takes minutes the first time (its wheel is kept), and so do llama.cpp with the patches and the CPU kernels of the extension.
 
 PYTHON ?= python3
 VENV   ?= .venv

@@ -160,7 +160,7 @@ class _Service:
 
     def _broken(self, error: BaseException) -> Any:
         """Another concurrent session; the second failure ends the server, so that its supervisor starts it anew."""
-        log.error("the engine has failed: %s", error)
+        log.error("the engine has failed: %s", error, exc_info=None if isinstance(error, PyspecError) else error)
         self.failures += 1
         if self.failures < 2:
             try:
