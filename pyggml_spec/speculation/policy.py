@@ -342,7 +342,9 @@ class SpeculationPolicy:
         ms, confidence = self.costs[slots, plan], self.confidence.get(plan.method)
         if confidence is None:
             return ms
-        return max(ms - confidence.saved_ms(plan.tokens, slots), self.costs.get((slots, PLAIN_STEP)) or 0.0)  # plain steps are measured last
+        return max(
+            ms - confidence.saved_ms(plan.tokens, slots), self.costs.get((slots, PLAIN_STEP)) or 0.0
+        )  # plain steps are measured last
 
     def _catch_up_ms(self, slots: int) -> float:
         """Milliseconds that a block after plain steps takes longer."""
