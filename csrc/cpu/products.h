@@ -265,13 +265,23 @@ INLINE void k_rows(ARGUMENTS, const int R, const int G, const int N, const int f
     }
 }
 
-// Q6_K: d * scale * (q - 32)
-INLINE void q6_k_rows(ARGUMENTS, const int R, const int G, const int N) {
-    const size_t    size = sizeof(rec_q6_k);
+// Q3_K and Q6_K: d * scale * (q - bias) in 16 sub-blocks. Both records begin with the scales and d.
+INLINE vb signed_k_quads(const char * record, int i, int u, int t, int p, const int six) {
+    const int at = 4 * VL * p, j = 4 * i + u;
+    if (six) {
+        const rec_q6_k * w = (const rec_q6_k *) record;
+        return vb_join(nibbles(w->q[2 * i + u / 2][t] + at, u % 2), vb_load(w->high[i][t] + at), 2 * u, 2);
+    }
+    const rec_q3_k * w = (const rec_q3_k *) record;
+    return vb_or(vb_place(vb_load(w->q[i][t] + at), 2 * u, 2, 0), vb_third(vb_load(w->high[i / 2][t] + at), j % 8));
+}
+
+INLINE void signed_k_rows(ARGUMENTS, const int R, const int G, const int N, const int six) {
+    const size_t    size = six ? sizeof(rec_q6_k) : sizeof(rec_q3_k);
     const act_256 * x    = (const act_256 *) tile;
     for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
         EACH_TURN {
-#define RECORD (((const rec_q6_k *) w) + GROUP)
+#define RECORD (w + GROUP * size)
             vf sum[2][ROWS];
             EACH_VEC EACH_ROW sum[v][r] = vf_zero();
 #pragma GCC unroll 1
@@ -282,17 +292,16 @@ INLINE void q6_k_rows(ARGUMENTS, const int R, const int G, const int N) {
                 _Pragma("GCC unroll 4") for (int u = 0; u < 4; u++) {
                     const int j = 4 * i + u;
                     vi        s[2][ROWS];
-                    EACH_VEC EACH_ROW s[v][r] = vi_set(x->by_32[row + r][j]);
-                    DOTS_OF(s, vb_join(nibbles(RECORD->q[2 * i + u / 2][t] + 4 * VL * PART, u % 2), vb_load(RECORD->high[i][t] + 4 * VL * PART), 2 * u, 2),
-                            63, 4, x->q[row] + 16 * j, 256)
+                    EACH_VEC EACH_ROW s[v][r] = vi_set(six ? x->by_32[row + r][j] : x->by_32[row + r][j] / 8);
+                    DOTS_OF(s, signed_k_quads(RECORD, i, u, t, PART, six), six ? 63 : 7, 4, x->q[row] + 16 * j, 256)
                     EACH_VEC {
-                        const vf scale = vf_i8(RECORD->scale[j] + VL * PART);
+                        const vf scale = vf_i8(((const rec_q6_k *) RECORD)->scale[j] + VL * PART);
                         EACH_ROW sum[v][r] = vf_fma(vf_int(s[v][r]), scale, sum[v][r]);
                     }
                 }
             }
             EACH_VEC {
-                const vf d = vf_half(RECORD->d + VL * PART);
+                const vf d = vf_half(((const rec_q6_k *) RECORD)->d + VL * PART);
                 EACH_ROW vf_store(SUM(r), vf_fma(sum[v][r], vf_mul(d, vf_set(x->d[row + r])), vf_load(SUM(r))));
             }
 #undef RECORD
@@ -332,42 +341,6 @@ INLINE void q2_k_rows(ARGUMENTS, const int R, const int G, const int N) {
                     const vf dx = vf_set(x->d[row + r]);
                     vf_store(SUM(r), vf_fnma(mins[v][r], vf_mul(dmin, dx), vf_fma(sum[v][r], vf_mul(d, dx), vf_load(SUM(r)))));
                 }
-            }
-#undef RECORD
-        }
-    }
-}
-
-// Q3_K: d * scale * (q - 4)
-INLINE void q3_k_rows(ARGUMENTS, const int R, const int G, const int N) {
-    const size_t    size = sizeof(rec_q3_k);
-    const act_256 * x    = (const act_256 *) tile;
-    for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
-        EACH_TURN {
-#define RECORD (((const rec_q3_k *) w) + GROUP)
-            vf sum[2][ROWS];
-            EACH_VEC EACH_ROW sum[v][r] = vf_zero();
-#pragma GCC unroll 1
-            for (int i = 0; i < 4; i++) {
-                if (at == 0) {
-                    prefetch_matrix(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
-                }
-                _Pragma("GCC unroll 4") for (int u = 0; u < 4; u++) {
-                    const int j = 4 * i + u;
-                    vi        s[2][ROWS];
-                    EACH_VEC EACH_ROW s[v][r] = vi_set(x->by_32[row + r][j] / 8);
-                    DOTS_OF(s, vb_or(vb_place(vb_load(RECORD->q[i][t] + 4 * VL * PART), 2 * u, 2, 0),
-                                     vb_third(vb_load(RECORD->high[i / 2][t] + 4 * VL * PART), j % 8)),
-                            7, 4, x->q[row] + 16 * j, 256)
-                    EACH_VEC {
-                        const vf scale = vf_i8(RECORD->scale[j] + VL * PART);
-                        EACH_ROW sum[v][r] = vf_fma(vf_int(s[v][r]), scale, sum[v][r]);
-                    }
-                }
-            }
-            EACH_VEC {
-                const vf d = vf_half(RECORD->d + VL * PART);
-                EACH_ROW vf_store(SUM(r), vf_fma(sum[v][r], vf_mul(d, vf_set(x->d[row + r])), vf_load(SUM(r))));
             }
 #undef RECORD
         }
@@ -479,6 +452,8 @@ INLINE void float_rows(ARGUMENTS, const int R, const int G, const int N, const i
 #define MXFP4_ROWS(w, n, x, row, sums, ahead, R, G, N) small_rows(w, n, x, row, sums, ahead, R, G, N, MXFP4)
 #define Q4_K_ROWS(w, n, x, row, sums, ahead, R, G, N)  k_rows(w, n, x, row, sums, ahead, R, G, N, 0)
 #define Q5_K_ROWS(w, n, x, row, sums, ahead, R, G, N)  k_rows(w, n, x, row, sums, ahead, R, G, N, 1)
+#define Q3_K_ROWS(w, n, x, row, sums, ahead, R, G, N)  signed_k_rows(w, n, x, row, sums, ahead, R, G, N, 0)
+#define Q6_K_ROWS(w, n, x, row, sums, ahead, R, G, N)  signed_k_rows(w, n, x, row, sums, ahead, R, G, N, 1)
 #define F16_ROWS(w, n, x, row, sums, ahead, R, G, N)   float_rows(w, n, x, row, sums, ahead, R, G, N, F16)
 #define BF16_ROWS(w, n, x, row, sums, ahead, R, G, N)  float_rows(w, n, x, row, sums, ahead, R, G, N, BF16)
 #define F32_ROWS(w, n, x, row, sums, ahead, R, G, N)   float_rows(w, n, x, row, sums, ahead, R, G, N, F32)
@@ -491,11 +466,11 @@ PRODUCT(q5_1, Q5_1_ROWS, BYTES_SHAPE)
 PRODUCT(iq4_nl, iq4_nl_rows, BYTES_SHAPE)
 PRODUCT(mxfp4, MXFP4_ROWS, BYTES_SHAPE)
 PRODUCT(q2_k, q2_k_rows, Q6_K_SHAPE)
-PRODUCT(q3_k, q3_k_rows, Q6_K_SHAPE)
+PRODUCT(q3_k, Q3_K_ROWS, Q6_K_SHAPE)
 PRODUCT(iq4_xs, iq4_xs_rows, Q6_K_SHAPE)
 PRODUCT(q4_k, Q4_K_ROWS, Q4_K_SHAPE)
 PRODUCT(q5_k, Q5_K_ROWS, Q5_K_SHAPE)
-PRODUCT(q6_k, q6_k_rows, Q6_K_SHAPE)
+PRODUCT(q6_k, Q6_K_ROWS, Q6_K_SHAPE)
 PRODUCT(f16, F16_ROWS, FLOAT_SHAPE)
 PRODUCT(bf16, BF16_ROWS, FLOAT_SHAPE)
 PRODUCT(f32, F32_ROWS, FLOAT_SHAPE)
