@@ -269,8 +269,7 @@ class DFlash(Drafter):
         hp, w = self.hp, self.weights
         own = EMBEDDING in w
         x = g.rows(w[EMBEDDING], rows.tokens) if own else target.embed(g, rows.tokens)
-        # as llama.cpp: a borrowed embedding is scaled without a key for gemma4 only
-        scale = hp.embedding_scale or (target.embedding_scale if target.arch == "gemma4" and not own else 1.0)
+        scale = hp.embedding_scale or (target.embedding_scale if target.scales_borrowed_embedding and not own else 1.0)
         if scale != 1.0:
             x = g.scale(x, scale)
         rows = self.prepared(g, x, rows)

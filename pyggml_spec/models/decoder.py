@@ -61,6 +61,9 @@ class Decoder(Model):
         mtp: the MTP layer after the last one. ``drafting_layers``: why the target does not use it.
     """
 
+    scales_borrowed_embedding = (
+        False  # whether a drafter without a scale of its own scales the embedding that it borrows, as the target does
+    )
     weights: Weights
 
     def __init__(

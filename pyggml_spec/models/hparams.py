@@ -4,6 +4,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
 from .keys import epsilon, kv_heads, layer_heads, positive, size_of_heads, sliding_layers, vocabulary, windowed_layers
@@ -49,6 +51,11 @@ class Hparams:
     @cached_property
     def eps(self) -> float:
         return epsilon(self.file, self.arch)
+
+    @property
+    def root_embd(self) -> float:
+        """The square root of ``n_embd``, in single precision as llama.cpp takes it."""
+        return float(np.sqrt(np.float32(self.n_embd)))
 
     @cached_property
     def layer_norm_eps(self) -> float:

@@ -70,7 +70,7 @@ def gemma4(f: Hparams) -> Decoder:
         mixer = SharedAttention(heads[i], kv_heads[i], local if one else full, owner, owner == i, has_v)
         layers.append(GemmaLayer(mixer, GatedMLP(ff[i], "gelu"), experts=routed, n_per_layer=n_per_layer, scaled=scaled))
     softcap = f.number("final_logit_softcapping", 30.0)  # llama.cpp's default
-    return Gemma4(f, layers, n_per_layer, window=window, embedding_scale=float(np.sqrt(np.float32(f.n_embd))), softcap=softcap)
+    return Gemma4(f, layers, n_per_layer, window=window, embedding_scale=f.root_embd, softcap=softcap)
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,8 @@ class GemmaLayer(Layer):
 
 class Gemma4(Decoder):
     """gemma4: per-layer embeddings, and layers that share the K/V of earlier ones."""
+
+    scales_borrowed_embedding = True
 
     def __init__(self, f: Hparams, layers: Sequence[GemmaLayer], n_per_layer: int, **more: float) -> None:
         super().__init__(f, layers, **more)  # type: ignore[arg-type]
