@@ -1,6 +1,7 @@
 """How many draft tokens are accepted: a survival curve per sequence and method, with what all sequences showed as its prior."""
 
 from itertools import accumulate
+from typing import Protocol
 
 DECAY = 0.95  # weight of a block one step later: half of the weight lies on the last 13 steps
 PRIOR_DECAY = 0.995  # the same of what all sequences showed, per block
@@ -24,7 +25,7 @@ class AcceptancePrior:
 
     def observe(self, tokens: int, matched: int) -> None:
         """A block of ``tokens`` - 1 draft tokens, of which the first ``matched`` were accepted."""
-        _count(self, PRIOR_DECAY, tokens, matched)
+        count_block(self, PRIOR_DECAY, tokens - 1, matched)
         self.blocks += 1
         self._odds = {}
 
@@ -65,7 +66,7 @@ class AcceptanceTracker:
 
     def observe(self, tokens: int, matched: int) -> None:
         """A block of ``tokens`` - 1 draft tokens, of which the first ``matched`` were accepted."""
-        _count(self, DECAY ** (1 + self._plain), tokens, matched)
+        count_block(self, DECAY ** (1 + self._plain), tokens - 1, matched)
         self._plain, self._tokens = 0, None
 
     def survival(self, assumed: float | None = None, wrong: float = 0.0) -> list[float]:
@@ -91,11 +92,19 @@ class AcceptanceTracker:
         return list(accumulate(self.survival(0.0, wrong), initial=1.0))
 
 
-def _count(of: AcceptancePrior | AcceptanceTracker, decay: float, tokens: int, matched: int) -> None:
-    of.tries, of.hits = [decay * n for n in of.tries], [decay * n for n in of.hits]
-    for i in range(min(tokens - 1, matched + 1, len(of.tries))):
-        of.tries[i] += 1
-        of.hits[i] += i < matched
+class Counts(Protocol):
+    """By position: how often a draft token was verified with all before it accepted, and how often it was accepted."""
+
+    tries: list[float]
+    hits: list[float]
+
+
+def count_block(counts: Counts, decay: float, offered: int, matched: int) -> None:
+    """A block of ``offered`` draft tokens, of which the first ``matched`` were accepted; older blocks weigh ``decay`` less."""
+    counts.tries, counts.hits = [decay * n for n in counts.tries], [decay * n for n in counts.hits]
+    for i in range(min(offered, matched + 1, len(counts.tries))):
+        counts.tries[i] += 1
+        counts.hits[i] += i < matched
 
 
 def _odds(chance: float) -> float:

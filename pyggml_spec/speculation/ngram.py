@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..engine.options import MOST_SLOTS
+from .acceptance import count_block
 from .confidence import as_of_one
 from .cost_model import CostModel
 
@@ -155,10 +156,7 @@ class Worth:
 
     def observe(self, matched: int, offered: int) -> None:
         """The first ``matched`` of ``offered`` drafts were right."""
-        self.tries, self.hits = [DECAY * n for n in self.tries], [DECAY * n for n in self.hits]
-        for i in range(min(offered, matched + 1, len(self.tries))):
-            self.tries[i] += 1
-            self.hits[i] += i < matched
+        count_block(self, DECAY, offered, matched)
         self._tokens = None
 
     def survival(self) -> list[float]:
