@@ -46,3 +46,16 @@ def pair(tmp_path_factory):
     """A tiny random F32 target and its drafter."""
     folder = tmp_path_factory.mktemp("pair")
     return write_qwen35(folder / "target.gguf", Shape(), "F32"), write_dflash(folder / "drafter.gguf", Shape(), "F32")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Of the embedded target."""
+    from pyggml_spec.gguf_io import GGUFFile
+    from pyggml_spec.loading import DEMO_TARGET
+    from pyggml_spec.text.tokenizer import Tokenizer
+
+    with GGUFFile(DEMO_TARGET) as file:
+        made = Tokenizer(file)
+        yield made
+        made.close()

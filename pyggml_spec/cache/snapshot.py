@@ -140,7 +140,7 @@ class SequenceMemory:
         self, kv: KVCache, draft_kv: KVCache | None, delta: DeltaState | None, shapes: Iterable[KVShape], window: int,
         last_hidden: LastHiddenState | None = None, first: tuple[int, int] | None = None
     ) -> None:  # fmt: skip
-        self._kv, self._draft_kv, self._delta, self._window, self._last_hidden = kv, draft_kv, delta, window, last_hidden
+        self._kv, self._delta, self._window, self._last_hidden = kv, delta, window, last_hidden
         layers, states = first if first is not None else (len(kv.layers), delta.shape.layers if delta is not None else 0)
         self._states = states
         in_ring = [bool(shape.sliding and kv.ring) for shape in shapes]

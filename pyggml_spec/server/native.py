@@ -146,7 +146,7 @@ async def _chunks(context: Context, reader: Reader, body: Completion) -> AsyncIt
                 yield PING
                 continue
             output, delta, last = item
-            text = "".join(piece.content for piece in delta.pieces)
+            text = delta.content
             if delta.tokens or text or delta.prompt_read is not None:
                 yield event(_chunk(output, delta, text, body))
             if last:

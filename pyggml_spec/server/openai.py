@@ -220,7 +220,7 @@ async def _completion_chunks(context: Context, reader: Reader, frame: _Frame, bo
                 yield PING
                 continue
             output, delta, last = item
-            text = "".join(piece.content for piece in delta.pieces)
+            text = delta.content
             logprobs = _legacy_logprobs(output, delta.logprobs, LongLists()) if delta.logprobs else None
             choice = {"index": output.task.index, "text": text, "logprobs": logprobs, "finish_reason": None}
             more = _chunk_members(body, output, delta)

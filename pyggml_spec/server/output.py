@@ -34,6 +34,11 @@ class Delta:
     drafts: tuple[int, ...] = ()
     prompt_read: int | None = None
 
+    @property
+    def content(self) -> str:
+        """Its text without reasoning and calls."""
+        return "".join(piece.content for piece in self.pieces)
+
 
 class Output:
     """Of one task. ``parser`` separates reasoning and calls; without one all is content. ``by_token``: a delta per token, not per step."""
