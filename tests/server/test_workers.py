@@ -133,7 +133,7 @@ def test_a_client_that_leaves_frees_the_workers_slot(workers):
 def test_429_reaches_the_client_when_all_are_full(workers):
     """Two workers take five sequences each: of 24 that come at once some are turned away, with the time after which to ask again."""
     body = {"model": "target.gguf", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    at = SimpleNamespace(url=f"http://127.0.0.1:{workers.port}")
+    at = SimpleNamespace(connect=lambda: socket.create_connection(("127.0.0.1", workers.port), 60))
     with contextlib.ExitStack() as held:
         socks = [held.enter_context(sent(at, body, "/v1/chat/completions")) for _ in range(24)]
         heads: dict[socket.socket, bytes] = {}
