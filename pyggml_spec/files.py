@@ -5,20 +5,26 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 PART = r"\.pyspec-[0-9a-f]{32}\.part"  # regular expression of the names of new_file
 
 
-def new_file(folder: Path, mode: int = 0o600) -> tuple[Path, int]:
-    """Creates an empty file with these permissions (less the umask); returns its path and a writable descriptor.
+@contextmanager
+def new_file(folder: Path, mode: int = 0o600) -> Iterator[tuple[Path, BinaryIO]]:
+    """An open empty file with these permissions (less the umask), removed when the block ends unless it was renamed.
 
     Raises:
         OSError: it cannot be created.
     """
     path = folder / f".pyspec-{secrets.token_hex(16)}.part"
-    return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    try:  # a Ctrl-C arrives as soon as the file exists
+        with open(path, "xb", opener=partial(os.open, mode=mode)) as file:
+            yield path, file
+    finally:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -30,18 +36,14 @@ def replacing(path: Path, mode: int = 0o600, sync: bool = False) -> Iterator[Bin
     Raises:
         OSError: the folder cannot be written.
     """
-    part, handle = new_file(path.parent, mode)
-    try:
-        with open(handle, "wb") as file:
-            yield file
-            file.flush()
-            if sync:
-                os.fsync(handle)
+    with new_file(path.parent, mode) as (part, file):
+        yield file
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
         os.replace(part, path)
         if sync:
             _sync_folder(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def make_private(folder: Path) -> None:

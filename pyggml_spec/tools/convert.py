@@ -118,13 +118,9 @@ def written_whole(out: Path, replace: bool):
     if out.exists() and not out.is_file():
         raise ConvertError(f"{out} is not a file; name another output")
     try:
-        part, handle = new_file(out.parent, 0o666)
-        os.close(handle)
-        try:
+        with new_file(out.parent, 0o666) as (part, _):
             yield part
             os.replace(part, out)
-        finally:
-            part.unlink(missing_ok=True)
     except OSError as error:
         raise ConvertError(
             f"{out} cannot be written: {error.strerror or error}; free some space or name another place with `out`"

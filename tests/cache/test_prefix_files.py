@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
@@ -319,11 +320,11 @@ def test_an_entry_that_is_a_link_or_that_others_can_write_is_refused(tmp_path):
 
 def test_part_files_have_random_names_and_follow_no_link(tmp_path, monkeypatch):
     """They were called by the process id: a link of that name, made beforehand, was written through."""
-    names = {new_file(tmp_path)[0] for _ in range(20)}
-    assert len(names) == 20 and all(len(name.name) > 32 for name in names)
-    for name in names:
-        assert prefix_files.PART_NAME.fullmatch(name.name)
-        name.unlink()
+    with ExitStack() as stack:
+        names = {stack.enter_context(new_file(tmp_path))[0] for _ in range(20)}
+        assert len(names) == 20 and all(len(name.name) > 32 and name.exists() for name in names)
+        assert all(prefix_files.PART_NAME.fullmatch(name.name) for name in names)
+    assert not any(name.exists() for name in names)
     victim = tmp_path / "victim"
     victim.write_text("mine")
     files = PrefixFiles(tmp_path / "p", "model: one", MANY)
