@@ -164,9 +164,8 @@ class _ReasoningResponse(_Response):
 
     def __init__(self, form: Format, tokenizer: Tokenizer, thinks: bool) -> None:
         super().__init__()
-        kept = {tokenizer.control_tokens().get(marker) for marker in form.markers()}
         self.reasoning, self._parser = "", Parser(form, inside="reasoning" if thinks else "")
-        self._stream = TextStream(lambda token: tokenizer.piece(token, special=token in kept))
+        self._stream = TextStream(tokenizer.piece_with(form.markers()))
 
     def take(self, event: StepEvent) -> StepEvent:
         last = not event.tokens and event.prompt_read is None

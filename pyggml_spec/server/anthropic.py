@@ -3,18 +3,18 @@
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from ..text.values import Call
 from .bodies import Chat, Messages, convert, field_names, parse, wrong
-from .conversation import read_chat
-from .errors import ApiError, api_error, translated
-from .http import PING, Request, Response, event, event_stream, json_response
-from .output import Output
-from .reading import Context, Reader
+from .conversation import NO_MESSAGES
+from .errors import ApiError
+from .http import PING, Request, Response, event, json_response
+from .output import Delta, Output
+from .reading import Context, ResponseEncoder, count_prompt, respond_to_chat
 from .sampling import SCHEMA_METADATA, check_members
 
 _SHARED = tuple((field_names(Messages) & field_names(Chat)) - {"messages", "tools", "tool_choice"})
@@ -27,33 +27,18 @@ _PLACE = '{"output_config": {"format": {"type": "json_schema", "schema": {...}}}
 
 
 async def messages(context: Context, request: Request) -> Response:
-    body, names = _parsed(request)
-    with translated(names):
-        plan = await context.prepared(request, read_chat, context.served, body, request.key)
-    reader = Reader(context, request, body, plan.requests, lambda task: plan.output(task, context.served))
-    identifier = "msg_cmpl_" + secrets.token_hex(12)
-    if body.stream:
-        await reader.begin()
-        return event_stream(_events(context, reader, identifier))
-    (output,) = await reader.whole()
-    ended = {"stop_reason": _reason(output), "stop_sequence": output.stopping_word or None, "usage": _usage(output)}
-    return json_response({**_head(context, identifier), "content": _content(output), **ended})
+    given = parse(request, Messages)
+    request.unknown += [f"output_config.{name}" for name in given.output_config if name not in ("effort", "format")]
+    body, names = to_chat(given)
+    return await respond_to_chat(context, request, body, Encoder, names)
 
 
 async def count_tokens(context: Context, request: Request) -> Response:
     body, names = to_chat(convert(request.json_object(), Messages))
-    with translated(names):
-        plan = await context.in_pool(request, read_chat, context.served, body, request.key)
-    return json_response({"input_tokens": len(plan.prompt.ids)})
+    return json_response({"input_tokens": await count_prompt(context, request, body, names)})
 
 
 # -- requests
-
-
-def _parsed(request: Request) -> tuple[Chat, dict[str, str]]:
-    given = parse(request, Messages)
-    request.unknown += [f"output_config.{name}" for name in given.output_config if name not in ("effort", "format")]
-    return to_chat(given)
 
 
 def to_chat(given: Messages) -> tuple[Chat, dict[str, str]]:
@@ -63,16 +48,19 @@ def to_chat(given: Messages) -> tuple[Chat, dict[str, str]]:
         ApiError: no messages, or a format or a tool that is not supported.
     """
     if not isinstance(given.messages, list):
-        raise ApiError(400, 'messages is missing, or no list; send a list like [{"role": "user", "content": "Hello"}]', param="messages")
+        raise ApiError(400, NO_MESSAGES, param="messages")
     system = _system(given.system)
     placed = [] if system is None else [("system", {"role": "system", "content": system})]
     placed += [(f"messages[{i}]", m) for i, message in enumerate(given.messages) for m in _message(message)]
     names = {**_NAMES, **{f"messages[{i}]": place for i, (place, _) in enumerate(placed)}}
     body = Chat(
         **{name: getattr(given, name) for name in _SHARED}, messages=[message for _, message in placed], stop=given.stop_sequences,
-        tools=_tools(given.tools), parallel_tool_calls=_parallel(given.tool_choice),
+        tools=_tools(given.tools),
     )  # fmt: skip
-    body.tool_choice = _tool_choice(given.tool_choice, body.tools)
+    choice = given.tool_choice
+    if not isinstance(disabled := choice.get("disable_parallel_tool_use", False), bool):
+        raise wrong("tool_choice.disable_parallel_tool_use", disabled, "true or false")
+    body.parallel_tool_calls, body.tool_choice = not disabled, _tool_choice(choice, body.tools)
     config = given.output_config
     if (effort := config.get("effort")) is not None:
         if not isinstance(effort, str):
@@ -91,13 +79,6 @@ def to_chat(given: Messages) -> tuple[Chat, dict[str, str]]:
     return body, names
 
 
-def _parallel(choice: dict[str, Any]) -> bool:
-    disabled = choice.get("disable_parallel_tool_use", False)
-    if not isinstance(disabled, bool):
-        raise wrong("tool_choice.disable_parallel_tool_use", disabled, "true or false")
-    return not disabled
-
-
 def _tool_choice(choice: dict[str, Any], tools: list[dict[str, Any]]) -> Any:
     """``tool_choice`` in OpenAI's form. Raises ApiError."""
     kind = choice.get("type")
@@ -114,11 +95,12 @@ def _system(system: Any) -> str | None:
     """The system prompt, without the line that Claude Code changes with every request: no prefix could be reused."""
     if system is None:
         return None
-    if isinstance(system, str):
-        return _BILLING.sub("", system)
-    if not isinstance(system, list) or not all(isinstance(b, dict) and isinstance(b.get("text"), str) for b in system):
+    texts: list[Any] = (
+        [block.get("text") if isinstance(block, dict) else None for block in system] if isinstance(system, list) else [system]
+    )
+    if not all(isinstance(text, str) for text in texts):
         raise wrong("system", system, "a text or a list of texts")
-    return "".join(_BILLING.sub("", block["text"]) for block in system)
+    return "".join(_BILLING.sub("", text) for text in texts)
 
 
 def _message(message: Any) -> list[dict[str, Any]]:
@@ -158,20 +140,78 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
         raise wrong("tools", tools, "a list of tools with names")
     # others with a type of their own, bash for instance, are run by the client, and known to the model by their name alone
     if other := next((t for t in tools if str(t.get("type") or "custom").startswith(_SERVER_TOOLS)), None):
-        raise ApiError(
-            501, f"the tool {other['name']!r} is of the type {str(other['type'])[:60]!r}, which Anthropic's own servers run; give tools of yours", param="tools"
-        )  # fmt: skip
-    functions = [
-        {"name": t["name"], "description": t.get("description") or "", "parameters": t.get("input_schema") or {}} for t in tools
-    ]  # fmt: skip
+        what = f"the tool {other['name']!r} is of the type {str(other['type'])[:60]!r}"
+        raise ApiError(501, f"{what}, which Anthropic's own servers run; give tools of yours", param="tools")
+    functions = ({"name": t["name"], "description": t.get("description") or "", "parameters": t.get("input_schema") or {}} for t in tools)
     return [{"type": "function", "function": function} for function in functions]
 
 
 # -- responses
 
 
-def _head(context: Context, identifier: str) -> dict[str, Any]:
-    return {"id": identifier, "type": "message", "role": "assistant", "model": context.served.name}
+class Encoder(ResponseEncoder):
+    """Content blocks. In a stream one is open at a time, and they are numbered in the order in which they begin."""
+
+    def __init__(self, context: Context, request: Request, body: Chat) -> None:
+        super().__init__(context, request, body)
+        self._head = {"id": "msg_cmpl_" + secrets.token_hex(12), "type": "message", "role": "assistant", "model": context.served.name}
+        self._calls, self._index, self._kind = 0, -1, ""  # the block that is open
+
+    async def whole(self) -> Response:
+        (output,) = self.outputs
+        content: list[dict[str, Any]] = []
+        if output.reasoning:
+            content.append({"type": "thinking", "thinking": output.reasoning, "signature": ""})
+        if output.content or not (output.calls or output.reasoning):
+            content.append({"type": "text", "text": output.content})
+        content += [{**_tool_use(call, output, i), "input": msgspec.Raw(call.arguments.encode())} for i, call in enumerate(output.calls)]
+        return json_response({**self._head, "content": content, **_stop(output), "usage": _usage(output)})
+
+    def delta(self, output: Output, delta: Delta, last: bool) -> bytes:
+        out = b""
+        if self.ping == PING:  # the first one
+            self.ping = _event("ping")
+            empty: dict[str, Any] = {
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": {**_usage(output), "output_tokens": 0},
+            }
+            out = _event("message_start", message={**self._head, **empty})
+        for piece in delta.pieces:
+            if piece.reasoning:
+                start: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
+                out += self._block("thinking", start, {"type": "thinking_delta", "thinking": piece.reasoning})
+            if piece.content:
+                out += self._block("text", {"type": "text", "text": ""}, {"type": "text_delta", "text": piece.content})
+            if piece.call is not None:
+                start = {**_tool_use(piece.call, output, self._calls), "input": {}}
+                self._calls += 1
+                out += self._block("tool_use", start, {"type": "input_json_delta", "partial_json": piece.call.arguments})
+        if last:
+            out += self._close() + _event("message_delta", delta=_stop(output), usage=_usage(output)) + _event("message_stop")
+        return out
+
+    def error(self, error: ApiError) -> bytes:
+        return event(error.anthropic(), "error")
+
+    def _block(self, kind: str, start: Mapping[str, Any], delta: Mapping[str, Any]) -> bytes:
+        out = b""
+        if kind != self._kind or kind == "tool_use":
+            out = self._close()
+            self._index, self._kind = self._index + 1, kind
+            out += _event("content_block_start", index=self._index, content_block=start)
+        return out + _event("content_block_delta", index=self._index, delta=delta)
+
+    def _close(self) -> bytes:
+        kind, self._kind = self._kind, ""
+        signature = {"type": "signature_delta", "signature": ""}
+        signed = _event("content_block_delta", index=self._index, delta=signature) if kind == "thinking" else b""
+        return signed + _event("content_block_stop", index=self._index) if kind else b""
+
+
+def _event(name: str, **data: Any) -> bytes:
+    return event({"type": name, **data}, name)
 
 
 def _usage(output: Output) -> dict[str, int]:
@@ -182,81 +222,11 @@ def _usage(output: Output) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _reason(output: Output) -> str:
+def _stop(output: Output) -> dict[str, str | None]:
     reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[output.finish_reason]
-    return "stop_sequence" if reason == "end_turn" and output.stopping_word else reason
-
-
-def _content(output: Output) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = []
-    if output.reasoning:
-        out.append({"type": "thinking", "thinking": output.reasoning, "signature": ""})
-    if output.content or not (output.calls or output.reasoning):
-        out.append({"type": "text", "text": output.content})
-    return out + [{**_tool_use(call, output, i), "input": msgspec.Raw(call.arguments.encode())} for i, call in enumerate(output.calls)]
+    word = output.stopping_word or None
+    return {"stop_reason": "stop_sequence" if reason == "end_turn" and word else reason, "stop_sequence": word}
 
 
 def _tool_use(call: Call, output: Output, i: int) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{output.task.number:x}_{i}", "name": call.name}
-
-
-class _Blocks:
-    """The content blocks of a stream: one is open at a time, and they are numbered in the order in which they begin."""
-
-    def __init__(self) -> None:
-        self.index, self.kind = -1, ""
-
-    def delta(self, kind: str, start: Mapping[str, Any], delta: Mapping[str, Any]) -> bytes:
-        out = b""
-        if kind != self.kind or kind == "tool_use":
-            out = self.close()
-            self.index, self.kind = self.index + 1, kind
-            out += _event("content_block_start", index=self.index, content_block=start)
-        return out + _event("content_block_delta", index=self.index, delta=delta)
-
-    def close(self) -> bytes:
-        kind, self.kind = self.kind, ""
-        if not kind:
-            return b""
-        signature = {"type": "signature_delta", "signature": ""}
-        signed = _event("content_block_delta", index=self.index, delta=signature) if kind == "thinking" else b""
-        return signed + _event("content_block_stop", index=self.index)
-
-
-def _event(name: str, **data: Any) -> bytes:
-    return event({"type": name, **data}, name)
-
-
-async def _events(context: Context, reader: Reader, identifier: str) -> AsyncIterator[bytes]:
-    blocks, begun, called = _Blocks(), False, 0
-    try:
-        async for item in reader.deltas():
-            if item is None:
-                yield PING if not begun else _event("ping")
-                continue
-            output, delta, last = item
-            if not begun:
-                begun = True
-                empty: dict[str, Any] = {
-                    "content": [],
-                    "stop_reason": None,
-                    "stop_sequence": None,
-                    "usage": {**_usage(output), "output_tokens": 0},
-                }
-                yield _event("message_start", message={**_head(context, identifier), **empty})
-            for piece in delta.pieces:
-                if piece.reasoning:
-                    start: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
-                    yield blocks.delta("thinking", start, {"type": "thinking_delta", "thinking": piece.reasoning})
-                if piece.content:
-                    yield blocks.delta("text", {"type": "text", "text": ""}, {"type": "text_delta", "text": piece.content})
-                if piece.call is not None:
-                    start = {**_tool_use(piece.call, output, called), "input": {}}
-                    called += 1
-                    yield blocks.delta("tool_use", start, {"type": "input_json_delta", "partial_json": piece.call.arguments})
-            if last:
-                ended = {"stop_reason": _reason(output), "stop_sequence": output.stopping_word or None}
-                yield blocks.close() + _event("message_delta", delta=ended, usage=_usage(output))
-                yield _event("message_stop")
-    except Exception as error:
-        yield event(api_error(error).anthropic(), "error")

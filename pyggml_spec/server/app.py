@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import anthropic, infill, live, native, openai, responses
+from . import anthropic, infill, native, openai, responses
 from .access import Hosts, Keys, Origins
 from .bodies import HEADER, shown
 from .errors import ApiError, api_error
@@ -72,7 +72,7 @@ ROUTES: dict[str, Handlers] = {
     "/slots": {"GET": native.slots},
     "/lora-adapters": {"GET": native.lora_adapters, "POST": native.lora_adapters},
     "/metrics": {"GET": metrics_page},
-    "/pyspec/live": {"GET": live.live},
+    "/pyspec/live": {"GET": native.live},
     "/tokenize": {"POST": native.tokenize},
     "/detokenize": {"POST": native.detokenize},
     "/apply-template": {"POST": native.apply_template},
@@ -137,7 +137,6 @@ class Endpoint:
         state = scope["app"].state
         context, limits = state.context, state.body_limits
         request = Request(scope, receive, send)
-        request.on_parsed.append(lambda: limits.give_back(request))
         try:
             if request.method == "POST":
                 request.check_type()

@@ -1,9 +1,9 @@
 """A chat request as task requests for the engine. The other chat dialects are translated to ``bodies.Chat`` first."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
@@ -16,43 +16,16 @@ from ..text.values import with_implied_types
 from . import sampling
 from .bodies import Chat, Generation, wrong
 from .calls import call_schema, calls_grammar
-from .errors import ApiError
-from .output import Output
-from .served import Prefill, Prompt, Rendering, Served
-from .tasks import Task, TaskRequest
+from .errors import ApiError, translated
+from .served import Prefill, Rendering, Served
+from .tasks import TaskRequest
 
 _ABOUT_TOOLS = (
     "You can call these functions:\n{tools}\nTo call one, answer with <tool_call>{{\"name\": NAME, \"arguments\": ARGUMENTS}}</tool_call>, where the "
     "arguments are a JSON object."
 )  # fmt: skip
 MAX_TOOLS = 1024
-
-
-@dataclass(frozen=True)
-class ChatPlan:
-    """What a chat request comes to.
-
-    Attributes:
-        requests: one per choice.
-        n_probs: log probabilities that are reported of each token, None for none.
-        called: tools that may be called.
-        forced: whether the response has to be a call.
-    """
-
-    requests: list[TaskRequest]
-    prompt: Prompt
-    n_probs: int | None
-    called: list[dict[str, Any]]
-    forced: bool
-    reasoning: bool
-
-    def output(self, task: Task, served: Served) -> Output:
-        prompt, parser = self.prompt, None
-        if self.forced:
-            parser = Parser(BARE, tools=self.called)
-        elif self.called or self.reasoning or prompt.inside or prompt.form.channels is not None:
-            parser = Parser(prompt.form, inside=prompt.inside, continued=prompt.goes_on, tools=self.called, reasoning=self.reasoning)
-        return Output(task, served.tokenizer, parser, self.n_probs is not None)
+NO_MESSAGES = 'messages is missing, or no list; send a list like [{"role": "user", "content": "Hello"}]'
 
 
 def task_requests(
@@ -75,15 +48,25 @@ def task_requests(
     return [replace(request, sampling=replace(chosen, seed=seed)) for seed in seeds]
 
 
-def read_chat(served: Served, body: Chat, key: str) -> ChatPlan:
-    """Renders, encodes and checks; in a thread of the pool.
+def read_chat(served: Served, body: Chat, key: str, names: Mapping[str, str]) -> tuple[list[TaskRequest], Callable[[], Parser | None]]:
+    """Renders, encodes and checks; in a thread of the pool. Returns the sequences, one per choice, and what makes the parser of each.
+
+    Args:
+        names: the client's names of fields by those of ``Chat``, where it is a translation.
 
     Raises:
         ApiError: a field is wrong.
         TemplateError: the template refuses the conversation.
         SamplingError: a constraint is wrong.
     """
-    n_probs = _n_probs(body)
+    with translated(names):
+        return _read_chat(served, body, key)
+
+
+def _read_chat(served: Served, body: Chat, key: str) -> tuple[list[TaskRequest], Callable[[], Parser | None]]:
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    n_probs = body.n_probs or None if not body.logprobs else 20 if body.top_logprobs is None else body.top_logprobs
     constraint = sampling.constraint(body)
     body, tools = _allowed(body, read_tools(body))
     choice = _choice(body, tools)
@@ -93,10 +76,15 @@ def read_chat(served: Served, body: Chat, key: str) -> ChatPlan:
     forced = [t for t in called if choice in ("required", t["function"]["name"])] if choice != "auto" else []
     if forced:
         constraint = "json_schema", call_schema(forced)
-    prompt = read_prompt(served, body, called, closed=constraint is not None and not body.grammar_lazy)
+    prompt = served.chat_ids(_rendering(served, body, called, closed=constraint is not None and not body.grammar_lazy))
     requests: list[TaskRequest] | None = None
-    if called and not forced and not _may_think(served, body, called):
-        held = called if _open_arguments(served, body) else [_closed(tool) for tool in called]
+    template = served.template_for(called)
+    may_think = (
+        template.form.think[1] in template.source and _template_arguments(served, body)[0] is not False
+    )  # where a call's marker means nothing
+    if called and not forced and not may_think:
+        is_open = served.limits.sampling.additional_properties if body.additional_properties is None else body.additional_properties
+        held = called if is_open else [_closed(tool) for tool in called]
         with suppress(ApiError, SamplingError):  # a call that no grammar can hold is read from the text
             grammar = calls_grammar(prompt.form, held, body.parallel_tool_calls, served.tokenizer.control_tokens())
             if grammar is not None:
@@ -105,11 +93,15 @@ def read_chat(served: Served, body: Chat, key: str) -> ChatPlan:
         requests = task_requests(served, body, prompt.ids, n_probs, constraint, key)
     parsed = (body.reasoning_format or served.options.reasoning) != "none"
     reasoning = parsed and (constraint is None or bool(requests[0].sampling and requests[0].sampling.triggers))
-    return ChatPlan(requests, prompt, n_probs, forced or called, bool(forced), reasoning)
 
+    def parser() -> Parser | None:
+        if forced:
+            return Parser(BARE, tools=forced)
+        if called or reasoning or prompt.inside or prompt.form.channels is not None:
+            return Parser(prompt.form, inside=prompt.inside, continued=prompt.goes_on, tools=called, reasoning=reasoning)
+        return None
 
-def _open_arguments(served: Served, body: Chat) -> bool:
-    return served.limits.sampling.additional_properties if body.additional_properties is None else body.additional_properties
+    return requests, parser
 
 
 def _closed(tool: dict[str, Any]) -> dict[str, Any]:
@@ -118,19 +110,6 @@ def _closed(tool: dict[str, Any]) -> dict[str, Any]:
     if not function.get("parameters"):
         return tool
     return {**tool, "function": {**function, "parameters": closed_schema(with_implied_types(function["parameters"]))}}
-
-
-def _n_probs(body: Chat) -> int | None:
-    if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    if body.logprobs:
-        return 20 if body.top_logprobs is None else body.top_logprobs
-    return body.n_probs or None
-
-
-def read_prompt(served: Served, body: Chat, tools: Sequence[dict[str, Any]], closed: bool = False) -> Prompt:
-    """The conversation's tokens; ``closed``: the response must not begin inside of the reasoning."""
-    return served.chat_ids(_rendering(served, body, tools, closed))
 
 
 def render_chat(served: Served, body: Chat) -> str:
@@ -211,7 +190,7 @@ def _template_arguments(served: Served, body: Chat) -> tuple[bool | None, dict[s
 def read_messages(body: Chat) -> list[dict[str, Any]]:
     """Raises ApiError: no list of messages that a template could take."""
     if not isinstance(body.messages, list):  # an empty one is up to the template, as in llama-server
-        raise ApiError(400, 'messages is missing, or no list; send a list like [{"role": "user", "content": "Hello"}]', param="messages")
+        raise ApiError(400, NO_MESSAGES, param="messages")
     for i, message in enumerate(body.messages):
         if (fault := _message_fault(message, f"messages[{i}]")) is not None:
             raise ApiError(400, fault, param="messages")
@@ -297,9 +276,3 @@ def _choice(body: Chat, tools: Sequence[dict[str, Any]]) -> str:
     if not tools:
         raise ApiError(400, "tool_choice is required, and there are no tools", param="tool_choice")
     return choice
-
-
-def _may_think(served: Served, body: Chat, tools: Sequence[dict[str, Any]]) -> bool:
-    """Whether the response may hold reasoning, in which the marker of a call means nothing."""
-    template = served.template_for(tools)
-    return template.form.think[1] in template.source and _template_arguments(served, body)[0] is not False

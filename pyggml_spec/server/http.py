@@ -7,9 +7,11 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -32,7 +34,9 @@ WATCH_AFTER = 0.001  # seconds of work before disconnection is watched
 PROMPTS = ("prompt", "messages", "input", "instructions", "system", "content", "tokens", "input_prefix", "input_suffix", "input_extra")
 """Fields that may be as long as a body, and are freed once their tokens are known."""
 _SCHEMAS = ("tools", "grammar", "regex", "lark", "json_schema", "response_format", "text", "output_config", "output_format")
-INLINE_VALUES = 4096
+INLINE_VALUES, CHUNK = 4096, 16 << 10  # values of a list that is encoded at once; bytes of a longer one that are sent at a time
+VERSION = version("pyggml_spec")
+FINGERPRINT = f"b0-pyspec-{VERSION}"
 JSON_TYPE = "application/json; charset=utf-8"
 STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 ANTHROPIC = ("/v1/messages", "/messages")
@@ -48,7 +52,8 @@ class Request(StarletteRequest):
         peer: address and port of the client.
         has_body: whether a body follows the head; ``length``: its bytes where the head has them.
         large: whether it, or its response, takes much memory.
-        on_parsed, on_end: called when its prompts are tokens; when its response is complete or abandoned.
+        limits: which its body counts in.
+        on_end: called when its response is complete or abandoned.
     """
 
     def __init__(self, scope: Scope, *channels: Any) -> None:
@@ -62,7 +67,7 @@ class Request(StarletteRequest):
         self.unknown: list[str] = []
         self.large = False
         self.counted = 0  # bytes of its body among those of all
-        self.on_parsed: list[Callable[[], None]] = []
+        self.limits: BodyLimits | None = None
         self.on_end: list[Callable[[], None]] = []
         self._object: dict[str, Any] | None = None
 
@@ -76,15 +81,15 @@ class Request(StarletteRequest):
             return
         coding = self.headers.get("content-encoding", "").strip().lower()
         if coding not in ("", "identity"):
-            raise ApiError(
-                415, f"the body is compressed ({coding[:60]}), which is not supported; send it as it is", headers={"accept-encoding": "identity"}
-            )  # fmt: skip
+            sentence = f"the body is compressed ({coding[:60]}), which is not supported; send it as it is"
+            raise ApiError(415, sentence, headers={"accept-encoding": "identity"})
         kind, _, parameters = self.headers.get("content-type", "").lower().partition(";")
         kind = kind.strip()
         if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-            raise ApiError(
-                415, f"the body has the type {kind[:100]}; send JSON, with the header Content-Type: application/json, which curl takes with -H"
-            )  # fmt: skip
+            sentence = (
+                f"the body has the type {kind[:100]}; send JSON, with the header Content-Type: application/json, which curl takes with -H"
+            )
+            raise ApiError(415, sentence)
         charset = dict(part.strip().partition("=")[::2] for part in parameters.split(";")).get("charset", "").strip("\"' ")
         if charset not in ("", "utf-8", "utf8", "us-ascii"):
             raise ApiError(415, f"the body is in {charset[:60]}; JSON is sent in UTF-8")
@@ -114,12 +119,11 @@ class Request(StarletteRequest):
     def forget(self, *bodies: msgspec.Struct) -> None:
         """Frees the body, and the prompts in ``bodies`` that were made of it."""
         self.data, self._object = b"", {}
-        for call in self.on_parsed:
-            call()
-        self.on_parsed.clear()
+        if self.limits is not None:
+            self.limits.held, self.counted = self.limits.held - self.counted, 0
         for body in bodies:
-            for name in PROMPTS:
-                if hasattr(body, name):
+            for name in body.__struct_fields__:
+                if name in PROMPTS:
                     setattr(body, name, None)
 
     def end(self) -> None:
@@ -130,18 +134,14 @@ class Request(StarletteRequest):
         self.on_end.clear()
 
 
-def _header(scope: Scope, name: bytes) -> bytes | None:
-    return next((value for key, value in scope["headers"] if key == name), None)
-
-
 def content_length(scope: Scope) -> int | None:
-    sent = _header(scope, b"content-length") or b""
-    return int(sent) if sent.isdigit() and len(sent) < 19 else None
+    sent = Headers(scope=scope).get("content-length", "")
+    return int(sent) if sent.isdecimal() and len(sent) < 19 else None
 
 
 def has_body(scope: Scope) -> bool:
     length = content_length(scope)
-    return length != 0 and (length is not None or _header(scope, b"transfer-encoding") is not None)
+    return length != 0 and (length is not None or "transfer-encoding" in Headers(scope=scope))
 
 
 def _check_lengths(data: bytes) -> None:
@@ -176,18 +176,14 @@ class BodyLimits:
         self.held = 0
 
     def take(self, request: Request, size: int) -> None:
-        """Counts ``size`` bytes of a request. Raises ApiError: there are too many of all."""
+        """Counts ``size`` bytes of a request until it forgets them. Raises ApiError: there are too many of all."""
+        request.limits = self
         request.counted += size
         request.large |= request.counted > LARGE
         self.held += size
         if self.held > self.max_total:
-            raise ApiError(
-                503, f"the bodies that are being read have {self.max_total} bytes together; send this one again", headers={"retry-after": "5"}
-            )  # fmt: skip
-
-    def give_back(self, request: Request) -> None:
-        self.held -= request.counted
-        request.counted = 0
+            sentence = f"the bodies that are being read have {self.max_total} bytes together; send this one again"
+            raise ApiError(503, sentence, headers={"retry-after": "5"})
 
 
 class _ValueCounter:
@@ -336,11 +332,14 @@ class LongLists:
     async def _chunks(self, around: list[bytes]) -> AsyncIterator[bytes]:
         yield around[0]
         for items, following in zip(self._lists, around[1:], strict=True):
-            before = b"["
+            part, before = bytearray(), b"["
             for item in items:
-                yield before + item
+                part += before + item
                 before = b","
-            yield b"]" + following
+                if len(part) > CHUNK:
+                    yield bytes(part)
+                    part.clear()
+            yield bytes(part) + b"]" + following
 
 
 class Pauses:
@@ -350,46 +349,38 @@ class Pauses:
         self._loop = asyncio.get_running_loop()
         self._began, self._ran = time.perf_counter(), True
 
-    def _others_ran(self) -> None:
-        self._ran = True
-
     async def give_way(self) -> None:
         """Lets other tasks run, if none has for ``YIELD_SECONDS``."""
         if not self._ran and time.perf_counter() - self._began > YIELD_SECONDS:
             await asyncio.sleep(0)
         if self._ran:
             self._began, self._ran = time.perf_counter(), False
-            self._loop.call_soon(self._others_ran)
+            self._loop.call_soon(setattr, self, "_ran", True)
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[None]) -> bool:
     """Does ``work``, which is cancelled when the client disconnects; whether it was completed. It runs in the caller's task, and disconnection is watched
     ``WATCH_AFTER`` seconds later: another task would run before the first token."""
     task, gone = asyncio.current_task(), False
-    watching: asyncio.Task[None] | None = None
+    watching: list[asyncio.Task[None]] = []
+    assert task is not None
 
     async def watch() -> None:
         nonlocal gone
         while (await receive())["type"] != "http.disconnect":
             pass
         gone = True
-        if task is not None:
-            task.cancel()
+        task.cancel()
 
-    def begin() -> None:
-        nonlocal watching
-        watching = asyncio.ensure_future(watch())
-
-    timer = asyncio.get_running_loop().call_later(WATCH_AFTER, begin)
+    timer = asyncio.get_running_loop().call_later(WATCH_AFTER, lambda: watching.append(asyncio.ensure_future(watch())))
     try:
         await work
     except asyncio.CancelledError:
         if not gone:
             raise
-        if task is not None:
-            task.uncancel()
+        task.uncancel()
     finally:
         timer.cancel()
-        if watching is not None:
-            watching.cancel()
+        for watcher in watching:
+            watcher.cancel()
     return not gone

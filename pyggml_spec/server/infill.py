@@ -15,9 +15,9 @@ from .bodies import Infill, parse, wrong
 from .conversation import task_requests
 from .errors import ApiError
 from .http import Request, Response
-from .native import check_slot, respond
-from .reading import Context
-from .served import Served
+from .native import Encoder, check_slot
+from .reading import Context, respond
+from .served import Served, texts_and_ids
 from .tasks import TaskRequest
 
 BATCH = 2048  # tokens around the cursor, three quarters of them before it; extra files get the rest of the context
@@ -29,28 +29,19 @@ SNIPPET = "\n\n--- snippet ---\n\n"  # between files, where the vocabulary has n
 
 async def infill(context: Context, request: Request) -> Response:
     body = parse(request, Infill)
-    requests, n_probs = await context.prepared(request, _read, context, body, request.key)
-    return await respond(context, request, body, requests, n_probs)
+    return await respond(context, request, body, await context.prepared(request, _read, context, body, request.key), Encoder)
 
 
-def _read(context: Context, body: Infill, key: str) -> tuple[list[TaskRequest], int | None]:
-    served = context.served
-    fim = _fim_tokens(served)
+def _read(context: Context, body: Infill, key: str) -> list[TaskRequest]:
+    served, fim = context.served, context.served.tokenizer.fim()
+    if missing := [name for name in ("prefix", "suffix", "middle") if getattr(fim, name) is None]:
+        why = f"its vocabulary has no token for {' and '.join(missing)}"
+        raise ApiError(501, f"{served.name} fills nothing in: {why}; load a model that was taught to fill in")
     check_slot(context, body)
     prompt = served.encoded(body.prompt, "prompt", special=True, bos=False)
     room = sampling.max_tokens(body, served.limits)
     ids = served.checked(lay_out(served, fim, body, prompt, RESERVED_OUTPUT if room is None else room))
-    n_probs = body.n_probs or None
-    return task_requests(served, body, ids, n_probs, sampling.constraint(body), key), n_probs
-
-
-def _fim_tokens(served: Served) -> Fim:
-    fim = served.tokenizer.fim()
-    missing = [name for name in ("prefix", "suffix", "middle") if getattr(fim, name) is None]
-    if missing:
-        why = f"its vocabulary has no token for {' and '.join(missing)}"
-        raise ApiError(501, f"{served.name} fills nothing in: {why}; load a model that was taught to fill in")
-    return fim
+    return task_requests(served, body, ids, body.n_probs or None, sampling.constraint(body), key)
 
 
 def _near(served: Served, body: Infill, name: str, most: int, before: bool) -> list[int]:
@@ -58,8 +49,7 @@ def _near(served: Served, body: Infill, name: str, most: int, before: bool) -> l
     value = getattr(body, name)
     if value is None:
         raise ApiError(400, f"{name} is required; send the text around the cursor", param=name)
-    parts = value if isinstance(value, list) else [value]
-    if not all(isinstance(part, (int, str)) and not isinstance(part, bool) for part in parts):
+    if (parts := texts_and_ids(value)) is None:
         raise wrong(name, value, "a text, or a list of texts and token ids")
     served.known([part for part in parts if isinstance(part, int)], name)
     return _cut(served, parts, most, before)

@@ -1,6 +1,8 @@
 """llama.cpp's own dialect: /completion, the tokenizer, the template, and the state of the server."""
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import lru_cache
@@ -11,17 +13,31 @@ from msgspec import Meta, Struct
 from ..cancel import check
 from ..ggml.library import lost_reason
 from . import sampling
-from .bodies import Chat, Completion, convert, parse, wrong
+from .bodies import Chat, Completion, OpenAICompletion, convert, parse, wrong
 from .conversation import render_chat, task_requests
-from .errors import ApiError, api_error
-from .http import JSON_TYPE, PING, LongLists, Pauses, Request, Response, Stream, encode, event, event_stream, json_response
-from .output import Delta, Output, metrics, progress, speculation
-from .reading import Context, Reader
+from .errors import ApiError
+from .http import (
+    FINGERPRINT,
+    STREAM_HEADERS,
+    VERSION,
+    LongLists,
+    Pauses,
+    Request,
+    Response,
+    Stream,
+    encode,
+    event,
+    event_stream,
+    json_response,
+)
+from .output import Delta, Output, metrics, progress, speculation, timings
+from .reading import Context, ResponseEncoder, respond
 from .resumable import HEADER, ResumableStream, key_of
+from .served import texts_and_ids
 from .tasks import Task, TaskRequest
-from .version import FINGERPRINT, VERSION
 
-TOKENS_AT_ONCE = 4096  # whose JSON is made without a pause for other tasks
+LIVE_SECONDS, MAX_WATCHERS = 0.2, 16  # between states of the slots; pages that watch them
+IDLE = {"tokens_per_step": 0, "predicted_per_second": 0}  # timings of a free slot
 MAX_CHARACTERS = 1 << 20  # that /tokenize takes, or 16 for each token of the context
 _STOP_TYPES = {"end": "eos", "stop": "word", "length": "limit", "context": "limit"}
 
@@ -31,21 +47,23 @@ _STOP_TYPES = {"end": "eos", "stop": "word", "length": "limit", "context": "limi
 
 async def completion(context: Context, request: Request) -> Response:
     body = parse(request, Completion)
-    requests, n_probs = await context.prepared(request, _read, context, body, request.key)
-    return await respond(context, request, body, requests, n_probs)
+    requests = await context.prepared(request, read_completion, context, body, request.key)
+    return await respond(context, request, body, requests, Encoder)
 
 
-async def respond(context: Context, request: Request, body: Completion, requests: list[TaskRequest], n_probs: int | None) -> Response:
-    """The response in this dialect, as it comes or whole."""
-    reader = Reader(context, request, body, requests, lambda task: Output(task, context.served.tokenizer, None, n_probs is not None))
-    if body.stream:
-        await reader.begin()
-        return event_stream(_chunks(context, reader, body))
-    lists, results, pauses = LongLists(request), [], Pauses()
-    for output in await reader.whole():
-        results.append(native_result(context, output, lists, body))
-        await pauses.give_way()
-    return lists.response(results[0] if len(results) == 1 else results)
+def read_completion(context: Context, body: Completion | OpenAICompletion, key: str) -> list[TaskRequest]:
+    """The sequences of one or several prompts. Raises ApiError."""
+    served, n_probs = context.served, body.n_probs
+    if body.prompt is None:
+        raise ApiError(400, "prompt is required; send a text or a list of token ids", param="prompt")
+    if isinstance(body, Completion):
+        check_slot(context, body)
+    elif n_probs is None:
+        n_probs = int(body.logprobs or 0)
+    prompts = served.prompts(body.prompt)
+    context.queue.check_count(len(prompts) * body.choices)
+    requests = task_requests(served, body, [], n_probs or None, sampling.constraint(body), key)
+    return [replace(request, ids=ids) for ids in served.text_ids(prompts) for request in requests]
 
 
 def check_slot(context: Context, body: Completion) -> None:
@@ -54,16 +72,33 @@ def check_slot(context: Context, body: Completion) -> None:
         raise wrong("id_slot", body.id_slot, f"a whole number from -1 to {slots - 1}")
 
 
-def _read(context: Context, body: Completion, key: str) -> tuple[list[TaskRequest], int | None]:
-    served = context.served
-    if body.prompt is None:
-        raise ApiError(400, "prompt is required; send a text or a list of token ids", param="prompt")
-    check_slot(context, body)
-    prompts = served.prompts(body.prompt)
-    context.queue.check_count(len(prompts) * body.choices)
-    n_probs = body.n_probs or None
-    requests = task_requests(served, body, [], n_probs, sampling.constraint(body), key)
-    return [replace(request, ids=ids) for ids in served.text_ids(prompts) for request in requests], n_probs
+class Encoder(ResponseEncoder):
+    """Results as objects; in a stream chunks of them."""
+
+    async def whole(self) -> Response:
+        lists, results, pauses = LongLists(self.request), [], Pauses()
+        for output in self.outputs:
+            results.append(native_result(self.context, output, lists, self.body))
+            await pauses.give_way()
+        return lists.response(results[0] if len(results) == 1 else results)
+
+    def delta(self, output: Output, delta: Delta, last: bool) -> bytes:
+        out, body = b"", self.body
+        if delta.tokens or delta.content or delta.prompt_read is not None:
+            chunk: dict[str, Any] = {
+                "index": output.task.index, "content": delta.content, "tokens": delta.tokens, "stop": False, "id_slot": output.task.slot,
+                "tokens_predicted": output.stats.emitted, "tokens_evaluated": len(output.task.request.ids),
+            }  # fmt: skip
+            if body.timings_per_token:
+                chunk["timings"] = output.timings()
+            if delta.logprobs:
+                chunk["completion_probabilities"] = [output.probability(p) for p in delta.logprobs]
+            if delta.prompt_read is not None:
+                chunk["prompt_progress"] = progress(output, delta.prompt_read)
+            if body.speculation and delta.tokens:
+                chunk["speculation"] = {"tokens": delta.tokens, "drafts": delta.drafts}
+            out = event(chunk)
+        return out + event(native_result(self.context, output, LongLists(), body)) if last else out
 
 
 def probabilities(output: Output, lists: LongLists) -> Any:
@@ -81,7 +116,7 @@ def native_result(context: Context, output: Output, lists: LongLists, body: Comp
         "index": output.task.index,
         "content": "" if body.stream else output.text,
         "tokens": output.tokens if body.return_tokens is True and not body.stream else [],
-        "id_slot": output.task.handle.slot if output.task.handle is not None else -1,
+        "id_slot": output.task.slot,
         "stop": True,
         "model": served.name,
         "tokens_predicted": stats.emitted,
@@ -99,19 +134,14 @@ def native_result(context: Context, output: Output, lists: LongLists, body: Comp
     }
     if output.logprobs and not body.stream:
         out["completion_probabilities"] = probabilities(output, lists)
-    return _picked(out, body.response_fields) if body.response_fields else out
-
-
-def _picked(value: dict[str, Any], wanted: list[str]) -> dict[str, Any]:
-    """The members named like "a/b", under their last name."""
-    out: dict[str, Any] = {}
-    for path in wanted:
-        found: Any = value
+    picked: dict[str, Any] = {}
+    for path in body.response_fields:  # members named like "a/b", under their last name
+        found: Any = out
         for name in path.split("/"):
             found = found.get(name) if isinstance(found, dict) else None
         if found is not None:
-            out[path.rpartition("/")[2]] = found
-    return out
+            picked[path.rpartition("/")[2]] = found
+    return picked if body.response_fields else out
 
 
 def settings(context: Context, request: TaskRequest, seed: int | None = None) -> dict[str, Any]:
@@ -128,52 +158,9 @@ def settings(context: Context, request: TaskRequest, seed: int | None = None) ->
         "adaptive_decay": 0.0, "stop": list(request.stop), "max_tokens": n, "n_predict": n, "ignore_eos": request.ignore_end,
         "logit_bias": bias + (context.served.end_bias() if request.ignore_end else []), "n_probs": s.logprobs or 0, "post_sampling_probs": s.logprobs_after,
         "grammar": s.grammar or "", "grammar_lazy": bool(s.triggers),
-        "grammar_triggers": [_trigger(t) for t in s.triggers], "json_schema": json.loads(s.json_schema) if s.json_schema else None, "cache_prompt": request.reuse,
+        "grammar_triggers": [sampling.shown_trigger(t) for t in s.triggers], "json_schema": json.loads(s.json_schema) if s.json_schema else None, "cache_prompt": request.reuse,
         "speculative.types": ",".join(context.served.session.methods) or "none" if request.mode is None else "none",
     }  # fmt: skip
-
-
-def _trigger(trigger: sampling.Trigger) -> dict[str, Any]:
-    if isinstance(trigger, int):
-        return {"type": 0, "token": trigger, "value": ""}
-    return {"type": 1, "value": trigger} if isinstance(trigger, str) else {"type": 3 if trigger.full else 2, "value": trigger.text}
-
-
-async def _chunks(context: Context, reader: Reader, body: Completion) -> AsyncIterator[bytes]:
-    try:
-        async for item in reader.deltas():
-            if item is None:
-                yield PING
-                continue
-            output, delta, last = item
-            text = delta.content
-            if delta.tokens or text or delta.prompt_read is not None:
-                yield event(_chunk(output, delta, text, body))
-            if last:
-                yield event(native_result(context, output, LongLists(), body))
-    except Exception as error:
-        yield event(api_error(error).openai())
-
-
-def _chunk(output: Output, delta: Delta, text: str, body: Completion) -> dict[str, Any]:
-    out: dict[str, Any] = {
-        "index": output.task.index,
-        "content": text,
-        "tokens": delta.tokens,
-        "stop": False,
-        "id_slot": output.task.handle.slot if output.task.handle is not None else -1,
-        "tokens_predicted": output.stats.emitted,
-        "tokens_evaluated": len(output.task.request.ids),
-    }
-    if body.timings_per_token:
-        out["timings"] = output.timings()
-    if delta.logprobs:
-        out["completion_probabilities"] = [output.probability(p) for p in delta.logprobs]
-    if delta.prompt_read is not None:
-        out["prompt_progress"] = progress(output, delta.prompt_read)
-    if body.speculation and delta.tokens:
-        out["speculation"] = {"tokens": delta.tokens, "drafts": delta.drafts}
-    return out
 
 
 # -- tokenizer and template
@@ -188,18 +175,15 @@ class Tokenize(Struct):
 
 
 async def tokenize(context: Context, request: Request) -> Response:
-    body = convert(request.json_object(), Tokenize)
+    body, lists, piece = convert(request.json_object(), Tokenize), LongLists(request), context.served.tokenizer.piece
     ids = await context.in_pool(request, _tokens, context, body)
-    if len(ids) <= TOKENS_AT_ONCE:
-        return Response(b'{"tokens":[%b]}' % _token_list(context, ids, body.with_pieces), media_type=JSON_TYPE)
-    request.large = True
-    return Stream(_token_chunks(context, ids, body.with_pieces), media_type=JSON_TYPE)
+    items = (_token_json(i, piece(i, special=True)) for i in ids) if body.with_pieces else map(b"%d".__mod__, ids)
+    return lists.response({"tokens": lists.add(items, len(ids))})
 
 
 def _tokens(context: Context, body: Tokenize) -> list[int]:
     content = body.content if body.content is not None else body.prompt if body.prompt is not None else ""
-    parts = content if isinstance(content, list) else [content]
-    if not all(isinstance(part, (str, int)) and not isinstance(part, bool) for part in parts):
+    if (parts := texts_and_ids(content)) is None:
         raise wrong("content", content, "a text, or a list of texts and token ids")
     most = max(MAX_CHARACTERS, 16 * context.served.n_ctx)
     if (size := sum(len(part) for part in parts if isinstance(part, str))) > most:
@@ -209,21 +193,6 @@ def _tokens(context: Context, body: Tokenize) -> list[int]:
         check()
         ids += [part] if isinstance(part, int) else context.served.tokenizer.encode(part, body.parse_special, body.add_special and i == 0)
     return ids
-
-
-async def _token_chunks(context: Context, ids: list[int], pieces: bool) -> AsyncIterator[bytes]:
-    yield b'{"tokens":['
-    for at in range(0, len(ids), TOKENS_AT_ONCE):
-        yield (b"," if at else b"") + _token_list(context, ids[at : at + TOKENS_AT_ONCE], pieces)
-    yield b"]}"
-
-
-def _token_list(context: Context, ids: list[int], pieces: bool) -> bytes:
-    """JSON without brackets."""
-    if not pieces:
-        return encode(ids)[1:-1]
-    piece = context.served.tokenizer.piece
-    return b",".join([_token_json(i, piece(i, special=True)) for i in ids])
 
 
 @lru_cache(1 << 14)
@@ -305,25 +274,57 @@ async def slots(context: Context, request: Request) -> Response:
 
 def slot_list(context: Context) -> list[dict[str, Any]]:
     """The state of every slot."""
-    by_slot: dict[int, Task] = {task.handle.slot: task for task in context.queue.processing if task.handle is not None}
-    out = []
-    for i in range(context.served.options.slots):
-        task = by_slot.get(i)
+    served, out = context.served, []
+    by_slot: dict[int, Task] = {task.slot: task for task in context.queue.processing}
+    for i in range(served.options.slots):
         entry: dict[str, Any] = {
-            "id": i, "n_ctx": context.served.n_ctx, "speculative": context.served.drafter, "is_processing": task is not None,
+            "id": i, "n_ctx": served.n_ctx, "speculative": served.drafter, "is_processing": i in by_slot,
             "next_token": [{"has_next_token": False, "n_remain": -1, "n_decoded": 0}],
         }  # fmt: skip
-        if task is not None:
-            stats = task.stats
-            remain = -1 if task.request.max_tokens is None else task.request.max_tokens - stats.emitted
+        if (task := by_slot.get(i)) is not None and task.handle is not None:
+            stats, most = task.stats, task.request.max_tokens
             entry |= {
                 "id_task": task.number, "n_prompt_tokens": len(task.request.ids), "n_prompt_tokens_cache": stats.reused_tokens,
-                "n_prompt_tokens_processed": task.handle.prompt_read if task.handle is not None else 0,
-                "next_token": [{"has_next_token": True, "n_remain": remain, "n_decoded": stats.emitted}],
-                "phase": "decode" if stats.emitted else "prompt", "timings": Output(task, context.served.tokenizer).timings(),
+                "n_prompt_tokens_processed": task.handle.prompt_read, "phase": "decode" if stats.emitted else "prompt",
+                "next_token": [{"has_next_token": True, "n_remain": -1 if most is None else most - stats.emitted, "n_decoded": stats.emitted}],
+                "timings": timings(stats, task),
             }  # fmt: skip
         out.append(entry)
     return out
+
+
+async def live(context: Context, request: Request) -> Response:
+    """/pyspec/live: the state of every slot, five times a second, for the page."""
+    if request.method == "HEAD":  # the states have no end
+        return Response(headers=STREAM_HEADERS)
+    if context.watchers >= MAX_WATCHERS:
+        raise ApiError(429, f"{MAX_WATCHERS} pages watch this server already; close one of them", headers={"retry-after": "30"})
+    context.watchers += 1
+    request.on_end.append(lambda: setattr(context, "watchers", context.watchers - 1))
+    return event_stream(_states(context))
+
+
+async def _states(context: Context) -> AsyncIterator[bytes]:
+    """Until the server drains, which waits for all readers."""
+    queue, emitted, at = context.queue, context.queue.engine.stats.emitted, time.perf_counter()
+    while not queue.draining:
+        batch, now, before = queue.engine.stats, time.perf_counter(), emitted
+        emitted = batch.emitted
+        slots = [
+            {
+                "id": slot["id"], "phase": slot.get("phase", "idle"), "prompt_tokens": slot.get("n_prompt_tokens", 0),
+                "prompt_read": slot.get("n_prompt_tokens_processed", 0), "reused": slot.get("n_prompt_tokens_cache", 0),
+                "emitted": slot["next_token"][0]["n_decoded"], "tokens_per_step": slot.get("timings", IDLE)["tokens_per_step"],
+                "tokens_per_second": slot.get("timings", IDLE)["predicted_per_second"],
+            }
+            for slot in slot_list(context)
+        ]  # fmt: skip
+        yield event({
+            "slots": slots, "waiting": queue.waiting, "tokens_per_second": (emitted - before) / max(1e-6, now - at), "steps": batch.steps,
+            "longest_wait_ms": 1000 * batch.longest_wait, "prefix_bytes": queue.engine.prefix_bytes,
+        })  # fmt: skip
+        at = now
+        await asyncio.sleep(LIVE_SECONDS)
 
 
 async def lora_adapters(context: Context, request: Request) -> Response:
@@ -374,8 +375,7 @@ class StreamLookup(Struct):
 async def look_up_streams(context: Context, request: Request) -> Response:
     """State of the streams whose ids the client knows."""
     names = convert(request.json_object(), StreamLookup).conversation_ids
-    states: list[dict[str, Any]] = [
+    return json_response([
         {"conversation_id": n, "is_done": bool(s.over), "total_bytes": s.size, "started_at": int(s.began), "completed_at": int(s.over)}
         for n, s in context.streams.named(request.key, {name for name in names if name})
-    ]
-    return json_response(states)
+    ])  # fmt: skip

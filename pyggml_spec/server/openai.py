@@ -3,201 +3,153 @@
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from ..sampling.sampler import TokenLogprob
 from ..text.values import Call
-from . import sampling
-from .bodies import Chat, Generation, OpenAICompletion, convert, parse
-from .conversation import read_chat, task_requests
-from .errors import ApiError, api_error
-from .http import DONE, PING, LongLists, Request, Response, encode, event, event_stream, json_response
-from .native import native_result, probabilities
+from .bodies import Chat, OpenAICompletion, convert, parse
+from .errors import ApiError
+from .http import DONE, FINGERPRINT, LongLists, Request, Response, encode, event, json_response
+from .native import native_result, probabilities, read_completion
 from .output import MIN_LOGPROB, Delta, Output, metrics, progress, speculation, usage
-from .reading import Context, Reader
-from .tasks import TaskRequest
-from .version import FINGERPRINT
+from .reading import Context, ResponseEncoder, count_prompt, respond, respond_to_chat
 
-
-def _identifier(kind: str = "chatcmpl-") -> str:
-    return kind + secrets.token_urlsafe(24).replace("-", "x").replace("_", "y")
-
-
-class _Frame:
-    """The members with which every object of one response begins."""
-
-    def __init__(self, context: Context, kind: str, identifier: str) -> None:
-        self.begin = {
-            "id": identifier, "object": kind, "created": int(time.time()), "model": context.served.name, "system_fingerprint": FINGERPRINT,
-        }  # fmt: skip
-
-    def delta(
-        self,
-        index: int,
-        change: dict[str, Any],
-        finish: str | None = None,
-        logprobs: Sequence[Any] = (),
-        more: Mapping[str, Any] | None = None,
-    ) -> bytes:
-        """One change of one choice, as an event."""
-        choice: dict[str, Any] = {"index": index, "delta": change, "finish_reason": finish}
-        if logprobs:
-            choice["logprobs"] = {"content": logprobs}
-        return event({**self.begin, "choices": [choice], **(more or {})})
-
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {**self.begin, "choices": choices, **more}
-
-
-def _chunk_members(body: Generation, output: Output, delta: Delta) -> dict[str, Any]:
-    """Members of a chunk that the request asks for."""
-    out: dict[str, Any] = {}
-    if body.timings_per_token and delta.prompt_read != 0:
-        out["timings"] = output.timings()
-    if body.stream_options.continuous_usage_stats:
-        out["usage"] = usage([output])
-    if body.speculation and delta.tokens:
-        tokens, accepted = output.shown(delta.tokens), max(0, len(delta.tokens) - 1) if delta.drafts else 0
-        out["speculation"] = {"tokens": tokens, "drafts": output.shown_drafts(delta.drafts, accepted, tokens), "accepted": accepted}
-    return out
-
-
-# -- chat
+_BEGINS = {"role": "assistant", "content": None}
 
 
 async def chat(context: Context, request: Request) -> Response:
-    body = parse(request, Chat)
-    plan = await context.prepared(request, read_chat, context.served, body, request.key)
-    reader = Reader(context, request, body, plan.requests, lambda task: plan.output(task, context.served))
-    frame = _Frame(context, "chat.completion.chunk" if body.stream else "chat.completion", _identifier())
-    if body.stream:
-        await reader.begin()
-        return event_stream(_chat_chunks(context, reader, frame, body))
-    outputs = await reader.whole()
-    lists = LongLists(request)
-    choices = [_chat_choice(output, lists) for output in outputs]
-    return lists.response(frame.chunk(choices, **_summary(context, outputs, body.verbose, lists)))
-
-
-def _summary(context: Context, outputs: Sequence[Output], verbose: bool, lists: LongLists | None = None) -> dict[str, Any]:
-    """What a whole response, or a stream's last chunk, reports of all of it."""
-    first = outputs[0]
-    out = {"usage": usage(outputs), "timings": first.timings(), "speculation": speculation(first.stats), "metrics": metrics(first.stats)}
-    if verbose or context.served.options.verbose:
-        out["__verbose"] = native_result(context, first, lists or LongLists())
-    return out
-
-
-def message(output: Output) -> dict[str, Any]:
-    out: dict[str, Any] = {"role": "assistant", "content": output.content}
-    if output.reasoning:
-        out["reasoning_content"] = output.reasoning
-    if output.calls:
-        out["content"] = output.content or None
-        out["tool_calls"] = [tool_call(call, output, i) for i, call in enumerate(output.calls)]
-    return out
-
-
-def tool_call(call: Call, output: Output, i: int) -> dict[str, Any]:
-    return {"id": f"call_{output.task.number:x}_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _chat_choice(output: Output, lists: LongLists) -> dict[str, Any]:
-    out = {"index": output.task.index, "message": message(output), "finish_reason": output.finish_reason}
-    if output.logprobs:
-        out["logprobs"] = {"content": probabilities(output, lists)}
-    return out
-
-
-async def _chat_chunks(context: Context, reader: Reader, frame: _Frame, body: Chat) -> AsyncIterator[bytes]:
-    begun: set[int] = set()
-    called: dict[int, int] = {}
-    begins = {"role": "assistant", "content": None}
-    try:
-        async for item in reader.deltas():
-            if item is None:
-                yield PING
-                continue
-            output, delta, last = item
-            index = output.task.index
-            if delta.prompt_read is not None:
-                more = {"prompt_progress": progress(output, delta.prompt_read)} | (
-                    {"timings": output.timings()} if body.timings_per_token else {}
-                )
-                yield frame.delta(index, begins, more=more)
-                continue
-            out = b""
-            if index not in begun:
-                begun.add(index)
-                out = frame.delta(index, begins)
-            changes = _changes(output, delta, called)
-            if delta.logprobs or (body.speculation and delta.tokens):
-                changes = changes or [{"content": ""}]
-            for change in changes[:-1]:
-                out += frame.delta(index, change)
-            if changes:
-                logprobs = [output.probability(p) for p in delta.logprobs]
-                out += frame.delta(index, changes[-1], None, logprobs, _chunk_members(body, output, delta))
-            if out:
-                yield out
-            if last:
-                alone = not body.stream_options.include_usage and len(reader.outputs) == 1
-                summary = {k: v for k, v in _summary(context, reader.outputs, body.verbose).items() if k != "usage"} if alone else {}
-                yield frame.delta(index, {}, output.finish_reason, more=summary)
-        if body.stream_options.include_usage:
-            yield event(frame.chunk([], **_summary(context, reader.outputs, body.verbose)))
-        yield DONE
-    except Exception as error:
-        yield event(api_error(error).openai())
-
-
-def _changes(output: Output, delta: Delta, called: dict[int, int]) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = []
-    for piece in delta.pieces:
-        if piece.reasoning:
-            out.append({"reasoning_content": piece.reasoning})
-        if piece.content:
-            out.append({"content": piece.content})
-        if piece.call is not None:
-            i = called[output.task.index] = called.get(output.task.index, -1) + 1
-            out.append({"tool_calls": [{"index": i, **tool_call(piece.call, output, i)}]})
-    return out
-
-
-# -- completions
+    return await respond_to_chat(context, request, parse(request, Chat), ChatEncoder, {})
 
 
 async def completions(context: Context, request: Request) -> Response:
     body = parse(request, OpenAICompletion)
-    requests, n_probs = await context.prepared(request, _read_completions, context, body, request.key)
-    reader = Reader(context, request, body, requests, lambda task: Output(task, context.served.tokenizer, None, n_probs is not None))
-    frame = _Frame(context, "text_completion", _identifier("cmpl-"))
-    if body.stream:
-        await reader.begin()
-        return event_stream(_completion_chunks(context, reader, frame, body))
-    outputs, lists = await reader.whole(), LongLists(request)
-    choices = [
-        {
-            "index": o.task.index, "text": o.text, "logprobs": _legacy_logprobs(o, o.logprobs, lists) if o.logprobs else None,
-            "finish_reason": o.finish_reason,
+    return await respond(context, request, body, await context.prepared(request, read_completion, context, body, request.key), Encoder)
+
+
+class Encoder(ResponseEncoder):
+    """Completions; what chats have in common with them."""
+
+    kinds: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")  # whole, chunk
+    prefix = "cmpl-"
+
+    def __init__(self, context: Context, request: Request, body: Any) -> None:
+        super().__init__(context, request, body)
+        self._begin = {
+            "id": self.prefix + secrets.token_urlsafe(24).replace("-", "x").replace("_", "y"), "object": self.kinds[body.stream],
+            "created": int(time.time()), "model": context.served.name, "system_fingerprint": FINGERPRINT,
+        }  # fmt: skip
+
+    async def whole(self) -> Response:
+        lists = LongLists(self.request)
+        choices = [self._choice(output, lists) for output in self.outputs]
+        return lists.response({**self._begin, "choices": choices, **self._summary(lists)})
+
+    def end(self) -> bytes:
+        return (self._event(**self._summary()) if self.body.stream_options.include_usage else b"") + DONE
+
+    def delta(self, output: Output, delta: Delta, last: bool) -> bytes:
+        out, choice = b"", {"index": output.task.index, "text": "", "logprobs": None, "finish_reason": None}
+        more = self._members(output, delta)
+        if delta.prompt_read is not None:
+            more["prompt_progress"] = progress(output, delta.prompt_read)
+        if delta.content or delta.logprobs or delta.prompt_read is not None or "speculation" in more:
+            logprobs = _legacy_logprobs(output, delta.logprobs, LongLists()) if delta.logprobs else None
+            out = self._event(choice | {"text": delta.content, "logprobs": logprobs}, **more)
+        return out + self._event(choice | {"finish_reason": output.finish_reason}, **self._end_of_one()) if last else out
+
+    def _choice(self, output: Output, lists: LongLists) -> dict[str, Any]:
+        logprobs = _legacy_logprobs(output, output.logprobs, lists) if output.logprobs else None
+        return {"index": output.task.index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+    def _event(self, *choices: dict[str, Any], **more: Any) -> bytes:
+        return event({**self._begin, "choices": choices, **more})
+
+    def _summary(self, lists: LongLists | None = None) -> dict[str, Any]:
+        """What a whole response, or a stream's last chunk, reports of all of it."""
+        first = self.outputs[0]
+        out = {
+            "usage": usage(self.outputs),
+            "timings": first.timings(),
+            "speculation": speculation(first.stats),
+            "metrics": metrics(first.stats),
         }
-        for o in outputs
-    ]  # fmt: skip
-    return lists.response(frame.chunk(choices, **_summary(context, outputs, body.verbose, lists)))
+        if self.body.verbose or self.context.served.options.verbose:
+            out["__verbose"] = native_result(self.context, first, lists or LongLists())
+        return out
+
+    def _end_of_one(self) -> dict[str, Any]:
+        """The summary in the last chunk of the only sequence, where no further chunk has it."""
+        return self._summary() if not self.body.stream_options.include_usage and len(self.outputs) == 1 else {}
+
+    def _members(self, output: Output, delta: Delta) -> dict[str, Any]:
+        """Members of a chunk that the request asks for."""
+        out: dict[str, Any] = {}
+        if self.body.timings_per_token and delta.prompt_read != 0:
+            out["timings"] = output.timings()
+        if self.body.stream_options.continuous_usage_stats:
+            out["usage"] = usage([output])
+        if self.body.speculation and delta.tokens:
+            tokens, accepted = output.shown(delta.tokens), max(0, len(delta.tokens) - 1) if delta.drafts else 0
+            drafts = [*tokens[:accepted], *map(output.token_text, delta.drafts[accepted:])]
+            out["speculation"] = {"tokens": tokens, "drafts": drafts, "accepted": accepted}
+        return out
 
 
-def _read_completions(context: Context, body: OpenAICompletion, key: str) -> tuple[list[TaskRequest], int | None]:
-    served = context.served
-    if body.prompt is None:
-        raise ApiError(400, "prompt is required; send a text or a list of token ids", param="prompt")
-    n_probs = int(body.logprobs or 0) if body.n_probs is None else body.n_probs
-    prompts = served.prompts(body.prompt)
-    context.queue.check_count(len(prompts) * body.choices)
-    requests = task_requests(served, body, [], n_probs or None, sampling.constraint(body), key)
-    return [replace(request, ids=ids) for ids in served.text_ids(prompts) for request in requests], n_probs or None
+class ChatEncoder(Encoder):
+    kinds = ("chat.completion", "chat.completion.chunk")
+    prefix = "chatcmpl-"
+
+    def __init__(self, context: Context, request: Request, body: Any) -> None:
+        super().__init__(context, request, body)
+        self._calls: dict[int, int] = {}  # how many calls each sequence has; none before its first event
+
+    def delta(self, output: Output, delta: Delta, last: bool) -> bytes:
+        index = output.task.index
+        if delta.prompt_read is not None:
+            timings = {"timings": output.timings()} if self.body.timings_per_token else {}
+            return self._change(index, _BEGINS, more={"prompt_progress": progress(output, delta.prompt_read), **timings})
+        out = self._change(index, _BEGINS) if index not in self._calls else b""
+        self._calls.setdefault(index, 0)
+        changes: list[dict[str, Any]] = []
+        for piece in delta.pieces:
+            changes += [{"reasoning_content": piece.reasoning}] if piece.reasoning else []
+            changes += [{"content": piece.content}] if piece.content else []
+            if piece.call is not None:
+                changes.append({"tool_calls": [{"index": self._calls[index], **_tool_call(piece.call, output, self._calls[index])}]})
+                self._calls[index] += 1
+        if not changes and (delta.logprobs or (self.body.speculation and delta.tokens)):
+            changes = [{"content": ""}]
+        for change in changes[:-1]:
+            out += self._change(index, change)
+        if changes:
+            out += self._change(index, changes[-1], None, [output.probability(p) for p in delta.logprobs], self._members(output, delta))
+        if last:
+            summary = self._end_of_one()
+            summary.pop("usage", None)
+            out += self._change(index, {}, output.finish_reason, more=summary)
+        return out
+
+    def _change(
+        self, index: int, change: dict[str, Any], finish: str | None = None, logprobs: Sequence[Any] = (), more: Mapping[str, Any] = {}
+    ) -> bytes:
+        choice = {"index": index, "delta": change, "finish_reason": finish}
+        return self._event(choice | {"logprobs": {"content": logprobs}} if logprobs else choice, **more)
+
+    def _choice(self, output: Output, lists: LongLists) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": output.content}
+        if output.reasoning:
+            message["reasoning_content"] = output.reasoning
+        if output.calls:
+            message["content"] = output.content or None
+            message["tool_calls"] = [_tool_call(call, output, i) for i, call in enumerate(output.calls)]
+        out = {"index": output.task.index, "message": message, "finish_reason": output.finish_reason}
+        return out | {"logprobs": {"content": probabilities(output, lists)}} if output.logprobs else out
+
+
+def _tool_call(call: Call, output: Output, i: int) -> dict[str, Any]:
+    return {"id": f"call_{output.task.number:x}_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _legacy_logprobs(output: Output, logprobs: Sequence[TokenLogprob], lists: LongLists) -> dict[str, Any]:
@@ -211,32 +163,6 @@ def _legacy_logprobs(output: Output, logprobs: Sequence[TokenLogprob], lists: Lo
         "top_logprobs": lists.add((encode({output.token_text(t): max(p, MIN_LOGPROB) for t, p in each.top}) for each in logprobs), size),
         "text_offset": [0, *accumulate(map(len, tokens[:-1]))] if tokens else [],
     }
-
-
-async def _completion_chunks(context: Context, reader: Reader, frame: _Frame, body: OpenAICompletion) -> AsyncIterator[bytes]:
-    try:
-        async for item in reader.deltas():
-            if item is None:
-                yield PING
-                continue
-            output, delta, last = item
-            text = delta.content
-            logprobs = _legacy_logprobs(output, delta.logprobs, LongLists()) if delta.logprobs else None
-            choice = {"index": output.task.index, "text": text, "logprobs": logprobs, "finish_reason": None}
-            more = _chunk_members(body, output, delta)
-            if delta.prompt_read is not None:
-                more["prompt_progress"] = progress(output, delta.prompt_read)
-            if text or delta.logprobs or delta.prompt_read is not None or "speculation" in more:
-                yield event(frame.chunk([choice], **more))
-            if last:
-                end = {**choice, "text": "", "logprobs": None, "finish_reason": output.finish_reason}
-                alone = not body.stream_options.include_usage and len(reader.outputs) == 1
-                yield event(frame.chunk([end], **(_summary(context, reader.outputs, body.verbose) if alone else {})))
-        if body.stream_options.include_usage:
-            yield event(frame.chunk([], **_summary(context, reader.outputs, body.verbose)))
-        yield DONE
-    except Exception as error:
-        yield event(api_error(error).openai())
 
 
 # -- models, counts
@@ -259,5 +185,5 @@ async def model(context: Context, request: Request) -> Response:
 
 async def input_tokens(context: Context, request: Request) -> Response:
     """Tokens of a chat request's prompt."""
-    plan = await context.in_pool(request, read_chat, context.served, convert(request.json_object(), Chat), request.key)
-    return json_response({"object": "response.input_tokens", "input_tokens": len(plan.prompt.ids)})
+    count = await count_prompt(context, request, convert(request.json_object(), Chat), {})
+    return json_response({"object": "response.input_tokens", "input_tokens": count})

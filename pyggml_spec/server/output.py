@@ -11,7 +11,7 @@ import msgspec
 
 from ..engine.stats import Stats
 from ..events import StepEvent
-from ..sampling.sampler import TokenLogprob
+from ..sampling.sampler import Sampling, TokenLogprob
 from ..text.parse import Parser, Piece
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
@@ -20,6 +20,7 @@ from .http import encode
 from .tasks import Task
 
 MIN_LOGPROB = -3.4e38
+GREEDY = Sampling(temperature=0.0)  # of a request without sampling
 FINISH = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "cancelled": "cancelled"}
 
 
@@ -41,19 +42,18 @@ class Delta:
 
 
 class Output:
-    """Of one task. ``parser`` separates reasoning and calls; without one all is content. ``by_token``: a delta per token, not per step."""
+    """Of one task. ``parser`` separates reasoning and calls; without one all is content. With log probabilities there is a delta per token, not per
+    step."""
 
-    def __init__(self, task: Task, tokenizer: Tokenizer, parser: Parser | None = None, by_token: bool = False) -> None:
-        self.task, self._tokenizer, self._parser, self._by_token = task, tokenizer, parser, by_token
-        control = tokenizer.control_tokens() if parser is not None else {}
-        kept = {control[text] for text in parser.form.markers() if text in control} if parser is not None else set()
+    def __init__(self, task: Task, tokenizer: Tokenizer, parser: Parser | None = None) -> None:
+        self.task, self._tokenizer, self._parser, self._sampling = task, tokenizer, parser, task.request.sampling or GREEDY
+        self._by_token = self._sampling.logprobs is not None
+        shown = parser.form.markers() & tokenizer.control_tokens().keys() if parser is not None else ()
         self._stream: TextStream | None = None
-        if by_token or kept:
+        if self._by_token or shown:
             lines = replace(task.request.lines, seconds=0.0)  # its clock is the engine's
-            self._stream = TextStream(lambda t: tokenizer.piece(t, special=t in kept), task.request.stop, lines)
-        self.text = ""
-        self.content = ""
-        self.reasoning = ""
+            self._stream = TextStream(tokenizer.piece_with(shown), task.request.stop, lines)
+        self.text = self.content = self.reasoning = ""
         self.calls: list[Call] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
@@ -104,10 +104,6 @@ class Output:
         """Tokens one by one as text; a character whose bytes are in several is the last one's. To be called once for each token, in order."""
         return [self._shown.decode(self._tokenizer.piece(t)) for t in tokens]
 
-    def shown_drafts(self, drafts: Sequence[int], accepted: int, shown: Sequence[str]) -> list[str]:
-        """The same of a step's drafts, the first ``accepted`` of which are the tokens ``shown``."""
-        return [*shown[:accepted], *map(self.token_text, drafts[accepted:])]
-
     # -- at its end
 
     @property
@@ -130,21 +126,13 @@ class Output:
     def probability(self, entry: TokenLogprob) -> dict[str, Any]:
         """One token's log probability with the most likely ones; after the samplers probabilities, as in llama.cpp's server."""
         piece = self._tokenizer.piece(entry.token)
-        name, top = ("prob", "top_probs") if self._after_samplers else ("logprob", "top_logprobs")
+        name, top = ("prob", "top_probs") if self._sampling.logprobs_after else ("logprob", "top_logprobs")
         shown = {"id": entry.token, "token": piece.decode("utf-8", "replace"), "bytes": list(piece), name: self._value(entry.logprob)}
-        return {**shown, top: msgspec.Raw(self._listed(name, entry.top))}
-
-    def _listed(self, name: str, top: Sequence[tuple[int, float]]) -> bytes:
-        """JSON of the most likely tokens: a thousand in 0.5 ms instead of 3."""
-        piece, value = self._tokenizer.piece, self._value
-        return b"[%b]" % b",".join([b"%b%r}" % (_token_json(name, token, piece(token)), value(p)) for token, p in top])
+        listed = [b"%b%r}" % (_token_json(name, t, self._tokenizer.piece(t)), self._value(p)) for t, p in entry.top]  # 1,000 in 0.5 ms
+        return {**shown, top: msgspec.Raw(b"[%b]" % b",".join(listed))}
 
     def _value(self, logprob: float) -> float:
-        return min(1.0, math.exp(logprob)) if self._after_samplers else max(logprob, MIN_LOGPROB)
-
-    @property
-    def _after_samplers(self) -> bool:
-        return self.task.request.sampling is not None and self.task.request.sampling.logprobs_after
+        return min(1.0, math.exp(logprob)) if self._sampling.logprobs_after else max(logprob, MIN_LOGPROB)
 
     def timings(self) -> dict[str, Any]:
         return timings(self.stats, self.task, self.prompt_read)

@@ -3,16 +3,15 @@
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection
 from typing import Any
 
 from ..text.values import Call
 from .bodies import Chat, Responses, convert, field_names, parse, wrong
-from .conversation import read_chat
-from .errors import ApiError, api_error, translated
-from .http import PING, Request, Response, event, event_stream, json_response
-from .output import Output, progress, speculation, usage
-from .reading import Context, Reader
+from .errors import ApiError
+from .http import Request, Response, event, json_response
+from .output import Delta, Output, progress, speculation, usage
+from .reading import Context, ResponseEncoder, count_prompt, respond_to_chat
 from .sampling import SCHEMA_METADATA, check_members
 
 _SHARED = tuple((field_names(Responses) & field_names(Chat)) - {"tools"})
@@ -28,35 +27,22 @@ _TEXTS = ("input_text", "output_text", "text")
 
 
 async def create(context: Context, request: Request) -> Response:
-    body, names = _parsed(request)
-    with translated(names):
-        plan = await context.prepared(request, read_chat, context.served, body, request.key)
-    reader = Reader(context, request, body, plan.requests, lambda task: plan.output(task, context.served))
-    shown = _Shown(context, body)
-    if body.stream:
-        await reader.begin()
-        return event_stream(_events(reader, shown, body.timings_per_token))
-    (output,) = await reader.whole()
-    return json_response(shown.done(output))
+    given = parse(request, Responses)
+    for name, known in _NESTED.items():
+        request.unknown += [f"{name}.{inner}" for inner in getattr(given, name) if inner not in known]
+    request.unknown += [f"tools: {tool.get('type')}" for tool in given.tools if tool.get("type") != "function"]
+    body, names = to_chat(given, frozenset(request.json_object()))
+    return await respond_to_chat(context, request, body, Encoder, names)
 
 
 async def input_tokens(context: Context, request: Request) -> Response:
     sent = request.json_object()
     body, names = to_chat(convert(sent, Responses), frozenset(sent))
-    with translated(names):
-        plan = await context.in_pool(request, read_chat, context.served, body, request.key)
-    return json_response({"object": "response.input_tokens", "input_tokens": len(plan.prompt.ids)})
+    count = await count_prompt(context, request, body, names)
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 # -- requests
-
-
-def _parsed(request: Request) -> tuple[Chat, dict[str, str]]:
-    given = parse(request, Responses)
-    for name, known in _NESTED.items():
-        request.unknown += [f"{name}.{inner}" for inner in getattr(given, name) if inner not in known]
-    request.unknown += [f"tools: {tool.get('type')}" for tool in given.tools if tool.get("type") != "function"]
-    return to_chat(given, frozenset(request.json_object()))
 
 
 def to_chat(given: Responses, sent: Collection[str]) -> tuple[Chat, dict[str, str]]:
@@ -69,8 +55,9 @@ def to_chat(given: Responses, sent: Collection[str]) -> tuple[Chat, dict[str, st
         if getattr(given, name) is not None:
             raise ApiError(400, f"{name} is not supported: this server keeps no responses; send the whole conversation", param=name)
     if "prompt" in sent:
-        sentence = "prompt is not supported: this server keeps no prompts; send its text as instructions and input"
-        raise ApiError(400, sentence, param="prompt")
+        raise ApiError(
+            400, "prompt is not supported: this server keeps no prompts; send its text as instructions and input", param="prompt"
+        )
     if given.background:
         raise ApiError(400, "background is not supported: this server keeps no responses", param="background")
     body = Chat(**{name: getattr(given, name) for name in _SHARED})
@@ -98,20 +85,24 @@ def _messages(given: Responses) -> tuple[list[dict[str, Any]], list[str]]:
     messages: list[dict[str, Any]] = []
     places: list[str] = []
     if given.instructions is not None:
-        messages.append({"role": "system", "content": given.instructions})
-        places.append("instructions")
+        messages, places = [{"role": "system", "content": given.instructions}], ["instructions"]
     if isinstance(given.input, str):
-        messages.append({"role": "user", "content": given.input})
-        places.append("input")
-    elif isinstance(given.input, list):
-        for i, item in enumerate(given.input):
-            _add(messages, item, i)
-            places += [f"input[{i}]"] * (len(messages) - len(places))
-    else:
+        return [*messages, {"role": "user", "content": given.input}], [*places, "input"]
+    if not isinstance(given.input, list):
         raise ApiError(400, "input is missing; send a text or a list of items", param="input")
-    joined = _one_system(messages)
-    del places[1 : 1 + len(messages) - len(joined)]
-    return joined, places
+    for i, item in enumerate(given.input):
+        _add(messages, item, i)
+        places += [f"input[{i}]"] * (len(messages) - len(places))
+    texts: list[str] = []  # instructions and the developer's messages after them are one: most templates take one, at the beginning
+    for message in messages:
+        content = message["content"] if message["role"] in ("system", "developer") else None
+        parts: list[Any] = [part.get("text") for part in content] if isinstance(content, list) else [content]
+        if not all(isinstance(part, str) for part in parts):
+            break
+        texts.append("\n\n".join(parts))
+    if len(texts) < 2:
+        return messages, places
+    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[len(texts) :]], places[:1] + places[len(texts) :]
 
 
 def _set_format(given: Responses, body: Chat) -> None:
@@ -131,25 +122,6 @@ def _set_format(given: Responses, body: Chat) -> None:
         body.response_format = form
 
 
-def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Instructions and the developer's messages after them as one message: most templates take one, at the beginning."""
-    texts: list[str] = []
-    for message in messages:
-        if (text := _instruction(message)) is None:
-            break
-        texts.append(text)
-    if len(texts) < 2:
-        return messages
-    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[len(texts) :]]
-
-
-def _instruction(message: dict[str, Any]) -> str | None:
-    """The text of a message of the system or the developer; None of others, and where it is not all text."""
-    content = message["content"] if message["role"] in ("system", "developer") else None
-    parts: list[Any] = [part.get("text") for part in content] if isinstance(content, list) else [content]
-    return "\n\n".join(parts) if all(isinstance(part, str) for part in parts) else None
-
-
 def _add(messages: list[dict[str, Any]], item: Any, i: int) -> None:
     """Adds one item of the input; consecutive items of the assistant are one message."""
     if not isinstance(item, dict):
@@ -157,41 +129,31 @@ def _add(messages: list[dict[str, Any]], item: Any, i: int) -> None:
     kind = item.get("type", "message")
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if kind == "function_call":
-        call = {
-            "id": item.get("call_id"),
-            "type": "function",
-            "function": {"name": item.get("name"), "arguments": item.get("arguments", "{}")},
-        }
+        function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
         if last is None:
             messages.append(last := {"role": "assistant", "content": ""})
-        last["tool_calls"] = [*last.get("tool_calls", []), call]
+        last["tool_calls"] = [*last.get("tool_calls", []), {"id": item.get("call_id"), "type": "function", "function": function}]
     elif kind == "function_call_output":
-        output = item.get("output", "")
-        messages.append(
-            {"role": "tool", "tool_call_id": item.get("call_id"), "content": _texts(output, i) if isinstance(output, list) else output}
-        )
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _texts(item.get("output", ""), i)})
     elif kind == "reasoning":
         content = item.get("content") or []
         text = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict)) if isinstance(content, list) else ""
         messages.append({"role": "assistant", "content": "", "reasoning_content": text})
     elif kind == "message" and isinstance(item.get("role"), str):
-        content = item.get("content", "")
-        parts = _texts(content, i) if isinstance(content, list) else content
+        parts = _texts(item.get("content", ""), i)
         if item["role"] == "assistant" and last is not None and not last.get("tool_calls") and not last["content"]:
             last["content"] = parts
         else:
             messages.append({"role": item["role"], "content": parts})
     else:
-        raise ApiError(
-            400,
-            f"input[{i}] is of the type {str(kind)[:60]!r}; messages, reasoning, function calls and their outputs are taken",
-            param="input",
-        )
+        sentence = f"input[{i}] is of the type {str(kind)[:60]!r}; messages, reasoning, function calls and their outputs are taken"
+        raise ApiError(400, sentence, param="input")
 
 
-def _texts(parts: list[Any], i: int) -> list[dict[str, Any]] | str:
-    out = []
-    for part in parts:
+def _texts(content: Any, i: int) -> Any:
+    """A list of parts as those of a chat; their text where there is one alone; anything else as it is."""
+    out: list[dict[str, Any]] = []
+    for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "input_image":
             out.append({"type": "image_url"})
@@ -201,37 +163,77 @@ def _texts(parts: list[Any], i: int) -> list[dict[str, Any]] | str:
             out.append({"type": "text", "text": str(part.get("refusal", ""))})
         else:
             raise ApiError(400, f'a part of input[{i}] is no text; send {{"type": "input_text", "text": ...}}', param="input")
-    return out[0]["text"] if len(out) == 1 and "text" in out[0] else out
+    return content if not isinstance(content, list) else out[0]["text"] if len(out) == 1 and "text" in out[0] else out
 
 
 # -- responses
 
 
-class _Shown:
-    """The response object of one request."""
+class Encoder(ResponseEncoder):
+    """The response object; in a stream numbered events about its items, of which one is open at a time."""
 
-    def __init__(self, context: Context, body: Chat) -> None:
+    def __init__(self, context: Context, request: Request, body: Chat) -> None:
+        super().__init__(context, request, body)
         key = secrets.token_hex(16)
-        self.message, self.reasoning = f"msg_{key}", f"rs_{key}"
-        self.begin: dict[str, Any] = {
+        self._ids = {"message": f"msg_{key}", "reasoning": f"rs_{key}"}
+        self._begin: dict[str, Any] = {
             "id": f"resp_{key}", "object": "response", "created_at": int(time.time()), "model": context.served.name, "error": None,
             "incomplete_details": None, "instructions": None, "metadata": {}, "parallel_tool_calls": False, "temperature": body.temperature,
             "top_p": body.top_p, "tool_choice": body.tool_choice,
             "tools": [{"type": "function", "strict": False, "parameters": None, **t["function"]} for t in body.tools],
         }  # fmt: skip
+        self._number, self._items, self._calls = 0, 0, 0  # of the next event; items that are complete
+        self._open, self._text = "", ""  # kind of the open item
 
-    def running(self) -> dict[str, Any]:
-        return {**self.begin, "status": "in_progress", "output": [], "usage": None}
+    async def whole(self) -> Response:
+        return json_response(self._done(self.outputs[0]))
 
-    def done(self, output: Output) -> dict[str, Any]:
-        cut = output.finish_reason == "length"
-        total = usage([output])
+    def begin(self) -> bytes:
+        running = self._running()
+        return self._event("created", response=running) + self._event("in_progress", response=running)
+
+    def delta(self, output: Output, delta: Delta, last: bool) -> bytes:
+        out, more = b"", {"timings": output.timings()} if self.body.timings_per_token else {}
+        if delta.prompt_read is not None:
+            out = self._event("in_progress", response=self._running(), prompt_progress=progress(output, delta.prompt_read), **more)
+        for piece in delta.pieces:
+            if piece.reasoning:
+                out += self._add("reasoning", piece.reasoning, **more)
+            if piece.content:
+                out += self._add("message", piece.content, **more)
+            if piece.call is not None:
+                item = _call(piece.call, output, self._calls)
+                self._calls += 1
+                out += self._close()
+                at, of = {"output_index": self._items}, {"output_index": self._items, "item_id": item["id"]}
+                self._items += 1
+                out += self._event("output_item.added", **at, item={**item, "arguments": "", "status": "in_progress"})
+                out += self._event("function_call_arguments.delta", **of, delta=item["arguments"])
+                out += self._event("function_call_arguments.done", **of, name=item["name"], arguments=item["arguments"])
+                out += self._event("output_item.done", **at, item=item)
+        if last:
+            out += self._open_item("message") if not self._items and not self._open else b""
+            done = self._done(output)
+            out += self._close() + self._event(done["status"], response=done, timings=done["timings"])
+        return out
+
+    def error(self, error: ApiError) -> bytes:
+        return self._event("error", code=error.kind, message=error.message, param=error.param)
+
+    def _running(self) -> dict[str, Any]:
+        return {**self._begin, "status": "in_progress", "output": [], "usage": None}
+
+    def _done(self, output: Output) -> dict[str, Any]:
+        cut, total = output.finish_reason == "length", usage([output])
+        items = [self._item("reasoning", output.reasoning)] if output.reasoning else []
+        if output.content or not (output.calls or output.reasoning):
+            items.append(self._item("message", output.content))
         return {
-            **self.begin,
+            **self._begin,
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "completed_at": int(time.time()),
-            "output": self._items(output),
+            "output": items + [_call(call, output, i) for i, call in enumerate(output.calls)],
             "usage": {
                 "input_tokens": total["prompt_tokens"], "input_tokens_details": total["prompt_tokens_details"],
                 "output_tokens": total["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": total["total_tokens"],
@@ -240,112 +242,62 @@ class _Shown:
             "speculation": speculation(output.stats),
         }  # fmt: skip
 
-    def _items(self, output: Output) -> list[dict[str, Any]]:
-        out = [self.item("reasoning", output.reasoning)] if output.reasoning else []
-        if output.content or not (output.calls or output.reasoning):
-            out.append(self.item("message", output.content))
-        return out + [self.call(call, output, i) for i, call in enumerate(output.calls)]
+    def _item(self, kind: str, text: str, **more: Any) -> dict[str, Any]:
+        item = {"id": self._ids[kind], "type": kind, "status": "completed"}
+        if kind == "message":
+            return {**item, "role": "assistant", "content": [_part(text)], **more}
+        return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": text}], "encrypted_content": "", **more}
 
-    def item(self, kind: str, text: str, **more: Any) -> dict[str, Any]:
-        if kind == "reasoning":
-            content = [{"type": "reasoning_text", "text": text}]
-            item = {"id": self.reasoning, "type": kind, "summary": [], "content": content, "encrypted_content": "", "status": "completed"}
-        else:
-            item = {"id": self.message, "type": kind, "role": "assistant", "status": "completed", "content": [self.part(text)]}
-        return {**item, **more}
+    # -- events of a stream
 
-    def part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-    def call(self, call: Call, output: Output, i: int) -> dict[str, Any]:
-        number = f"{output.task.number:x}_{i}"
-        return {
-            "id": f"fc_{number}", "type": "function_call", "status": "completed", "call_id": f"call_{number}", "name": call.name,
-            "arguments": call.arguments,
-        }  # fmt: skip
-
-
-class _EventWriter:
-    """Numbered events of one stream. ``items``: output items that are complete; ``open``: kind of the one that has begun."""
-
-    def __init__(self, shown: _Shown) -> None:
-        self._shown, self._number, self.items, self.open, self._text = shown, 0, 0, "", ""
-
-    def event(self, name: str, /, **data: Any) -> bytes:
+    def _event(self, name: str, /, **data: Any) -> bytes:
         name = name if name == "error" else f"response.{name}"
         self._number += 1
         return event({"type": name, "sequence_number": self._number - 1, **data}, name)
 
-    def begin(self, kind: str) -> bytes:
-        if self.open == kind:
+    def _place(self, kind: str) -> dict[str, Any]:
+        return {"output_index": self._items, "content_index": 0, "item_id": self._ids[kind]}
+
+    def _open_item(self, kind: str) -> bytes:
+        if self._open == kind:
             return b""
-        out = self.close()
-        self.open, self._text, shown = kind, "", self._shown
-        out += self.event("output_item.added", output_index=self.items, item=shown.item(kind, "", content=[], status="in_progress"))
-        if kind == "message":
-            out += self.event("content_part.added", output_index=self.items, content_index=0, item_id=shown.message, part=shown.part(""))
-        return out
+        out = self._close()
+        self._open, self._text = kind, ""
+        out += self._event("output_item.added", output_index=self._items, item=self._item(kind, "", content=[], status="in_progress"))
+        return out + self._event("content_part.added", **self._place(kind), part=_part("")) if kind == "message" else out
 
-    def delta(self, kind: str, text: str, **more: Any) -> bytes:
-        out = self.begin(kind)
+    def _add(self, kind: str, text: str, **more: Any) -> bytes:
+        out = self._open_item(kind)
         self._text += text
-        at: dict[str, Any] = {"output_index": self.items, "content_index": 0, "delta": text}
         if kind == "reasoning":
-            return out + self.event("reasoning_text.delta", item_id=self._shown.reasoning, **at, **more)
-        return out + self.event("output_text.delta", item_id=self._shown.message, **at, logprobs=[], **more)
+            return out + self._event("reasoning_text.delta", **self._place(kind), delta=text, **more)
+        return out + self._event("output_text.delta", **self._place(kind), delta=text, logprobs=[], **more)
 
-    def call(self, item: dict[str, Any]) -> bytes:
-        out = self.close()
-        at = {"output_index": self.items}
-        self.items += 1
-        return (
-            out
-            + self.event("output_item.added", **at, item={**item, "arguments": "", "status": "in_progress"})
-            + self.event("function_call_arguments.delta", **at, item_id=item["id"], delta=item["arguments"])
-            + self.event("function_call_arguments.done", **at, item_id=item["id"], name=item["name"], arguments=item["arguments"])
-            + self.event("output_item.done", **at, item=item)
-        )
-
-    def close(self) -> bytes:
-        kind, self.open = self.open, ""
+    def _close(self) -> bytes:
+        (kind, self._open), text, out = (self._open, ""), self._text, b""
         if not kind:
             return b""
-        shown, text = self._shown, self._text
-        at: dict[str, Any] = {"output_index": self.items, "content_index": 0}
         if kind == "reasoning":
-            out = self.event("reasoning_text.done", **at, item_id=shown.reasoning, text=text)
+            out = self._event("reasoning_text.done", **self._place(kind), text=text)
         else:
-            out = self.event("output_text.done", **at, item_id=shown.message, text=text, logprobs=[])
-            out += self.event("content_part.done", **at, item_id=shown.message, part=shown.part(text))
-        out += self.event("output_item.done", output_index=self.items, item=shown.item(kind, text))
-        self.items += 1
+            out = self._event("output_text.done", **self._place(kind), text=text, logprobs=[])
+            out += self._event("content_part.done", **self._place(kind), part=_part(text))
+        out += self._event("output_item.done", output_index=self._items, item=self._item(kind, text))
+        self._items += 1
         return out
 
 
-async def _events(reader: Reader, shown: _Shown, with_timings: bool) -> AsyncIterator[bytes]:
-    stream, called = _EventWriter(shown), 0
-    try:
-        yield stream.event("created", response=shown.running()) + stream.event("in_progress", response=shown.running())
-        async for item in reader.deltas():
-            if item is None:
-                yield PING
-                continue
-            output, delta, last = item
-            more = {"timings": output.timings()} if with_timings else {}
-            if delta.prompt_read is not None:
-                yield stream.event("in_progress", response=shown.running(), prompt_progress=progress(output, delta.prompt_read), **more)
-            for piece in delta.pieces:
-                if piece.reasoning:
-                    yield stream.delta("reasoning", piece.reasoning, **more)
-                if piece.content:
-                    yield stream.delta("message", piece.content, **more)
-                if piece.call is not None:
-                    yield stream.call(shown.call(piece.call, output, called))
-                    called += 1
-            if last:
-                out = stream.begin("message") if not stream.items and not stream.open else b""
-                done = shown.done(output)
-                yield out + stream.close() + stream.event(done["status"], response=done, timings=done["timings"])
-    except Exception as error:
-        converted = api_error(error)
-        yield stream.event("error", code=converted.kind, message=converted.message, param=converted.param)
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _call(call: Call, output: Output, i: int) -> dict[str, Any]:
+    number, kind = f"{output.task.number:x}_{i}", "function_call"
+    return {
+        "id": f"fc_{number}",
+        "type": kind,
+        "status": "completed",
+        "call_id": f"call_{number}",
+        "name": call.name,
+        "arguments": call.arguments,
+    }

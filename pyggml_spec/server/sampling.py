@@ -229,3 +229,10 @@ def _trigger(trigger: dict[str, Any] | str, tokenizer: Tokenizer) -> Trigger:
     if kind in ("word", 1) and isinstance(value, str):
         return value
     raise wrong("grammar_triggers", trigger, f"a word, or {_TRIGGER}")
+
+
+def shown_trigger(trigger: Trigger) -> dict[str, Any]:
+    """A trigger as llama.cpp's server shows it."""
+    if isinstance(trigger, int):
+        return {"type": 0, "token": trigger, "value": ""}
+    return {"type": 1, "value": trigger} if isinstance(trigger, str) else {"type": 3 if trigger.full else 2, "value": trigger.text}

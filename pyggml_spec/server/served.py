@@ -175,12 +175,10 @@ class Served:
             if prompt.get("multimodal_data"):
                 raise ApiError(400, "this model takes no images, sound or video; send text alone", param=name)
             prompt = prompt.get("prompt_string")
-        if isinstance(prompt, (str, int)) and not isinstance(prompt, bool):
-            prompt = [prompt]
-        if not isinstance(prompt, list) or not all(isinstance(part, (int, str)) and not isinstance(part, bool) for part in prompt):
+        if (parts := texts_and_ids(prompt)) is None:
             raise ApiError(400, f"the {name} has to be a text, a list of token ids, or a list of such", param=name)
         ids: list[int] = []
-        for i, part in enumerate(prompt):
+        for i, part in enumerate(parts):
             if isinstance(part, int):
                 ids.append(part)
                 continue
@@ -235,11 +233,9 @@ class Served:
 
     def known(self, ids: list[int], name: str) -> list[int]:
         """The ids themselves, if they are tokens. Raises ApiError."""
-        outside = next((i for i in ids if not 0 <= i < self.tokenizer.n_vocab), None)
-        if outside is not None:
-            raise ApiError(
-                400, f"the {name} has the token {str(outside)[:30]}, and the vocabulary has {self.tokenizer.n_vocab}", param=name
-            )
+        n_vocab = self.tokenizer.n_vocab
+        if (outside := next((i for i in ids if not 0 <= i < n_vocab), None)) is not None:
+            raise ApiError(400, f"the {name} has the token {str(outside)[:30]}, and the vocabulary has {n_vocab}", param=name)
         return ids
 
     def _too_many(self, shown: str, count: int, name: str) -> ApiError:
@@ -304,6 +300,12 @@ class Served:
                 "drafter": self.session.drafter.title if self.session.drafter is not None else None,
             },
         }  # fmt: skip
+
+
+def texts_and_ids(value: Any) -> list[str | int] | None:
+    """A text, a token id, or a list of both, as a list; None: something else."""
+    parts = value if isinstance(value, list) else [value]
+    return parts if all(isinstance(part, (int, str)) and not isinstance(part, bool) for part in parts) else None
 
 
 def _begun(template: ChatTemplate, opened: bool, prefill: Prefill | None) -> list[tuple[str, bool]]:

@@ -78,6 +78,11 @@ class Task:
         return self.handle.stats if self.handle is not None else self._empty
 
     @property
+    def slot(self) -> int:
+        """-1: it has none."""
+        return self.handle.slot if self.handle is not None else -1
+
+    @property
     def queued_ms(self) -> float:
         """From its arrival to a slot; until now where it has none."""
         in_engine = self.stats.seconds.get("queued", 0.0)
@@ -277,7 +282,7 @@ class Queue:
     @property
     def waiting(self) -> int:
         """Sequences without a slot."""
-        return self._count_waiting() + sum(task.handle is None or task.handle.slot < 0 for task in self.running)
+        return self._count_waiting() + sum(task.slot < 0 for task in self.running)
 
     def _count_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -285,7 +290,7 @@ class Queue:
     @property
     def processing(self) -> list[Task]:
         """Sequences that have a slot."""
-        return [task for task in self.running if task.handle is not None and task.handle.slot >= 0]
+        return [task for task in self.running if task.slot >= 0]
 
     @property
     def waiting_tokens(self) -> int:
@@ -371,8 +376,7 @@ class Queue:
         return ApiError(429, f"{sentence}; try again in about {wait} s", headers={"retry-after": str(wait)})
 
     def _too_late(self, task: Task) -> None:
-        waits = task in self.running and task.handle is not None and task.handle.slot < 0
-        if waits and task.handle is not None:
+        if waits := task in self.running and task.handle is not None and task.slot < 0:
             task.handle.cancel()
         if self._remove_waiting(task) or waits:
             self.counts.rejected["time"] += 1

@@ -1,7 +1,7 @@
 """llama.cpp's tokenizer for the vocabulary of a GGUF, by libllama; no weights are loaded."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -165,6 +165,12 @@ class Tokenizer:
     def piece(self, token: int, special: bool = False) -> bytes:
         """Bytes of one token; control tokens are empty unless ``special``. A character may span several tokens."""
         return self._pieces(token, special)
+
+    def piece_with(self, shown: Iterable[str]) -> Callable[[int], bytes]:
+        """``piece`` that has the text of the control tokens ``shown``, where the vocabulary has them."""
+        control = self.control_tokens()
+        kept = {control[text] for text in shown if text in control}
+        return lambda token: self._pieces(token, token in kept)
 
     def _piece(self, token: int, special: bool) -> bytes:
         if not 0 <= token < self.n_vocab:

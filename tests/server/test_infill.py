@@ -8,6 +8,7 @@ from server.running import Running, events
 
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.sampling.sampler import Sampling
 from pyggml_spec.server.bodies import Infill
 from pyggml_spec.server.errors import ApiError
 from pyggml_spec.server.infill import BATCH, SNIPPET, _read, lay_out
@@ -198,7 +199,8 @@ def test_a_completion_that_takes_long_ends_with_its_line(monkeypatch, server):
     said = server.ok("/infill", **body, n_indent=60)
     assert said["stop_type"] == "limit" and said["tokens_predicted"] < 120 and not said["content"].rpartition("\n")[2].strip(" \t")
     assert server.ok("/infill", **body, n_indent=60, n_probs=1)["content"] == said["content"]  # made of single tokens
-    alone = Output(SimpleNamespace(request=TaskRequest([1], lines=LineLimits(0, 1.0)), stats=None), None, None, True)
+    task = SimpleNamespace(request=TaskRequest([1], sampling=Sampling(logprobs=0), lines=LineLimits(0, 1.0)), stats=None)
+    alone = Output(task, SimpleNamespace(piece_with=lambda shown: None))
     assert alone._stream._lines is None  # by its own clock it would end the text elsewhere than the engine
     assert server.ok("/infill", **body, t_max_predict_ms=1)["tokens_predicted"] < 120
     assert server.post("/infill", **body, t_max_prompt_ms=500).headers.get("x-pyspec-ignored") is None
