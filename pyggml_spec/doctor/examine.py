@@ -5,6 +5,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,15 +48,14 @@ class Effort:
 class Subject:
     """A loaded target and its texts, against which drafters are examined. Owns its resources; ``close`` it."""
 
-    def __init__(self, target: str | Path, *, device: str | None = None, threads: int | None = None, kernels: str | None = None,
-                 n_ctx: int | None = None, prompts: Sequence[str] | None = None, effort: Effort = Effort(),
-                 tensor_split: Sequence[float] | None = None):  # fmt: skip
+    def __init__(self, target: str | Path, *, prompts: Sequence[str] | None = None, effort: Effort = Effort(), **fields: Any):
+        """``fields``: of ``LoadOptions``."""
         self.effort, self._stack = effort, ExitStack()
         self._passages: list[Passage] = []
         self._noisy: Passage | None = None
         try:
-            options = LoadOptions(device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, tensor_split=tensor_split, spec=["none"])
-            loader = Loader(Path(target), (), options, self._own)
+            options = LoadOptions(**fields, spec=["none"])
+            n_ctx, loader = options.n_ctx, Loader(Path(target), (), options, self._own)
             loader.open()
             self.backends, self.backend = loader.backends, loader.backend
             self.target, self.tokenizer, self.file = loader.target, loader.tokenizer, loader.target.file
@@ -147,26 +147,19 @@ def examine(
         raise PyspecError(f"doctor examines one drafter at a time: name one of {', '.join(map(str, draft))} with `draft`")
     if target is None and draft is None:
         target, draft = DEMO_TARGET, DEMO_DRAFTER
-    if target is not None and draft is None:
-        draft = target if _drafts_for_itself(target) else None
-    if target is not None and draft is None:
-        with GGUFFile(target) as file:
-            open_target(file)  # errors of the target come first
-            raise PyspecError(f"doctor examines a pair: name a drafter with `draft`; {drafters_for(file)}")
-    if target is None or draft is None:
+    if target is None:
         raise PyspecError(
             "doctor examines a pair: name the target with `target` and the drafter with `draft`; without a drafter, CPUs use n-gram drafting"
         )
+    if draft is None:
+        with GGUFFile(target) as file:
+            if not has_layer(file) or is_layer_alone(file):
+                open_target(file)  # errors of the target come first
+                raise PyspecError(f"doctor examines a pair: name a drafter with `draft`; {drafters_for(file)}")
     progress("loading", 0, 1)
-    with closing(
-        Subject(target, device=device, threads=threads, kernels=kernels, n_ctx=n_ctx, prompts=prompts, tensor_split=tensor_split)
-    ) as subject:
-        return examine_drafter(subject, draft, progress)
-
-
-def _drafts_for_itself(target: str | Path) -> bool:
-    with GGUFFile(target) as file:
-        return has_layer(file) and not is_layer_alone(file)
+    options: dict[str, Any] = {"device": device, "threads": threads, "kernels": kernels, "n_ctx": n_ctx, "tensor_split": tensor_split}
+    with closing(Subject(target, prompts=prompts, **options)) as subject:
+        return examine_drafter(subject, target if draft is None else draft, progress)
 
 
 def examine_drafter(subject: Subject, draft: str | Path, progress: Done = lambda what, done, total: None) -> Report:
@@ -181,9 +174,6 @@ def examine_drafter(subject: Subject, draft: str | Path, progress: Done = lambda
     return Report(str(subject.file.path), str(file.path), causes_only(checks), conditions)
 
 
-UNFIT = "use the drafter that was made for this target, or the target that it was made for"
-
-
 class _Examination:
     """All checks of one drafter."""
 
@@ -195,16 +185,16 @@ class _Examination:
         yield from map(files.build, dict.fromkeys(backend.device for backend in self.subject.backends))
         yield files.tokenizer(self.subject.file, self.file)
         try:
-            opened = open_leniently(self.file, self.target)
+            drafter, refusals = open_leniently(self.file, self.target)
         except PyspecError as error:
             yield Check("drafter", FAIL, str(error), "use a drafter that was converted for this target")
             return
-        yield from opened.refusals
-        drafter, effort = opened.drafter, self.subject.effort
-        if (misfit := self._misfit(drafter)) is not None:
-            yield misfit
+        yield from refusals
+        readable = _readable(drafter)
+        if misfit := self._out_of_reach(drafter) if readable else _misfit(drafter, self.target):
+            yield Check("pair", FAIL, misfit, "use the drafter that was made for this target, or the target that it was made for")
             return
-        if not _readable(drafter):
+        if not readable:
             yield from self._chain(drafter)
             return
         assert isinstance(drafter, DFlash)
@@ -221,7 +211,7 @@ class _Examination:
                 remedy = "fetch or convert the target again; `pyspec compare --logits` tells a damaged file from a kernel"
                 yield Check("target", FAIL, str(error), remedy, FEATURES)
                 return
-            probe = stack.enter_context(closing(Probe(self.subject.backend, self.target, drafter, passages, effort.blocks)))
+            probe = stack.enter_context(closing(Probe(self.subject.backend, self.target, drafter, passages, self.subject.effort.blocks)))
             yield from self._probed(drafter, probe)
 
     def _chain(self, drafter):
@@ -236,43 +226,30 @@ class _Examination:
                 yield from running.examine(engine, self.subject.ids, tokens, running.chain(engine, self.subject.ids, tokens))
                 yield from split.examine(engine)
 
-    def _misfit(self, drafter) -> Check | None:
-        """Why the pair cannot be measured at all, or None. Layers and mask tokens out of range can still be swept."""
-        if not _readable(drafter):
-            return self._unfit(drafter)
-        layers, mask = drafter.hp.target_layers, drafter.hp.mask_token
-        within = replace(drafter.hp, target_layers=tuple(min(v, self.target.n_layer) for v in layers), mask_token=0)
+    def _out_of_reach(self, drafter) -> str:
+        """Why the pair cannot be measured at all, or empty. Layers and mask tokens out of range can still be swept."""
+        layers, kept = drafter.hp.target_layers, drafter.hp
+        drafter.hp = replace(kept, target_layers=tuple(min(v, self.target.n_layer) for v in layers), mask_token=0)
         try:
-            drafter.hp, kept = within, drafter.hp
-            try:
-                drafter.check_pair(self.target)
-            finally:
-                drafter.hp = kept
-            if min(layers) < 0 or mask < 0:
-                raise PyspecError(f"{self.file.path.name} has a negative layer or mask token")
-            return None
-        except PyspecError as error:
-            return Check("pair", FAIL, str(error), UNFIT)
-
-    def _unfit(self, drafter) -> Check | None:
-        try:
-            drafter.check_pair(self.target)
-        except PyspecError as error:
-            return Check("pair", FAIL, str(error), UNFIT)
-        return None
+            misfit = _misfit(drafter, self.target)
+        finally:
+            drafter.hp = kept
+        return misfit or (f"{self.file.path.name} has a negative layer or mask token" if min(*layers, kept.mask_token) < 0 else "")
 
     def _probed(self, drafter, probe: Probe):
         reading = Reading(drafter.hp, causal=drafter.hp.causal)
-        measured = self._measured(probe, reading)
-        usable, base = measured is not None, measured or _nothing(probe)
+        usable = _fits(reading, probe)  # the target has the layers and the token
+        base = probe.measure(reading) if usable else _nothing(probe)
         if usable:
             yield readings.features(probe, reading, base)
         self.progress("readings", 2, 8)
         longest = min(int(probe.anchors(p).max()) for p in probe.passages)
         for sweep in readings.sweeps(reading, drafter, self.target, longest):
-            yield readings.run(_possible(sweep, probe), probe, reading, base)
+            possible = [(label, other) for label, other in sweep.alternatives if _fits(other, probe)]
+            yield readings.run(replace(sweep, alternatives=possible), probe, reading, base)
         if not usable:
-            yield Check("pair", FAIL, _misfit_of(drafter, self.target), "use the drafter that was made for this target", FIT)
+            misfit = _misfit(drafter, self.target) or "the drafter reads layers or a token that the target does not have"
+            yield Check("pair", FAIL, misfit, "use the drafter that was made for this target", FIT)
             return
         yield readings.soft_cap(probe, reading, base, drafter, self.target)
         self.progress("fit and precision", 4, 8)
@@ -283,13 +260,8 @@ class _Examination:
         if self.subject.effort.running:
             yield from self._running(drafter, probe, reading, base)
 
-    def _measured(self, probe: Probe, reading: Reading) -> Measured | None:
-        """Acceptance with the hyper-parameters of the files; None if the target lacks a layer or the token."""
-        return probe.measure(reading) if _fits(reading, probe) else None
-
     def _running(self, drafter, probe: Probe, reading: Reading, base: Measured):
-        effort = self.subject.effort
-        tokens = min(effort.generated, self.subject.tokens)
+        tokens = min(self.subject.effort.generated, self.subject.tokens)
         try:
             engine = self.subject.engine(self.target, drafter)
         except PyspecError as error:
@@ -302,21 +274,18 @@ class _Examination:
             yield from split.examine(engine)
 
 
-def _misfit_of(drafter, target) -> str:
+def _misfit(drafter, target) -> str:
+    """Why the drafter does not fit the target, or empty."""
     try:
         drafter.check_pair(target)
     except PyspecError as error:
         return str(error)
-    return "the drafter reads layers or a token that the target does not have"
+    return ""
 
 
 def _fits(reading: Reading, probe: Probe) -> bool:
     captured = set(probe.passages[0].features)
     return set(reading.hp.target_layers) <= captured and 0 <= reading.hp.mask_token < probe.target.n_vocab
-
-
-def _possible(sweep: readings.Sweep, probe: Probe) -> readings.Sweep:
-    return replace(sweep, alternatives=[(label, other) for label, other in sweep.alternatives if _fits(other, probe)])
 
 
 def _nothing(probe: Probe) -> Measured:

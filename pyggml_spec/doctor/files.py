@@ -1,5 +1,7 @@
 """Checks before anything runs: build, tokenizers, mask-token embedding, weights."""
 
+from functools import partial
+
 import numpy as np
 
 from ..ggml.device import Device, build_notes
@@ -10,7 +12,7 @@ from ..models.weights import MATMUL
 from ..pin import LLAMA_CPP_PYTHON, pip_command
 from ..text.tokenizer import first_difference
 from ..tools.quants import dequantise
-from .report import FAIL, FILES, NOT_APPLICABLE, OK, WARN, Check
+from .report import FAIL, NOT_APPLICABLE, OK, WARN, Check
 
 SCANNED, SCANNED_TARGET = 8 << 20, 1 << 20  # values checked per tensor
 _BEHAVIOUR = ("model", "pre", "add_bos_token", "bos_token_id", "eos_token_id")
@@ -18,24 +20,20 @@ _BEHAVIOUR = ("model", "pre", "add_bos_token", "bos_token_id", "eos_token_id")
 
 def tokenizer(target: GGUFFile, draft: GGUFFile) -> Check:
     """Same tokens, merges, types and pre-tokenizer?"""
+    check = partial(Check, "tokenizer")
     remedy = "convert the drafter again with this target's tokenizer, or use the target that it was made for"
     if "tokenizer.ggml.tokens" not in draft.metadata:
-        return Check("tokenizer", NOT_APPLICABLE, "the drafter has no vocabulary of its own and uses the target's")
-    difference = first_difference(target, draft)
-    if difference:
-        return Check("tokenizer", FAIL, difference, remedy)
-    for name in ("merges", "token_type"):
-        if (
-            differs := _lists_differ(target.metadata.get(f"tokenizer.ggml.{name}"), draft.metadata.get(f"tokenizer.ggml.{name}"))
-        ) is not None:
-            return Check("tokenizer", FAIL, f"the tokens are equal, but tokenizer.ggml.{name} differs at {differs}", remedy)
-    for name in _BEHAVIOUR:
-        theirs, ours = (file.metadata.get(f"tokenizer.ggml.{name}") for file in (target, draft))
+        return check(NOT_APPLICABLE, "the drafter has no vocabulary of its own and uses the target's")
+    if difference := first_difference(target, draft):
+        return check(FAIL, difference, remedy)
+    for key in ("tokenizer.ggml.merges", "tokenizer.ggml.token_type"):
+        if (differs := _lists_differ(target.metadata.get(key), draft.metadata.get(key))) is not None:
+            return check(FAIL, f"the tokens are equal, but {key} differs at {differs}", remedy)
+    for key in (f"tokenizer.ggml.{name}" for name in _BEHAVIOUR):
+        theirs, ours = target.metadata.get(key), draft.metadata.get(key)
         if ours is not None and theirs != ours:
-            return Check(
-                "tokenizer", WARN, f"tokenizer.ggml.{name} is {brief(theirs)} in the target and {brief(ours)} in the drafter", remedy
-            )
-    return Check("tokenizer", OK, f"{len(target.metadata['tokenizer.ggml.tokens'])} tokens and their merges are equal")
+            return check(WARN, f"{key} is {brief(theirs)} in the target and {brief(ours)} in the drafter", remedy)
+    return check(OK, f"{len(target.metadata['tokenizer.ggml.tokens'])} tokens and their merges are equal")
 
 
 def _lists_differ(a, b) -> int | None:
@@ -51,12 +49,12 @@ def _lists_differ(a, b) -> int | None:
 
 def mask_embedding(target, drafter) -> Check:
     """Is the mask token's embedding finite and of the usual magnitude?"""
-    own = "token_embd.weight" in drafter.file.tensors
+    check, own = partial(Check, "mask embedding"), "token_embd.weight" in drafter.file.tensors
     file, mask = (drafter if own else target).file, drafter.hp.mask_token
     info = file.tensors["token_embd.weight"]
     where = f"the {'drafter' if own else 'target'}'s embedding"
     if not 0 <= mask < info.shape[1]:
-        return Check("mask embedding", NOT_APPLICABLE, f"the mask token is {mask}, but {where} has {info.shape[1]} rows")
+        return check(NOT_APPLICABLE, f"the mask token is {mask}, but {where} has {info.shape[1]} rows")
     rows = np.unique(np.linspace(0, info.shape[1] - 1, 256).astype(int))
     usual = float(np.nanmedian([np.sqrt(np.mean(_row(file, info, r) ** 2)) for r in rows]))
     row = _row(file, info, mask)
@@ -64,18 +62,14 @@ def mask_embedding(target, drafter) -> Check:
     text = brief(target.file.metadata["tokenizer.ggml.tokens"][mask])
     data = {"mask_token": mask, "text": text, "rms": rms, "usual_rms": usual}
     if not np.isfinite(row).all():
-        bad = int((~np.isfinite(row)).sum())
-        return Check(
-            "mask embedding", FAIL, f"{bad} of the {row.size} values that {where} has for token {mask} ({text}) are NaN or Inf",
-            "fetch or convert the file again: no block can be drafted from this embedding", FILES, {**data, "rms": None},
-        )  # fmt: skip
+        found = f"{(~np.isfinite(row)).sum()} of the {row.size} values that {where} has for token {mask} ({text}) are NaN or Inf"
+        remedy = "fetch or convert the file again: no block can be drafted from this embedding"
+        return check(FAIL, found, remedy, data={**data, "rms": None})
     found = f"token {mask} ({text}) has an embedding of RMS {rms:.3g}, usual is {usual:.3g}"
     if rms == 0 or not 0.02 < rms / usual < 50:
-        return Check(
-            "mask embedding", WARN, found, "check whether the drafter was trained with this token; some vocabularies have several unused ones",
-            FILES, data,
-        )  # fmt: skip
-    return Check("mask embedding", OK, found, data=data)
+        remedy = "check whether the drafter was trained with this token; some vocabularies have several unused ones"
+        return check(WARN, found, remedy, data=data)
+    return check(OK, found, data=data)
 
 
 def _row(file: GGUFFile, info, i: int) -> np.ndarray:
@@ -107,26 +101,18 @@ def weights(name: str, model, most: int, known: Check | None = None) -> Check:
     if bad:
         more = f" (and {len(bad) - 1} tensors more)" if len(bad) > 1 else ""
         remedy = "fetch or convert the file again; `pyspec compare --weights` compares it with another copy"
-        return Check(name, FAIL, bad[0] + more, remedy, FILES, {"bad": bad})
+        return Check(name, FAIL, bad[0] + more, remedy, data={"bad": bad})
     return Check(name, OK, f"{looked} values checked, all finite, no tensor all zero")
 
 
 def build(device: Device) -> Check:
     """Buffer types that crash, and faster kernels that are missing."""
-    data = {"features": list(FITNESS.features), "refused": dict(FITNESS.refused)}
+    check = partial(Check, "build", data={"features": list(FITNESS.features), "refused": dict(FITNESS.refused)})
     if FITNESS.refused and device.kind == "cpu":
         died = "; ".join(f"products in the buffer type {name} {how}, so it is not used" for name, how in FITNESS.refused.items())
-        return Check("build", WARN, died, f"build llama-cpp-python again without pip's cache: {pip_command()}", data=data)
+        return check(WARN, died, f"build llama-cpp-python again without pip's cache: {pip_command()}")
     notes = build_notes(device)
     if any("ggml's own" in note for note in notes):
-        return Check(
-            "build",
-            WARN,
-            "verification uses ggml's stock kernels on this GPU",
-            "run `pyspec build --cuda`, which builds faster kernels",
-            data=data,
-        )
+        return check(WARN, "verification uses ggml's stock kernels on this GPU", "run `pyspec build --cuda`, which builds faster kernels")
     uses = f", with {' '.join(FITNESS.features)}" if FITNESS.features else ""
-    return Check(
-        "build", OK, f"llama-cpp-python {LLAMA_CPP_PYTHON}, ggml {GGML_VERSION}{uses}{''.join(f', {note}' for note in notes)}", data=data
-    )
+    return check(OK, f"llama-cpp-python {LLAMA_CPP_PYTHON}, ggml {GGML_VERSION}{uses}{''.join(f', {note}' for note in notes)}")

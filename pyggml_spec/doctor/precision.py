@@ -3,11 +3,12 @@
 Errors of two quantisations are independent, so adding the same noise again costs about as much as the first did.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from copy import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from zlib import crc32
 
@@ -49,12 +50,11 @@ class NoisyFile:
     def __init__(self, file, noisy: set[str], seed: int = 0):
         self._file, self._seed = file, seed
         self.path, self.metadata, self.rope = file.path, file.metadata, file.rope
-        self.tensors = {name: self._stored(info) if name in noisy else info for name, info in file.tensors.items()}
-
-    def _stored(self, info):
-        kind = type_id("q8_0" if info.shape[0] % 32 == 0 else "f16")
-        rows = int(np.prod(info.shape[1:]))
-        return replace(info, type=kind, nbytes=lib.ggml_row_size(kind, info.shape[0]) * rows)
+        self.tensors = dict(file.tensors)
+        for name in noisy:
+            info = file.tensors[name]
+            kind = type_id("q8_0" if info.shape[0] % 32 == 0 else "f16")
+            self.tensors[name] = replace(info, type=kind, nbytes=lib.ggml_row_size(kind, info.shape[0]) * int(np.prod(info.shape[1:])))
 
     def read(self, name: str) -> memoryview:
         old, new = self._file.tensors[name], self.tensors[name]
@@ -77,17 +77,6 @@ def _matrices(model) -> set[str]:
     return {n for n in names if n in model.file.tensors and len(model.file.tensors[n].shape) == 2}
 
 
-def _types(model, names: set[str]) -> tuple[float, float, str]:
-    """Mean bits per weight, RMS relative error, and the types by size."""
-    infos = [model.file.tensors[n] for n in names]
-    counts = np.array([np.prod(i.shape, dtype=float) for i in infos])
-    error = float(np.sqrt(np.average([relative_error(i.type) ** 2 for i in infos], weights=counts)))
-    by_type: dict[str, float] = {}
-    for info in infos:
-        by_type[info.type_name] = by_type.get(info.type_name, 0) + info.nbytes
-    return 8 * sum(i.nbytes for i in infos) / counts.sum(), error, ", ".join(sorted(by_type, key=by_type.__getitem__, reverse=True))
-
-
 def _noisy_model(weights_of: Callable[[Any], Any], model: Any) -> Any:
     """The model with noisy weights from ``weights_of``; the caller closes them."""
     noisy = copy(model)
@@ -100,23 +89,27 @@ def _verdict(name: str, what: str, base: Measured, noisy: Measured, remedy: str,
     change, z = gain(base, noisy)
     lost = 1 - (noisy.tokens_per_block - 1) / max(base.tokens_per_block - 1, 1e-6)
     data |= {"tokens_per_block": base.tokens_per_block, "with_as_much_noise_again": noisy.tokens_per_block, "nats": change, "z": z}
-    found = (
-        f"{what}: as much noise again takes acceptance from {base.tokens_per_block:.2f} to {noisy.tokens_per_block:.2f} tokens per block"
-    )
-    real = z <= -MIN_Z
+    check, real = partial(Check, name, stage=PRECISION, data=data), z <= -MIN_Z
+    acceptance = f"{base.tokens_per_block:.2f} to {noisy.tokens_per_block:.2f} tokens per block"
+    found = f"{what}: as much noise again takes acceptance from {acceptance}"
     if real and -change >= NATS_FAIL and lost >= LOSS_FAIL:
-        return Check(name, FAIL, found + ", so about that much is lost already", remedy, PRECISION, data)
+        return check(FAIL, found + ", so about that much is lost already", remedy)
     if real and -change >= NATS_FAIL / 3 and lost >= LOSS_WARN:
-        return Check(name, WARN, found, remedy, PRECISION, data)
-    return Check(name, OK, found, "", PRECISION, data)
+        return check(WARN, found, remedy)
+    return check(OK, found)
 
 
 def _described(model) -> tuple[str, dict, str | None]:
-    names = _matrices(model)
-    if not names:
+    """The model's matrices in words and figures: mean bits per weight, RMS relative error, types by size; and why noise is not measured."""
+    infos = [model.file.tensors[name] for name in _matrices(model)]
+    if not infos:
         return "", {}, "it has no matrices"
-    bits, error, types = _types(model, names)
-    size = sum(np.prod(model.file.tensors[n].shape, dtype=float) for n in names) * 34 / 32
+    counts, by_type = np.array([np.prod(info.shape, dtype=float) for info in infos]), Counter[str]()
+    for info in infos:
+        by_type[info.type_name] += info.nbytes
+    bits, types = 8 * by_type.total() / counts.sum(), ", ".join(name for name, _ in by_type.most_common())
+    error = float(np.sqrt(np.average([relative_error(info.type) ** 2 for info in infos], weights=counts)))
+    size = counts.sum() * 34 / 32
     what = f"{types}, {bits:.1f} bits per weight, relative error {error:.2g}"
     reason = None
     if size > MOST_BYTES:
@@ -134,9 +127,8 @@ def drafter(weights_of, backend, target, model, probe: Probe, reading: Reading, 
     noisy = _noisy_model(weights_of, model)
     with closing(noisy.weights), closing(Probe(backend, target, noisy, probe.passages, probe.blocks)) as other:
         measured = other.measure(reading)
-    return _verdict(
-        name, what, base, measured, "use the drafter in Q8_0 or F16: it is small, and each wrong draft costs part of a target step", data
-    )
+    remedy = "use the drafter in Q8_0 or F16: it is small, and each wrong draft costs part of a target step"
+    return _verdict(name, what, base, measured, remedy, data)
 
 
 def noisy_passage(make_engine, weights_of, model, passage: Passage) -> Passage:
@@ -145,9 +137,7 @@ def noisy_passage(make_engine, weights_of, model, passage: Passage) -> Passage:
     noisy = _noisy_model(weights_of, model)
     try:
         with closing(make_engine(noisy)) as engine:
-            return capture(
-                engine, passage.tokens[: passage.n_prompt].tolist(), passage.tokens[passage.n_prompt :].tolist(), sorted(passage.features)
-            )
+            return capture(engine, passage.tokens, passage.n_prompt, sorted(passage.features))
     finally:
         noisy.weights.close()
 
@@ -163,6 +153,5 @@ def target(changed: Callable[[], Passage], model, probe: Probe, reading: Reading
         return Check(name, NOT_APPLICABLE, f"{what}; a copy with noise cannot be made: {error}", stage=PRECISION, data=data)
     with closing(noisy):
         base, measured = probe.measure(reading, slice(0, 1)), noisy.measure(reading)
-    return _verdict(
-        name, what, base, measured, "use the target with more bits per weight: the drafter was trained on its own hidden states", data
-    )
+    remedy = "use the target with more bits per weight: the drafter was trained on its own hidden states"
+    return _verdict(name, what, base, measured, remedy, data)

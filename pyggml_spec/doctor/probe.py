@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,19 @@ def held_out_prompts(count: int, path: Path = PROMPTS) -> list[str]:
 
 def write_passages(engine: ModelRunner, prompts: Sequence[Sequence[int]], layers: Sequence[int], tokens: int) -> list[Passage]:
     """Continues each prompt by ``tokens`` tokens (ignoring end tokens), then captures the inputs of ``layers``."""
-    return [capture(engine, prompt, continued(engine, prompt, tokens), layers) for prompt in prompts]
+    passages = []
+    for prompt in prompts:
+        engine.reset(drafting=False)
+        blocks = generate(engine, prompt, GenerationOptions(tokens, PLAIN, ignore_end=True))
+        passages.append(capture(engine, np.array([*prompt, *chain.from_iterable(blocks)], np.int32), len(prompt), layers))
+    return passages
 
 
-def continued(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> list[int]:
+def capture(engine: ModelRunner, tokens: np.ndarray, n_prompt: int, layers: Sequence[int]) -> Passage:
+    """A passage of ``tokens``, I32 [T], with the inputs of ``layers``."""
     engine.reset(drafting=False)
-    return [t for block in generate(engine, prompt, GenerationOptions(tokens, PLAIN, ignore_end=True)) for t in block]
-
-
-def capture(engine: ModelRunner, prompt: Sequence[int], text: Sequence[int], layers: Sequence[int]) -> Passage:
-    engine.reset(drafting=False)
-    tokens = np.array([*prompt, *text], np.int32)
     _, features = engine.capture(tokens.tolist(), layers)
-    return Passage(tokens, len(prompt), dict(zip(layers, features)))
+    return Passage(tokens, n_prompt, dict(zip(layers, features)))
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,10 @@ class Measured:
         """Mean tokens per block, including the target's own."""
         return 1.0 + float(self.matched.mean())
 
+    def expected(self, width: int) -> float:
+        """The same of blocks of ``width`` rows."""
+        return 1.0 + float(np.minimum(self.matched, width - 1).mean())
+
 
 class Probe:
     """Measures readings of one drafter on passages. Owns its graph memory; borrows models, weights and backend."""
@@ -131,10 +136,8 @@ class Probe:
         """Measures ``reading`` at the same anchors for every reading; ``passages`` restricts the texts. Raises EngineError: no memory for
         the blocks of one passage."""
         parts = [self._passage(reading, i) for i in range(len(self.passages))[passages]]
-        matched, drafts, likelihood, ranks, next_right = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in ("matched", "drafts", "likelihood", "ranks", "next_right")
-        )
-        return Measured(matched, drafts, likelihood, all(part.finite for part in parts), ranks, next_right)
+        joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0]) if name != "finite"}
+        return Measured(**joined, finite=all(part.finite for part in parts))
 
     def anchors(self, passage: Passage) -> np.ndarray:
         """Anchor positions, spread over the continuation."""
@@ -153,7 +156,7 @@ class Probe:
             io = stack.enter_context(closing(StepIO(self.backend, room)))
             graph = stack.enter_context(closing(Graph(self.allocator)))
             fields = StepFields(io, graph)
-            self._build(graph, fields, reading, n_context, n_rows, features.shape[1], span, kv)
+            self._build(graph, fields, reading, n_context, n_rows, features.shape[1], kv, span)
             graph.plan()
             fields.host["features"][:] = features.ravel()
             fields.host["at"][:] = fields.host["rows"][:] = np.arange(n_context)
@@ -168,7 +171,8 @@ class Probe:
                 ids, values = (fields.host[name].reshape(len(anchors), hp.block_size, -1)[:, 1:] for name in ("best", "best_logits"))
                 best = np.take_along_axis(ids, np.argsort(-values, axis=-1, kind="stable"), -1)
                 ranks, next_right = ranks_of(best, drafts, passage.tokens, anchors)
-        return Measured(_matched(drafts, passage.tokens, anchors), drafts.ravel(), likelihood, finite, ranks, next_right)
+        matched = np.array([_first_wrong(drafts[b], passage.tokens[anchor + 1 :]) for b, anchor in enumerate(anchors)], np.int32)
+        return Measured(matched, drafts.ravel(), likelihood, finite, ranks, next_right)
 
     def _features(self, reading: Reading, index: int, n_context: int) -> np.ndarray:
         """F32 [n_context, n_embd * layers]."""
@@ -177,37 +181,30 @@ class Probe:
         return np.concatenate(parts, axis=1) * np.float32(reading.feature_scale)
 
     def _build(
-        self, g: Graph, f: StepFields, reading: Reading, n_context: int, n_rows: int, n_features: int, span: int, kv: KVCache
+        self, g: Graph, f: StepFields, reading: Reading, n_context: int, n_rows: int, n_features: int, kv: KVCache, span: int
     ) -> None:
         hp, model = reading.hp, _as_read(self.drafter, reading.hp)
         context = f.input("features", "f32", n_features, n_context)
         at, rows = f.input("at", "i32", n_context), f.input("rows", "i64", n_context)
-        block, block_at, block_rows = (
-            f.input("block", "i32", n_rows),
-            f.input("block_at", "i32", n_rows),
-            f.input("block_rows", "i64", n_rows),
-        )
+        block, block_at = f.input("block", "i32", n_rows), f.input("block_at", "i32", n_rows)
+        block_rows = f.input("block_rows", "i64", n_rows)
         coming = f.input("coming", "i32", n_rows)
         masks = {window: f.input(f"mask_{window}", "f16", span, n_rows) for window in set(hp.window)}
         model.context_rows(g, ContextInputs(None, [context], None, at, rows), kv.layers, self.target)
-        hidden = model.denoise(
-            g, BlockInputs(block, block_at, block_rows, tuple(masks[w] for w in hp.window), span, kv.layers), self.target
-        )
+        inputs = BlockInputs(block, block_at, block_rows, tuple(masks[w] for w in hp.window), span, kv.layers)
+        hidden = model.denoise(g, inputs, self.target)
         f.output("sum", "f32", g.sum_rows(hidden))
-        logits = self._logits(g, model, hidden, reading.capped)
+        target = self.target
+        if not reading.capped:
+            target, model = copy(target), _as_read(model, replace(hp, softcap=0.0))
+            target.softcap = 0.0
+        logits = model.logits(g, hidden, target)
         f.output("drafts", "i32", g.argmax(logits))
         if reading.ranked:
             best, values = g.top_k_unordered(logits, min(BEST, logits.ne[0]))
             f.output("best", "i32", best)
             f.output("best_logits", "f32", values)
         f.output("chances", "f32", g.rows(g.reshape(g.softmax(logits), 1, logits.ne[0] * n_rows), coming))
-
-    def _logits(self, g: Graph, model, hidden, capped: bool):
-        if capped:
-            return model.logits(g, hidden, self.target)
-        target = copy(self.target)
-        target.softcap = 0.0
-        return _as_read(model, replace(model.hp, softcap=0.0)).logits(g, hidden, target)
 
     def _fill_blocks(self, host: dict, reading: Reading, passage: Passage, anchors: np.ndarray, n_context: int, span: int) -> None:
         width = reading.hp.block_size
@@ -247,30 +244,23 @@ def _mask(anchors: np.ndarray, width: int, n_context: int, span: int, window: in
     return np.where(seen, np.float16(0), np.float16(-np.inf))
 
 
-def _matched(drafted: np.ndarray, tokens: np.ndarray, anchors: np.ndarray) -> np.ndarray:
-    """Length of the accepted prefix of each block's drafts."""
-    out = np.zeros(len(anchors), np.int32)
-    for b, anchor in enumerate(anchors):
-        known = tokens[anchor + 1 : anchor + 1 + drafted.shape[1]]
-        wrong = np.flatnonzero(drafted[b, : len(known)] != known)
-        out[b] = wrong[0] if wrong.size else len(known)
-    return out
+def _first_wrong(drafts: np.ndarray, known: np.ndarray) -> int:
+    """Length of the accepted prefix of a block's drafts."""
+    known = known[: len(drafts)]
+    wrong = np.flatnonzero(drafts[: len(known)] != known)
+    return int(wrong[0]) if wrong.size else len(known)
 
 
-def ranks_of(
-    best: np.ndarray, drafts: np.ndarray, tokens: np.ndarray, anchors: Sequence[int] | np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def ranks_of(best: np.ndarray, drafts: np.ndarray, tokens: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Per block, I32 [blocks] each: the rank of the target's token in ``best`` (I32 [blocks, drafts, BEST]) at the first wrong draft (2 to
-    BEST, 0 if not among them,
-    -1 if no known draft is wrong); and whether the next draft is right, -1 if unknown. ``tokens``: the text, ``anchors``: starts of blocks.
-    """
+    BEST, 0 if not among them, -1 if no known draft is wrong); and whether the next draft is right, -1 if unknown. ``tokens``: the text,
+    ``anchors``: starts of blocks."""
     ranks, next_right = np.full(len(anchors), -1, np.int32), np.full(len(anchors), -1, np.int32)
     for b, anchor in enumerate(anchors):
         known = tokens[anchor + 1 : anchor + 1 + drafts.shape[1]]
-        wrong = np.flatnonzero(drafts[b, : len(known)] != known)
-        if not wrong.size:
+        at = _first_wrong(drafts[b], known)
+        if at == len(known):
             continue
-        at = int(wrong[0])
         place = np.flatnonzero(best[b, at] == known[at])
         ranks[b] = place[0] + 1 if place.size else 0
         if at + 1 < len(known):

@@ -5,6 +5,7 @@ tokens alone are a much coarser measure.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,34 +37,25 @@ class Sweep:
 def sweeps(reading: Reading, drafter, target, longest: int) -> list[Sweep]:
     """All sweeps. ``longest``: last position of the passages; longer windows cannot be measured."""
     hp, edit = reading.hp, "with gguf-set-metadata, or convert it again"
-    layers = {shift: tuple(v + shift for v in hp.target_layers) for shift in (-1, 1)}
-    shifted = [
-        (f"target layers are {list(ids)}", reading.but(target_layers=ids))
-        for ids in layers.values()
-        if all(0 <= v <= target.n_layer for v in ids)
-    ]
-    masks = [
-        (f"the mask token is {i} ({target.file.metadata['tokenizer.ggml.tokens'][i]!r})", reading.but(mask_token=i))
-        for i in mask_candidates(drafter.file, target)
-        if i != hp.mask_token
-    ]
-    blocks = [
-        (f"the block has {n} rows", reading.but(block_size=n)) for n in sorted({hp.block_size // 2, 2 * hp.block_size, 8, 16}, reverse=True)
-    ]
+    layers = [tuple(v + shift for v in hp.target_layers) for shift in (-1, 1)]
+    possible = [ids for ids in layers if all(0 <= v <= target.n_layer for v in ids)]
+    shifted = [(f"target layers are {list(ids)}", reading.but(target_layers=ids)) for ids in possible]
+    tokens, others = target.file.metadata["tokenizer.ggml.tokens"], [i for i in mask_candidates(drafter.file, target) if i != hp.mask_token]
+    masks = [(f"the mask token is {i} ({tokens[i]!r})", reading.but(mask_token=i)) for i in others]
+    rows = sorted({hp.block_size // 2, 2 * hp.block_size, 8, 16} - {hp.block_size}, reverse=True)
+    blocks = [(f"the block has {n} rows", reading.but(block_size=n)) for n in rows if 2 <= n <= 64]
     rope, theirs = hp.rope, target.rope
     bases = sorted({*BASES, *([theirs.base] if isinstance(theirs, Rope) else [])} - {rope.base})
     turned = sorted({hp.head_size, hp.head_size // 2, hp.head_size // 4} - {rope.n_rot, 0})
     dims = [(f"{n} values of each head are rotated", reading.but(rope=replace(rope, n_rot=n))) for n in turned if n % 2 == 0]
-    dims.append(
-        (f"{'neighbouring values' if rope.neox else 'halves'} of a head are paired", reading.but(rope=replace(rope, neox=not rope.neox)))
-    )
+    paired = "neighbouring values" if rope.neox else "halves"
+    dims.append((f"{paired} of a head are paired", reading.but(rope=replace(rope, neox=not rope.neox))))
     if rope.scale != 1.0:
         dims.append(("positions are not scaled", reading.but(rope=replace(rope, scale=1.0))))
     return [
         Sweep("target layers", f"target layers {list(hp.target_layers)}", shifted, "convert the drafter again with these dflash.target_layers", False),
         Sweep("mask token", f"mask token {hp.mask_token}", masks, f"set tokenizer.ggml.mask_token_id in the drafter {edit}"),
-        Sweep("block size", f"block of {hp.block_size}", [b for b in blocks if 2 <= b[1].hp.block_size <= 64 and b[1].hp.block_size != hp.block_size],
-              f"set dflash.block_size in the drafter {edit}", False),
+        Sweep("block size", f"block of {hp.block_size}", blocks, f"set dflash.block_size in the drafter {edit}", False),
         Sweep("rope base", f"rope base {rope.base:g}", [(f"rope base is {b:g}", reading.but(rope=replace(rope, base=b))) for b in bases],
               f"set dflash.rope.freq_base in the drafter {edit}"),
         Sweep("rope sections", f"{rope.n_rot} of {hp.head_size} values rotated", dims, "convert the drafter again with the rope dimensions and sections of its training"),
@@ -128,11 +120,8 @@ def better(base: Measured, other: Measured) -> bool:
     """Whether ``other`` is better: the likelihood rises, and accepted tokens confirm it unless the likelihood is decisive."""
     change, z = gain(base, other)
     rise = other.tokens_per_block - base.tokens_per_block
-    return (
-        change >= MIN_GAIN
-        and z >= MIN_Z
-        and (rise >= MIN_RISE or (change >= 4 * MIN_GAIN and rise > -0.1 * base.tokens_per_block and other.tokens_per_block > 1.5))
-    )
+    decisive = change >= 4 * MIN_GAIN and rise > -0.1 * base.tokens_per_block and other.tokens_per_block > 1.5
+    return change >= MIN_GAIN and z >= MIN_Z and (rise >= MIN_RISE or decisive)
 
 
 def longer_blocks_pay(base: Measured, other: Measured) -> bool:
@@ -146,8 +135,9 @@ def longer_blocks_pay(base: Measured, other: Measured) -> bool:
 
 def run(sweep: Sweep, probe: Probe, reading: Reading, base: Measured) -> Check:
     """The verdict on one hyper-parameter."""
+    check = partial(Check, sweep.check, stage=READING)
     if not sweep.alternatives:
-        return Check(sweep.check, NOT_APPLICABLE, sweep.reason or f"{sweep.now}: no alternative to try", stage=READING)
+        return check(NOT_APPLICABLE, sweep.reason or f"{sweep.now}: no alternative to try")
     rows: list[dict[str, Any]] = []
     best = None
     for label, other in sweep.alternatives:
@@ -160,16 +150,8 @@ def run(sweep: Sweep, probe: Probe, reading: Reading, base: Measured) -> Check:
             measured = probe.measure(other)
         change, z = gain(base, measured)
         now = _first(base, measured).tokens_per_block  # of the same blocks
-        rows.append(
-            {
-                "when": label,
-                "tokens_per_block": measured.tokens_per_block,
-                "now": now,
-                "nats": change,
-                "z": z,
-                "blocks": len(measured.matched),
-            }
-        )
+        row = {"when": label, "tokens_per_block": measured.tokens_per_block, "now": now, "nats": change, "z": z}
+        rows.append({**row, "blocks": len(measured.matched)})
         score = change + measured.tokens_per_block - base.tokens_per_block
         if len(measured.matched) == len(base.matched) and judge(base, measured) and (best is None or score > best[0] + MIN_RISE):
             best = (score, label, measured)
@@ -179,15 +161,13 @@ def run(sweep: Sweep, probe: Probe, reading: Reading, base: Measured) -> Check:
         others = ", ".join(f"{row['tokens_per_block']:.2f} when {row['when']}" for row in rows if not sweep.screen or row is nearest)
         blocks = "" if nearest["blocks"] == len(base.matched) else f" on the first text, which gives {nearest['now']:.2f} now"
         found = f"{sweep.now}: {base.tokens_per_block:.2f} tokens per block; {others}{blocks} ({nearest['nats']:+.2f} nats)"
-        return Check(sweep.check, OK, found, "", READING, data)
+        return check(OK, found, data=data)
     score, label, measured = best
     found = f"acceptance rises from {base.tokens_per_block:.2f} to {measured.tokens_per_block:.2f} tokens per block when {label}"
     if measured.tokens_per_block < base.tokens_per_block + MIN_RISE:
         times = np.exp(gain(base, measured)[0])
         found = f"right drafts become {times:.1f} times as likely when {label}, {measured.tokens_per_block:.2f} tokens per block"
-    return Check(
-        sweep.check, FAIL, f"{found} (now {sweep.now}, {base.tokens_per_block:.2f})", sweep.remedy, READING, {**data, "gain": score}
-    )
+    return check(FAIL, f"{found} (now {sweep.now}, {base.tokens_per_block:.2f})", sweep.remedy, data={**data, "gain": score})
 
 
 def features(probe: Probe, reading: Reading, base: Measured) -> Check:
@@ -201,64 +181,55 @@ def features(probe: Probe, reading: Reading, base: Measured) -> Check:
             "layer": v, "rms": float(np.sqrt(np.mean(finite**2))) if finite.size else None, "largest": float(np.abs(finite).max(initial=0)),
             "not_finite": bad, "clamped": int((np.abs(finite) > F16_MAX).sum()), "values": values.size,
         })  # fmt: skip
-    data = {"layers": rows}
-    broken = next((r for r in rows if r["not_finite"]), None)
-    if broken:
-        return Check(
-            "features", FAIL, f"{broken['not_finite']} of {broken['values']} values of the input of target layer {broken['layer']} are NaN or Inf",
-            "the target's weights are damaged or overflow on this device: check them with `pyspec compare --logits`", FEATURES, data,
-        )  # fmt: skip
+    check = partial(Check, "features", stage=FEATURES, data={"layers": rows})
+    if broken := next((r for r in rows if r["not_finite"]), None):
+        found = f"{broken['not_finite']} of {broken['values']} values of the input of target layer {broken['layer']} are NaN or Inf"
+        remedy = "the target's weights are damaged or overflow on this device: check them with `pyspec compare --logits`"
+        return check(FAIL, found, remedy)
     found = "inputs of layers " + ", ".join(f"{r['layer']}: RMS {r['rms']:.3g}, largest {r['largest']:.3g}" for r in rows)
     clamped = sum(r["clamped"] for r in rows)
     if not clamped:
-        return Check("features", OK, found, "", FEATURES, data)
+        return check(OK, found)
     largest = max(r["largest"] for r in rows)
     fitting = probe.measure(replace(reading, feature_scale=float(2.0 ** np.floor(np.log2(F16_MAX / largest)))))
     found = f"{clamped} values are beyond {F16_MAX:g} and are cut off; the largest is {largest:.3g}"
     if better(base, fitting):
         rises = f"acceptance rises from {base.tokens_per_block:.2f} to {fitting.tokens_per_block:.2f} tokens per block when they are scaled to fit"
-        return Check(
-            "features", FAIL, f"{found}; {rises}", "use a conversion of the target whose hidden states stay in the range of F16, or a drafter "
-            "that was trained for this one", FEATURES, data,
-        )  # fmt: skip
-    return Check("features", WARN, f"{found}; acceptance is not affected", "watch acceptance on long texts", FEATURES, data)
+        remedy = "use a conversion of the target whose hidden states stay in the range of F16, or a drafter that was trained for this one"
+        return check(FAIL, f"{found}; {rises}", remedy)
+    return check(WARN, f"{found}; acceptance is not affected", "watch acceptance on long texts")
 
 
 def fit(probe: Probe, reading: Reading, base: Measured) -> Check:
     """Do the target's hidden states help the drafter? Compared with those of another text."""
+    check = partial(Check, "fit to this target", stage=FIT)
     if len(probe.passages) < 2:
-        return Check("fit to this target", NOT_APPLICABLE, "needs two texts to compare", stage=FIT)
+        return check(NOT_APPLICABLE, "needs two texts to compare")
     strange = probe.measure(replace(reading, features_of=1))
     change, z = gain(strange, base)
     data = {"right_features": base.tokens_per_block, "other_features": strange.tokens_per_block, "nats": change, "z": z}
     found = f"{base.tokens_per_block:.2f} tokens per block with the hidden states of the text, {strange.tokens_per_block:.2f} with those of another text"
     if change < 0.25 or z < MIN_Z:
-        return Check(
-            "fit to this target", FAIL, found + ": the drafter does not fit this target",
-            "use the drafter that was made for exactly this target (same release, same fine-tuning), or the matching target", FIT, data,
-        )  # fmt: skip
+        remedy = "use the drafter that was made for exactly this target (same release, same fine-tuning), or the matching target"
+        return check(FAIL, found + ": the drafter does not fit this target", remedy, data=data)
     if base.tokens_per_block < 1.3:
-        return Check(
-            "fit to this target", WARN, found + ": hardly any draft is right",
-            "check that these prompts resemble the drafter's training data (name others with `prompts`)", FIT, data,
-        )  # fmt: skip
-    return Check("fit to this target", OK, found, "", FIT, data)
+        remedy = "check that these prompts resemble the drafter's training data (name others with `prompts`)"
+        return check(WARN, found + ": hardly any draft is right", remedy, data=data)
+    return check(OK, found, data=data)
 
 
 def soft_cap(probe: Probe, reading: Reading, base: Measured, drafter, target) -> Check:
     """Does the soft-cap on draft logits change drafts? Saturated logits become ties."""
-    theirs, ours = target.softcap, drafter.hp.softcap
+    check, theirs, ours = partial(Check, "soft-cap", stage=READING), target.softcap, drafter.hp.softcap
     if not theirs and not ours:
-        return Check("soft-cap", NOT_APPLICABLE, "neither file caps its logits", stage=READING)
+        return check(NOT_APPLICABLE, "neither file caps its logits")
     free = probe.measure(replace(reading, capped=False))
     changed, rise = float((base.drafts != free.drafts).mean()), free.tokens_per_block - base.tokens_per_block
     data = {"target_cap": theirs, "drafter_cap": ours, "changed_drafts": changed, "gain": gain(base, free)[0] + rise}
     found = f"cap {theirs:g} in the target, {ours:g} in the drafter: {100 * changed:.1f} % of drafts would differ without"
-    key = f"{drafter.arch}.final_logit_softcapping"
-    remedy = f"set {key} in the drafter to {theirs:g} (gguf-set-metadata)"
+    remedy = f"set {drafter.arch}.final_logit_softcapping in the drafter to {theirs:g} (gguf-set-metadata)"
     if changed > 0.01 and rise >= MIN_RISE:
         found += f", and acceptance rises from {base.tokens_per_block:.2f} to {free.tokens_per_block:.2f} tokens per block"
-        return Check("soft-cap", FAIL, found, remedy, READING, data)
-    if theirs and ours and theirs != ours:
-        return Check("soft-cap", WARN, found, remedy, READING, data)
-    return Check("soft-cap", OK, found, "", READING, data)
+        return check(FAIL, found, remedy, data=data)
+    mismatch = theirs and ours and theirs != ours
+    return check(WARN if mismatch else OK, found, remedy if mismatch else "", data=data)

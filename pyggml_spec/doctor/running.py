@@ -1,9 +1,8 @@
 """Generations: chunked prompts, repeated prompts, graph replay, step times, and the speed-up."""
 
-import statistics
-import time
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 
@@ -14,8 +13,9 @@ from ..engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from ..engine.stats import Stats
 from ..ggml.cores import ThreadCounts
 from ..ggml.device import Backend
-from ..speculation.calibrate import WARMUP, step_costs
+from ..speculation.calibrate import step_costs
 from ..speculation.policy import SpeculationPolicy
+from ..tools.anatomy import dissect, fits
 from . import trees
 from .probe import Measured
 from .report import FAIL, NOT_APPLICABLE, OK, RUNNING, WARN, Check
@@ -23,12 +23,13 @@ from .report import FAIL, NOT_APPLICABLE, OK, RUNNING, WARN, Check
 PIECE = 32
 AGREES = 0.6  # share of accepted drafts that has to remain; batch shapes differ in the last bit
 IN_LOOP = 0.35  # the same for decoding, whose blocks start after a rejection
-RUNS = 9
 REPEATS = 4  # calls of a graph until the last ones are replays
 
+_Check = partial(Check, stage=RUNNING)
 
-def speculate(engine: ModelRunner, prompt: Sequence[int], tokens: int, *, mode: str = SPECULATIVE, width: int | None = None, piece: int = 0,
-              keep: bool = False, widths: SpeculationPolicy | None = None) -> Stats:  # fmt: skip
+
+def speculate(engine: ModelRunner, prompt: Sequence[int], tokens: int, *, mode: str = SPECULATIVE, piece: int = 0, keep: bool = False,
+              policy: SpeculationPolicy | None = None) -> Stats:  # fmt: skip
     """Statistics of one generation. ``piece``: prefill chunk; ``keep``: continue the current sequence."""
     if not keep:
         engine.reset(drafting=mode == SPECULATIVE)
@@ -36,8 +37,7 @@ def speculate(engine: ModelRunner, prompt: Sequence[int], tokens: int, *, mode: 
     while piece and len(prompt) > piece:
         engine.prefill(prompt[:piece])
         prompt = prompt[piece:]
-    options = GenerationOptions(tokens, mode, width or engine.options.width, ignore_end=True)
-    for _ in generate(engine, prompt, options, stats, policy=widths):
+    for _ in generate(engine, prompt, GenerationOptions(tokens, mode, engine.options.width, ignore_end=True), stats, policy=policy):
         pass
     return stats
 
@@ -46,13 +46,13 @@ def _same(name: str, usual: Stats, other: Stats, how: str, remedy: str) -> Check
     data = {"usual": usual.tokens_per_step, "other": other.tokens_per_step, "drafted": other.drafted, "nan_drafts": other.nan_drafts}
     found = f"{other.tokens_per_step:.2f} tokens per step {how}, {usual.tokens_per_step:.2f} otherwise"
     broken = other.nan_drafts or not other.drafted or other.matched < AGREES * usual.matched
-    return Check(name, FAIL if broken else OK, found, remedy if broken else "", RUNNING, data)
+    return _Check(name, FAIL if broken else OK, found, remedy if broken else "", data=data)
 
 
 def micro_batches(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Check:
     """Chunked prefill: does the drafter see the whole prompt?"""
     if len(prompt) <= PIECE:
-        return Check("micro-batches", NOT_APPLICABLE, f"the prompt has {len(prompt)} tokens, one chunk holds {PIECE}", stage=RUNNING)
+        return _Check("micro-batches", NOT_APPLICABLE, f"the prompt has {len(prompt)} tokens, one chunk holds {PIECE}")
     usual, pieces = speculate(engine, prompt, tokens), speculate(engine, prompt, tokens, piece=PIECE)
     how = f"with the prompt in {-(-len(prompt) // PIECE)} chunks"
     return _same("micro-batches", usual, pieces, how, "report this: the hidden states of some chunks do not reach the drafter")
@@ -61,15 +61,14 @@ def micro_batches(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Ch
 def repeated_prompt(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Check:
     """The same prompt again."""
     usual, again = speculate(engine, prompt, tokens), speculate(engine, prompt, tokens)
-    return _same(
-        "repeated prompt", usual, again, "for the same prompt again", "report this: the first run leaves state that changes the second"
-    )
+    remedy = "report this: the first run leaves state that changes the second"
+    return _same("repeated prompt", usual, again, "for the same prompt again", remedy)
 
 
 def cache_hit(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Check:
     """Prefix reuse: are the drafter's rows restored?"""
     if len(prompt) < 2:
-        return Check("cache hit", NOT_APPLICABLE, "the prompt is one token, so there is no prefix to keep", stage=RUNNING)
+        return _Check("cache hit", NOT_APPLICABLE, "the prompt is one token, so there is no prefix to keep")
     usual = speculate(engine, prompt, tokens)
     engine.reset()
     engine.prefill(prompt[:-1])
@@ -82,53 +81,41 @@ def cache_hit(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Check:
 
 def loop_acceptance(stats: Sequence[Stats], base: Measured) -> Check:
     """Tokens per step of generations against the teacher-forced estimate."""
-    steps, matched = sum(s.steps for s in stats), sum(s.matched for s in stats)
-    nan, real = sum(s.nan_drafts for s in stats), 1 + matched / max(1, steps)
-    data = {"tokens_per_step": real, "estimate": base.tokens_per_block, "nan_drafts": nan, "steps": steps}
+    steps, matched, nan = (sum(getattr(s, name) for s in stats) for name in ("steps", "matched", "nan_drafts"))
+    real = 1 + matched / max(1, steps)
+    check = partial(
+        _Check, "acceptance", data={"tokens_per_step": real, "estimate": base.tokens_per_block, "nan_drafts": nan, "steps": steps}
+    )
     found = f"{real:.2f} tokens per step in {steps} steps, {base.tokens_per_block:.2f} teacher-forced"
     if nan:
-        return Check("acceptance", FAIL, f"{nan} blocks of drafts were NaN or Inf", "the drafter overflows on this device: use `device` CPU to tell, "
-                     "and a drafter in another type", RUNNING, data)  # fmt: skip
+        remedy = "the drafter overflows on this device: use `device` CPU to tell, and a drafter in another type"
+        return check(FAIL, f"{nan} blocks of drafts were NaN or Inf", remedy)
     if real < 1 + IN_LOOP * (base.tokens_per_block - 1):
-        return Check(
-            "acceptance", WARN, found, "decoding accepts less than single blocks, but not this much less: report this", RUNNING, data
-        )
+        return check(WARN, found, "decoding accepts less than single blocks, but not this much less: report this")
     if real < 1.5:
-        return Check(
-            "acceptance",
-            WARN,
-            found,
-            "try prompts like those the drafter was trained on (`prompts`), and both thinking modes",
-            RUNNING,
-            data,
-        )
-    return Check("acceptance", OK, found, "", RUNNING, data)
+        return check(WARN, found, "try prompts like those the drafter was trained on (`prompts`), and both thinking modes")
+    return check(OK, found)
 
 
 def replay(stats: Sequence[Stats]) -> Check:
     """Share of steps with a cached graph, and on CUDA of replayed ones."""
-    computes = sum(s.computes for s in stats)
-    built, grown = (sum(getattr(s, name) for s in stats) for name in ("graphs_built_after_warmup", "buffer_growths_after_warmup"))
+    names = "computes", "graphs_built_after_warmup", "buffer_growths_after_warmup"
+    computes, built, grown = (sum(getattr(s, name) for s in stats) for name in names)
     cuda = [s.cuda_graphs for s in stats if s.cuda_graphs is not None]
     replayed, eager = (sum(c[name] for c in cuda) for name in ("replayed", "eager"))
     rate = replayed / (replayed + eager) if replayed + eager else None
     data = {"graphs_computed": computes, "built_after_warmup": built, "buffers_grown_after_warmup": grown, "cuda_replay_rate": rate}
-    found = f"{computes} graphs computed, {built} built and {grown} buffers grown after warm-up"
+    check, found = (
+        partial(_Check, "graph replay", data=data),
+        f"{computes} graphs computed, {built} built and {grown} buffers grown after warm-up",
+    )
     if rate is not None:
         found += f", {100 * rate:.1f} % of the steps after each graph's warm-up replayed as CUDA graphs"
     if built or grown:
-        return Check(
-            "graph replay",
-            FAIL,
-            found,
-            "report this with the model's name and the context: a graph was not prepared beforehand",
-            RUNNING,
-            data,
-        )
+        return check(FAIL, found, "report this with the model's name and the context: a graph was not prepared beforehand")
     if rate is not None and rate < 0.9:
-        remedy = "see whether GGML_CUDA_DISABLE_GRAPHS is set; routed experts at many rows keep ggml-cuda from replaying"
-        return Check("graph replay", WARN, found, remedy, RUNNING, data)
-    return Check("graph replay", OK, found, "", RUNNING, data)
+        return check(WARN, found, "see whether GGML_CUDA_DISABLE_GRAPHS is set; routed experts at many rows keep ggml-cuda from replaying")
+    return check(OK, found)
 
 
 def repeated_step(engine: ModelRunner, prompt: Sequence[int]) -> Check:
@@ -146,53 +133,47 @@ def repeated_step(engine: ModelRunner, prompt: Sequence[int]) -> Check:
                 remedy = (
                     "run with GGML_CUDA_PDL=0, or without CUDA graphs (GGML_CUDA_DISABLE_GRAPHS=1), and report this with the model's name"
                 )
-                return Check("repeated step", FAIL, found, remedy, RUNNING, {"width": width, "largest_difference": off})
+                return _Check("repeated step", FAIL, found, remedy, data={"width": width, "largest_difference": off})
     finally:
         engine.read_candidates(0)
     among = f", {replays} replayed ones among them," if replays else ""
     found = f"{REPEATS} calls of a step of each width{among} gave the same logits bit for bit"
-    return Check("repeated step", OK, found, "", RUNNING, {"replays": replays})
+    return _Check("repeated step", OK, found, data={"replays": replays})
 
 
 def _step_logits(engine: ModelRunner, prompt: Sequence[int], width: int) -> tuple[np.ndarray, int]:
     """F32 [width, n_vocab]: logits of one step after the prompt; and 1 if the step was a replay, where known."""
     engine.reset()
     engine.prefill(prompt)
-    before = _replays(engine)
+    counts = engine.io.replay
+    before = counts.replayed if counts is not None else 0
     result = engine.plain_step() if width == 1 else engine.verify_step([prompt[0]] * (width - 1))
-    replayed = _replays(engine) - before
+    replayed = counts.replayed - before if counts is not None else 0
     logits = np.stack([engine.candidates(row)[1] for row in range(width)])
     engine.accept(1, int(result.ids[0]))
     return logits, replayed
 
 
-def _replays(engine: ModelRunner) -> int:
-    return engine.io.replay.replayed if engine.io.replay is not None else 0
-
-
-def time_split(engine: ModelRunner, stats: Sequence[Stats], width: int) -> Check:
+def time_split(engine: ModelRunner, width: int) -> Check:
     """Milliseconds of one speculative step: drafting, verification, commit of recurrent state, host."""
-    fused, verify = _median(engine, lambda: engine.fused_step(width)), _median(engine, lambda: engine.verify_step([0] * (width - 1)))
-    commit = _commit(engine, width) if engine.delta is not None else 0.0
-    steps = max(1, sum(s.steps for s in stats))
-    host = sum(s.host_us["host"] + s.host_us["upload"] for s in stats) / steps / 1000
-    parts = {"draft": max(0.0, fused - verify), "verify": max(0.0, verify - commit), "commit": commit, "host": host}
+    if not fits(engine, width):
+        return _Check("time split", NOT_APPLICABLE, "the context has no room for the measured steps; raise `n_ctx`")
+    step = dissect(engine, width)
+    parts = {
+        "draft": max(0.0, step.draft_ms),
+        "verify": max(0.0, step.verify_ms - step.commit_ms),
+        "commit": step.commit_ms,
+        "host": step.host_ms,
+    }
     found = f"width {width}: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in parts.items())
-    data = {"width": width, "fused_ms": fused, **{f"{k}_ms": v for k, v in parts.items()}}
-    if host > 0.25 * fused:
-        return Check(
-            "time split",
-            WARN,
-            found + ": the host takes a quarter of it or more",
-            "leave a core free for the process; use fewer threads (`threads`)",
-            RUNNING,
-            data,
-        )
+    data = {"width": width, "fused_ms": step.step_ms, **{f"{k}_ms": v for k, v in parts.items()}}
+    check = partial(_Check, "time split", data=data)
+    if step.host_ms > 0.25 * step.step_ms:
+        remedy = "leave a core free for the process; use fewer threads (`threads`)"
+        return check(WARN, found + ": the host takes a quarter of it or more", remedy)
     if parts["draft"] > parts["verify"]:
-        return Check(
-            "time split", WARN, found + ": drafting costs more than verifying", "use a drafter of fewer layers or fewer bits", RUNNING, data
-        )
-    return Check("time split", OK, found, "", RUNNING, data)
+        return check(WARN, found + ": drafting costs more than verifying", "use a drafter of fewer layers or fewer bits")
+    return check(OK, found)
 
 
 def other_work(backends: Sequence[Backend]) -> list[Check]:
@@ -200,73 +181,38 @@ def other_work(backends: Sequence[Backend]) -> list[Check]:
     if ThreadCounts([backend.rule for backend in backends if backend.rule is not None]).calm:
         return []
     found = "other processes used the CPU while this was measured; times and ratios are not those of an idle machine"
-    return [Check("other work", WARN, found, "run it again when they have ended", RUNNING)]
-
-
-def _median(engine: ModelRunner, step) -> float:
-    engine.reset()
-    engine.prefill([0] * 8)
-    times = []
-    for _ in range(min(RUNS + WARMUP, engine.cursor.room - engine.options.width)):
-        began = time.perf_counter()
-        result = step()
-        engine.accept(1, int(result.ids[0]))
-        times.append(1000 * (time.perf_counter() - began))
-    return statistics.median(times[WARMUP:] or times)
-
-
-def _commit(engine: ModelRunner, width: int) -> float:
-    """The graph that only commits a block."""
-    engine.reset()
-    engine.prefill([0] * 8)
-    times = []
-    for _ in range(RUNS):
-        result = engine.fused_step(width)
-        engine.accept(1, int(result.ids[0]))
-        began = time.perf_counter()
-        engine.flush()
-        times.append(1000 * (time.perf_counter() - began))
-    return statistics.median(times)
+    return [_Check("other work", WARN, found, "run it again when they have ended")]
 
 
 def _costs(engine: ModelRunner, base: Measured) -> dict[int, float]:
     """Step costs by width; measured twice, taking the minimum, before speculation is called unprofitable."""
     widths = candidate_widths(engine.options.width)
     costs = step_costs(engine, widths)
-    if max(_gains(costs, base).values()) <= 1:
+    if max(base.expected(w) * costs[1] / costs[w] for w in costs if w > 1) <= 1:
         again = step_costs(engine, widths)
         costs = {w: min(costs[w], again[w]) for w in costs}
     return costs
 
 
-def _expected(width: int, base: Measured) -> float:
-    """Expected tokens of a block of ``width`` rows."""
-    return 1.0 + float(np.minimum(base.matched, width - 1).mean())
-
-
-def _gains(costs: dict[int, float], base: Measured) -> dict[int, float]:
-    """Predicted speed-up by width."""
-    return {w: _expected(w, base) * costs[1] / costs[w] for w in costs if w > 1}
-
-
 def pays(costs: dict[int, float], base: Measured, plain: Sequence[Stats], speculative: Sequence[Stats]) -> list[Check]:
     """Break-even acceptance by width, and predicted against measured speed-up."""
-    gains = _gains(costs, base)
-    expected, needed = {w: _expected(w, base) for w in gains}, {w: costs[w] / costs[1] for w in gains}
+    expected, needed = ({w: of(w) for w in costs if w > 1} for of in (base.expected, lambda w: costs[w] / costs[1]))
+    gains = {w: expected[w] / needed[w] for w in needed}
     width = max(gains, key=gains.__getitem__)
     rows = {str(w): {"ms": costs[w], "break_even": needed[w], "expected": expected[w], "speedup": gains[w]} for w in needed}
     found = f"width {width} needs {needed[width]:.2f} tokens per step to pay and gets {expected[width]:.2f}"
     worth = gains[width] > 1
-    even = Check(
-        "break-even", OK if worth else WARN, found, "" if worth else "speculation cannot pay here, and the policy decodes plainly: use a smaller or better drafter, or a device with more compute for its bandwidth", RUNNING, {"plain_ms": costs[1], "widths": rows},
+    remedy = "" if worth else (
+        "speculation cannot pay here, and the policy decodes plainly: use a smaller or better drafter, or a device with more compute for its bandwidth"
     )  # fmt: skip
+    even = _Check("break-even", OK if worth else WARN, found, remedy, data={"plain_ms": costs[1], "widths": rows})
     speeds = [sum(s.emitted - 1 for s in legs) / sum(s.seconds["decode"] for s in legs) for legs in (plain, speculative)]
     measured, predicted = speeds[1] / speeds[0], max(1.0, gains[width])
     found = f"{measured:.2f}x measured ({speeds[0]:.0f} to {speeds[1]:.0f} tok/s), {predicted:.2f}x predicted from costs and acceptance"
     data = {"measured": measured, "predicted": predicted, "plain_tok_s": speeds[0], "speculative_tok_s": speeds[1]}
     slow = measured < 0.75 * predicted
     remedy = "run it again on a quiet machine; if it stays, compare the time split with `pyspec bench`" if slow else ""
-    return [even, Check("speed-up", WARN if slow else OK, found, remedy, RUNNING, data)]
+    return [even, _Check("speed-up", WARN if slow else OK, found, remedy, data=data)]
 
 
 def chain(engine: ModelRunner, prompts: Sequence[Sequence[int]], tokens: int) -> Measured:
@@ -300,5 +246,5 @@ def examine(
     plain, chosen = [], []
     for prompt in prompts:  # interleaved, against drift of the machine
         plain.append(speculate(engine, prompt, tokens, mode=PLAIN))
-        chosen.append(speculate(engine, prompt, tokens, widths=SpeculationPolicy.measured_for(engine.drafter.method, costs)))
-    return [*checks, time_split(engine, full, engine.options.width), *pays(costs, base, plain, chosen), trees.check(ranked or base, costs)]
+        chosen.append(speculate(engine, prompt, tokens, policy=SpeculationPolicy.measured_for(engine.drafter.method, costs)))
+    return [*checks, time_split(engine, engine.options.width), *pays(costs, base, plain, chosen), trees.check(ranked or base, costs)]

@@ -6,6 +6,7 @@ takes as long as the slowest device.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from ..engine.runner import ModelRunner
@@ -19,6 +20,8 @@ from .report import NOT_APPLICABLE, OK, RUNNING, WARN, Check
 DEAR = 0.1  # share of a step that copies may take
 WORTH = 0.1  # least saving of a step or chunk that is reported
 ROOM = 0.9  # of free memory: compute buffers grow with the layers
+
+_Check = partial(Check, stage=RUNNING)
 
 
 @dataclass(frozen=True)
@@ -123,15 +126,16 @@ def cut_cost(step: SplitStep, copies: Sequence[CopySpeed]) -> Check:
         f"({100 * step.cut_share:.1f} %)"
     )
     data = {"width": step.width, "copy_ms": copying, "parts_ms": whole, "step_ms": step.step_ms, "cut_share": step.cut_share}
+    check = partial(_Check, "cut cost", data=data)
     if step.cut_share <= DEAR:
-        return Check("cut cost", OK, found, "", RUNNING, data)
+        return check(OK, found)
     if any("network" in speed.way for speed in copies):
         remedy = "each copy waits for the network: use fewer workers, nearer ones, or blocks that accept more tokens per step"
     elif any(f"{DISABLE}=0" in speed.way for speed in copies):
         remedy = f"start without {DISABLE}=0, so that GPUs copy to each other directly"
     else:
         remedy = "put the model on fewer devices if one has room for it; smaller types of weights need less"
-    return Check("cut cost", WARN, found, remedy, RUNNING, data)
+    return check(WARN, found, remedy)
 
 
 def waiting(engine: ModelRunner, step: SplitStep) -> Check:
@@ -145,14 +149,16 @@ def waiting(engine: ModelRunner, step: SplitStep) -> Check:
     data = {"width": step.width, "waits": [d.waits for d in step.devices], "layer_ms": [device.each_ms for device in layers]}
     found = f"{what}: {shares}; a layer takes {each}"
     if move is None or move.saved_ms < WORTH * takes:
-        return Check("waiting devices", OK, f"{found}, so no other cut would save {100 * WORTH:.0f} %", "", RUNNING, data)
-    return Check("waiting devices", WARN, found, _moved(move, takes, "that step"), RUNNING, data | {"better_split": list(move.counts)})
+        return _Check("waiting devices", OK, f"{found}, so no other cut would save {100 * WORTH:.0f} %", data=data)
+    remedy = _moved(move, takes, "that step")
+    return _Check("waiting devices", WARN, found, remedy, data=data | {"better_split": list(move.counts)})
 
 
 def prompts(engine: ModelRunner, step: SplitStep | None) -> Check:
     """Which device limits prefill."""
+    check = partial(_Check, "prompts on devices")
     if step is None:
-        return Check("prompts on devices", NOT_APPLICABLE, "the context holds no chunk that could be measured", stage=RUNNING)
+        return check(NOT_APPLICABLE, "the context holds no chunk that could be measured")
     layers = layers_of(engine, step, head=False)
     slowest = max(step.devices, key=lambda d: d.compute_ms)
     times = ", ".join(f"{d.compute_ms:.1f} ms on {_named(d)}" for d in step.devices)
@@ -160,10 +166,8 @@ def prompts(engine: ModelRunner, step: SplitStep | None) -> Check:
     data = {"rows": step.width, "compute_ms": [d.compute_ms for d in step.devices]}
     move = level_chunks(layers, engine.target.last_cut())
     if move is None or move.saved_ms < WORTH * slowest.compute_ms:
-        return Check("prompts on devices", OK, found, "", RUNNING, data)
-    return Check(
-        "prompts on devices", WARN, found, _moved(move, slowest.compute_ms, "a chunk"), RUNNING, data | {"level_split": list(move.counts)}
-    )
+        return check(OK, found, data=data)
+    return check(WARN, found, _moved(move, slowest.compute_ms, "a chunk"), data=data | {"level_split": list(move.counts)})
 
 
 def device_copies(copies: Sequence[CopySpeed]) -> Check:
@@ -172,14 +176,15 @@ def device_copies(copies: Sequence[CopySpeed]) -> Check:
     for one in copies:
         speed = f"{one.bandwidth / 1e9:.1f} GB/s" if one.bandwidth else "no memory to measure large ones"
         said.append(f"{one.source} to {one.target} {one.small_us:.0f} us and {speed}, {one.way}")
-    data = {"copies": [one.as_dict() for one in copies]}
+    check = partial(_Check, "device copies", found="; ".join(said), data={"copies": [one.as_dict() for one in copies]})
+    if any(f"{DISABLE}=0" in one.way for one in copies):
+        return check(WARN, remedy=f"start without {DISABLE}=0")
     if any(HOST_ONLY in one.way for one in copies):
-        remedy = (
-            f"start without {DISABLE}=0" if any(f"{DISABLE}=0" in one.way for one in copies) else
+        links = (
             "put neighbouring layers on GPUs that the machine links, or the model on fewer devices: `nvidia-smi topo -m` shows the links"
-        )  # fmt: skip
-        return Check("device copies", WARN, "; ".join(said), remedy, RUNNING, data)
-    return Check("device copies", OK, "; ".join(said), "", RUNNING, data)
+        )
+        return check(WARN, remedy=links)
+    return check(OK)
 
 
 def examine(engine: ModelRunner) -> Iterator[Check]:
@@ -192,10 +197,10 @@ def examine(engine: ModelRunner) -> Iterator[Check]:
         steps = split_steps(engine, tuple(sorted({1, block})), copies=copies)
         chunk = split_chunk(engine, copies)
     except PyspecError as error:
-        yield Check("cut cost", NOT_APPLICABLE, f"the step cannot be measured by part: {error}", stage=RUNNING)
+        yield _Check("cut cost", NOT_APPLICABLE, f"the step cannot be measured by part: {error}")
         return
     if not steps:
-        yield Check("cut cost", NOT_APPLICABLE, "the context has no room for the measured steps; raise `n_ctx`", stage=RUNNING)
+        yield _Check("cut cost", NOT_APPLICABLE, "the context has no room for the measured steps; raise `n_ctx`")
     else:
         yield cut_cost(steps[-1], copies)
         yield waiting(engine, steps[0])

@@ -1,6 +1,7 @@
 """A/B of the same requests as raw text, through the chat template, and with thinking on and off."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from ..engine.runner import ModelRunner
 from ..errors import TemplateError
@@ -23,21 +24,16 @@ def ways(template: ChatTemplate, tokenizer: Tokenizer, prompts: Sequence[str]) -
 
 def compare(engine: ModelRunner, tokenizer: Tokenizer, probe: Probe, reading: Reading, prompts: Sequence[str], tokens: int) -> Check:
     """Acceptance of the target's own text for each variant."""
-    name, file = "template and thinking", engine.target.file
+    check, file = partial(Check, "template and thinking", stage=RUNNING), engine.target.file
     if KEY not in file.metadata:
-        return Check(name, NOT_APPLICABLE, "the target has no chat template", stage=RUNNING)
+        return check(NOT_APPLICABLE, "the target has no chat template")
     try:
         asked = ways(ChatTemplate.from_gguf(file), tokenizer, prompts)
     except TemplateError as error:
-        return Check(name, WARN, f"the template cannot be measured: {error}", "use a model file with a working template", RUNNING)
+        return check(WARN, f"the template cannot be measured: {error}", "use a model file with a working template")
     tokens = min(tokens, engine.options.n_ctx - max(len(ids) for both in asked.values() for ids in both) - 1)
     if tokens < KNOWN + 8:
-        return Check(
-            name,
-            NOT_APPLICABLE,
-            f"the rendered prompts leave no room in a context of {engine.options.n_ctx}; use a larger `n_ctx`",
-            stage=RUNNING,
-        )
+        return check(NOT_APPLICABLE, f"the rendered prompts leave no room in a context of {engine.options.n_ctx}; use a larger `n_ctx`")
     kept, found = probe.passages, {}
     try:
         for way, ids in asked.items():
@@ -47,9 +43,6 @@ def compare(engine: ModelRunner, tokenizer: Tokenizer, probe: Probe, reading: Re
         probe.passages = kept
     best = max(found, key=found.__getitem__)
     text = ", ".join(f"{way} {value:.2f}" for way, value in found.items()) + " tokens per block"
-    poor = [way for way, value in found.items() if value - 1 < MATTERS * (found[best] - 1)]
-    if poor:
-        return Check(
-            name, WARN, text, f"the drafter was trained for {best!r}: prompt that way where the task allows it", RUNNING, {"ways": found}
-        )
-    return Check(name, OK, text, "", RUNNING, {"ways": found})
+    if any(value - 1 < MATTERS * (found[best] - 1) for value in found.values()):
+        return check(WARN, text, f"the drafter was trained for {best!r}: prompt that way where the task allows it", data={"ways": found})
+    return check(OK, text, data={"ways": found})

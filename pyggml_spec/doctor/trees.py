@@ -3,6 +3,8 @@
 Where a block's path goes wrong, the target's token may be the drafter's second choice, which a tree verifies as a sibling leaf.
 """
 
+from functools import partial
+
 import numpy as np
 
 from .probe import BEST, Measured
@@ -29,23 +31,21 @@ def check(measured: Measured, costs: dict[int, float]) -> Check:
 
     Costs beyond the widest block are extrapolated from the two widest.
     """
+    check = partial(Check, "trees", stage=RUNNING)
     if not measured.ranks.size:
-        return Check("trees", NOT_APPLICABLE, "ranks are measured for block drafters only", stage=RUNNING)
+        return check(NOT_APPLICABLE, "ranks are measured for block drafters only")
     wrong = measured.ranks[measured.ranks >= 0]
     if not wrong.size or not costs:
-        return Check("trees", NOT_APPLICABLE, "no known draft was wrong: a tree gains nothing", stage=RUNNING)
+        return check(NOT_APPLICABLE, "no known draft was wrong: a tree gains nothing")
     second, among = float((wrong == 2).mean()), float((wrong >= 2).mean())
     known = measured.next_right[(measured.ranks >= 2) & (measured.next_right >= 0)]
     next_right = float(known.mean()) if known.size else 0.0
-    widths = sorted(w for w in costs if w > 1)
-    widest = widths[-1]
+    *_, widest = widths = sorted(w for w in costs if w > 1)
     slope = (costs[widest] - costs[widths[-2]]) / (widest - widths[-2]) if len(widths) > 1 else 0.0
     cost = costs[widest] + max(0.0, slope) * (ROWS - widest)
-    speeds = {w: (1.0 + float(np.minimum(measured.matched, w - 1).mean())) / costs[w] for w in widths} | {1: 1.0 / costs[1]}
+    speeds = {w: measured.expected(w) / costs[w] for w in widths} | {1: 1.0 / costs[1]}
     best = max(speeds, key=speeds.__getitem__)
-    drafts = widest - 1
-    path = 1.0 + float(np.minimum(measured.matched, drafts).mean())
-    more = gained(measured, drafts)
+    path, more = measured.expected(widest), gained(measured, widest - 1)
     ratio = (path + more) / cost / speeds[best]
     by_rank = {str(rank): float((wrong == rank).mean()) for rank in range(2, BEST + 1)}
     found = (
@@ -55,4 +55,4 @@ def check(measured: Measured, costs: dict[int, float]) -> Check:
     )
     data = {"blocks": int(wrong.size), "rank_shares": by_rank, "among_best": among, "right_behind_sibling": next_right, "tokens_of_path": path,
             "tokens_of_tree": path + more, "tree_ms": cost, "best_width": best, "speed_of_tree": ratio}  # fmt: skip
-    return Check("trees", OK, found, "", RUNNING, data)
+    return check(OK, found, data=data)

@@ -1,12 +1,11 @@
 """Published drafter checkpoints: config.json with range checks, keys of the target, and the description of the GGUF to write."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from gguf import GGUFValueType as Kind
 
 from ..errors import ConvertError
 from ..gguf_io import GGUFFile
@@ -15,7 +14,6 @@ from ..gguf_io.safetensors import SafetensorsFile
 
 SUPPORTED = "DFlash, DFlash2 and DSpark drafters in the z-lab layout, and EAGLE-3 drafters, are supported"
 TOKENS = "d2t"  # for reduced vocabularies: the target's id of each entry minus its index
-Meta = dict[str, tuple]
 Files = Mapping[str, SafetensorsFile]
 
 
@@ -30,10 +28,12 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A GGUF of ``arch`` to write: ``metadata`` key -> (type, value), ``tensors`` by GGUF name, and ``made`` tensors, F32 or I64."""
+    """A GGUF of ``arch`` to write: ``metadata`` by key without the architecture, ``tensors`` by GGUF name, and ``made`` tensors, F32 or I64.
+
+    Lists in ``metadata`` are numpy arrays of the stored type, or StringArrays; int stands for u32 if it fits, float for f32."""
 
     arch: str
-    metadata: Meta
+    metadata: dict[str, Any]
     tensors: dict[str, Source]
     made: dict[str, np.ndarray] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -70,9 +70,7 @@ class Config:
 
     def number(self, *keys: str, default: float | None = None) -> float | None:
         value = self.get(*keys)
-        if value is None:
-            return default
-        return finite(value, keys[0])
+        return default if value is None else finite(value, keys[0])
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key)
@@ -94,9 +92,8 @@ class Config:
         """A rope parameter above ``low``."""
         value = self.rope.get(key, default)
         if value is None:
-            raise ConvertError(
-                f"config.json has no {key} for its rope scaling of the type {brief(self.rope_type)}; fetch the complete checkpoint"
-            )
+            of = brief(self.rope_type)
+            raise ConvertError(f"config.json has no {key} for its rope scaling of the type {of}; fetch the complete checkpoint")
         number = finite(value, f"the rope scaling {key}")
         if number <= low:
             raise ConvertError(f"config.json: the rope scaling {key} is {brief(value)}, but it has to be a number above {low:g}")
@@ -116,14 +113,19 @@ def architectures(config: dict) -> list[str]:
     return [str(one) for one in named] if isinstance(named, list) else []
 
 
-def sizes(c: Config, arch: str, target: GGUFFile, n_layer: int, share: float = 1.0) -> tuple[Meta, dict[str, tuple[int, ...]]]:
+def refuse(features: Iterable[tuple[bool, str]]) -> None:
+    """Raises ConvertError for the first feature that is there: it would be computed wrongly."""
+    for is_there, what in features:
+        if is_there:
+            raise ConvertError(f"config.json asks for {what}; {SUPPORTED} without it")
+
+
+def sizes(c: Config, target: GGUFFile, n_layer: int, share: float = 1.0) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     """Metadata and tensor shapes of ``n_layer`` layers of attention and gated FFN; ``share``: fraction of a head that is rotated."""
     n_embd, n_head = c.integer("hidden_size"), c.integer("num_attention_heads", high=4096)
     n_kv = c.integer("num_key_value_heads", default=n_head, high=4096)
     size = c.integer("head_dim", default=n_embd // n_head, high=4096)
-    n_ff = c.integer("intermediate_size")
-    trained = target.get(f"{target.get('general.architecture', str)}.context_length", int, 4096)
-    rotated = int(size * share)
+    n_ff, rotated = c.integer("intermediate_size"), int(size * share)
     if rotated < 2 or rotated % 2:
         raise ConvertError(
             f"config.json: {rotated} of the {size} values of a head (head_dim) would be rotated, which are no whole pairs; "
@@ -132,8 +134,8 @@ def sizes(c: Config, arch: str, target: GGUFFile, n_layer: int, share: float = 1
     theta: Any = c.rope.get("rope_theta", c.top.get("rope_theta", 10000.0))
     if type(theta) not in (int, float) or not 0 < theta < 1e30:
         raise ConvertError(f"config.json: rope_theta is {brief(theta)}, but it has to be a number above 0")
-    integers = {
-        "context_length": c.integer("max_position_embeddings", default=trained, high=(1 << 31) - 1),
+    meta: dict[str, Any] = {
+        "context_length": c.integer("max_position_embeddings", default=of_target(target, "context_length", 4096), high=(1 << 31) - 1),
         "embedding_length": n_embd,
         "block_count": n_layer,
         "feed_forward_length": n_ff,
@@ -142,16 +144,11 @@ def sizes(c: Config, arch: str, target: GGUFFile, n_layer: int, share: float = 1
         "attention.key_length": size,
         "attention.value_length": size,
         "rope.dimension_count": rotated,
+        "rope.freq_base": float(theta),
+        "attention.layer_norm_rms_epsilon": c.number("rms_norm_eps", default=1e-6),
     }
-    meta: Meta = {f"{arch}.{key}": (Kind.UINT32, value) for key, value in integers.items()}
-    meta[f"{arch}.rope.freq_base"] = (Kind.FLOAT32, float(theta))
-    meta[f"{arch}.attention.layer_norm_rms_epsilon"] = (Kind.FLOAT32, c.number("rms_norm_eps", default=1e-6))
     if c.rope_type == "linear":
-        factor: Any = c.rope.get("factor")
-        if type(factor) not in (int, float) or not 0 < factor < 1e6:
-            raise ConvertError(f"config.json: the rope scaling factor is {brief(factor)}, but it has to be a number above 0")
-        meta[f"{arch}.rope.scaling.type"] = (Kind.STRING, "linear")
-        meta[f"{arch}.rope.scaling.factor"] = (Kind.FLOAT32, float(factor))
+        meta |= {"rope.scaling.type": "linear", "rope.scaling.factor": c.of_rope("factor")}
     shapes: dict[str, tuple[int, ...]] = {
         "attn_q": (n_head * size, n_embd),
         "attn_k": (n_kv * size, n_embd),
@@ -169,13 +166,14 @@ def sizes(c: Config, arch: str, target: GGUFFile, n_layer: int, share: float = 1
 # -- target
 
 
-def target_number(target: GGUFFile, key: str) -> int:
-    return target.get(f"{target.get('general.architecture', str)}.{key}", int)
+def of_target(target: GGUFFile, key: str, default: int | None = None) -> int:
+    """A number of the target's architecture."""
+    return target.get(f"{target.get('general.architecture', str)}.{key}", int, default)
 
 
 def target_layers(target: GGUFFile) -> int:
     """Number of layers, without MTP layers."""
-    return target_number(target, "block_count") - target.get(f"{target.get('general.architecture', str)}.nextn_predict_layers", int, 0)
+    return of_target(target, "block_count") - of_target(target, "nextn_predict_layers", 0)
 
 
 def vocabulary(c: Config, target: GGUFFile) -> int:
@@ -193,37 +191,33 @@ def vocabulary(c: Config, target: GGUFFile) -> int:
 
 def check_hidden(size: int, target: GGUFFile) -> None:
     """Raises ConvertError unless the target's hidden states have ``size`` values."""
-    if (theirs := target_number(target, "embedding_length")) != size:
+    if (theirs := of_target(target, "embedding_length")) != size:
         raise ConvertError(
             f"the drafter reads hidden states of {size} values, but those of {target.path.name} have {theirs}; "
             "name the target that it was made for"
         )
 
 
-def tokenizer(target: GGUFFile) -> Meta:
-    """The target's tokenizer keys."""
-    out: Meta = {}
-    numpy_kinds = {"u1": Kind.UINT8, "i1": Kind.INT8, "u2": Kind.UINT16, "i2": Kind.INT16, "u4": Kind.UINT32, "i4": Kind.INT32}
-    numpy_kinds |= {"f4": Kind.FLOAT32, "u8": Kind.UINT64, "i8": Kind.INT64, "f8": Kind.FLOAT64, "b1": Kind.BOOL}
-    for key, value in target.metadata.items():
-        if not key.startswith("tokenizer.ggml."):
-            continue  # drafters use no chat template
-        if isinstance(value, StringArray):
-            if len(value):
-                out[key] = (Kind.ARRAY, [value.raw(i) for i in range(len(value))], Kind.STRING)
-        elif hasattr(value, "dtype"):
-            if len(value):
-                out[key] = (Kind.ARRAY, value.tolist(), numpy_kinds[value.dtype.str[1:]])
-        elif isinstance(value, bool):
-            out[key] = (Kind.BOOL, value)
-        elif isinstance(value, int):
-            out[key] = (Kind.UINT32, value) if 0 <= value < 1 << 32 else (Kind.INT64, value)
-        else:
-            out[key] = (Kind.FLOAT32, value) if isinstance(value, float) else (Kind.STRING, value)
-    return out
+def tokenizer(target: GGUFFile) -> dict[str, Any]:
+    """The target's tokenizer keys; drafters use no chat template."""
+    keys = {key: value for key, value in target.metadata.items() if key.startswith("tokenizer.ggml.")}
+    return {key: value for key, value in keys.items() if isinstance(value, str) or not hasattr(value, "__len__") or len(value)}
 
 
 # -- tensors
+
+LAYER_TENSORS = {  # of a layer in every layout
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+HEADS = {"embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}
 
 
 def plain_names(files: Files) -> dict[str, str]:
@@ -235,9 +229,8 @@ def plain_names(files: Files) -> dict[str, str]:
             continue
         plain = name.removeprefix("model.")
         if plain in out:
-            raise ConvertError(
-                f"the checkpoint has the tensors {brief(out[plain])} and {brief(name)}, which are the same one; remove one of them"
-            )
+            both = f"{brief(out[plain])} and {brief(name)}"
+            raise ConvertError(f"the checkpoint has the tensors {both}, which are the same one; remove one of them")
         out[plain] = name
     return out
 
@@ -253,9 +246,8 @@ def match(wanted: dict[str, Source], files: Files, unread: tuple[str, ...] = ())
             raise ConvertError(f"the checkpoint has no tensor {source.name!r}; {SUPPORTED}, so fetch the complete one")
         out[ours] = source._replace(name=plain.pop(source.name))
     if plain:
-        raise ConvertError(
-            f"the checkpoint has the unknown tensor {brief(next(iter(plain.values())))}: its layout is not that of config.json; {SUPPORTED}"
-        )
+        unknown = brief(next(iter(plain.values())))
+        raise ConvertError(f"the checkpoint has the unknown tensor {unknown}: its layout is not that of config.json; {SUPPORTED}")
     return out
 
 
@@ -264,9 +256,8 @@ def draft_vocabulary(c: Config, files: Files, n_vocab: int) -> tuple[int, dict[s
     missing, repeated or outside the target's vocabulary."""
     count = c.integer("draft_vocab_size", default=n_vocab)
     if count > n_vocab:
-        raise ConvertError(
-            f"config.json: draft_vocab_size is {count}, but the target has {n_vocab} tokens; name the target that it was made for"
-        )
+        theirs = f"the target has {n_vocab} tokens; name the target that it was made for"
+        raise ConvertError(f"config.json: draft_vocab_size is {count}, but {theirs}")
     name = plain_names(files).get(TOKENS)
     if name is None:
         if count < n_vocab:

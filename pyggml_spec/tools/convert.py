@@ -1,13 +1,16 @@
 """Converts DFlash, DFlash2, DSpark and EAGLE-3 drafters from safetensors to GGUF, without torch, one tensor in memory at a time."""
 
 import os
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
+from gguf import GGUFValueType as Kind
 
 from ..api import Progress
 from ..errors import ConvertError
@@ -15,7 +18,7 @@ from ..files import new_file
 from ..ggml.cores import default_threads
 from ..ggml.library import lib, text
 from ..gguf_io import GGUFFile
-from ..gguf_io.reader import brief
+from ..gguf_io.reader import StringArray, brief
 from ..gguf_io.safetensors import SafetensorsFile, parse_json
 from . import eagle3, zlab
 from .checkpoint import SUPPORTED, TOKENS, Files, Layout, architectures
@@ -25,9 +28,9 @@ CHUNK_VALUES = 4 << 20
 MAX_CONFIG = 1 << 20
 F16_MAX = 65504.0
 _MADE = {np.dtype(np.float32): lib.GGML_TYPE_F32, np.dtype(np.int64): lib.GGML_TYPE_I64}
-_FILE_TYPES = {
-    "f32": "ALL_F32", "q2_K": "MOSTLY_Q2_K_S", "q3_K": "MOSTLY_Q3_K_S", "q4_K": "MOSTLY_Q4_K_S", "q5_K": "MOSTLY_Q5_K_S",
-}  # fmt: skip
+_FILE_TYPES = {"f32": "ALL_F32"} | {f"q{bits}_K": f"MOSTLY_Q{bits}_K_S" for bits in (2, 3, 4, 5)}
+_ITEMS = {"u1": Kind.UINT8, "i1": Kind.INT8, "u2": Kind.UINT16, "i2": Kind.INT16, "u4": Kind.UINT32, "i4": Kind.INT32, "f4": Kind.FLOAT32}
+_ITEMS |= {"u8": Kind.UINT64, "i8": Kind.INT64, "f8": Kind.FLOAT64, "b1": Kind.BOOL}
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,8 @@ def _read_config(path: Path) -> dict:
         with open(path, "rb") as file:
             data = file.read(MAX_CONFIG + 1)
     except OSError as error:
-        raise ConvertError(
-            f"{path} cannot be read ({error.strerror}); the checkpoint's config.json has to be in the folder of its tensors"
-        ) from None
+        hint = "the checkpoint's config.json has to be in the folder of its tensors"
+        raise ConvertError(f"{path} cannot be read ({error.strerror}); {hint}") from None
     return parse_json(data, str(path), MAX_CONFIG)
 
 
@@ -76,9 +78,8 @@ def _place(files: list[SafetensorsFile]) -> dict[str, SafetensorsFile]:
     for file in files:
         for name in file.tensors:
             if name in out:
-                raise ConvertError(
-                    f"the tensor {brief(name)} is in {out[name].path.name} and in {file.path.name}; leave one checkpoint in the folder"
-                )
+                both = f"{out[name].path.name} and in {file.path.name}"
+                raise ConvertError(f"the tensor {brief(name)} is in {both}; leave one checkpoint in the folder")
             out[name] = file
     return out
 
@@ -90,9 +91,8 @@ def _choose(name: str, shape: tuple[int, ...], kind: int, notes: list[str]) -> i
     if shape[1] % lib.ggml_blck_size(kind) == 0:
         return kind
     other = type_id("q8_0") if shape[1] % 32 == 0 else lib.GGML_TYPE_F16
-    notes.append(
-        f"{name} has rows of {shape[1]}, which {text(lib.ggml_type_name(kind))} cannot store: wrote {text(lib.ggml_type_name(other))}"
-    )
+    wanted, wrote = (text(lib.ggml_type_name(one)) for one in (kind, other))
+    notes.append(f"{name} has rows of {shape[1]}, which {wanted} cannot store: wrote {wrote}")
     return other
 
 
@@ -122,9 +122,8 @@ def written_whole(out: Path, replace: bool):
             yield part
             os.replace(part, out)
     except OSError as error:
-        raise ConvertError(
-            f"{out} cannot be written: {error.strerror or error}; free some space or name another place with `out`"
-        ) from None
+        why = error.strerror or error
+        raise ConvertError(f"{out} cannot be written: {why}; free some space or name another place with `out`") from None
 
 
 def convert_drafter(
@@ -177,13 +176,22 @@ def convert_drafter(
         _write_tensors(writer, layout, kinds, places, pool, progress)
         writer.close()
         nbytes = part.stat().st_size
-    types: dict[str, int] = {}
-    for one in [*kinds.values(), *(_MADE[values.dtype] for values in layout.made.values())]:
-        types[text(lib.ggml_type_name(one))] = types.get(text(lib.ggml_type_name(one)), 0) + 1
-    meta = {key.removeprefix(f"{layout.arch}."): value[1] for key, value in layout.metadata.items()}
+    stored = [*kinds.values(), *(_MADE[values.dtype] for values in layout.made.values())]
+    types, meta = Counter(text(lib.ggml_type_name(one)) for one in stored), layout.metadata
     block, mask = meta.get("block_size"), meta["tokenizer.ggml.mask_token_id"] if "block_size" in meta else None
     few = len(layout.made[TOKENS]) if TOKENS in layout.made else None
-    return Conversion(str(out), nbytes, types, block, mask, tuple(meta["target_layers"]), few, tuple(notes))
+    return Conversion(str(out), nbytes, dict(types), block, mask, tuple(meta["target_layers"].tolist()), few, tuple(notes))
+
+
+def typed(value: Any) -> tuple[Any, Kind, Kind | None]:
+    """A value of metadata, its type, and that of its items."""
+    if isinstance(value, StringArray):
+        return list(value.raws()), Kind.ARRAY, Kind.STRING
+    if isinstance(value, np.ndarray):
+        return value.tolist(), Kind.ARRAY, _ITEMS[value.dtype.str[1:]]
+    if isinstance(value, int):
+        return value, Kind.BOOL if isinstance(value, bool) else Kind.UINT32 if 0 <= value < 1 << 32 else Kind.INT64, None
+    return value, Kind.FLOAT32 if isinstance(value, float) else Kind.STRING, None
 
 
 def _write_header(writer: gguf.GGUFWriter, layout: Layout, kinds: dict[str, int], source: Path, kind: str) -> None:
@@ -191,13 +199,15 @@ def _write_header(writer: gguf.GGUFWriter, layout: Layout, kinds: dict[str, int]
     writer.add_name(source.resolve().name if source.is_dir() else source.resolve().parent.name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(int(gguf.LlamaFileType[_FILE_TYPES.get(kind, f"MOSTLY_{kind.upper()}")]))
-    for key, (value_kind, value, *item) in layout.metadata.items():
-        writer.add_key_value(key, value, value_kind, sub_type=item[0] if item else None)
+    for key, value in layout.metadata.items():
+        writer.add_key_value(key if key.startswith("tokenizer.") else f"{layout.arch}.{key}", *typed(value))
     for name, (_, shape, _) in layout.tensors.items():
-        width = shape[-1] if kinds[name] == lib.GGML_TYPE_F32 else lib.ggml_row_size(kinds[name], shape[-1])
-        dtype, raw = (np.float32, None) if kinds[name] == lib.GGML_TYPE_F32 else (np.uint8, gguf.GGMLQuantizationType(kinds[name]))
-        stored = (*shape[:-1], width)
-        writer.add_tensor_info(name, stored, np.dtype(dtype), int(np.prod(stored)) * np.dtype(dtype).itemsize, raw)
+        dtype: Any = np.dtype(np.float32)
+        raw, stored = None, shape
+        if kinds[name] != lib.GGML_TYPE_F32:
+            dtype, raw = np.dtype(np.uint8), gguf.GGMLQuantizationType(kinds[name])
+            stored = (*shape[:-1], lib.ggml_row_size(kinds[name], shape[-1]))
+        writer.add_tensor_info(name, stored, dtype, int(np.prod(stored)) * dtype.itemsize, raw)
     for name, values in layout.made.items():
         writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes, gguf.GGMLQuantizationType(_MADE[values.dtype]))
     writer.write_header_to_file()

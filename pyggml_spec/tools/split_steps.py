@@ -4,15 +4,16 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 from ..engine.runner import ModelRunner
 from ..errors import EngineError
 from ..ggml import peer
 from ..ggml.device import Backend
-from ..ggml.library import ffi, lib, new_context
+from ..ggml.library import lib
+from .anatomy import RUNS, WARMUP, device_tensor, median_ms, one_step
 
-WARMUP, RUNS = 3, 8
 HOST_ONLY = "without peer access"
 SMALL, LARGE, OVER_NETWORK = 4096, 64 << 20, 1 << 20  # bytes of the timed copies
 
@@ -74,10 +75,14 @@ def split_steps(engine: ModelRunner, widths: tuple[int, ...], depth: int = 8, co
     out. ``copies``: result of ``copy_speeds``; None measures it. Raises EngineError: the layers are on one device."""
     if len(engine.resources.segments) < 2:
         raise EngineError("the layers are on one device: there is no cut to measure")
-    room, copies = engine.options.n_ctx, copy_speeds(engine) if copies is None else copies
-    return [
-        without_waiting(_measured_by_part(engine, width, depth), copies) for width in widths if depth + 2 * (WARMUP + RUNS) + width < room
-    ]
+    out, copies = [], copy_speeds(engine) if copies is None else copies
+    for width in widths:
+        if depth + 2 * (WARMUP + RUNS) + width < engine.options.n_ctx:
+            engine.reset(drafting=width > 1 and engine.drafter is not None)
+            engine.prefill([i % engine.target.n_vocab for i in range(depth)])
+            whole = median_ms(lambda: one_step(engine, width))  # noqa: B023
+            out.append(without_waiting(_by_device(engine, width, whole, lambda: one_step(engine, width), RUNS), copies))  # noqa: B023
+    return out
 
 
 def without_waiting(step: SplitStep, copies: Sequence[CopySpeed]) -> SplitStep:
@@ -89,15 +94,7 @@ def without_waiting(step: SplitStep, copies: Sequence[CopySpeed]) -> SplitStep:
             large = 1e3 * share.copied_bytes / one.bandwidth if one.bandwidth else 0.0
             copying = min(copying, share.copies * one.small_us / 1e3 + large)
         shares.append(replace(share, compute_ms=share.compute_ms + share.copy_ms - copying, copy_ms=copying))
-    total = sum(share.compute_ms + share.copy_ms for share in shares) or 1.0
-    return replace(step, devices=tuple(replace(share, waits=1 - (share.compute_ms + share.copy_ms) / total) for share in shares))
-
-
-def _measured_by_part(engine: ModelRunner, width: int, depth: int) -> SplitStep:
-    engine.reset(drafting=width > 1 and engine.drafter is not None)
-    engine.prefill([i % engine.target.n_vocab for i in range(depth)])
-    whole = statistics.median(_step(engine, width) for _ in range(WARMUP + RUNS))
-    return _by_device(engine, width, whole, lambda: _step(engine, width), RUNS)
+    return _with_waits(replace(step, devices=tuple(shares)))
 
 
 def split_chunk(engine: ModelRunner, copies: Sequence[CopySpeed] | None = None) -> SplitStep | None:
@@ -121,45 +118,32 @@ def split_chunk(engine: ModelRunner, copies: Sequence[CopySpeed] | None = None) 
     return out
 
 
-def _by_device(engine: ModelRunner, width: int, whole: float, step: Callable[[], float], n_runs: int) -> SplitStep:
+def _by_device(engine: ModelRunner, width: int, whole: float, step: Callable[[], object], n_runs: int) -> SplitStep:
     with engine.devices.apart() as turns:
         turns.spent()
         runs = []
         for _ in range(WARMUP + n_runs):
             step()
             runs.append(turns.spent())
-    by_device = [[run[index] for run in runs[WARMUP:]] for index in range(turns.count)]
-    computed, copied = (
-        [statistics.median(getattr(s, name) for s in mine) / 1e3 for mine in by_device] for name in ("computed_us", "copied_us")
-    )
-    total, shares = sum(computed) + sum(copied), []
-    for segment, mine, compute_ms, copy_ms in zip(engine.resources.segments, by_device, computed, copied, strict=True):
+    shares = []
+    for index, segment in enumerate(engine.resources.segments):
+        mine = [run[index] for run in runs[WARMUP:]]
+        compute_ms, copy_ms = (statistics.median(getattr(s, name) for s in mine) / 1e3 for name in ("computed_us", "copied_us"))
         layers, last = str(segment).rsplit(" on ", 1)[0], mine[-1]
-        waits = 1 - (compute_ms + copy_ms) / total if total else 0.0
-        shares.append(DeviceShare(segment.backend.device.name, layers, compute_ms, last.copies, last.copied_bytes, copy_ms, waits))
-    return SplitStep(width, whole, tuple(shares))
+        shares.append(DeviceShare(segment.backend.device.name, layers, compute_ms, last.copies, last.copied_bytes, copy_ms, 0.0))
+    return _with_waits(SplitStep(width, whole, tuple(shares)))
 
 
-def _step(engine: ModelRunner, width: int) -> float:
-    """Milliseconds of one step with one accepted row."""
-    began = time.perf_counter()
-    if width == 1:
-        result = engine.plain_step()
-    elif engine.drafter is not None:
-        result = engine.fused_step(width)
-    else:
-        result = engine.verify_step([0] * (width - 1))
-    took = 1e3 * (time.perf_counter() - began)
-    engine.accept(1, int(result.ids[0]))
-    return took
+def _with_waits(step: SplitStep) -> SplitStep:
+    total = sum(share.compute_ms + share.copy_ms for share in step.devices) or 1.0
+    return replace(step, devices=tuple(replace(share, waits=1 - (share.compute_ms + share.copy_ms) / total) for share in step.devices))
 
 
 def copy_speeds(engine: ModelRunner) -> list[CopySpeed]:
     """From each device to the next, and from the last to the first (drafts)."""
     backends = [segment.backend for segment in engine.resources.segments]
     engine.resources.synchronize()
-    pairs = [*zip(backends, backends[1:]), (backends[-1], backends[0])]  # noqa: RUF007
-    return [_copy_speed(a, b) for a, b in pairs]
+    return [_copy_speed(a, b) for a, b in zip(backends, [*backends[1:], backends[0]])]
 
 
 def _copy_speed(source: Backend, target: Backend) -> CopySpeed:
@@ -183,28 +167,15 @@ def way_of_copies(source: str, target: str) -> str:
 
 def _copy_us(source: Backend, target: Backend, nbytes: int) -> float:
     """Microseconds of a copy, median of RUNS; 0 if memory is short."""
-    ends = []
-    try:
-        for backend in (source, target):
-            ctx = new_context(1)
-            tensor = lib.ggml_new_tensor(ctx, lib.GGML_TYPE_F32, 1, (nbytes // 4,))
-            buffer = backend.allocate(ctx)
-            ends.append((ctx, tensor, buffer))
-            if buffer == ffi.NULL:
-                return 0.0
-            lib.ggml_backend_buffer_clear(buffer, 0)
-        taken = []
-        for _ in range(WARMUP + RUNS):
-            source.synchronize()
-            target.synchronize()
-            began = time.perf_counter()
-            lib.ggml_backend_tensor_copy_async(source.handle, target.handle, ends[0][1], ends[1][1])
-            source.synchronize()
-            target.synchronize()
-            taken.append(1e6 * (time.perf_counter() - began))
-        return statistics.median(taken[WARMUP:])
-    finally:
-        for ctx, _, buffer in ends:
-            if buffer != ffi.NULL:
-                lib.ggml_backend_buffer_free(buffer)
-            lib.ggml_free(ctx)
+
+    def synchronize() -> None:
+        source.synchronize()
+        target.synchronize()
+
+    def copy() -> None:
+        lib.ggml_backend_tensor_copy_async(source.handle, target.handle, *ends)
+        synchronize()
+
+    with ExitStack() as stack:
+        ends = [stack.enter_context(device_tensor(backend, nbytes)) for backend in (source, target)]
+        return 0.0 if None in ends else 1e3 * median_ms(copy, synchronize)

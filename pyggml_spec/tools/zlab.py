@@ -5,78 +5,42 @@ by input (`aux_hidden_state_layer_ids`); the first row of their blocks drafts no
 """
 
 import math
+from typing import Any
 
 import numpy as np
-from gguf import GGUFValueType as Kind
 
 from ..drafters.dflash import GELU
 from ..errors import ConvertError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
-from .checkpoint import (
-    SUPPORTED,
-    TOKENS,
-    Config,
-    Files,
-    Layout,
-    Meta,
-    Source,
-    architectures,
-    check_hidden,
-    draft_vocabulary,
-    match,
-    plain_names,
-    sizes,
-    target_layers,
-    tokenizer,
-    vocabulary,
-)
+from . import checkpoint
+from .checkpoint import HEADS, TOKENS, Config, Files, Layout, Source
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 DSPARK = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator", "Lfm2DSparkDraftModel", "LingDSparkModel")
 ARCH = "dflash"
 
 _TOP = {"fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight", "norm.weight": "output_norm.weight"}
-LAYER_TENSORS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+LAYER_TENSORS = checkpoint.LAYER_TENSORS | {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 _CONVOLUTIONS = {"attn_conv": "attention_conv", "ffn_conv": "mlp_conv"}
-
-
 _MARKOV, _CONFIDENCE = "markov_head.", "confidence_head."
-_HEADS = {"embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}
 
 
 def _refuse_features(c: Config) -> None:
     """Refuses features that would be computed wrongly."""
-    act, rope = c.get("hidden_act", "hidden_activation") or "silu", c.rope_type
-    wrong = (
+    act, rope, causal = c.get("hidden_act", "hidden_activation") or "silu", c.rope_type, c.get("is_causal", "causal")
+    features = (
         (act not in ("silu", *GELU), f"the activation {brief(act)} (silu and GELU are supported)"),
         (rope not in ("default", "linear", None), f"rope scaling of the type {brief(rope)} (default and linear are supported)"),
-        (
-            c.get("is_causal", "causal") not in (None, False, True),
-            f"the block direction {brief(c.get('is_causal', 'causal'))} (true or false)",
-        ),
+        (causal not in (None, False, True), f"the block direction {brief(causal)} (true or false)"),
         (bool(c.get("attention_bias")), "attention biases"),
         (c.get("rope_is_neox_style") is False, "interleaved rope (NEOX pairing is supported)"),
     )
-    for is_wrong, what in wrong:
-        if is_wrong:
-            raise ConvertError(f"config.json asks for {what}; {SUPPORTED} without it")
+    checkpoint.refuse(features)
 
 
 def _target_layers(c: Config, target: GGUFFile) -> list[int]:
-    n_target = target_layers(target)
+    n_target = checkpoint.target_layers(target)
     claimed = c.integer("num_target_layers", default=n_target)
     if claimed != n_target:
         raise ConvertError(
@@ -129,10 +93,9 @@ def _mask_token(c: Config, target: GGUFFile, n_vocab: int) -> int:
     return mask
 
 
-def _scales(c: Config, target: GGUFFile, n_embd: int, notes: list[str]) -> dict[str, tuple]:
+def _scales(c: Config, target: GGUFFile, n_embd: int, notes: list[str]) -> dict[str, Any]:
     """Scales and soft-cap. Gemma targets scale embeddings by sqrt(n_embd), which configs omit."""
     arch = target.get("general.architecture", str)
-    out: dict[str, tuple] = {}
     scale, cap = c.number("input_embedding_scale"), c.number("final_logit_softcapping")
     if scale is None and arch.startswith("gemma"):
         scale = math.sqrt(n_embd)
@@ -141,10 +104,7 @@ def _scales(c: Config, target: GGUFFile, n_embd: int, notes: list[str]) -> dict[
         cap = target.get(f"{arch}.final_logit_softcapping", float, 0.0)
     named = {"embedding_scale": scale, "final_logit_softcapping": cap, "logit_scale": c.number("output_multiplier")}
     named["attention.value_scale"] = c.number("attention_value_scale")
-    for key, value in named.items():
-        if value is not None and value > 0:
-            out[f"{ARCH}.{key}"] = (Kind.FLOAT32, value)
-    return out
+    return {key: value for key, value in named.items() if value is not None and value > 0}
 
 
 def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
@@ -154,51 +114,48 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
     notes: list[str] = []
     _refuse_features(c)
     n_embd, n_layer = c.integer("hidden_size"), c.integer("num_hidden_layers", high=256)
-    check_hidden(n_embd, target)
-    n_vocab, layers = vocabulary(c, target), _target_layers(c, target)
+    checkpoint.check_hidden(n_embd, target)
+    n_vocab, layers = checkpoint.vocabulary(c, target), _target_layers(c, target)
     partial = c.rope.get("partial_rotary_factor", c.top.get("partial_rotary_factor", 1.0))
     share = partial if isinstance(partial, (int, float)) and 0 < partial <= 1 else 0
-    meta, shapes = sizes(c, ARCH, target, n_layer, share)
-    size, n_rot = (meta[f"{ARCH}.{key}"][1] for key in ("attention.key_length", "rope.dimension_count"))
-    shapes |= {"attn_q_norm": (size,), "attn_k_norm": (size,)}
-    meta[f"{ARCH}.block_size"] = (Kind.UINT32, c.integer("block_size", default=16, low=2, high=1024))
-    meta[f"{ARCH}.attention.causal"] = (Kind.BOOL, bool(c.get("is_causal", "causal")))
-    meta[f"{ARCH}.target_layers"] = (Kind.ARRAY, layers, Kind.UINT32)
+    meta, shapes = checkpoint.sizes(c, target, n_layer, share)
+    shapes |= dict.fromkeys(("attn_q_norm", "attn_k_norm"), (meta["attention.key_length"],))
+    meta["block_size"] = c.integer("block_size", default=16, low=2, high=1024)
+    meta["attention.causal"] = bool(c.get("is_causal", "causal"))
+    meta["target_layers"] = np.array(layers, np.uint32)
     if target.array(f"{target.get('general.architecture', str)}.rope.dimension_sections") is not None:
         # multi-axis rope: the drafter uses the first axis (time)
-        meta[f"{ARCH}.rope.dimension_sections"] = (Kind.ARRAY, [n_rot // 2, 0, 0, 0], Kind.INT32)
+        meta["rope.dimension_sections"] = np.array([meta["rope.dimension_count"] // 2, 0, 0, 0], np.int32)
     window, pattern = _windows(c, n_layer, notes)
     if window:
-        meta[f"{ARCH}.attention.sliding_window"] = (Kind.UINT32, window)
-        meta[f"{ARCH}.attention.sliding_window_pattern"] = (Kind.ARRAY, pattern, Kind.BOOL)
+        meta |= {"attention.sliding_window": window, "attention.sliding_window_pattern": np.array(pattern)}
     meta |= _scales(c, target, n_embd, notes)
     if (act := c.get("hidden_act", "hidden_activation")) in GELU:
-        meta[f"{ARCH}.hidden_activation"] = (Kind.STRING, act)
-    meta |= tokenizer(target)
-    meta["tokenizer.ggml.mask_token_id"] = (Kind.UINT32, _mask_token(c, target, n_vocab))
-    more, besides = _selector(c, files, n_layer, n_embd, n_vocab)
-    count, dspark = n_vocab, is_dspark(config, files)
-    made: dict[str, np.ndarray] = {}
-    if dspark:
-        count, made = draft_vocabulary(c, files, n_vocab)
-        heads = _dspark(c, files, n_embd, n_vocab, count)
-        more, besides = more | heads[0], besides | heads[1]
+        meta["hidden_activation"] = act
+    meta |= checkpoint.tokenizer(target) | {"tokenizer.ggml.mask_token_id": _mask_token(c, target, n_vocab)}
     wanted = {"fc.weight": Source("fc.weight", (n_embd, n_embd * len(layers)))}
     wanted |= {ours: Source(theirs, (n_embd,)) for theirs, ours in _TOP.items() if ours != "fc.weight"}
     for i in range(n_layer):
         wanted |= {f"blk.{i}.{ours}.weight": Source(f"layers.{i}.{theirs}.weight", shapes[ours]) for theirs, ours in LAYER_TENSORS.items()}
-    wanted |= besides | _ends(files, n_embd, n_vocab, count)
-    return Layout(ARCH, meta | more, match(wanted, files, (TOKENS, "t2d") if dspark else ()), made, notes)
+    _add_selector(c, files, meta, wanted, n_vocab)
+    count, made, dspark = n_vocab, dict[str, np.ndarray](), is_dspark(config, files)
+    if dspark:
+        count, made = checkpoint.draft_vocabulary(c, files, n_vocab)
+        _add_dspark(c, files, meta, wanted, n_vocab, count)
+    wanted |= _ends(files, n_embd, n_vocab, count)
+    return Layout(ARCH, meta, checkpoint.match(wanted, files, (TOKENS, "t2d") if dspark else ()), made, notes)
 
 
 def is_dspark(config: dict, files: Files) -> bool:
     """Recognised by name, or by its heads."""
-    return bool({*architectures(config)} & {*DSPARK}) or any(name.startswith((_MARKOV, _CONFIDENCE)) for name in plain_names(files))
+    return bool({*checkpoint.architectures(config)} & {*DSPARK}) or any(
+        name.startswith((_MARKOV, _CONFIDENCE)) for name in checkpoint.plain_names(files)
+    )
 
 
 def _ends(files: Files, n_embd: int, n_vocab: int, count: int) -> dict[str, Source]:
     """Embedding and head, if not the target's."""
-    plain = plain_names(files)
+    plain = checkpoint.plain_names(files)
     if "embed_tokens.weight" in plain and "lm_head.weight" not in plain:
         raise ConvertError(
             "the drafter has an embedding of its own (embed_tokens) but no lm_head, so its head is ambiguous; remove one or add the other"
@@ -208,52 +165,41 @@ def _ends(files: Files, n_embd: int, n_vocab: int, count: int) -> dict[str, Sour
         raise ConvertError(
             f"the checkpoint has no tensor 'lm_head.weight', and its head knows {count} of the target's {n_vocab} tokens; fetch the complete one"
         )
-    return {ours: Source(theirs, (rows[theirs], n_embd)) for theirs, ours in _HEADS.items() if theirs in plain}
+    return {ours: Source(theirs, (rows[theirs], n_embd)) for theirs, ours in HEADS.items() if theirs in plain}
 
 
-def _dspark(c: Config, files: Files, n_embd: int, n_vocab: int, count: int) -> tuple[Meta, dict[str, Source]]:
+def _add_dspark(c: Config, files: Files, meta: dict[str, Any], wanted: dict[str, Source], n_vocab: int, count: int) -> None:
     """Keys and tensors specific to DSpark; ``count``: size of its vocabulary."""
     if (kind := c.get("markov_head_type") or "vanilla") != "vanilla":
         raise ConvertError(f"config.json: markov_head_type is {brief(kind)}; Markov heads of the type vanilla are supported")
     nested = "transformer_layer_config" in c.top or "aux_hidden_state_layer_ids" in c.top
-    plain, first = plain_names(files), f"{_MARKOV}markov_w1.weight"
+    plain, first = checkpoint.plain_names(files), f"{_MARKOV}markov_w1.weight"
     stored = files[plain[first]].tensors[plain[first]].shape if first in plain else ()
     rank = c.integer("markov_rank", default=stored[-1] if stored else 1, high=1 << 16)
-    confident = f"{_CONFIDENCE}proj.weight" in plain
-    tensors = {"markov_w1.weight": Source(first, (n_vocab, rank)), "markov_w2.weight": Source(f"{_MARKOV}markov_w2.weight", (count, rank))}
-    if confident:
-        tensors["conf_proj.weight"] = Source(f"{_CONFIDENCE}proj.weight", (1, n_embd + rank))
-    if f"{_CONFIDENCE}proj.bias" in plain:
-        tensors["conf_proj.bias"] = Source(f"{_CONFIDENCE}proj.bias", (1,))
-    meta: Meta = {
-        f"{ARCH}.sample_from_anchor": (Kind.BOOL, c.flag("sample_from_anchor", not nested)),
-        f"{ARCH}.has_confidence_head": (Kind.BOOL, confident),
-    }
-    return meta, tensors
+    wanted["markov_w1.weight"] = Source(first, (n_vocab, rank))
+    wanted["markov_w2.weight"] = Source(f"{_MARKOV}markov_w2.weight", (count, rank))
+    for part, shape in (("weight", (1, meta["embedding_length"] + rank)), ("bias", (1,))):
+        if f"{_CONFIDENCE}proj.{part}" in plain:
+            wanted[f"conf_proj.{part}"] = Source(f"{_CONFIDENCE}proj.{part}", shape)
+    meta |= {"sample_from_anchor": c.flag("sample_from_anchor", not nested), "has_confidence_head": "conf_proj.weight" in wanted}
 
 
-def _selector(c: Config, files: Files, n_layer: int, n_embd: int, n_vocab: int) -> tuple[Meta, dict[str, Source]]:
+def _add_selector(c: Config, files: Files, meta: dict[str, Any], wanted: dict[str, Source], n_vocab: int) -> None:
     """Keys and tensors specific to DFlash2; none for DFlash."""
-    plain = plain_names(files)
+    plain, n_embd = checkpoint.plain_names(files), meta["embedding_length"]
     if c.get("selector_rank") is None and not any(name.startswith("candidate_selector.") for name in plain):
-        return {}, {}
+        return
     keys = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    taps, size, rank, top_k = (c.integer(key, high=1 << 16) for key in keys)
+    taps, size, rank, top_k = numbers = [c.integer(key, high=1 << 16) for key in keys]
     if n_embd % size or n_embd < top_k * (top_k + 1):
         raise ConvertError(f"config.json: conv_group_size {size} or selector_top_k {top_k} does not fit hidden states of {n_embd} values")
-
-    def codebook(name: str) -> str:
-        return name if name in plain else f"{name}.weight"
-
-    tensors: dict[str, Source] = {
-        "selector_predecessor.weight": Source(codebook("candidate_selector.predecessor_codebook"), (n_vocab, rank)),
-        "selector_successor.weight": Source(codebook("candidate_selector.successor_codebook"), (n_vocab, rank)),
-        "selector_hidden.weight": Source("candidate_selector.hidden_projection.weight", (rank, n_embd)),
-    }
-    for i in range(n_layer):
+    for kind in ("predecessor", "successor"):
+        name = f"candidate_selector.{kind}_codebook"
+        wanted[f"selector_{kind}.weight"] = Source(name if name in plain else f"{name}.weight", (n_vocab, rank))
+    wanted["selector_hidden.weight"] = Source("candidate_selector.hidden_projection.weight", (rank, n_embd))
+    for i in range(meta["block_count"]):
         for ours, theirs in _CONVOLUTIONS.items():
-            tensors[f"blk.{i}.{ours}_base"] = Source(f"layers.{i}.{theirs}.base_kernel", (2, taps, n_embd))
-            tensors[f"blk.{i}.{ours}_proj.weight"] = Source(
-                f"layers.{i}.{theirs}.kernel_projection.weight", (2 * taps * (n_embd // size), n_embd)
-            )
-    return {f"{ARCH}.{key}": (Kind.UINT32, value) for key, value in zip(keys, (taps, size, rank, top_k), strict=True)}, tensors
+            projected = (2 * taps * (n_embd // size), n_embd)
+            wanted[f"blk.{i}.{ours}_base"] = Source(f"layers.{i}.{theirs}.base_kernel", (2, taps, n_embd))
+            wanted[f"blk.{i}.{ours}_proj.weight"] = Source(f"layers.{i}.{theirs}.kernel_projection.weight", projected)
+    meta |= zip(keys, numbers)

@@ -45,7 +45,7 @@ from pyggml_spec.models.weights import find_tensor
 from pyggml_spec.text import template
 from pyggml_spec.text.template import ChatTemplate
 from pyggml_spec.text.tokenizer import Tokenizer, check_vocabulary
-from pyggml_spec.tools.convert import read_layout
+from pyggml_spec.tools.convert import read_layout, typed
 from pyggml_spec.tools.inspect import inspect_file
 
 MIB = 1 << 20
@@ -467,7 +467,7 @@ class Json(Target):
         config = parse_json(data, "the input")
         if kind in self.files:
             layout = read_layout(config, self.files[kind], self.target)
-            json.dumps({key: value for key, (_, value, *_) in layout.metadata.items()}, default=list)
+            json.dumps({key: typed(value)[0] for key, value in layout.metadata.items()}, default=list)
         return "config"
 
 

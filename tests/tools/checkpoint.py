@@ -8,8 +8,9 @@ import numpy as np
 
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.tools import eagle3
+from pyggml_spec.tools.checkpoint import HEADS
 from pyggml_spec.tools.quants import dequantise
-from pyggml_spec.tools.zlab import _CONVOLUTIONS, _HEADS, _TOP, LAYER_TENSORS
+from pyggml_spec.tools.zlab import _CONVOLUTIONS, _TOP, LAYER_TENSORS
 
 _NAMES = {"<f4": "F32", "<f2": "F16", "<f8": "F64", "<u2": "BF16", "|i1": "I8", "<i8": "I64", "|b1": "BOOL"}
 
@@ -37,7 +38,7 @@ def floats(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def _source_name(name: str) -> str:
-    top = {ours: theirs for theirs, ours in (_TOP | _HEADS).items()}
+    top = {ours: theirs for theirs, ours in (_TOP | HEADS).items()}
     top |= {f"markov_w{i}.weight": f"markov_head.markov_w{i}.weight" for i in (1, 2)}
     top |= {f"conf_proj.{part}": f"confidence_head.proj.{part}" for part in ("weight", "bias")}
     top |= {f"selector_{kind}.weight": f"candidate_selector.{kind}_codebook" for kind in ("predecessor", "successor")}
@@ -148,7 +149,7 @@ def export_eagle3(drafter: str | Path, folder: Path, change=lambda config, tenso
     with GGUFFile(drafter) as file:
         m = {key.removeprefix("eagle3."): value for key, value in file.metadata.items()}
     top = {"fc.weight": "fc.weight", "output_norm.weight": "norm.weight", "enc.output_norm.weight": "input_norm.weight"}
-    top |= {ours: theirs for theirs, ours in _HEADS.items()}
+    top |= {ours: theirs for theirs, ours in HEADS.items()}
     in_layer = {f"blk.0.{ours}.weight": f"{layer}.{theirs}.weight" for theirs, ours in eagle3.LAYER_TENSORS.items()}
     tensors, sizes = vocabulary_of(drafter)
     for name, values in floats(drafter).items():
