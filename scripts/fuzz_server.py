@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 from server.running import Running, posted  # noqa: E402
-from server.test_malformed import PATHS, body, check  # noqa: E402
+from server.test_protocol import PATHS, body, check  # noqa: E402
 from server.test_queue import ask, leave, sent, started  # noqa: E402
 
 CLIENTS = 8  # that stream when the server is told to end

@@ -4,7 +4,7 @@
     template_texts.py --tools FOLDER --tree LLAMA_CPP [--texts FOLDER] [--only NAME]
 
 FOLDER holds llama-server, of the same tree. Only hashes are kept; --texts FOLDER keeps the texts too, to see where ours differ. A text that tells
-the day was made on the day that the file names. `tests/text/test_llama_cpp_templates.py` holds ours against it.
+the day was made on the day that the file names. `tests/text/test_template.py` holds ours against it.
 """
 
 import argparse

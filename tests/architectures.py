@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_io.small import SMALL
+from gguf_io.build import SMALL
 from random_gguf.archs import WRITERS as TARGETS
 
 from pyggml_spec.gguf_io import GGUFFile

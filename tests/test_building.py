@@ -10,14 +10,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import run_sanitized_tests as sanitized
 from click.testing import CliRunner
+from workers import need_library
 
-from pyggml_spec import building
+from pyggml_spec import building, rpc_library
 from pyggml_spec.cli.build import command
 from pyggml_spec.errors import BuildError
+from pyggml_spec.folders import build_folder
+from pyggml_spec.patching import SDIST
 from pyggml_spec.pin import LLAMA_CPP_PYTHON, RECIPE
-
-pytestmark = pytest.mark.slow
 
 PROJECT = f"""
 [build-system]
@@ -30,6 +32,8 @@ version = "{LLAMA_CPP_PYTHON}"
 wheel.packages = ["llama_cpp"]
 wheel.py-api = "py3"
 """
+
+
 CMAKE = """
 cmake_minimum_required(VERSION 3.21)
 project(llama_cpp C CXX)
@@ -42,6 +46,8 @@ endif()
 add_library(llama SHARED llama.c fix.cpp)
 install(TARGETS llama DESTINATION llama_cpp/lib)
 """
+
+
 FIX = "#include <cstdio>\n"
 
 
@@ -68,6 +74,7 @@ def source(tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_build_shows_its_steps_and_keeps_its_wheel(cache, source):
     """The recipe reaches the build of llama-cpp-python, leaves out what is never loaded, and the wheel is found again."""
     steps = []
@@ -79,6 +86,7 @@ def test_a_build_shows_its_steps_and_keeps_its_wheel(cache, source):
     assert "llama_cpp/lib/libllama.so" in zipfile.ZipFile(wheel).namelist() or sys.platform != "linux"
 
 
+@pytest.mark.slow
 def test_a_build_that_fails_says_why_and_keeps_nothing(cache, source):
     (source / "llama.c").write_text('#error "no such luck"\n')
     with pytest.raises(BuildError, match="llama-cpp-python could not be built: .*no such luck") as caught:
@@ -87,6 +95,7 @@ def test_a_build_that_fails_says_why_and_keeps_nothing(cache, source):
     assert not list((cache / "pyggml_spec" / "wheels").glob("building-*"))
 
 
+@pytest.mark.slow
 def test_cmakes_errors_are_quoted_with_what_they_mean():
     """The first line alone is a place in a file."""
     lines = ["-- Found", "  CMake Error at ggml-cuda/CMakeLists.txt:178 (target_link_libraries):", '    Target "ggml-cuda" links to:', "", "      CUDA::cublas", "",
@@ -101,6 +110,7 @@ def test_cmakes_errors_are_quoted_with_what_they_mean():
     )
 
 
+@pytest.mark.slow
 def test_what_decides_a_build_decides_its_name(cache, monkeypatch, tmp_path):
     """pip's name is the version alone: it gave a wheel without the compiler's fix to machines that need it, and those of other processors."""
     keys = [
@@ -118,6 +128,7 @@ def test_what_decides_a_build_decides_its_name(cache, monkeypatch, tmp_path):
     assert len(set(keys)) == len(keys) and building.build_key() == keys[-1]
 
 
+@pytest.mark.slow
 def test_a_compiler_that_cannot_name_the_processor_decides_a_build_too(cache, monkeypatch, tmp_path):
     """Without macros, all compilers and processors had one name for their wheels."""
     keys = []
@@ -131,6 +142,7 @@ def test_a_compiler_that_cannot_name_the_processor_decides_a_build_too(cache, mo
     assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.slow
 def test_a_damaged_wheel_is_one_sentence(tmp_path):
     """A kept wheel on a disk that lost a part of it ended every set-up with a traceback."""
     wheel = tmp_path / "llama_cpp_python-x.whl"
@@ -143,11 +155,13 @@ def test_a_damaged_wheel_is_one_sentence(tmp_path):
             building.check_wheel(wheel, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_the_users_own_cmake_options_stay(monkeypatch):
     monkeypatch.setenv("CMAKE_ARGS", "-DGGML_BLAS=ON")
     assert building.cmake_args("-DX=a b") == f"-DGGML_BLAS=ON -DCMAKE_PROJECT_INCLUDE={RECIPE} '-DX=a b'"
 
 
+@pytest.mark.slow
 def test_an_interrupted_build_leaves_no_compilers(tmp_path):
     """Ctrl-C is for this process; what it started has a session of its own."""
     pid_file = tmp_path / "pid"
@@ -164,8 +178,6 @@ def test_an_interrupted_build_leaves_no_compilers(tmp_path):
 
 
 # -- into place
-
-
 @pytest.fixture
 def site(tmp_path) -> Path:
     """The libraries of an environment with an older build."""
@@ -196,6 +208,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 GOOD = "void llama_backend_init(void) {}"
 
 
+@pytest.mark.slow
 def test_libraries_are_exchanged_whole(site, tmp_path):
     libraries = site / "llama_cpp" / "lib"
     building.install(wheel_of(tmp_path, GOOD), libraries, {"key": "k", "cuda": True})
@@ -206,6 +219,7 @@ def test_libraries_are_exchanged_whole(site, tmp_path):
     assert {path.name for path in libraries.parent.iterdir()} == {"lib", ".installing"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["void llama_backend_init(void) { __builtin_trap(); }", "void something_else(void) {}"])
 def test_what_does_not_start_is_not_installed(site, tmp_path, code):
     """A wheel of another machine, or one that was built wrong."""
@@ -215,6 +229,7 @@ def test_what_does_not_start_is_not_installed(site, tmp_path, code):
     assert contents(site) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["check_wheel", "exchange"])
 def test_an_interrupted_exchange_keeps_the_old_libraries(site, tmp_path, monkeypatch, where):
     wheel, before = wheel_of(tmp_path, GOOD), contents(site)
@@ -228,6 +243,7 @@ def test_an_interrupted_exchange_keeps_the_old_libraries(site, tmp_path, monkeyp
     assert contents(site) == before
 
 
+@pytest.mark.slow
 def test_without_an_exchange_in_one_step_a_failed_second_step_is_undone(site, tmp_path, monkeypatch):
     """Other systems rename twice."""
     libraries, new, before = site / "llama_cpp" / "lib", tmp_path / "not there", contents(site)
@@ -246,6 +262,7 @@ def test_without_an_exchange_in_one_step_a_failed_second_step_is_undone(site, tm
     assert (libraries / "x").read_text() == "new"
 
 
+@pytest.mark.slow
 def test_readers_never_see_half_of_the_libraries(site, tmp_path):
     """A library opened at any moment of an exchange is there, old or new."""
     libraries, wheel, seen, stop = site / "llama_cpp" / "lib", wheel_of(tmp_path, GOOD), set(), threading.Event()
@@ -265,6 +282,7 @@ def test_readers_never_see_half_of_the_libraries(site, tmp_path):
     assert seen == {b"old", (libraries / "libllama.so").read_bytes()}
 
 
+@pytest.mark.slow
 def test_what_a_killed_installation_left_is_removed_and_two_at_once_are_refused(site, tmp_path):
     libraries, wheel = site / "llama_cpp" / "lib", wheel_of(tmp_path, GOOD)
     (libraries.parent / ".new-killed").mkdir()
@@ -275,8 +293,6 @@ def test_what_a_killed_installation_left_is_removed_and_two_at_once_are_refused(
 
 
 # -- CUDA
-
-
 @pytest.fixture
 def nvcc(tmp_path, monkeypatch) -> Path:
     """A compiler that only says its version."""
@@ -288,12 +304,14 @@ def nvcc(tmp_path, monkeypatch) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_no_cuda_compiler_is_a_sentence(monkeypatch, cache):
     monkeypatch.setenv("CUDACXX", "/nothing/nvcc")
     done = CliRunner().invoke(command, ["--cuda", "--out", str(cache)])
     assert isinstance(done.exception, BuildError) and "no CUDA compiler /nothing/nvcc" in str(done.exception)
 
 
+@pytest.mark.slow
 def test_an_old_driver_is_a_sentence(monkeypatch, nvcc):
     """It built for half an hour, and then found no device."""
     assert building.toolkit_version(nvcc) == (13, 0)
@@ -327,6 +345,7 @@ class Driver:
         return 0
 
 
+@pytest.mark.slow
 def test_the_gpus_of_this_machine_are_named_by_number(monkeypatch, nvcc):
     """A wheel that is kept as "native" would be given to a machine with other GPUs."""
     monkeypatch.setattr(building.ctypes, "CDLL", Driver)
@@ -335,6 +354,7 @@ def test_the_gpus_of_this_machine_are_named_by_number(monkeypatch, nvcc):
         assert "-DCMAKE_CUDA_ARCHITECTURES=86;90" in building.plan(True, arch).options
 
 
+@pytest.mark.slow
 def test_without_a_driver_only_a_wheel_for_others_is_built(monkeypatch, nvcc):
     """It took half an hour to find out that libcuda.so.1 is missing."""
     monkeypatch.setattr(building, "driver_version", lambda: None)
@@ -342,6 +362,7 @@ def test_without_a_driver_only_a_wheel_for_others_is_built(monkeypatch, nvcc):
     assert isinstance(done.exception, BuildError) and "no NVIDIA driver" in str(done.exception) and "--out" in str(done.exception)
 
 
+@pytest.mark.slow
 def test_architectures_are_named_or_found(monkeypatch, nvcc):
     monkeypatch.setattr(building, "driver_version", lambda: None)
     monkeypatch.setattr(building, "gpu_architectures", lambda: ())
@@ -352,6 +373,7 @@ def test_architectures_are_named_or_found(monkeypatch, nvcc):
             building.plan(True, wrong)
 
 
+@pytest.mark.slow
 def test_a_patched_build_is_named_by_its_patches(nvcc, monkeypatch):
     monkeypatch.setattr(building, "driver_version", lambda: None)
     plan = building.plan(cuda=True, patched=True)
@@ -359,6 +381,7 @@ def test_a_patched_build_is_named_by_its_patches(nvcc, monkeypatch):
     assert f"{len(plan.patches)} patches" in plan.description
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_wheel_and_installs_nothing(cache, tmp_path, nvcc, monkeypatch):
     monkeypatch.setattr(building, "driver_version", lambda: None)
     monkeypatch.setattr(building, "install", lambda *_: pytest.fail("installed"))
@@ -370,6 +393,7 @@ def test_the_command_writes_a_wheel_and_installs_nothing(cache, tmp_path, nvcc, 
     assert CliRunner().invoke(command, ["--arch", "90"]).exit_code == 2
 
 
+@pytest.mark.slow
 def test_no_compiler_is_a_sentence(monkeypatch):
     """The first minute on a machine without one: a traceback from set-up."""
     monkeypatch.setenv("CXX", "/nothing/c++")
@@ -381,6 +405,7 @@ def test_no_compiler_is_a_sentence(monkeypatch):
         building.plan()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("note", [{"cuda": True}, {"cuda": False, "patches": ["0011-amx-tile-config"]}])
 def test_set_up_keeps_an_explicit_build(monkeypatch, note):
     """A patched build for the CPU was taken away by the first `make` after a change of csrc."""
@@ -391,6 +416,74 @@ def test_set_up_keeps_an_explicit_build(monkeypatch, note):
     set_up["llama_cpp_python"]()
 
 
+@pytest.mark.slow
 def test_a_build_that_is_killed_says_by_what():
     with pytest.raises(BuildError, match="ended with -9"):
         building.run([sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"], "failed")
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """With the source alone in it."""
+    need_library()
+    sdist = build_folder() / SDIST
+    if not sdist.is_file():
+        rpc_library.build(fresh=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build_folder().mkdir()
+    (build_folder() / SDIST).symlink_to(sdist)
+
+
+def test_without_a_compiler_it_is_not_built(empty_cache, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildError, match=r"there is no C\+\+ compiler no-such-compiler"):
+        rpc_library.build()
+
+
+def test_a_build_that_fails_says_why_and_leaves_nothing(empty_cache, monkeypatch):
+    monkeypatch.setenv("CXXFLAGS", "-DRPC_PROTO_MAJOR_VERSION=x -Werror -O0 -fmax-errors=1")
+    with pytest.raises(BuildError, match=r"ggml's RPC backend could not be built: .*error: ") as raised:
+        rpc_library.build()
+    assert raised.value.log and rpc_library.kept() is None and not list(rpc_library.place().parent.iterdir())
+
+
+def test_it_is_built_once_and_alone():
+    need_library()
+    path = rpc_library.kept()
+    before = path.stat().st_mtime_ns
+    done = CliRunner().invoke(command, ["--rpc"])
+    assert done.exit_code == 0 and str(path) in done.output and path.stat().st_mtime_ns == before
+    for other in (["--cuda"], ["--arch", "90"], ["--no-patches"], ["--out", "x"]):
+        done = CliRunner().invoke(command, ["--rpc", *other])
+        assert done.exit_code == 2 and "give it alone" in done.output
+
+
+def test_its_patch_changes_nothing_else():
+    """It is built from a tree that has no other patch."""
+    files = {name for patch in rpc_library.rpc_patches() for name in patch.files}
+    assert files and all(name.startswith(rpc_library.FOLDER) or name == "ggml/include/ggml-rpc.h" for name in files)
+
+
+ROOT = Path(__file__).parents[1]
+
+
+ALWAYS = ["lint", "test", "test-patches"]
+
+
+@pytest.mark.parametrize("slow, targets", [(None, ALWAYS), ("0", ALWAYS), ("1", [*ALWAYS, "test-sanitized"])])
+def test_the_weekly_set_of_ci_has_the_sanitizers(tmp_path, slow, targets):
+    make = tmp_path / "make"
+    make.write_text('#!/bin/sh\necho "$@"\n')
+    make.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"} | ({"SLOW": slow} if slow is not None else {})
+    assert subprocess.run([ROOT / ".ci" / "run"], env=env, check=True, capture_output=True, text=True).stdout.split() == targets
+    planned = subprocess.run(
+        ["make", "-n", "test-sanitized", "-o", ".venv/.ready"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    assert planned.index("run_sanitized_tests.py --proof") < planned.rindex("run_sanitized_tests.py\n")
+
+
+def test_what_is_injected_fits_the_source():
+    name, before, after = sanitized.INJECTED
+    assert (ROOT / name).read_text().count(before) == 1 and before in after
+    assert all((ROOT / test).exists() for test in sanitized.TESTS)

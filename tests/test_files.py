@@ -3,8 +3,12 @@
 import os
 
 import pytest
+from cli.process import one_sentence, pyspec
 
+from pyggml_spec import building, rpc_library
+from pyggml_spec.errors import BuildError, PyspecError
 from pyggml_spec.files import replacing
+from pyggml_spec.folders import build_folder, cache_folder
 from pyggml_spec.tools.convert import written_whole
 
 WRITERS = {"replacing": replacing, "written_whole": lambda path: written_whole(path, replace=True)}
@@ -32,3 +36,74 @@ def test_an_error_in_the_block_keeps_the_old_file(writer, error, tmp_path):
     with pytest.raises(Exception if error is not KeyboardInterrupt else error), WRITERS[writer](tmp_path / "out"):
         raise error("in the block")
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out").read_text() == "old"
+
+
+CPU = ["--device", "CPU", "-t", "1", "-c", "64", "-p", "a", "-n", "1"]
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o757, 0o722])
+@pytest.mark.parametrize("variable", ["PYSPEC_CACHE", "XDG_CACHE_HOME"])
+def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch, variable, mode):
+    """Costs, hashes of model files and findings of the probe in it were believed from any writer."""
+    monkeypatch.delenv("PYSPEC_CACHE", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    folder = tmp_path if variable == "PYSPEC_CACHE" else tmp_path / "pyspec"
+    assert cache_folder() == folder
+    folder.mkdir(exist_ok=True)
+    folder.chmod(mode)
+    with pytest.raises(PyspecError, match=f"can be written by others; .*PYSPEC_CACHE.*chmod go-w {folder}"):
+        cache_folder()
+    folder.chmod(0o755)
+    assert cache_folder() == folder
+
+
+def test_a_cache_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr("os.geteuid", lambda: os.stat(tmp_path).st_uid + 1)
+    with pytest.raises(PyspecError, match="belongs to the user"):
+        cache_folder()
+
+
+def test_the_command_says_so_in_one_sentence(tmp_path):
+    tmp_path.chmod(0o777)
+    one_sentence(pyspec("run", *CPU, env={"PYSPEC_CACHE": str(tmp_path)}), str(tmp_path), "can be written by others", "PYSPEC_CACHE")
+
+
+@pytest.mark.parametrize("place", ["", "wheels", "wheels/key", "wheels/key/llama_cpp_python-1.whl"])
+def test_a_wheel_that_others_could_have_built_is_not_installed(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wheel = tmp_path / "pyggml_spec" / "wheels" / "key" / "llama_cpp_python-1.whl"
+    wheel.parent.mkdir(parents=True)
+    wheel.write_text("")
+    assert building.kept_wheel("key") == wheel and building.kept_wheel("other") is None
+    (tmp_path / "pyggml_spec" / place).chmod(0o777)
+    with pytest.raises(BuildError, match=r"can be written by others; .*XDG_CACHE_HOME.*chmod -R go-w"):
+        building.kept_wheel("key")
+
+
+@pytest.mark.parametrize("place", ["..", ".", "libggml-rpc.so"])
+def test_a_backend_that_others_could_have_built_is_not_loaded(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = rpc_library.place()
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    assert rpc_library.kept() == path
+    (path.parent / place).chmod(0o777)
+    with pytest.raises(BuildError, match="can be written by others"):
+        rpc_library.kept()
+
+
+def test_what_is_built_is_private_whatever_the_umask(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def builds(command, *_):
+        (part,) = (command[i + 1] for i, word in enumerate(command) if word == "--wheel-dir")
+        open(os.path.join(part, "llama_cpp_python-1.whl"), "w").close()
+
+    monkeypatch.setattr(building, "run", builds)
+    before = os.umask(0)
+    try:
+        wheel = building.build_wheel("key")
+    finally:
+        os.umask(before)
+    assert building.kept_wheel("key") == wheel and build_folder().stat().st_mode & 0o777 == 0o700

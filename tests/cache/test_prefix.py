@@ -1,5 +1,6 @@
 """Prompts that begin alike: what is reused, and that nothing else changes. Every comparison is exact."""
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +13,15 @@ from random_gguf.archs import write_qwen3
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
+from pyggml_spec.cache.chunk_store import ROWS, STATE, ChunkStore, chunk_keys, end_keys
 from pyggml_spec.cache.prefix import PrefixCache
 from pyggml_spec.engine.engine import generate
 from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.engine.stats import Stats
 
-pytestmark = pytest.mark.slow
-
 CHUNK, N_CTX, WIDTH = 32, 1024, 8
+
+
 MANY = 1 << 30
 
 
@@ -28,6 +30,8 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 KINDS = ["qwen35", "mtp", "eagle3", "assistant", "gemma4", "qwen3"]  # states, what chains of drafts leave, rings, rows alone
+
+
 OTHERS = ["dflash2", "dspark", *others(KINDS)]
 
 
@@ -89,6 +93,7 @@ def cache(engine):
     with_close.close()
 
 
+@pytest.mark.slow
 def test_a_prompt_repeated(engine, cache):
     prompt = tokens(1, 330)
     want = answer(engine, prompt)
@@ -99,6 +104,7 @@ def test_a_prompt_repeated(engine, cache):
     assert all(got.reused == 320 and got.where == {"in place": 10, "memory": 0, "disk": 0} for got in others)
 
 
+@pytest.mark.slow
 def test_prompts_that_share_a_beginning(engine, cache):
     """The second continues after the deepest state at or before their parting; the third after the parting itself."""
     shared, stateful = tokens(2, 300), engine.sequence.stateful
@@ -109,6 +115,7 @@ def test_prompts_that_share_a_beginning(engine, cache):
         assert_same(run, answer(engine, prompt))
 
 
+@pytest.mark.slow
 def test_conversation(engine, cache):
     """Every turn is the prompt before, the answer to it, and more: what was generated is computed again, as without a cache."""
     prompt, prompts, runs = tokens(6, 70), [], []
@@ -121,6 +128,7 @@ def test_conversation(engine, cache):
         assert_same(run, answer(engine, prompt))
 
 
+@pytest.mark.slow
 def test_rows_that_were_overwritten_come_back_from_memory(engine, cache):
     one, two = tokens(7, 200), tokens(8, 260)
     want = answer(engine, one), answer(engine, two)
@@ -131,6 +139,7 @@ def test_rows_that_were_overwritten_come_back_from_memory(engine, cache):
         assert run.where == {"in place": 0, "memory": (len(prompt) - 1) // CHUNK, "disk": 0}
 
 
+@pytest.mark.slow
 def test_another_use_of_the_engine_invalidates_rows_in_place(engine, cache):
     """Measuring step costs, for instance, overwrites what was in place."""
     prompt = tokens(9, 100)
@@ -143,6 +152,7 @@ def test_another_use_of_the_engine_invalidates_rows_in_place(engine, cache):
     assert_same(run, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 32, 33, 64])
 def test_a_prompt_always_leaves_a_token_to_compute(engine, cache, length):
     prompt = tokens(10, length)
@@ -153,6 +163,7 @@ def test_a_prompt_always_leaves_a_token_to_compute(engine, cache, length):
     assert run.reused == (length - 1) // CHUNK * CHUNK
 
 
+@pytest.mark.slow
 def test_plain_and_speculative_prompts_are_kept_apart(engine, cache):
     """A plain sequence has no drafter rows: drafting after it would be blind."""
     prompt = tokens(11, 100)
@@ -164,6 +175,7 @@ def test_plain_and_speculative_prompts_are_kept_apart(engine, cache):
     assert_same(answer(engine, prompt, cache, PLAIN), want[1])
 
 
+@pytest.mark.slow
 def test_an_interrupted_prompt_is_reused_as_far_as_it_came(engine, cache):
     prompt = tokens(12, 330)
     want = answer(engine, prompt)
@@ -181,6 +193,7 @@ def test_an_interrupted_prompt_is_reused_as_far_as_it_came(engine, cache):
     assert_same(run, want)
 
 
+@pytest.mark.slow
 def test_the_budget_holds_and_the_longest_unused_go_first(engine):
     prompts = [tokens(30 + i, 5 * CHUNK + 1) for i in range(4)]
     want = [answer(engine, prompt) for prompt in prompts]
@@ -196,6 +209,7 @@ def test_the_budget_holds_and_the_longest_unused_go_first(engine):
     assert cache.used_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0, 1000])
 def test_no_memory_is_no_error(engine, budget):
     """What is in place is still reused where rows are enough; otherwise the reason is said."""
@@ -210,11 +224,13 @@ def test_no_memory_is_no_error(engine, budget):
     cache.close()
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_context_touches_nothing(engine, cache):
     answer(engine, tokens(15, 100), cache)
     assert cache.begin(tokens(15, N_CTX + 1)).tokens == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("session", [*KINDS, *OTHERS], indirect=True)
 def test_many_requests_in_random_order(engine):
     """Prompts cut from two texts, with a budget that is too small for them: always what a fresh engine says."""
@@ -232,6 +248,7 @@ def test_many_requests_in_random_order(engine):
     cache.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [SPECULATIVE, PLAIN])
 def test_a_session_reuses_what_requests_share_and_says_so(mode):
     """The embedded pair, real text and a real drafter: text, drafts and acceptance as of a session that reuses nothing."""
@@ -253,6 +270,7 @@ def test_a_session_reuses_what_requests_share_and_says_so(mode):
     assert reused[0] == 0 and reused[1] == reused[2] == 128 * shared_chunks and reused[3] > 0 and reused[4] >= 128 * (shared_chunks - 1)
 
 
+@pytest.mark.slow
 def test_an_abandoned_generation_is_no_obstacle(tmp_path):
     """The consumer goes away in the middle: the next request reuses its prompt, and the files get it."""
     prompt = Path(__file__).read_text()[:1500]
@@ -266,6 +284,7 @@ def test_an_abandoned_generation_is_no_obstacle(tmp_path):
     session.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels, drafter", [("native", False), ("native", True), ("ggml", False)])
 def test_a_session_goes_on_to_the_token_where_rows_keep_their_bits(tmp_path, kernels, drafter):
     """The same prompt, one that parts from it, and the next turn: texts and drafts of a fresh session. ggml's kernels round by the rows of a step."""
@@ -293,3 +312,110 @@ def test_a_session_goes_on_to_the_token_where_rows_keep_their_bits(tmp_path, ker
             events = list(session.steps(prompt, 20, ignore_end=True))
             assert [t for event in events for t in event.tokens] == text
             assert not drafter or (events[-1].stats.drafted, events[-1].stats.matched) == (stats.drafted, stats.matched)
+
+
+@dataclass
+class Copied:
+    nbytes: int
+    closed: bool = False
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+
+
+class Part:
+    """What can be copied: ``nbytes`` of it; ``memory`` False where the device has none for the copy."""
+
+    def __init__(self, nbytes: int, memory: bool = True):
+        self.nbytes, self.memory, self.made = nbytes, memory, []
+
+    def copy(self, wait):
+        if not self.memory:
+            return None
+        self.made.append(Copied(self.nbytes))
+        return self.made[-1]
+
+
+def kept(copies: ChunkStore, number: int, nbytes: int, kind: str = ROWS, **more) -> bool:
+    return copies.keep(copies.chunk(bytes([number]), number, 1), kind, Part(nbytes), **more)
+
+
+def held(copies: ChunkStore) -> set[int]:
+    return {key[0] for key, chunk in copies.chunks.items() if chunk.data}
+
+
+def test_a_key_depends_on_every_token_before_it_and_on_the_seed():
+    """Equal chunks after different ones have other K/V rows. Without this every test of reuse passed: few prompts have a chunk in common only."""
+    a, b = np.arange(12), np.r_[np.arange(3), 99, np.arange(4, 12)]
+    one, other = chunk_keys(a, 4, b"seed"), chunk_keys(b, 4, b"seed")
+    assert len(set(one + other)) == 6 and chunk_keys(a[:8], 4, b"seed") == one[:2] != chunk_keys(a[:8], 4, b"other")
+    assert len({*end_keys(a[:3], one[0]), *end_keys(a[:3], other[0])}) == 6
+
+
+def test_what_is_kept_stays_within_the_budget():
+    """With the budget ignored the whole suite passed."""
+    copies = ChunkStore(100)
+    assert kept(copies, 0, 60) and kept(copies, 1, 40) and copies.used_bytes == 100
+    assert kept(copies, 2, 30) and copies.used_bytes <= 100 and 2 in held(copies)
+    assert not kept(copies, 3, 101) and 2 in held(copies)  # what never fits drives nothing out
+
+
+def test_the_longest_unused_goes_first_and_of_equals_the_deepest():
+    copies = ChunkStore(100)
+    for number in range(4):
+        assert kept(copies, number, 25)
+    copies.chunks[b"\0"].used[ROWS] = copies.chunks[b"\3"].used[ROWS] = 5
+    assert kept(copies, 4, 25) and held(copies) == {0, 1, 3, 4}
+    assert kept(copies, 5, 25) and held(copies) == {0, 1, 3, 5}
+
+
+def test_what_is_spared_stays_even_if_the_new_part_does_not_fit_then():
+    copies = ChunkStore(100)
+    assert kept(copies, 0, 50) and kept(copies, 1, 50)
+    spared = [copies.chunks[b"\0"], copies.chunks[b"\1"]]
+    assert not kept(copies, 2, 10, spare=spared) and held(copies) == {0, 1} and copies.used_bytes == 100
+
+
+def test_a_device_without_memory_costs_no_account():
+    copies = ChunkStore(100)
+    assert not copies.keep(copies.chunk(b"a", 0, 1), ROWS, Part(10, memory=False)) and copies.used_bytes == 0
+
+
+def test_what_was_forgotten_is_known_again_with_a_copy(monkeypatch):
+    """A copy of a forgotten chunk was in the account for ever: nothing that makes room would find it."""
+    monkeypatch.setattr("pyggml_spec.cache.chunk_store.REMEMBERED", 2)
+    copies = ChunkStore(100)
+    first = copies.chunk(b"a", 0, 1)
+    for number in range(3):
+        copies.chunk(bytes([number]), number, 1)
+    copies.forget()
+    assert b"a" not in copies.chunks and copies.keep(first, ROWS, Part(60))
+    assert copies.chunks[b"a"] is first
+    assert kept(copies, 9, 80) and held(copies) == {9} and copies.used_bytes == 80
+    for number in (20, 21):
+        copies.chunk(bytes([number]), number, 1)
+    copies.forget()
+    copies.chunk(b"a", 0, 1)  # another prompt, which begins alike
+    assert not copies.keep(first, ROWS, Part(10)) and copies.used_bytes == 80
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_keeping_and_using(seed):
+    """The account is what is held, it never passes the budget, and everything that was dropped was freed once."""
+    rng, parts = random.Random(seed), []
+    copies = ChunkStore(budget := rng.choice([0, 50, 300, 1000]))
+    for clock in range(200):
+        copies.clock = clock
+        chunk, kind = copies.chunk(bytes([number := rng.randrange(12)]), number, 1), rng.choice([ROWS, STATE])
+        if kind in chunk.data:
+            chunk.used[kind] = clock
+            continue
+        parts.append(part := Part(rng.choice([0, 1, 30, 60, 200])))
+        spare = rng.sample(list(copies.chunks.values()), rng.randrange(min(3, len(copies.chunks) + 1)))
+        before = {id(c): dict(c.data) for c in spare}
+        assert copies.keep(chunk, kind, part, spare) == bool(part.made)
+        assert copies.used_bytes == sum(c.nbytes for one in copies.chunks.values() for c in one.data.values()) <= budget
+        assert all(before[id(c)].items() <= c.data.items() for c in spare)
+    copies.clear()
+    assert copies.used_bytes == 0 and all(copy.closed for part in parts for copy in part.made)

@@ -1,19 +1,27 @@
 """help, inspect, devices and compare."""
 
+import csv
+import hashlib
 import json
+import signal
 import subprocess
 import sys
+import time
+from itertools import count
 
 import pytest
-from cli.process import one_sentence, pyspec
+from chat_model import CHATML, with_control_tokens
+from cli.process import default_interrupt, environment, one_sentence, pyspec, start
 from click.testing import CliRunner
 from gguf_io.build import STR, U32, gguf, info, key
+from tools.checkpoint import export
 
 from pyggml_spec.cli import run
 from pyggml_spec.cli.help import GROUPS, grouped
-from pyggml_spec.cli.main import Commands, cli
+from pyggml_spec.cli.main import Commands, cli, main
 from pyggml_spec.ggml import device
 from pyggml_spec.ggml.kernels import levels
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools import compare
 
 
@@ -65,8 +73,6 @@ def test_version_and_unknown_commands():
 
 
 # -- inspect
-
-
 def test_inspect_shows_metadata_tensors_and_use(pair):
     target, drafter = (pyspec("inspect", path).stdout.decode() for path in pair)
     assert "a qwen35 target of 4 layers" in target and "give it with -m" in target
@@ -111,8 +117,6 @@ def test_inspect_refuses_what_is_no_gguf(tmp_path):
 
 
 # -- devices
-
-
 def test_devices_names_the_cpu():
     assert any(line.startswith("CPU ") for line in pyspec("devices").stdout.decode().splitlines())
     done = pyspec("devices", "--json")
@@ -125,8 +129,6 @@ def test_devices_names_the_cpu():
 
 
 # -- compare
-
-
 def test_compare_ends_with_one_json_line(pair):
     done = pyspec("compare", "--logits", pair[0], "--tokens", 16, "--device", "CPU", "-t", 1, "--kernels", "ggml", "--json")
     result = json.loads(done.stdout.splitlines()[-1])
@@ -195,3 +197,273 @@ def test_compare_refuses_what_it_cannot_compare(pair):
     one_sentence(pyspec("compare", "--logits", pair[0], "--tokens", 1 << 30), str(1 << 30), "context")
     one_sentence(pyspec("compare", "--logits", pair[0], "--tokens", 0), "--tokens 1")
     assert pyspec("compare", "--logits", pair[0], "--seed", -1).returncode == 2
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    return export(DEMO_DRAFTER, tmp_path_factory.mktemp("checkpoint") / "demo")
+
+
+def _run(*args):
+    return pyspec("convert", *args)
+
+
+def test_one_line_and_a_file(demo, tmp_path):
+    out = tmp_path / "o.gguf"
+    done = _run(demo, "-m", DEMO_TARGET, "-o", out, "-t", 1)
+    assert done.returncode == 0 and done.stderr == "" and out.exists()
+    assert b"block 16, mask token 4095, inputs of target layers [1, 4, 6, 7]" in done.stdout and done.stdout.count(b"\n") == 1
+    again = _run(demo, "-m", DEMO_TARGET, "-o", out)
+    assert again.returncode == 1 and again.stderr.count("\n") == 1 and "--force" in again.stderr
+    assert _run(demo, "-m", DEMO_TARGET, "-o", out, "--force", "-t", 1).returncode == 0
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_usage_and_errors(demo, tmp_path):
+    assert _run(demo, "-o", tmp_path / "o.gguf").returncode == 2
+    bad = _run(demo, "-m", DEMO_DRAFTER, "-o", tmp_path / "o.gguf", "--type", "int3")
+    assert bad.returncode == 1 and bad.stderr.startswith("pyspec: 'int3' is not a type")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_ctrl_c_leaves_nothing(demo, tmp_path):
+    """Slow on purpose: each tensor of the patched converter waits."""
+    slow = (
+        "import time, pyggml_spec.tools.convert as c, sys; old = c._chunk\n"
+        "def chunk(*a):\n    time.sleep(0.3)\n    return old(*a)\n"
+        "c._chunk = chunk\nfrom pyggml_spec.cli import main\nmain(sys.argv[1:])"
+    )
+    args = [sys.executable, "-c", slow, "convert", str(demo), "-m", str(DEMO_TARGET), "-o", str(tmp_path / "o.gguf"), "-t", "1"]
+
+    # a shell starts background jobs with SIGINT ignored, and children inherit that
+    def listen():
+        return signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    process = subprocess.Popen(args, stderr=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=listen)
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert list(tmp_path.iterdir())
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and list(tmp_path.iterdir()) == []
+
+
+ON_CPU = ("--device", "CPU", "-t", 1, "-c", 256)
+
+
+@pytest.mark.slow
+def test_a_failed_check_is_exit_code_3(pair):
+    """The random drafter was never trained for its random target: nothing it reads helps it."""
+    done = pyspec("doctor", "-m", pair[0], "-md", pair[1], *ON_CPU)
+    assert done.returncode == 3, done.stderr
+    text = done.stdout.decode()
+    assert text.startswith(f"target {pair[0]}\ndrafter {pair[1]}\n") and "no check failed" not in text
+    assert "fit to this target" in text and "FAIL" in text and "\nfit to this target: use the drafter that was made for" in text
+    assert done.stderr.splitlines() == [done.stderr.strip()] and "checks failed" in done.stderr
+
+
+@pytest.mark.slow
+def test_json_is_one_object(pair, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "abc def ghi"}\n\n{"name": "x", "prompt": "jkl"}\n')
+    done = pyspec("doctor", "-m", pair[0], "-md", pair[1], *ON_CPU, "--prompts", prompts, "--json")
+    report = json.loads(done.stdout)
+    assert report["passed"] is (done.returncode == 0) and report["prompts"] == 2 and report["checks"]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_examined_is_one_sentence(pair, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    one_sentence(pyspec("doctor", "-m", pair[0]), "-md")
+    one_sentence(pyspec("doctor", "-m", pair[1], "-md", pair[0]), "drafter")
+    one_sentence(pyspec("doctor", "-m", pair[0], "-md", pair[1], "--prompts", bad), str(bad), "cannot be read")
+    for content, word in (("[1]\n", "line 1"), ('{"prompt": 3}\n', '"prompt"'), ("\n", "no prompt"), ('{"prompt": ""}', "empty")):
+        bad.write_text(content)
+        one_sentence(pyspec("doctor", "-m", pair[0], "-md", pair[1], "--prompts", bad, *ON_CPU), word)
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(pair[1].read_bytes()[:3000])
+    one_sentence(pyspec("doctor", "-m", pair[0], "-md", cut, *ON_CPU), "cut.gguf")
+
+
+SMALL = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-n", 4]
+
+
+@pytest.fixture(scope="module")
+def talker(pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("talker")
+    files = [with_control_tokens(path, folder / name, end=301) for path, name in zip(pair, ("target.gguf", "drafter.gguf"))]
+    return ["-m", files[0], "-md", files[1], *SMALL]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "def f(", "category": "code"}\n{"messages": [{"role": "user", "content": "he"}], "category": "chat"}\n')
+    return path
+
+
+@pytest.mark.slow
+def test_lengths_in_every_form(pinned):
+    done = pyspec("bench", *pinned, "-p", "8,16", "-n", 4, "-r", 2, "--json")
+    assert done.returncode == 0 and "configuration: " in done.stderr
+    lines = done.stdout.decode().splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:6]] == ["| pp8", "| pp16", "| tg4", "| spec4"]
+    assert [row["test"] for row in json.loads(lines[-1])["rows"]] == ["pp8", "pp16", "tg4", "spec4"]
+    table = list(csv.DictReader(pyspec("bench", *pinned, "-p", "8", "-n", 4, "-r", 1, "-o", "csv").stdout.decode().splitlines()))
+    assert [row["test"] for row in table] == ["pp8", "tg4", "spec4"] and all(float(row["tok/s"]) > 0 for row in table)
+
+
+@pytest.mark.slow
+def test_nothing_to_measure_is_an_error_of_usage():
+    """It loaded the pair and printed an empty table."""
+    done = pyspec("bench", "-p", 0, "-n", 0)
+    assert done.returncode == 2 and "there is nothing to measure" in done.stderr and not done.stdout
+
+
+@pytest.mark.slow
+def test_prompts_and_their_conditions(talker, prompts):
+    done = pyspec("bench", *talker, "--prompts", prompts, "-r", 2, "--temp", 1, "-s", 7, "--json")
+    assert done.returncode == 0
+    table, last = done.stdout.decode().splitlines(), json.loads(done.stdout.splitlines()[-1])
+    assert [line.split(" | ")[:4] for line in table[2:5]] == [
+        ["| code", "-", "1", "2"],
+        ["| chat", "on", "1", "2"],
+        ["| chat", "off", "1", "2"],
+    ]
+    seen = last["conditions"]
+    assert any(line == "* seeds: [7, 8]" for line in table) and seen["seeds"] == [7, 8] and "temperature 1" in seen["sampling"]
+    for name, path, more in (("target", talker[1], {}), ("drafter", talker[3], {}), ("prompts", prompts, {"prompts": 2})):
+        assert seen[name] == {
+            "file": path.name,
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            **more,
+        }
+    assert seen["template"] == {"origin": "the target's", "sha256": hashlib.sha256(CHATML.encode()).hexdigest()}
+    assert {"date", "device", "threads", "context", "width", "kv_type", "command", "tokens", "runs"} <= seen.keys() and "ggml" in seen[
+        "versions"
+    ]
+    assert all(len(row["acceptance"]["runs"]) == 2 and row["acceptance"]["deviation"] is not None for row in last["rows"])
+
+
+@pytest.mark.slow
+def test_prompts_as_csv_and_jsonl(talker, prompts):
+    done = pyspec("bench", *talker, "--prompts", prompts, "-r", 1, "--no-think", "-o", "csv")
+    rows = list(csv.reader(done.stdout.decode().splitlines()))
+    assert [row[:4] for row in rows] == [["category", "thinking", "prompts", "runs"], ["code", "-", "1", "1"], ["chat", "off", "1", "1"]]
+    assert json.loads(next(line for line in done.stderr.splitlines() if line.startswith("conditions: "))[12:])["runs"] == 1
+    lines = [json.loads(line) for line in pyspec("bench", *talker, "--prompts", prompts, "-r", 1, "-o", "jsonl").stdout.splitlines()]
+    assert [line.get("category") for line in lines] == ["code", "chat", "chat", None] and lines[-1]["conditions"]["context"] > 0
+
+
+@pytest.mark.slow
+def test_prompts_from_a_pipe_are_read_once(talker, prompts):
+    done = pyspec(
+        "bench",
+        *talker,
+        "--prompts",
+        "/dev/stdin",
+        "-r",
+        1,
+        "--no-think",
+        "--temp",
+        1,
+        "-s",
+        (1 << 32) - 3,
+        "-o",
+        "jsonl",
+        stdin=prompts.read_bytes(),
+    )
+    seen = json.loads(done.stdout.splitlines()[-1])["conditions"]
+    assert (
+        done.returncode == 0
+        and seen["prompts"]["sha256"] == hashlib.sha256(prompts.read_bytes()).hexdigest()
+        and seen["seeds"] == [(1 << 32) - 3]
+    )
+
+
+@pytest.mark.slow
+def test_included_prompts_on_the_embedded_pair():
+    done = pyspec("bench", "--prompts", "reasoning", *SMALL, "-r", 1, "-o", "jsonl")
+    row, conditions = map(json.loads, done.stdout.splitlines())
+    assert done.returncode == 0 and row["prompts"] == 6 and sum(row["offered_at"]) > 0
+    assert conditions["conditions"]["template"]["origin"].startswith("none")
+
+
+@pytest.mark.slow
+def test_ctrl_c_writes_the_complete_runs(talker, prompts):
+    process = start("bench", *talker, "--prompts", prompts, "-r", 100000, "-o", "csv")
+    while not process.stderr.readline().startswith(b"configuration"):
+        pass
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130 and out.startswith(b"category,") and b"of 100000 runs" in err and b"Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("measured", ["-p 8", "--prompts FILE"])
+def test_figures_of_a_busy_machine_are_called_that(pair, tmp_path, capsys, monkeypatch, measured, busy):
+    """A table said "speedup 5.11" of four tokens alongside other work, and nothing else."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    clock = count(0, 100 * busy)  # seconds that this thread waited, each time one asks
+    monkeypatch.setattr("pyggml_spec.speculation.calibrate.cpu_wait_s", lambda: next(clock))
+    with pytest.raises(SystemExit) as end:
+        main(
+            [
+                "bench",
+                *f"-m {pair[0]} -md {pair[1]} --device CPU -t 1 -n 2 -r 1 {measured}".replace("FILE", str(tmp_path / "p.jsonl")).split(),
+            ]
+        )
+    assert end.value.code == 0 and ("warning: other work had the processor" in capsys.readouterr().err) is busy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["md", "jsonl"])
+def test_ctrl_c_keeps_what_was_measured(pinned, output):
+    """Hours of it were lost."""
+    script = """if True:
+        import os, signal
+        from pyggml_spec.tools import bench
+        run = bench._Decode.run
+        def slow(self, repetition):
+            if repetition == 3 and self.mode == "speculative":
+                os.kill(os.getpid(), signal.SIGINT)
+            run(self, repetition)
+        bench._Decode.run = slow
+        from pyggml_spec.cli import main
+        main()
+    """
+    command = [sys.executable, "-c", script, "bench", *map(str, pinned), "-p", "8", "-n", "4", "-r", "9", "-o", output]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=120, preexec_fn=default_interrupt, check=False
+    )
+    assert done.returncode == 130 and "interrupted" in done.stderr and "Traceback" not in done.stderr
+    assert [name in done.stdout for name in ("pp8", "tg4", "spec4", "commit")] == [True, True, True, False]
+    if output == "jsonl":
+        assert [len(json.loads(line)["runs"]) for line in done.stdout.splitlines()] == [3, 3, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--prompts", "all", "-p", "8"], "--n-prompt and --prompts do not go together"), (["--prompts", "all", "--slots", "2"], "--slots and"),
+        (["--prompts", "all", "-n", "0"], "needs tokens"), (["--temp", "1"], "--temperature needs --prompts"), (["--no-think"], "--think needs --prompts"),
+        (["--slots", "0"], "from 1 up"), (["-p", "x"], "'x'"), (["-r", "0"], "x>=1"),
+    ],
+)  # fmt: skip
+def test_options_that_contradict_each_other(options, words):
+    done = pyspec("bench", *options)
+    assert done.returncode == 2 and words in done.stderr and not done.stdout
+
+
+@pytest.mark.slow
+def test_prompts_that_cannot_be_measured(talker, tmp_path):
+    one_sentence(pyspec("bench", *talker, "--prompts", tmp_path / "no"), "cannot be read")
+    done = pyspec("bench", "--prompts", "chat", *SMALL, "--think")
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("pyspec: a thinking mode is selected")

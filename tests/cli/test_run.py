@@ -2,14 +2,27 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
 
+import click
 import pytest
 from cli.conftest import PROMPT
-from cli.process import COMMAND, one_sentence, pyspec, start
+from cli.process import COMMAND, default_interrupt, environment, one_sentence, pyspec, start
+from gguf_io.build import F32, I32, Model
+from random_gguf.archs import write_qwen35moe
 
+from pyggml_spec.__main__ import main as program
+from pyggml_spec.api import Configuration
+from pyggml_spec.cli.options import OffloadRows
+from pyggml_spec.cli.report import configuration_line, footer
 from pyggml_spec.cli.run import write_atomically
+from pyggml_spec.engine.stats import Stats
 
 DOCUMENTED = {
     "emitted", "steps", "drafted", "matched", "tokens_per_step", "matched_per_position", "target_forwards", "draft_forwards",
@@ -84,8 +97,6 @@ def test_no_tokens_is_no_text(pinned, tmp_path):
 
 
 # -- statistics
-
-
 def test_statistics_have_the_documented_keys_and_add_up(pinned, tmp_path):
     pyspec("run", *pinned, "-p", PROMPT, "-n", 40, "-q", "--stats", tmp_path / "s.json")
     s = json.loads((tmp_path / "s.json").read_text())
@@ -114,8 +125,6 @@ def test_old_statistics_are_replaced(pinned, tmp_path):
 
 
 # -- requirements
-
-
 def test_require_spec_passes_when_drafts_were_verified(pinned):
     assert pyspec("run", *pinned, "-p", PROMPT, "-n", 5, "--require-spec").returncode == 0
 
@@ -140,8 +149,6 @@ def test_require_spec_without_a_drafter(pair):
 
 
 # -- an output that goes away
-
-
 def test_a_reader_that_stops_reading_ends_the_run_quietly(pinned, tmp_path):
     """`| head -c 10`: no traceback, no 'Exception ignored' at the end of the interpreter."""
     process = start("run", *pinned, "-p", PROMPT, "--ignore-eos", "--stats", tmp_path / "s.json")
@@ -170,8 +177,6 @@ def test_closed_standard_streams_are_no_crash(pinned, tmp_path):
 
 
 # -- what cannot be run
-
-
 def test_usage_errors_are_2(pinned, pair):
     for more, words in (
         (["-p", "a", "-f", "b"], "not with both"),
@@ -235,3 +240,523 @@ def test_a_statistics_file_has_the_permissions_that_the_user_gives_new_files(tmp
     finally:
         os.umask(old)
     assert (tmp_path / "s.json").stat().st_mode & 0o777 == mode
+
+
+def _stats(**more) -> Stats:
+    stats = Stats(mode="speculative", device="CPU", **more)
+    for _ in range(9):
+        stats.add_step(1, 0, False)
+    stats.emitted += 1
+    stats.seconds["decode"] = 2.0
+    return stats
+
+
+def test_speculation_that_never_drafted_is_not_called_speculative():
+    """Width control may take plain steps throughout: their speed is not that of speculation."""
+    assert "decoded plainly at 4.5 tok/s" in footer(_stats(), 100.0) and "speedup" not in footer(_stats(), 100.0)
+
+
+def test_the_speed_of_this_text_is_told_from_plain_decoding_in_general():
+    """It said "plain 10.0 tok/s (calibrated) | plain 4.5 tok/s"."""
+    stats = _stats()
+    stats.mode = "plain"
+    assert "plain 10.0 tok/s (calibrated) | decoded plainly at 4.5 tok/s" in footer(stats, 100.0)
+
+
+def test_no_step_has_no_widths():
+    """`-n 0` said "steps: ; plain decoding: 3024 tok/s expected"."""
+    assert "steps:" not in footer(Stats(mode="speculative", device="CPU", width_reason="plain decoding: 3 tok/s expected"), None)
+
+
+def test_a_drafter_that_will_not_draft_is_called_idle():
+    """It said "width chosen from 1" where no block width pays."""
+    memory = {"weights": 1, "kv": 1, "compute": 1}
+    lines = {
+        widths: configuration_line(Configuration("t", "d", None, "CPU", 1, 16, widths, 256, "", "f16", "ggml", memory, ()), None)
+        for widths in ((1,), (1, 2), ())
+    }
+    assert "on CPU (1 thread, kernels: ggml) | drafter d unused (no block width is faster" in lines[1,]
+    told = configuration_line(Configuration("t", "d", None, "CPU", 1, 16, (1, 2), 256, "", "f16", "ggml", memory, ()), "reference")
+    assert "the text is that of --draft-width 16" in told  # and not that of a width chosen while running
+    assert "drafter d, width chosen from 1/2" in lines[1, 2] and "drafter d, width 16" in lines[()]
+
+
+def test_a_busy_machine_is_named():
+    """Two threads on two busy cores decode at a seventieth of the speed; without a word the model or the engine would be blamed."""
+    busy = footer(_stats(waited_s=1.5, most_threads=2), None)
+    assert "other work had the processor for 1.5 of 2.0 s" in busy and "-t 2 keeps all threads" in busy and "leave -t out" in busy
+    follows = _stats(waited_s=0.0, most_threads=2, threads_follow=True, threads=Counter({2: 3, 1: 6}), contended_s=1.2)
+    assert "threads gave way to it, and come back when it ends: 3 steps by 2 threads, 6 steps by 1 thread" in (
+        busy := footer(follows, None)
+    )
+    assert "other work had the processor, so" in busy and "-t" not in busy
+    moment = _stats(waited_s=0.02)
+    moment.seconds["decode"] = 0.03
+    assert "other work" not in footer(moment, None)  # it said "for 0.0 of 0.0 s"
+    for idle in (0.02, 0.0, None):
+        assert "other work" not in footer(
+            _stats(waited_s=idle, contended_s=0.1, threads=Counter({2: 9}), most_threads=2, threads_follow=True), None
+        )
+
+
+def _drafted(**more) -> Stats:
+    drafted = Stats(mode="speculative", device="CPU", width_reason="width 4: 900 tok/s expected, plain decoding would give 800", **more)
+    drafted.add_step(4, 3, True)
+    drafted.seconds["decode"] = 1.0
+    return drafted
+
+
+def test_a_speedup_over_a_busy_moment_is_not_claimed():
+    assert "plain 2.0 tok/s (calibrated)" in (line := footer(_drafted(), 500.0)) and "speedup 1.50x" in line
+    for line in (footer(_drafted(), 500.0, True), footer(_drafted(contended_s=0.5), 500.0)):
+        assert "plain 2.0" not in line and "speedup" not in line and "expected" not in line
+        assert "no speed of plain decoding to compare with: other work had the processor" in line
+
+
+def test_no_speed_is_printed_that_the_same_run_contradicts():
+    """It said "plain 0.4 tok/s (measured on a busy processor) | decoded plainly at 109.0 tok/s"."""
+    plainly = _stats()
+    for _ in range(40):
+        plainly.add_time(1, 10_000_000, 2, True)
+    assert plainly.plain_ms == pytest.approx(10) and plainly.threads == {2: 40}
+    for ms, shown in ((11.0, True), (9.0, True), (2500.0, False), (4.0, False)):
+        line = footer(plainly, ms)
+        assert (f"plain {1000 / ms:.1f} tok/s" in line) == shown and "decoded plainly at 4.5 tok/s" in line
+        assert ("no speed of plain decoding to compare with" in line) != shown
+    drafted = _drafted()
+    for n in range(60):
+        drafted.add_time(1 if n % 10 else 4, 10_000_000, 2, True)
+    assert "speedup" in footer(drafted, 10.0) and "speedup" not in footer(drafted, 30.0)
+
+
+def test_few_plain_steps_say_nothing_of_what_they_take():
+    stats = _stats()
+    for _ in range(5):
+        for rows in (4, 1, 1, 1, 1):  # the first ones after a block find caches cold
+            stats.add_time(rows, 90_000_000, 2, True)
+    assert stats.plain_ms is None and "plain 100.0 tok/s" in footer(stats, 10.0)
+
+
+N = ["-p", PROMPT, "-n", 30]
+
+
+def test_a_seed_gives_its_text_again_in_both_modes(pinned):
+    options = ["--temp", 1.2, "--seed", 5, "--repeat-penalty", 1.1]
+    first, again, plain = (pyspec("run", *pinned, *N, *options, *more) for more in ([], [], ["--reference-shape"]))
+    assert first.returncode == 0 and first.stdout == again.stdout == plain.stdout
+    assert "temperature 1.2" in first.stderr.splitlines()[0] and "--seed 5" in first.stderr
+    assert pyspec("run", *pinned, *N, "--temp", 1.2, "-s", 6, "-q").stdout != first.stdout
+
+
+def test_without_options_it_is_greedy_and_temperature_0_is_the_same(pinned, text):
+    done = pyspec("run", *pinned, *N, "--temp", 0)
+    assert text.startswith(done.stdout.decode()) and "| greedy |" in done.stderr and "--seed" not in done.stderr
+
+
+def test_one_sampling_option_brings_llama_cpps_defaults_and_says_so(pinned, tmp_path):
+    done = pyspec("run", *pinned, *N, "--top-k", 7, "--stats", tmp_path / "s.json")
+    assert "top-k 7, top-p 0.95, min-p 0.05, temperature 0.8" in done.stderr.splitlines()[0]
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert f"--seed {stats['seed']}" in done.stderr and "top-k 7" in stats["sampling"]
+
+
+def test_log_probabilities_of_every_token(pinned, tmp_path):
+    done = pyspec("run", *pinned, *N, "--temp", 0, "--logprobs", tmp_path / "p.jsonl", "--n-probs", 2)
+    lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert done.returncode == 0 and len(lines) == 30
+    assert all(line["top"][0]["token"] == line["token"] and len(line["top"]) == 2 and line["logprob"] <= 0 for line in lines)
+    missing = pyspec("run", *pinned, *N, "-q", "--logprobs", "/dev/full")
+    assert missing.returncode == 1 and missing.stdout and "log probabilities cannot be written" in missing.stderr
+
+
+def test_bias_grammar_and_schema(tmp_path):
+    demo = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-c", 512, "-q", "-p", "x = "]
+    (tmp_path / "g").write_text('root ::= "[" [0-9]{3,3} "]"')
+    assert pyspec("run", *demo, "--grammar-file", tmp_path / "g").stdout.decode().strip("[]").isdigit()
+    assert json.loads(pyspec("run", *demo, "-j", '{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}').stdout)
+    assert re.fullmatch(r"[a-c]{2}-\d", pyspec("run", *demo, "--regex", r"[a-c]{2}-\d").stdout.decode())
+    (tmp_path / "l").write_text('start: "<" %json {"type": "integer", "minimum": 4, "maximum": 9} ">"')
+    assert pyspec("run", *demo, "--lark-file", tmp_path / "l").stdout.decode().strip("<>") in set("456789")
+    plain, biased = (pyspec("run", *demo, "-n", 8, *more).stdout for more in ([], ["-l", "319-inf", "--logit-bias", "15+20.5"]))
+    assert plain != biased
+
+
+def test_what_a_constraint_did_is_in_the_footer():
+    demo = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-c", 512, "-p", "x = ", "-j", '{"enum": [{"a_rather_long_name": 1}]}']
+    whole, cut = pyspec("run", *demo, "-n", 40), pyspec("run", *demo, "-n", 4)
+    assert json.loads(whole.stdout) == {"a_rather_long_name": 1}
+    assert "ended by: end\n" in whole.stderr and "forced by the constraint: " in whole.stderr
+    assert "ended by: length (cut: not complete)" in cut.stderr
+
+
+def test_what_the_file_recommends_counts_where_nothing_was_asked_for(pair, pinned, tmp_path):
+    model = Model(pair[0])
+    model.keys |= {f"general.sampling.{key}": value for key, value in {"temp": (F32, 0.5), "top_k": (I32, 7), "mirostat": (I32, 2)}.items()}
+    options = ["-m", model.write(tmp_path / "t.gguf"), *pinned[2:], *N[:2], "-n", 6]
+    greedy, sampled, asked = (pyspec("run", *options, *more) for more in ([], ["-s", 1], ["-s", 1, "--temp", 0.5, "--top-k", 9, "-q"]))
+    assert (
+        "| greedy |" in greedy.stderr
+        and "note: t.gguf recommends top-k 7, top-p 0.95, min-p 0.05, temperature 0.5; this is greedy" in greedy.stderr
+    )
+    assert (
+        "| top-k 7, top-p 0.95, min-p 0.05, temperature 0.5 |" in sampled.stderr
+        and "note: t.gguf recommends mirostat 2, which is not" in sampled.stderr
+    )
+    same = pyspec("run", *pinned, *N[:2], "-n", 6, "-q", "-s", 1, "--temp", 0.5, "--top-k", 9)
+    assert asked.stdout == same.stdout and asked.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--grammar", "root ::= ("], ["grammar is wrong"]), (["-j", "{"], ["no JSON"]), (["-l", "999999+1"], ["token 999999"]),
+        (["--grammar-file", "/nowhere"], ["/nowhere"]), (["-j", '{"not": {}}'], ["'not'"]), (["--regex", "("], ["regular expression"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_sampled_is_one_sentence(pinned, options, words):
+    one_sentence(pyspec("run", *pinned, *N, "-q", *options), *words)
+
+
+def test_usage(pinned):
+    for options, words in (
+        (["-l", "5*2"], "5*2"),
+        (["--grammar", "a", "--grammar-file", "b"], "not both"),
+        (["--mirostat", 2], "--mirostat"),
+        (["-s", -2], "-2"),
+    ):
+        done = pyspec("run", *pinned, *N, *options)
+        assert done.returncode == 2 and words in done.stderr
+
+
+COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3|4|9|10)\d(?:;\d+)*m")
+
+
+def on_a_terminal(*args, **env) -> tuple[bytes, str]:
+    """(stdout through a pipe, stderr as a terminal receives it)"""
+    master, slave = os.openpty()
+    process = start(*args, stderr=slave, env=environment(**{"TERM": "xterm", **env}))
+    os.close(slave)
+    out, seen = process.stdout.read(), b""
+    try:
+        while data := os.read(master, 65536):
+            seen += data
+    except OSError:  # the other end is closed
+        pass
+    os.close(master)
+    assert process.wait(60) == 0, seen
+    return out, seen.decode()
+
+
+@pytest.mark.slow
+def test_a_bar_while_loading_and_none_while_text_streams(pinned, text):
+    out, seen = on_a_terminal("run", *pinned, "-p", PROMPT, "-n", 40)
+    assert out.decode() == text
+    assert "weights" in seen and "prefill" in seen and COLOUR.search(seen)
+    assert seen.count("\x1b[?25h") >= seen.count("\x1b[?25l") > 0  # the cursor is shown again
+    assert "\x1b" not in seen[seen.index(" tok/s") :]
+
+
+def test_no_color(pinned):
+    _, seen = on_a_terminal("run", *pinned, "-p", PROMPT, "-n", 3, NO_COLOR="1")
+    assert "weights" in seen and not COLOUR.search(seen)
+
+
+def test_a_dumb_terminal_gets_plain_lines(pinned):
+    _, seen = on_a_terminal("run", *pinned, "-p", PROMPT, "-n", 3, TERM="dumb")
+    assert "\x1b" not in seen and "configuration: " in seen
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["devices"]])
+def test_other_commands_write_no_escapes(pair, command):
+    out, seen = on_a_terminal(*command, *([pair[0]] if command == ["inspect"] else []))
+    assert b"\x1b" not in out and "\x1b" not in seen
+
+
+SHARED = "def quicksort(items):\n    pivot = items[0]\n" * 6
+
+
+@pytest.fixture
+def run(pinned, tmp_path):
+    def run(suffix, *more):
+        done = pyspec("run", *pinned, "-c", 512, "-ub", 32, "-n", 12, "-p", SHARED + suffix, "--stats", tmp_path / "s.json", *more)
+        assert done.returncode == 0, done.stderr
+        return done, json.loads((tmp_path / "s.json").read_text())
+
+    return run
+
+
+def test_the_second_run_reuses_the_first(run, tmp_path):
+    folder = tmp_path / "made" / "on the way"
+    (first, a), (second, b), (without, c) = (
+        run("return 1", "--prefix-cache", folder),
+        run("yield 2", "--prefix-cache", folder),
+        run("yield 2"),
+    )
+    assert a["reused_tokens"] == c["reused_tokens"] == 0 < b["reused_tokens"] < b["prompt_tokens"] == c["prompt_tokens"]
+    assert b["reused_tokens"] > 200 and b["reused_from"]["disk"] == b["reused_tokens"] // 32
+    assert f"{b['reused_tokens']} of them from the prefix cache" in second.stderr and "prefix cache" not in first.stderr
+    assert second.stdout == without.stdout
+    assert [b[k] for k in ("drafted", "matched_at", "steps")] == [c[k] for k in ("drafted", "matched_at", "steps")] and b["drafted"] > 0
+
+
+def test_a_damaged_folder_costs_a_sentence(run, tmp_path):
+    folder = tmp_path / "cache"
+    want, _ = run("return 1", "--prefix-cache", folder)
+    for path in folder.iterdir():
+        os.truncate(path, 5000)
+    done, stats = run("return 1", "--prefix-cache", folder)
+    assert done.stdout == want.stdout and stats["reused_tokens"] == 0
+    assert stats["notes"] and "cut short" in stats["notes"][0] and f"note: {stats['notes'][0]}" in done.stderr
+    done, stats = run("return 1", "--prefix-cache", folder)  # what was refused has been written again
+    assert done.stdout == want.stdout and stats["reused_tokens"] > 0 and not stats["notes"]
+
+
+def test_a_folder_made_for_something_else_is_said(run, tmp_path):
+    folder = tmp_path / "cache"
+    run("return 1", "--prefix-cache", folder)
+    done, stats = run("return 1", "--prefix-cache", folder, "-ub", 64)
+    assert "was made for this model and layout ('chunk: 32' there, 'chunk: 64' here)" in done.stderr and stats["reused_tokens"] == 0
+
+
+def test_the_disk_limit_is_kept(run, tmp_path):
+    run("return 1", "--prefix-cache", tmp_path / "cache", "--prefix-disk", 0)
+    assert not os.listdir(tmp_path / "cache")
+
+
+def test_limits_of_a_cache_that_is_not_there_are_refused(pinned):
+    """They were dropped without a word."""
+    for option in ("--prefix-disk", "--prefix-memory"):
+        done = pyspec("run", *pinned, "-q", "-p", "x", "-n", 1, option, 100)
+        assert done.returncode == 2 and f"{option} is a limit of the prefix cache" in done.stderr
+    assert pyspec("run", *pinned, "-q", "-p", "x", "-n", 1, "--cache-ram", 0).returncode == 0
+
+
+def test_a_folder_that_cannot_be_made(pinned, tmp_path):
+    done = pyspec("run", *pinned, "-q", "-p", "x", "--prefix-cache", "")
+    assert done.returncode == 2 and "the name that --prefix-cache gives is empty" in done.stderr  # it was the current folder
+    (tmp_path / "file").write_text("")
+    one_sentence(pyspec("run", *pinned, "-q", "-p", "x", "--prefix-cache", tmp_path / "file"), "prefix cache", "cannot be opened")
+
+
+CPU = ("--device", "CPU", "-t", 1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_qwen35moe(tmp_path_factory.mktemp("experts") / "t.gguf", quant="Q8_0")
+
+
+def test_profile_then_run_with_it(model, tmp_path):
+    text, stats = tmp_path / "text.txt", tmp_path / "stats.json"
+    text.write_text("Which experts does this text need? " * 40)
+    done = pyspec("experts", "profile", "-m", model, "-f", text, *CPU)
+    assert done.returncode == 0 and "| 0.5 | " in done.stdout.decode() and f"{model}.experts.json" in done.stderr
+    run = ("run", "-m", model, "-p", "Which experts", "-n", 12, "--ignore-eos", "-c", 128, *CPU)
+    plain = pyspec(*run)
+    for more in (("--expert-residency", 0.5), ("--cpu-moe",), ("--n-cpu-moe", 1, "--expert-residency", 0.5)):
+        done = pyspec(*run, *more, "--stats", stats)
+        assert done.returncode == 0 and done.stdout == plain.stdout
+        assert "in host memory" in done.stderr and "% of" in done.stderr
+        seen = json.loads(stats.read_text())
+        assert seen["expert_hit_rate"] == seen["experts"]["hits"] / seen["experts"]["chosen"]
+        assert (seen["expert_hit_rate"] == 0) == (more == ("--cpu-moe",))
+
+
+def test_residency_without_a_profile_says_how_to_make_one(tmp_path):
+    model = write_qwen35moe(tmp_path / "t.gguf")
+    one_sentence(pyspec("run", "-m", model, "-p", "x", "--expert-residency", 0.5, *CPU), "no routing profile", "pyspec experts profile")
+
+
+def test_prompts_with_copies_are_off_measured_or_from_a_number_of_rows_on():
+    asked = OffloadRows()
+    assert [asked.convert(text, None, None) for text in ("off", "auto", "128")] == [None, "auto", 128]
+    for text, words in (("maybe", "neither auto nor off, nor a number of rows"), ("0", "not in the range"), ("-1", "neither auto nor off")):
+        with pytest.raises(click.BadParameter, match=words):
+            asked.convert(text, None, None)
+
+
+@pytest.mark.parametrize("options", [("--expert-profile", "x.json"), ("--cpu-moe", "--n-cpu-moe", 1), ("--expert-residency", 2)])
+def test_contradictions_are_usage_errors(model, options):
+    assert pyspec("run", "-m", model, "-p", "x", *options, *CPU).returncode == 2
+
+
+def test_experts_of_a_dense_model_and_texts_that_are_too_short(model, pair, tmp_path):
+    one_sentence(pyspec("run", "-m", pair[0], "-p", "x", "--cpu-moe", *CPU), "no routed experts")
+    (tmp_path / "t.txt").write_text("short")
+    one_sentence(pyspec("experts", "profile", "-m", model, "-f", tmp_path / "t.txt", "-o", tmp_path / "p.json", *CPU), "too few")
+    assert not (tmp_path / "p.json").exists()
+    one_sentence(pyspec("experts", "profile", "-m", model, "-f", tmp_path / "none.txt", *CPU), "none.txt")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+KILL = "import os, signal\nctrl_c = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+
+
+def run_patched(patch: str, *args):
+    """`pyspec run` in an interpreter where ``patch`` has put Ctrl-C at an exact place."""
+    script = KILL + patch + "\nfrom pyggml_spec.cli import main\nmain()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "run", *map(str, args)],
+        capture_output=True, text=True, env=environment(), timeout=120, stdin=subprocess.DEVNULL, preexec_fn=default_interrupt,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_during_decoding(pinned, text, tmp_path):
+    process = start("run", *pinned, "-p", PROMPT, "--ignore-eos", "-c", 4096, "--stats", tmp_path / "s.json")
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=60)
+    shown, err = (first + rest).decode(), err.decode()
+    assert process.returncode == 130 and "Traceback" not in err
+    assert shown.startswith(text) or text.startswith(shown)
+    assert "ended by: interrupt" in err
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert stats["stop_reason"] == "interrupt" and stats["emitted"] == 1 + stats["steps"] + stats["matched"] < 4096
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["draft-mtp", "draft-dflash,draft-mtp"])
+def test_during_decoding_by_chains(spec, tmp_path):
+    """The embedded target's MTP layer, alone and alongside the block drafter: the text so far is the plain one, and who drafted what is counted."""
+    args = ["-p", PROMPT, "--ignore-eos", "-c", 2048, "-t", 1, "--device", "CPU"]
+    plain = start("run", *args, "--spec-type", "none", "-n", 64).communicate(timeout=60)[0].decode()
+    process = start("run", *args, "--spec-type", spec, "--stats", tmp_path / "s.json")
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=60)
+    shown, err = (first + rest).decode(), err.decode()
+    assert process.returncode == 130 and "Traceback" not in err and "ended by: interrupt" in err
+    assert shown.rstrip("\n").startswith(plain.rstrip("\n")) or plain.startswith(shown.rstrip("\n"))
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert stats["stop_reason"] == "interrupt" and stats["emitted"] == 1 + stats["steps"] + stats["matched"] < 2048
+    assert set(stats["drafters"]) <= set(spec.split(","))
+
+
+@pytest.mark.slow
+def test_during_prefill(pinned, tmp_path):
+    patch = """if True:
+        from pyggml_spec.engine.runner import ModelRunner
+        step = ModelRunner.forward
+        def slow(self, work, meanwhile=None):
+            ctrl_c()
+            return step(self, work, meanwhile)
+        ModelRunner.forward = slow
+    """
+    done = run_patched(patch, *pinned, "-p", "x" * 1200, "-n", 5, "--stats", tmp_path / "s.json")
+    assert (done.returncode, done.stdout) == (130, "") and "ended by: interrupt" in done.stderr
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert (stats["stop_reason"], stats["emitted"], stats["computes"]) == ("interrupt", 0, 1)  # one chunk of three
+
+
+@pytest.mark.slow
+def test_while_the_command_line_is_imported(monkeypatch):
+    """The first 0.1 s of every command: a traceback of some module of the standard library."""
+
+    class Interrupted:
+        def find_spec(self, name, *_):
+            if name == "pyggml_spec.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "pyggml_spec.cli", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as end:
+        program()
+    assert end.value.code == 130
+
+
+@pytest.mark.slow
+def test_both_names_of_the_program_are_one():
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["pyspec"] == "pyggml_spec.__main__:main"
+
+
+@pytest.mark.slow
+def test_while_weights_are_loaded(pinned):
+    patch = """if True:
+        from pyggml_spec.models.weights import Weights
+        upload = Weights.upload
+        def slow(self, *args, **kwargs):
+            ctrl_c()
+            return upload(self, *args, **kwargs)
+        Weights.upload = slow
+    """
+    done = run_patched(patch, *pinned, "-p", PROMPT)
+    assert (done.returncode, done.stdout) == (130, "") and not done.stderr.strip()
+
+
+@pytest.mark.slow
+def test_while_a_tensor_is_copied(pinned):
+    """Its bytes in the file were still held when they were given back: a BufferError in place of the interrupt."""
+    patch = """if True:
+        from pyggml_spec.models import weights
+        class Copying:
+            def __getattr__(self, name):
+                return getattr(real, name)
+            def ggml_backend_tensor_set(self, *args):
+                ctrl_c()
+        real, weights.lib = weights.lib, Copying()
+    """
+    done = run_patched(patch, *pinned, "-p", PROMPT)
+    assert (done.returncode, done.stdout) == (130, "") and not done.stderr.strip()
+
+
+@pytest.mark.slow
+def test_while_llama_cpp_reads_the_vocabulary(pinned):
+    """Its log went to a Python function: Ctrl-C was raised in there, ctypes dropped it, and the run went on."""
+    patch = """if True:
+        import threading, time
+        from pyggml_spec.text import tokenizer
+        class Slow:
+            def __getattr__(self, name):
+                return getattr(real, name)
+            def llama_model_load_from_file(self, *args):
+                def later():
+                    time.sleep(0.003)
+                    ctrl_c()
+                threading.Thread(target=later).start()
+                for _ in range(20):  # long enough for it
+                    model = real.llama_model_load_from_file(*args)
+                return model
+        real, tokenizer.lib = tokenizer.lib, Slow()
+    """
+    done = run_patched(patch, *pinned, "-p", PROMPT)
+    assert (done.returncode, done.stdout) == (130, "") and not done.stderr.strip()
+
+
+@pytest.mark.slow
+def test_a_second_one_does_not_wait_for_the_step(pinned, text, tmp_path):
+    patch = """if True:
+        from pyggml_spec.engine.runner import ModelRunner
+        step, count = ModelRunner.forward, 0
+        def slow(self, *args):
+            global count
+            count += 1
+            if count == 6:  # one is the prompt's
+                ctrl_c()
+                ctrl_c()
+            return step(self, *args)
+        ModelRunner.forward = slow
+    """
+    done = run_patched(patch, *pinned, "-p", PROMPT, "-n", 40, "-q", "--stats", tmp_path / "s.json")
+    assert done.returncode == 130 and done.stdout and text.startswith(done.stdout)
+    stats = json.loads((tmp_path / "s.json").read_text())
+    assert stats["steps"] == 4 and stats["computes"] >= 5
+
+
+@pytest.mark.slow
+def test_one_after_the_text_is_complete_changes_nothing(pinned, text):
+    """While the footer's plain speed is measured: the text is whole, so the run succeeded."""
+    patch = """if True:
+        from pyggml_spec.api import Session
+        calibrate = Session.calibrate_plain
+        def slow(self, *args):
+            ctrl_c()
+            return calibrate(self, *args)
+        Session.calibrate_plain = slow
+    """
+    done = run_patched(patch, *pinned, "-p", PROMPT, "-n", 40)
+    assert (done.returncode, done.stdout) == (0, text) and "ended by: length" in done.stderr

@@ -1,24 +1,38 @@
 """What is wrong in the options alone is said before a model is loaded, as usage (2), in the names of the options; nothing asked for is dropped in silence."""
 
+import ast
 import json
 import math
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
+from chat_model import with_control_tokens
+from cli.conftest import PROMPT
+from cli.process import one_sentence, pyspec
 from random_gguf.archs import write_qwen3
+from random_gguf.model import Shape, write_dflash
 
-from pyggml_spec.cli.main import main
+import pyggml_spec as ps
+from pyggml_spec.cli.foreign import KNOWN, options_of, resolve
+from pyggml_spec.cli.llama_cpp import _place_layers
+from pyggml_spec.cli.main import cli, main
+from pyggml_spec.cli.names import in_options
 from pyggml_spec.cli.run import check_place, write_stats
 from pyggml_spec.cli.tables import json_line
 from pyggml_spec.engine.stats import Stats
-from pyggml_spec.errors import PyspecError
+from pyggml_spec.errors import ContextError, PyspecError
+from pyggml_spec.ggml.device import pick_device
+from pyggml_spec.loading import DEMO_TARGET
 
 CPU = ["--device", "CPU", "-t", "1"]
 
 
 @pytest.fixture
-def said(capsys, monkeypatch):
+def said(capsys):
     """What a command writes to stderr, and its exit code: in this process."""
 
     def run(*args) -> tuple[int, str]:
@@ -189,3 +203,307 @@ def test_statistics_in_a_file_have_no_nan(tmp_path):
     text = (tmp_path / "s.json").read_text()
     assert json.loads(text, parse_constant=pytest.fail)["seconds"] == {"load": None, "prefill": None, "decode": 1.0}
     assert text.startswith('{\n "mode"')  # a line for each
+
+
+def run(target, draft=None, *more):
+    drafter = ["-md", draft] if draft is not None else []
+    return pyspec("run", "-m", target, *drafter, "--device", "CPU", "-t", 1, "-p", "a", "-n", 2, *more)
+
+
+def test_missing_files(pair, tmp_path):
+    one_sentence(run(tmp_path / "none.gguf"), "none.gguf does not exist")
+    one_sentence(run(pair[0], tmp_path / "none.gguf"), "none.gguf does not exist")
+    done = pyspec("run", "-m", pair[0], "-f", tmp_path / "none.txt")
+    one_sentence(done, "none.txt", "No such file")
+
+
+def test_files_that_are_no_gguf(tmp_path):
+    (tmp_path / "x").write_bytes(b"PK\3\4 not a model")
+    one_sentence(run(tmp_path / "x"), "not a GGUF")
+    one_sentence(run(tmp_path), "not a file")
+
+
+@pytest.mark.parametrize("part", [3, 20, 0.01, 0.5, -1])
+def test_truncated_files(pair, tmp_path, part):
+    data = pair[0].read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[: part if isinstance(part, int) else int(part * len(data))])
+    one_sentence(run(tmp_path / "cut.gguf"), "cut.gguf")
+
+
+def test_drafter_and_target_exchanged(pair):
+    one_sentence(run(pair[1]), "is a drafter", "-md")
+    one_sentence(run(pair[0], pair[0]), "is a target model")
+
+
+OTHERS = [
+    ({"n_vocab": 300}, ["target.gguf has 320 tokens", "other.gguf has 300"]),
+    ({"n_embd": 128}, ["128", "256"]),
+    ({"target_layers": (1, 2, 99)}, ["layer 99", "layers 0 to 3"]),
+]
+
+
+@pytest.mark.parametrize("shape, words", OTHERS)
+def test_a_drafter_for_another_target(pair, tmp_path, shape, words):
+    one_sentence(run(pair[0], write_dflash(tmp_path / "other.gguf", Shape(**shape))), "other.gguf cannot draft for target.gguf", *words)
+
+
+def test_options_that_do_not_fit_the_files(pair):
+    one_sentence(run(*pair, "--draft-width", 17), "17", "block of 16")
+    one_sentence(run(pair[0], None, "--draft-width", 4), "4", "-md")
+    one_sentence(pyspec("run", "-md", pair[1], "-p", "a"), "name it with -m")
+    one_sentence(pyspec("run", "-m", pair[0], "--device", "TPU7", "-p", "a"), "'TPU7'", "CPU")
+
+
+LISTED = [line.split() for line in (Path(__file__).parent / "llama_cpp_options.txt").read_text().splitlines() if not line.startswith("#")]
+
+
+OFFERED = {"cli": ("run", "chat"), "server": ("serve",)}
+
+
+VALUES = {"--spec-type": "suffix", "--host": "127.0.0.1", "--logit-bias": "5+1", "-l": "5+1"}
+
+
+COMMANDS = {name: cli.get_command(click.Context(cli), name) for name in cli.names}
+
+
+@pytest.mark.parametrize("tools, count, names", [(tools, int(count), names) for tools, count, *names in LISTED], ids=lambda v: str(v)[:40])
+def test_every_option_of_llama_cpp_is_taken_or_answered(capsys, tools, count, names):
+    """Each with its values: none may read as another option, and none ends in `No such option` alone."""
+    for command in {one for tool in tools.split(",") for one in OFFERED[tool]}:
+        ctx = click.Context(COMMANDS[command], info_name=command, help_option_names=["-h", "--help"])
+        for name in names:
+            try:
+                left = resolve(ctx, [name, *["1"] * count, "-m", "x.gguf"])
+            except click.UsageError as error:
+                assert re.search(r"llama\.cpp option: .{20}|`pyspec \w+` has it", error.message), error.message
+                continue
+            assert left[-2:] == ["-m", "x.gguf"]
+            note = capsys.readouterr().err
+            assert left[:-2] or name == "--slots" or (name in KNOWN and (not KNOWN[name].text or KNOWN[name].text in note)), (command, name)
+
+
+def test_what_is_refused_says_what_to_use_instead():
+    for name, one in KNOWN.items():
+        assert not one.refused or len(one.text) > 20, name
+        for words in re.findall(r"pyspec (\w+)", one.text):
+            assert words in cli.names or words == "pyspec", one.text
+        own = {option for command in COMMANDS.values() for option in options_of(command)} | {"--help", "--version"}
+        assert not set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", re.sub(r"`hf [^`]*`", "", one.text))) - own, one.text
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["run", "--temprature", "1"], "no such option: --temprature; did you mean --temp"),
+        (["run", "-temp", "0.5"], "did you mean --temp"),
+        (["run", "--promt", "a"], "did you mean --prompt"),
+        (["chat", "--sytem-prompt", "a"], "did you mean --system-prompt"),
+        (["serve", "--prot", "80"], "did you mean --port"),
+        (["doctor", "--devise", "CPU"], "did you mean --device"),
+        (["compare", "--logit", "x.gguf"], "did you mean --logits"),
+        (["run", "--port", "80"], "`pyspec serve` has it"),
+        (["run", "--qqqq"], "`pyspec run --help` lists the options"),
+        (["rnu"], "there is no command 'rnu'; did you mean run?"),
+        (["sever"], "did you mean serve?"),
+        (["llama-server"], "use `pyspec serve`"),
+        (["qqqq"], "`pyspec --help` lists them"),
+        (["model.gguf"], "pyspec run -m model.gguf"),
+        (["run", "--kernels", "gmml"], "did you mean ggml?"),
+        (["run", "-ctk", "q8"], "did you mean q8_0?"),
+        (["run", "--mode", "spekulative"], "did you mean speculative?"),
+        (["run", "-p", "a", "--spec-type", "draft-dflahs"], "did you mean draft-dflash?"),
+        (["run", "-p", "a", "--samplers", "topk"], "did you mean top_k?"),
+        (["run", "-p", "a", "--device", "CPPU"], "did you mean CPU?"),
+    ],
+)
+def test_what_was_perhaps_meant(said, args, words):
+    code, text = said(*args)
+    assert code in (1, 2) and words in text, text
+
+
+def test_values_that_look_like_options_are_values():
+    """`-p -cnv` asks about an option, -n -1 sets no limit, -n20 is -n 20."""
+    ctx = click.Context(COMMANDS["run"], info_name="run")
+    for args in (["-p", "--mlock", "-n", "-1"], ["-n20"], ["--prompt=-b", "-t4"], ["--", "--mlock"], ["-fa", "on", "-p", "a"]):
+        assert resolve(ctx, args) == args
+    assert resolve(ctx, ["-fa", "-p", "a"]) == ["-fa", "on", "-p", "a"]
+    assert resolve(click.Context(COMMANDS["serve"]), ["--slots", "--metrics"]) == ["--metrics"]
+
+
+MODEL = ["--device", "CPU", "-t", "1", "-c", "256", "-n", "4"]
+
+
+@pytest.fixture
+def instruct(tmp_path):
+    """A model file with a chat template."""
+    return with_control_tokens(write_qwen3(tmp_path / "plain.gguf"), tmp_path / "chat.gguf")
+
+
+def test_run_on_a_model_that_chats_says_how(said, instruct):
+    code, text = said("run", "-m", instruct, *MODEL, "-p", "hello")
+    assert code == 0 and "continued as raw text" in text and "`pyspec chat`" in text and "-cnv" in text
+    code, text = said("run", "-m", instruct, *MODEL, "-no-cnv", "-p", "hello")
+    assert code == 0 and "raw text" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [["-cnv", "-st"], ["-sys", "Be brief.", "-st"], ["-st"]])
+def test_a_conversation_of_llama_cli_is_a_chat(said, instruct, how):
+    code, text = said("run", "-m", instruct, *MODEL, *how, "--n-predict", 3, "-p", "hello", "--mlock", "--no-mmap", "-b", 512, "-e")
+    assert code == 0 and "`pyspec chat` runs" in text and "chat: " in text and "prompt " in text and "--mlock has no effect here" in text, (
+        text
+    )
+
+
+@pytest.mark.slow
+def test_escapes_are_read_where_that_is_asked_for(said):
+    from pyggml_spec.cli.options import unescaped
+
+    assert unescaped(r"a\n\t\\n\x41\q\"") == 'a\n\t\\nA\\q"'
+    code, text = said("run", *MODEL, "-e", "-p", r"def f():\n")
+    assert code == 0 and r'prompt: "def f():\n"' in text
+
+
+PASTED = ["-ngl", 99, "-ngld", "all", "-fa", "on", "--spec-type", "draft-dflash", "--spec-draft-n-max", 3]
+
+
+def test_a_pasted_line_is_the_same_run(pair, pinned):
+    files = ["-m", pair[0], "--spec-draft-model", pair[1]]
+    pasted = pyspec("run", *files, "-t", 1, "--device", "CPU", *PASTED, "-p", PROMPT, "-n", 20)
+    ours = pyspec("run", *pinned, "-p", PROMPT, "-n", 20)
+    assert pasted.returncode == 0 and pasted.stdout == ours.stdout and "width 4 " in pasted.stderr
+    assert pasted.stderr.splitlines()[0] == ours.stderr.splitlines()[0]
+
+
+def test_a_limit_of_drafts_that_no_block_reaches(pair):
+    """llama.cpp's number is a limit, ours a width: the one is cut to the block, the other refused."""
+    run = ["run", "-m", pair[0], "-md", pair[1], "-t", 1, "--device", "CPU", "-p", PROMPT, "-n", 2]
+    done, refused = pyspec(*run, "--spec-draft-n-max", 99), pyspec(*run, "--draft-width", 100)
+    assert done.returncode == 0 and "drafts are made where 99 may be" in done.stderr
+    assert refused.returncode == 1 and "wider than the block" in refused.stderr
+
+
+def test_a_limit_of_drafts_where_nothing_drafts(pair):
+    """A command line with the limit and without a drafter was told that a draft width needs one."""
+    run = ["run", "-m", pair[0], "-t", 1, "--device", "CPU", "-p", PROMPT, "-n", 4]
+    for more in ([], ["--spec-type", "none"]):
+        assert pyspec(*run, *more, "--draft-max", 8).returncode == 0
+
+
+def test_no_layers_on_the_device_is_the_cpu(pair):
+    done = pyspec("run", "-m", pair[0], "-t", 1, "-ngl", 0, "-p", PROMPT, "-n", 2)
+    assert done.returncode == 0 and " on CPU " in done.stderr
+
+
+def test_some_layers_only_where_everything_is_on_the_cpu_anyway(pair):
+    done = pyspec("run", "-m", pair[0], "-t", 1, "-ngl", 2, "-p", PROMPT, "-n", 2)
+    assert done.returncode == 0 and " on CPU " in done.stderr
+
+
+@pytest.mark.parametrize("asked, shares", [(5, None), (4, [1, 3]), (2, [3, 1])])
+def test_fewer_layers_than_there_are_leave_the_first_to_the_cpu(pair, monkeypatch, asked, shares):
+    """The head counts as a layer, as in llama.cpp: 4 of 4 layers leave one to the CPU."""
+    gpu = replace(pick_device("CPU"), name="CUDA0", kind="gpu")
+    monkeypatch.setattr("pyggml_spec.cli.llama_cpp.pick_devices", lambda names: [gpu])
+    values = {"device": None}
+    _place_layers(asked, values, pair[0])
+    assert values == ({"device": None} if shares is None else {"device": "CPU,CUDA0", "tensor_split": shares})
+    with pytest.raises(PyspecError, match="-ngl 1 would leave 4 of 4 layers in host memory"):
+        _place_layers(1, values, pair[0])
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["-fa", "off"], "always flash attention"), (["--spec-type", "draft-simple"], "would be a second engine"), (["-ngl", "some"], "'some'"),
+        (["--spec-draft-n-max", 0], "x<=1023"), (["--spec-draft-n-max", 3, "--draft-width", 8], "contradict"), (["-ngl", 0, "--device", "CUDA0"], "contradict"),
+        (["-ngld", 0], "another device"), (["-sm", "row"], "whole layers are on one device"), (["-sm", "none", "--device", "CPU,CPU"], "contradict"),
+        (["-ts", "1,x"], "'1,x' is not a list of proportions"),
+    ],
+)  # fmt: skip
+def test_what_they_cannot_have(options, words):
+    done = pyspec("run", "-p", PROMPT, *options)
+    assert done.returncode == 2 and words in done.stderr and not done.stdout
+
+
+def test_they_are_not_in_the_help():
+    assert "-ngl" not in pyspec("run", "--help").stdout.decode()
+
+
+def test_positions_can_be_stretched(tmp_path):
+    run = ["run", "-m", write_qwen3(tmp_path / "t.gguf"), "-t", 1, "-p", PROMPT * 4, "-n", 24, "--ignore-eos"]
+    plain, same = pyspec(*run), pyspec(*run, "--rope-scaling", "linear", "--rope-scale", 1)
+    other = pyspec(*run, "--rope-scaling", "yarn", "--rope-scale", 16, "--yarn-orig-ctx", 64)
+    assert plain.returncode == same.returncode == other.returncode == 0
+    assert plain.stdout == same.stdout != other.stdout
+    twice = pyspec("run", "-p", PROMPT, "--rope-scale", 2, "--rope-freq-scale", 0.5)
+    assert twice.returncode == 2 and "say the same thing" in twice.stderr
+
+
+ROOT = DEMO_TARGET.parents[1]
+
+
+COMMAND = re.compile(r"(pyspec|pip|llama-gguf-split|gguf-set-metadata|nvidia-smi) [^;`]*")  # a whole command line to type, options and all
+
+
+def _commands(group=cli):
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        yield from _commands(command) if isinstance(command, click.Group) else [command]
+
+
+OPTIONS = {name for command in _commands() for param in command.params if isinstance(param, click.Option) for name in param.opts}
+
+
+def _texts(path):
+    """The string literals of a file, docstrings left out, with {} for what is filled in."""
+    tree = ast.parse(path.read_text("utf-8"))
+    described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node] if isinstance(node, ast.Constant) else []
+        if parts and id(node) not in described:
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) and isinstance(part.value, str) else "{}" for part in parts)
+
+
+@pytest.mark.parametrize("path", [p for p in sorted(ROOT.rglob("*.py")) if p.parts[len(ROOT.parts)] != "cli"], ids=lambda p: p.name)
+def test_no_sentence_of_the_library_names_an_option(path):
+    """A caller of ``load`` cannot pass -md."""
+    words = {word for text in _texts(path) if " " in text for word in re.findall(r"(?<![\w-])--?[a-z][\w-]*", COMMAND.sub("", text))}
+    assert not words & OPTIONS
+
+
+@pytest.mark.slow
+def test_an_argument_is_said_as_the_option_of_the_running_command():
+    run, convert = (next(c for c in _commands() if c.name == name) for name in ("run", "convert"))
+    assert (
+        in_options("raise `n_ctx`, or `draft_width`; `cache_type_k` and `nothing`", run) == "raise -c, or --draft-width; -ctk and `nothing`"
+    )
+    assert in_options("`replace` it; use `kind` bf16", convert) == "--force it; use --type bf16"
+    assert in_options("give it with `draft`") == "give it with -md"  # no command runs
+    with pytest.raises(ContextError, match="`n_ctx`"), ps.load(device="CPU", threads=1, n_ctx=64) as session:
+        session.generate([1] * 65)
+    one_sentence(pyspec("run", *CPU, "-q", "-c", 64, "-p", "x" * 65), "raise -c")
+
+
+@pytest.mark.slow
+def test_words_that_belong_to_no_option_get_a_hint():
+    for command, hint in (("run", "with -p"), ("chat", "piped in")):
+        done = pyspec(command, "Write a poem")
+        assert done.returncode == 2 and "unexpected argument 'Write a poem'" in done.stderr and hint in done.stderr
+
+
+@pytest.mark.slow
+def test_no_limit_and_the_trained_context_are_said_as_in_llama_cpp():
+    """-n -1 and -2: until the end token or the end of the context. -c 0: the context that the model was trained with."""
+    counts = []
+    for limit in ("-1", "-2", "300"):
+        done = pyspec("run", *CPU, "--mode", "plain", "-c", 64, "--ignore-eos", "-p", "def f(", "-n", limit)
+        counts.append(re.search(r"(\d+) tokens in .* steps", done.stderr)[1])
+        assert "ended by: context" in done.stderr
+    assert counts[0] == counts[1] == counts[2]
+    assert pyspec("run", *CPU, "-p", "a", "-n", "-3").returncode == 2
+    with ps.load(device="CPU", threads=1, n_ctx=0) as session:
+        trained = session.target.context_length
+        assert session.engine.options.n_ctx == trained
+    assert f"context {trained} " in pyspec("run", *CPU, "-p", "a", "-n", 1, "-c", 0).stderr

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import pyggml_spec as ps
 from pyggml_spec.doctor import examine_drafter
 from pyggml_spec.doctor.examine import Effort, Subject
 from pyggml_spec.doctor.precision import relative_error
 from pyggml_spec.doctor.probe import Measured
 from pyggml_spec.doctor.readings import better, gain
 from pyggml_spec.doctor.report import FAIL, FILES, FIT, OK, READING, WARN, Check, causes_only
-from pyggml_spec.doctor.running import loop_acceptance, other_work, pays, replay
+from pyggml_spec.doctor.running import loop_acceptance, other_work, pays, repeated_step, replay
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.ggml.cores import ThreadRule
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
@@ -125,3 +126,20 @@ def test_cap_of_no_file_is_not_applicable():
 
     drafter = SimpleNamespace(hp=SimpleNamespace(softcap=0.0))
     assert soft_cap(None, None, None, drafter, SimpleNamespace(softcap=0.0)).verdict == "n/a"
+
+
+def test_a_replay_that_computes_something_else_is_noticed(pair, monkeypatch):
+    """ggml-cuda's replays of gemma4 with shared K/V were wrong on one GPU from the third call of a graph on, and nothing said so."""
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        engine, prompt = session.engine, list(range(20))
+        check = repeated_step(engine, prompt)
+        assert check.verdict == OK and "replayed" not in check.found  # nothing is, on a CPU
+        honest, calls = engine.candidates, iter(range(1000))
+
+        def candidates(row):
+            ids, logits = honest(row)
+            return ids, logits + np.float32(1e-3) if next(calls) == 2 else logits
+
+        monkeypatch.setattr(engine, "candidates", candidates)
+        check = repeated_step(engine, prompt)
+        assert check.verdict == FAIL and check.data["width"] == 1 and "GGML_CUDA_PDL=0" in check.remedy

@@ -1,15 +1,20 @@
 """Drafted ids of every method equal llama.cpp's, block after block, whatever was accepted before."""
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from drafters.parity import LAST, UB, WRITE, assert_blocks_equal, both, disagreement, write_files
+from engine.helpers import reference as plain
+from engine.helpers import run
+from gguf_io.build import F32, STR, U32, Model
 from llama_oracle import LlamaEagle3
-from random_gguf.archs import WRITERS, write_gemma4, write_qwen3
+from random_gguf.archs import WRITERS, write_gemma4, write_laguna, write_llama, write_qwen3
 from random_gguf.dflash2 import write_dflash2
+from random_gguf.eagle3 import write_eagle3
 from random_gguf.model import Shape, write_dflash, write_qwen35
+from random_gguf.mtp import write_mtp_target
 
 import pyggml_spec as ps
 from pyggml_spec.cache.kv import NOWHERE
@@ -25,20 +30,29 @@ from pyggml_spec.engine.drafting import BorrowingDrafting
 from pyggml_spec.engine.graphs import most_nodes
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
-from pyggml_spec.errors import ModelError, PairError
+from pyggml_spec.errors import ModelError, PairError, PyspecError
 from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.step_io import StepFields, StepIO
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.loading import DEMO, DEMO_DRAFTER, DEMO_MTP, DEMO_TARGET
+from pyggml_spec.models.registry import open_drafter, open_target
 from pyggml_spec.text.tokenizer import Tokenizer
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan
 from pyggml_spec.tools.prompts import read_prompts
 
 FUNCTION = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+
+
 QUANTS = ("F32", "Q8_0", "Q4_K")
+
+
 PROMPTS = (1, UB - 1, UB, UB + 1, LAST)  # tokens around a chunk's end
+
+
 GEMMA = {"factors": True, "post_norms": True, "gelu": True}
+
+
 CUT, BOTH = {"own": ("head",), "tokens": 100}, ("head", "embedding")
 
 
@@ -161,8 +175,6 @@ def test_the_embedded_mtp_layer_is_worth_its_drafts():
 
 
 # -- the comparison sees what matters
-
-
 def one_more(field):
     fill = BorrowingDrafting.fill
 
@@ -215,7 +227,6 @@ def test_other_inputs_give_other_ids(tmp_path, monkeypatch, method, options, own
 
 
 # -- what `inspect` and `plan` show, and what is refused
-
 SHOWN = [
     ("assistant", {"tables": True}, "a gemma4-assistant drafter that reads the K/V of its target and drafts up to 15 tokens"),
     ("dflash2", {}, "a dflash drafter with blocks of 8 that reads the inputs of target layers 1, 2, 3"),
@@ -270,8 +281,6 @@ def test_a_drafter_that_does_not_fit_is_refused(tmp_path, method, arch, shape, o
 
 
 # -- of single methods
-
-
 def test_assistant_reads_quantised_rows(tmp_path):
     """The target's K/V are stored rotated then."""
     with both("assistant", *write_files(tmp_path, "assistant"), list(range(40)), kv=KVTypes("q8_0", "q8_0")) as (session, oracle):
@@ -369,3 +378,430 @@ def test_confidence_of_dspark_equals_llama_cpp(tmp_path, from_anchor):
             assert result.tokens[1:].tolist() == oracle.draft(8)[:3]
             ids, _ = oracle.verify(result.tokens[1:].tolist(), kept)
             session.engine.accept(kept + 1, int(ids[kept]))
+
+
+KINDS = {
+    "mtp": (write_mtp_target, None, {}),
+    "mtp with a head of its own": (write_mtp_target, None, {"own": ("head",)}),
+    "dflash": (write_qwen35, write_dflash, {}),
+    "eagle3": (write_llama, write_eagle3, {}),
+}
+
+
+PROMPT = list(range(3, 40))
+
+
+def write(folder, kind, quant="Q8_0", shape=Shape()):
+    target, draft, options = KINDS[kind]
+    path = target(folder / "t.gguf", shape, quant, **options)
+    return path, draft(folder / "d.gguf", shape, quant) if draft is not None else None
+
+
+@pytest.fixture(params=KINDS)
+def files(request, tmp_path):
+    return write(tmp_path, request.param)
+
+
+def drafted(files, kernels, tokens=None, steps=24):
+    """Drafts after every token, and the greedy text."""
+    with ps.load(*files, device="CPU", threads=1, kernels=kernels, n_ctx=256, draft_width=4, draft_vocab=tokens) as session:
+        engine, out = session.engine, []
+        engine.reset()
+        engine.prefill(PROMPT)
+        for _ in range(steps):
+            result = engine.fused_step()
+            out.append(result.tokens[1:].tolist())
+            engine.accept(1, int(result.ids[0]))
+        text, stats = session.generate(PROMPT, 30, ignore_end=True)
+        assert stats.drafted > 0 and text == session.generate(PROMPT, 30, mode="reference", ignore_end=True)[0]
+        return out, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["native", "ggml"])
+def test_drafts_come_from_the_first_tokens_and_the_text_stays(files, kernels):
+    check(files, kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_so_they_do_where_ggml_packs_the_head(tmp_path, kind):
+    """Q4_0 by eight outputs or more on every x86: the first 100 tokens' ended within a group, and drafts were random."""
+    check(write(tmp_path, kind, "Q4_0"), "ggml")
+
+
+@pytest.mark.slow
+def test_a_head_that_ends_within_a_group_of_packed_outputs(tmp_path):
+    """296 outputs are packed by eight; the next 32 after the first 290 would be 320."""
+    every, text = drafted(write(tmp_path, "dflash", "Q4_0", Shape(n_vocab=296)), "ggml", steps=8)
+    few, same = drafted((tmp_path / "t.gguf", tmp_path / "d.gguf"), "ggml", 290, steps=8)
+    assert same == text and all(token < 290 for drafts in few for token in drafts)
+    assert all(a == b for a, b in zip(every, few, strict=True) if max(a) < 290)
+
+
+def check(files, kernels):
+    every, text = drafted(files, kernels)
+    n = Shape().n_vocab
+    assert drafted(files, kernels, n) == (every, text)  # the whole vocabulary: nothing changes
+    few, same = drafted(files, kernels, 100)
+    assert same == text and all(token < 100 for drafts in few for token in drafts) and few != every
+    for a, b in zip(every, few):
+        if a[0] < 100:
+            assert a[0] == b[0]  # the largest of all is the largest of those
+
+
+@pytest.mark.slow
+def test_a_head_that_knows_few_tokens_is_not_cut(tmp_path):
+    target, draft = write_llama(tmp_path / "t.gguf", Shape(), "F32"), write_eagle3(tmp_path / "d.gguf", Shape(), "F32", tokens=90)
+    with pytest.raises(PairError, match="reduced vocabulary of 90 tokens"):
+        ps.load(target, draft, device="CPU", threads=1, n_ctx=64, draft_vocab=80)
+
+
+@pytest.mark.slow
+def test_an_impossible_vocabulary_is_refused(files):
+    with pytest.raises(PyspecError, match="draft_vocab"):
+        ps.load(*files, device="CPU", threads=1, n_ctx=64, draft_vocab=3)
+
+
+@pytest.mark.slow
+def test_without_a_drafter_that_is_a_model_it_is_refused():
+    with pytest.raises(PairError, match="`draft_vocab` is for drafters that are models"):
+        ps.load(device="CPU", threads=1, n_ctx=64, spec=["suffix"], draft_vocab=80)
+
+
+LAGUNA_PROMPT = np.random.default_rng(8).integers(0, 256, 128).tolist()
+
+
+LIKE_PUBLISHED = {"feature_norms": True, "gate": "head", "causal": True}
+
+
+def matrices(path) -> dict[str, np.ndarray]:
+    with GGUFFile(path) as file:
+        return {
+            name: np.frombuffer(bytes(file.read(name)), np.float32).reshape(info.shape[::-1]).astype(float)
+            for name, info in file.tensors.items()
+        }
+
+
+def rms(x, weight=1.0):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight
+
+
+def rotated(x, positions, base):
+    half = x.shape[-1] // 2
+    angle = positions[:, None, None] * base ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], -1)
+
+
+class Drafter:
+    """One block, from the hidden states of the target's layers F32 [layers, n, n_embd]."""
+
+    def __init__(self, session, target, draft):
+        self.hp, self.w, self.t = session.drafter.hp, matrices(draft), matrices(target)
+
+    def keys_values(self, i, x, positions):
+        hp, w = self.hp, self.w
+        k, v = ((x @ w[f"blk.{i}.attn_{name}.weight"].T).reshape(len(x), hp.n_head_kv, hp.head_size) for name in "kv")
+        k = rotated(rms(k, w[f"blk.{i}.attn_k_norm.weight"]), positions, hp.rope.base)
+        return k.astype(np.float16).astype(float), v.astype(np.float16).astype(float)
+
+    def hidden(self, features, last_token):
+        hp, w, n = self.hp, self.w, features.shape[1]
+        f = np.moveaxis(features.astype(float), 0, 1)
+        if "enc.aux_norm.weight" in w:
+            f = rms(f, w["enc.aux_norm.weight"])
+        c = rms(f.reshape(n, -1) @ w["fc.weight"].T, w["enc.output_norm.weight"])
+        x = self.t["token_embd.weight"][[last_token] + [hp.mask_token] * (hp.block_size - 1)]
+        past, here = np.arange(n), n + np.arange(hp.block_size)
+        for i in range(hp.n_layer):
+            norm = w[f"blk.{i}.attn_norm.weight"]
+            h = rms(x, norm)
+            own, old = self.keys_values(i, h, here), self.keys_values(i, rms(c, norm) if "enc.aux_norm.weight" in w else c, past)
+            k, v = (np.repeat(np.concatenate(both), hp.n_head // hp.n_head_kv, 1) for both in zip(old, own, strict=True))
+            q = (h @ w[f"blk.{i}.attn_q.weight"].T).reshape(len(x), hp.n_head, hp.head_size)
+            q = rotated(rms(q, w[f"blk.{i}.attn_q_norm.weight"]), here, hp.rope.base)
+            scores = np.einsum("qhd,khd->hqk", q, k) / hp.head_size**0.5
+            ahead = here[:, None] - np.concatenate([past, here])[None, :]
+            unseen = (ahead < 0) & hp.causal | (ahead >= (hp.window[i] or np.inf))
+            scores[:, unseen] = -np.inf
+            p = np.exp(scores - scores.max(-1, keepdims=True))
+            out = np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v)
+            if f"blk.{i}.attn_gate.weight" in w:
+                gate = np.log1p(np.exp(h @ w[f"blk.{i}.attn_gate.weight"].T))
+                out = out * gate.reshape(len(x), hp.n_head, -1)
+            x = x + out.reshape(len(x), -1) @ w[f"blk.{i}.attn_output.weight"].T
+            m = rms(x, w[f"blk.{i}.ffn_norm.weight"])
+            gate, up = m @ w[f"blk.{i}.ffn_gate.weight"].T, m @ w[f"blk.{i}.ffn_up.weight"].T
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"blk.{i}.ffn_down.weight"].T
+        return rms(x, w["output_norm.weight"])
+
+
+VARIANTS = {
+    "an ordinary one": {},
+    "feature norms": {"feature_norms": True},
+    "gate per head": {"gate": "head"},
+    "gate per output": {"gate": "output"},
+    "as published": LIKE_PUBLISHED,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [0, 12])
+@pytest.mark.parametrize("more", VARIANTS.values(), ids=VARIANTS)
+def test_a_block_is_what_the_formulae_give(tmp_path, more, window):
+    """The first one, whose drafts equal llama.cpp's for other targets, shows that the formulae here are right. 4 is the last layer's output."""
+    shape = Shape(n_layer=4, window=window, target_layers=(1, 2, 4))
+    target, draft = write_laguna(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape, **more)
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
+        engine = session.engine
+        _, features = engine.capture(LAGUNA_PROMPT, shape.target_layers)
+        engine.reset()
+        last_token = engine.prefill(LAGUNA_PROMPT)
+        drafted = engine.fused_step().tokens
+        sums = engine.graphs.get(engine.graphs.key("fused", 16, 256)).host["draft_sum"].ravel().copy()
+        expected = Drafter(session, target, draft)
+        hidden = expected.hidden(features, last_token)
+    assert np.abs(sums - hidden.sum(1)).max() < 0.1  # of 256 values; attention sums V in F16
+    for extra in [name for name in expected.w if "aux_norm" in name or "attn_gate" in name]:
+        without = expected.w.pop(extra)
+        assert np.abs(sums - expected.hidden(features, last_token).sum(1)).max() > 0.3, extra
+        expected.w[extra] = without
+    logits = hidden[1:] @ expected.t["output.weight"].T
+    top = np.sort(logits, 1)
+    clear = top[:, -1] - top[:, -2] > 1e-2
+    assert clear.sum() > 8 and (logits.argmax(1) == drafted[1:])[clear].all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [write_laguna, write_qwen3])
+def test_speculative_text_and_requests_at_once(tmp_path, write):
+    shape = Shape(n_layer=4, window=12)
+    target, draft = write(tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0", **LIKE_PUBLISHED)
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_width=8) as session:
+        assert run(session.engine, LAGUNA_PROMPT, 40, width=8)[0] == plain(session.engine, LAGUNA_PROMPT, 40, width=8)
+        alone = [session.generate(LAGUNA_PROMPT[i : i + 30], 12, ignore_end=True)[1] for i in range(3)]
+        with session.concurrent(slots=3) as server:
+            handles = [server.submit(LAGUNA_PROMPT[i : i + 30], max_tokens=12, ignore_end=True) for i in range(3)]
+            together = [handle.result()[1] for handle in handles]
+    assert [s.matched for s in together] == [s.matched for s in alone]
+
+
+SHAPE = Shape(n_layer=4)
+
+
+VARIANTS_PROMPT = np.random.default_rng(3).integers(0, 256, 128).tolist()  # a whole chunk: both engines compute the same shapes
+
+
+DFLASH_VARIANTS = {
+    "value scale": {"value_scale": 0.3},
+    "gelu": {"gelu": True},
+    "norms behind": {"post_norms": True},
+    "K is V": {"shared_kv": True},
+    "rope table": {"factors": True},
+    "own embedding": {"own": ("embedding",)},
+    "own head": {"own": ("head",), "softcap": 2.0},
+    "causal": {"causal": True},
+    "everything": {
+        "causal": True,
+        "value_scale": 1.7,
+        "gelu": True,
+        "post_norms": True,
+        "shared_kv": True,
+        "own": ("embedding", "head"),
+        "softcap": 2.0,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_qwen3(tmp_path_factory.mktemp("target") / "t.gguf", SHAPE)
+
+
+def drafts(target, draft) -> tuple[list[int], list[float]]:
+    """One block, and the sum of each of its hidden rows."""
+    with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session:
+        session.engine.prefill(VARIANTS_PROMPT)
+        tokens = session.engine.fused_step().tokens.tolist()
+        return tokens, session.engine.graphs.get(session.engine.graphs.key("fused", 16, 256)).host["draft_sum"].tolist()
+
+
+@pytest.mark.slow
+def test_a_causal_block_with_windows(tmp_path, target):
+    """Both bounds at once: what a windowed layer sees of a block is what lies before the row and inside the window."""
+    shape = Shape(n_layer=4, window=12)
+    draft = write_dflash(tmp_path / "d.gguf", shape, causal=True)
+    with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session:
+        assert_blocks_equal(session, target, draft, VARIANTS_PROMPT, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", DFLASH_VARIANTS.values(), ids=DFLASH_VARIANTS)
+def test_drafted_ids_equal_llama_cpps(tmp_path, target, more):
+    """And differ from those of the same weights without the feature, or the comparison would show nothing."""
+    draft = write_dflash(tmp_path / "d.gguf", SHAPE, **more)
+    with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session:
+        assert_blocks_equal(session, target, draft, VARIANTS_PROMPT, 6)
+    assert drafts(target, draft) != drafts(target, write_dflash(tmp_path / "plain.gguf", SHAPE))
+
+
+def rewritten(path, out, keys=lambda name, value: (name, value), tensors=lambda name: name, more=()):
+    """The model of ``path`` with other names."""
+    model = Model(path)
+    model.keys = dict(keys(name, value) for name, value in model.keys.items()) | dict(more)
+    model.tensors = {tensors(name): value for name, value in model.tensors.items()}
+    return model.write(out)
+
+
+def nested(arch):
+    """Keys as the makers of dflash-draft files nest them, layers counted by their outputs, the mask token alongside them."""
+
+    def keys(name, value):
+        if name == "general.architecture":
+            return name, (STR, arch)
+        if name == "tokenizer.ggml.mask_token_id":
+            return f"{arch}.dflash.mask_token_id", value
+        if name == "dflash.target_layers":
+            kind, (item, layers) = value
+            return f"{arch}.dflash.target_layer_ids", (kind, (item, [v - 1 for v in layers]))
+        if name == "dflash.block_size":
+            return f"{arch}.dflash.block_size", value
+        return name.replace("dflash.", f"{arch}.", 1) if name.startswith("dflash.") else name, value
+
+    return keys
+
+
+FUSION = {"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight"}
+
+
+DIALECTS = [("dflash-draft", "dflash_"), ("qwen35-dflash-draft", "dflash."), ("gemma4-dflash-draft", "dflash."), ("dflash", "")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch, prefix", DIALECTS)
+def test_dialects_draft_what_the_original_drafts(tmp_path, target, arch, prefix):
+    original = write_dflash(tmp_path / "d.gguf", SHAPE)
+
+    def tensors(name):
+        name = f"{prefix}{FUSION[name]}" if name in FUSION else name
+        return name.replace("ffn_norm", "post_attention_norm") if arch == "dflash-draft" else name
+
+    other = rewritten(original, tmp_path / "o.gguf", nested(arch), tensors)
+    assert drafts(target, other) == drafts(target, original)
+    seen = inspect_file(other)
+    assert seen.usable and f"a {arch} drafter" in seen.verdict and "inputs of target layers 1, 2, 3" in seen.verdict
+    assert plan(target, other, device="CPU", n_ctx=256).memory == plan(target, original, device="CPU", n_ctx=256).memory
+
+
+OTHERS = {
+    "DeepSeek-V4 DSpark": [("key", "dflash.dspark.enabled"), ("key", "dflash.hyper_connection.count")],
+    "Domino": [("tensor", "dflash.domino.start")],
+    "EAGLE": [("arch", "eagle")],
+    "MTP": [("tensor", "blk.0.nextn.eh_proj.weight")],
+    "reduced-vocabulary": [("tensor", "t2d")],
+    "Laguna-style DFlash": [("tensor", "dflash.aux_hidden_norm.0.weight")],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method, kind, name", [(m, *sign) for m, signs in OTHERS.items() for sign in signs])
+def test_other_methods_are_refused_by_name_everywhere(tmp_path, target, method, kind, name):
+    """At loading, planning and inspecting, as a drafter and as a target: by name, with what is supported instead."""
+    model = Model(write_dflash(tmp_path / "d.gguf", SHAPE))
+    if kind == "tensor":
+        model.tensors[name] = list(model.tensors["output_norm.weight"])
+    elif kind == "key":
+        model.keys[name] = (U32, 1)
+    else:
+        model.keys["general.architecture"] = (STR, name)
+    path = model.write(tmp_path / "o.gguf")
+    words = rf"is a {method} drafter \(it has .*\), which is not supported; DFlash drafters with the architecture dflash, .* are supported"
+    for use in (lambda: ps.load(target, path, device="CPU"), lambda: plan(target, path, device="CPU")):
+        with pytest.raises(ModelError, match=words):
+            use()
+    seen = inspect_file(path)
+    assert not seen.usable and f"is a {method} drafter" in seen.verdict
+    if kind == "arch":
+        with GGUFFile(path) as file, pytest.raises(ModelError, match=words):
+            open_target(file)
+
+
+@pytest.mark.slow
+def test_a_file_is_what_its_architecture_says_whatever_else_it_names(tmp_path, target):
+    """llama.cpp writes hyper_connection keys of 0 into every file that it saves; a real target has some of its own, and MTP layers."""
+    draft = Model(write_dflash(tmp_path / "d.gguf", SHAPE))
+    draft.keys["dflash.hyper_connection.count"] = (U32, 0)
+    assert inspect_file(draft.write(tmp_path / "o.gguf")).usable
+    model = Model(target)
+    model.keys |= {"general.architecture": (STR, "deepseek4"), "deepseek4.hyper_connection.count": (U32, 4)}
+    model.tensors["blk.0.nextn.eh_proj.weight"] = list(model.tensors["output_norm.weight"])
+    path = model.write(tmp_path / "t.gguf")
+    with GGUFFile(path) as file:
+        for use, words in (
+            (open_target, "has the architecture 'deepseek4', which does not run here yet, with or without a drafter; supported targets: "),
+            (open_drafter, "has the architecture 'deepseek4', which does not draft here; DFlash drafters"),
+        ):
+            with pytest.raises(ModelError, match=words):
+                use(file)
+    assert "it has the architecture 'deepseek4', which does not run here yet" in inspect_file(path).verdict
+
+
+@pytest.mark.slow
+def test_a_target_with_mtp_layers_is_no_drafter(target):
+    with GGUFFile(target) as file:
+        file.metadata["qwen3.nextn_predict_layers"] = 1
+        with pytest.raises(ModelError, match="its own MTP layers do not draft here"):
+            open_drafter(file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, value, words", [
+    ("dflash.hidden_activation", (STR, "relu"), "relu"),
+    ("dflash.final_logit_softcapping", (F32, -1.0), "below 0"),
+    ("dflash.attention.value_length", (U32, 32), "value_length"),
+])  # fmt: skip
+def test_what_a_file_asks_for_is_applied_or_refused(tmp_path, name, value, words):
+    model = Model(write_dflash(tmp_path / "d.gguf", SHAPE))
+    model.keys[name] = value
+    with GGUFFile(model.write(tmp_path / "o.gguf")) as file, pytest.raises(ModelError, match=words):
+        open_drafter(file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["blk.0.attn_sinks.weight", "enc.output_norm.scale", "blk.1.attn_q.bias"])
+def test_an_unused_tensor_is_named(tmp_path, name):
+    model = Model(write_dflash(tmp_path / "d.gguf", SHAPE))
+    model.tensors[name] = list(model.tensors["output_norm.weight"])
+    with GGUFFile(model.write(tmp_path / "o.gguf")) as file, pytest.raises(ModelError, match=name):
+        open_drafter(file).specs()
+
+
+@pytest.mark.slow
+def test_gemma4_scale_omitted_applied_twice_and_applied_once(tmp_path):
+    """Only a block embedded with the target's scale, once, drafts what llama.cpp drafts with the scale in the file. Leaving it out was a
+    public bug, and so was applying it again to rows that already had it. A file without the key gets the target's scale."""
+    shape = Shape(n_layer=4)
+    target, scale = write_gemma4(tmp_path / "t.gguf", shape), shape.n_embd**0.5
+    scales = (scale, 0.0, 1.0, scale * scale)
+    once, absent, omitted, twice = (write_dflash(tmp_path / f"{x}.gguf", Shape(n_layer=4, embedding_scale=x)) for x in scales)
+    with ps.load(target, once, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session:
+        assert_blocks_equal(session, target, once, VARIANTS_PROMPT, 4)
+    right = drafts(target, once)
+    assert drafts(target, absent) == right
+    assert drafts(target, omitted) != right and drafts(target, twice) != right
+
+
+@pytest.mark.slow
+def test_draft_logits_of_a_gemma_target_are_capped_once(tmp_path):
+    """By the target's head; a cap in the drafter's file is for a head of its own. The verifier's logits are capped besides."""
+    shape, caps = Shape(n_layer=4), {}
+    target = write_gemma4(tmp_path / "t.gguf", shape, softcap=5.0)
+    cases = {"borrowed": {}, "borrowed, in the file": {"softcap": 5.0}, "own, no cap": {"own": ("head",)}}
+    cases["own"] = {"own": ("head",), "softcap": 5.0}
+    for name, more in cases.items():
+        draft = write_dflash(tmp_path / "d.gguf", shape, **more)
+        with ExitStack() as stack:
+            session = stack.enter_context(ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256))
+            caps[name] = session.engine.graphs.get(session.engine.graphs.key("fused", 16, 256)).graph.op_counts()["TANH"]
+    assert caps == {"borrowed": 2, "borrowed, in the file": 2, "own": 2, "own, no cap": 1}

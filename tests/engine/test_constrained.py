@@ -17,31 +17,39 @@ from pyggml_spec.engine import masked
 from pyggml_spec.engine.batch import Draft, Verify
 from pyggml_spec.engine.constrained import StepConstraint
 from pyggml_spec.engine.engine import Engine
-from pyggml_spec.engine.masked import MaskedRows
+from pyggml_spec.engine.masked import MOST_ROWS, MaskedRows
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import DeviceError, EngineError
+from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 from pyggml_spec.tools.plan import plan
 
 KEYS = {"the_name_of_the_function": {"type": "string", "maxLength": 12}, "number_of_arguments": {"type": "integer", "maximum": 99}}
+
+
 SCHEMA = json.dumps({"type": "object", "properties": KEYS, "required": list(KEYS), "additionalProperties": False})
+
+
 CONSTRAINTS = {
     "schema": {"json_schema": SCHEMA}, "regex": {"regex": r"def [a-z]{3,9}\(self, (name|number)\):\n    return [^\n]{3,20}\n"},
     "gbnf": {"grammar": 'root ::= "x = [" d (", " d){0,3} "]" \nd ::= [0-9] | "(" d ")"'},
 }  # fmt: skip
+
+
 VALUES = {
     "greedy": {"temperature": 0.0}, "sampled": {"seed": 7, "temperature": 1.2}, "penalties": {"temperature": 0.0, "repeat_penalty": 1.3, "repeat_last_n": 20},
     "whole rows": {"seed": 7, "top_k": 0},
 }  # fmt: skip
+
+
 PROMPT = "import os\n\n"
 
 
 @pytest.fixture(scope="module", params=[None, DEMO_DRAFTER], ids=["no drafter", "drafter"])
 def session(request):
-    width = None if request.param is None else 4
-    with ps.load(DEMO_TARGET, draft=request.param, device="CPU", threads=1, n_ctx=256, draft_width=width) as session:
+    with ps.load(DEMO_TARGET, draft=request.param, device="CPU", threads=1, n_ctx=256, draft_width=4 if request.param else None) as session:
         yield session
 
 
@@ -190,8 +198,6 @@ def test_a_pinned_width_is_that_of_every_block_where_bits_depend_on_it(monkeypat
 
 
 # -- what a guide knows
-
-
 @pytest.fixture
 def guided(session):
     sampler = Sampler(Sampling(temperature=0, regex="(ab|cd)[0-9]{6}x+"), session.tokenizer, session.target.n_vocab)
@@ -345,3 +351,181 @@ def _step_of_all(engine, prompt, work):
     engine.step(dict.fromkeys(range(engine.options.slots), work))
     for slot in range(engine.options.slots) if engine.options.slots > 1 else ():
         engine.release(slot)
+
+
+AMBIGUOUS = "root ::= s\ns ::= s s s | s s | [a-z]"
+
+
+SHORT_SCHEMA = '{"type": "object", "properties": {"kind": {"enum": ["list", "dict"]}, "size": {"type": "integer", "maximum": 99}}, "required": ["kind", "size"], "additionalProperties": false}'
+
+
+SLOW = {"gbnf": {"grammar": AMBIGUOUS}, "schema": {"json_schema": SHORT_SCHEMA}, "lark": {"lark": 'start: s\ns: s s | s "," s | /[a-z]/'}}
+
+
+LATE_VALUES = {"greedy": {"temperature": 0.0}, "sampled": {"seed": 5, "temperature": 1.3}, "whole rows": {"seed": 5, "top_k": 0}}
+
+
+@pytest.fixture
+def always_slow(monkeypatch):
+    """Every mask counts as a slow one."""
+    monkeypatch.setattr(grammars, "SLOW_S", -1.0)
+    monkeypatch.setattr(grammars, "QUICK_S", -1.0)
+
+
+class Held:
+    """What the threads of masks compute waits while ``gate`` is closed; ``others``: how often another thread computed one."""
+
+    def __init__(self, monkeypatch):
+        self.gate, self.waits, self.others = threading.Event(), threading.Event(), 0
+        real = Grammar.compute_bits
+
+        def computed(grammar):
+            if threading.current_thread().name == "pyggml_spec masks":
+                self.waits.set()
+                self.gate.wait(30)
+            else:
+                self.others += 1
+            return real(grammar)
+
+        monkeypatch.setattr(Grammar, "compute_bits", computed)
+
+
+@pytest.fixture
+def held(always_slow, monkeypatch):
+    held = Held(monkeypatch)
+    yield held
+    held.gate.set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SLOW)
+@pytest.mark.parametrize("values", LATE_VALUES)
+def test_the_text_is_that_of_masks_computed_at_once(session, always_slow, monkeypatch, kind, values):
+    sampling = ps.Sampling(**SLOW[kind], **LATE_VALUES[values])
+    texts = [session.generate("import os\n\n", 24, sampling=sampling, mode=mode)[0] for mode in (None, "plain", "reference")]
+    with session.concurrent(slots=2) as server:
+        handles = [server.submit("import os\n\n", 24, sampling=sampling) for _ in range(2)]
+        texts += [handle.result()[0] for handle in handles]
+    monkeypatch.setattr(grammars, "SLOW_S", 1e9)
+    monkeypatch.setattr(grammars, "HEAVY_S", 1e9)
+    assert set(texts) == {session.generate("import os\n\n", 24, sampling=sampling)[0]}
+
+
+@pytest.mark.slow
+def test_the_others_go_on_while_a_mask_is_computed(session, held):
+    with session.concurrent(slots=3) as server:
+        slow = server.submit("import os\n\n", 12, sampling=ps.Sampling(temperature=0, grammar=AMBIGUOUS))
+        assert held.waits.wait(30)
+        beside = [server.submit(prompt, 40, ignore_end=True) for prompt in ("def f(", "x = 1\n")]
+        assert [handle.result(30)[1].emitted for handle in beside] == [40, 40]
+        assert slow.stats.emitted <= 2
+        held.gate.set()
+        text, stats = slow.result(30)
+    assert text.isalpha() and stats.emitted == 12
+    assert held.others <= 2, "only until the first slow one, masks are computed by the thread of the steps"
+
+
+def test_it_can_be_cancelled_while_its_mask_is_computed(session, held):
+    with session.concurrent(slots=1) as server:
+        slow = server.submit("import os\n\n", 12, sampling=ps.Sampling(temperature=0, grammar=AMBIGUOUS))
+        assert held.waits.wait(30)
+        slow.cancel()
+        assert slow.result(30)[1].stop_reason == "cancelled"
+        assert server.submit("def f(", 5).result(30)[1].emitted == 5
+
+
+def test_a_mask_that_takes_too_long_ends_its_sequence_alone(session, held, monkeypatch):
+    monkeypatch.setattr(grammars, "DEADLINE_S", 0.05)
+    with session.concurrent(slots=2) as server:
+        slow = server.submit("import os\n\n", 12, sampling=ps.Sampling(temperature=0, grammar=AMBIGUOUS))
+        beside = server.submit("def f(", 60, ignore_end=True)
+        with pytest.raises(ps.ConstraintError, match="more than 0.05 s.*ambiguous.*s ::= \\[a-z\\]\\+"):
+            slow.result(30)
+        assert beside.result(30)[1].emitted == 60
+        assert slow.stats.cut
+
+
+def test_what_a_thread_raises_ends_its_sequence(session, always_slow, monkeypatch):
+    real = Grammar.compute_bits
+
+    def computed(grammar):
+        if threading.current_thread().name == "pyggml_spec masks":
+            raise ps.ConstraintError("too many states")
+        return real(grammar)
+
+    monkeypatch.setattr(Grammar, "compute_bits", computed)
+    with session.concurrent(slots=2) as server:
+        slow, beside = server.submit("a", 12, sampling=ps.Sampling(temperature=0, grammar=AMBIGUOUS)), server.submit("def f(", 20)
+        with pytest.raises(ps.ConstraintError, match="too many states"):
+            slow.result(30)
+        assert beside.result(30)[1].emitted == 20
+
+
+@pytest.mark.slow
+def test_an_ambiguous_grammar_is_named_and_its_remedy(session):
+    words = "s s s s s s | s s s s s | s s s s | s s s | s s"
+    with pytest.raises(ps.ConstraintError, match="too ambiguous.*s ::= \\[a-z\\]\\+"):
+        session.generate("a", 200, sampling=ps.Sampling(temperature=0, grammar=f"root ::= s\ns ::= {words} | [a-z]"))
+
+
+@pytest.fixture(scope="module")
+def pair_session():
+    with ps.load(device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        yield session
+
+
+def packed(allowed: np.ndarray) -> np.ndarray:
+    bits = np.packbits(allowed, bitorder="little")
+    return np.concatenate([bits, np.zeros(-bits.size % 4, np.uint8)])
+
+
+@pytest.mark.parametrize("n", [4096, 1000, 5, 33000])
+def test_the_likeliest_and_the_largest_of_the_allowed(pair_session, n):
+    """Vocabularies that fill blocks of 128 bits and that do not; one row and more than fit one graph; few allowed tokens, and none."""
+    rng, rows = np.random.default_rng(n), 9
+    masked = MaskedRows(pair_session.backend, n, rows, 64)
+    try:
+        logits = rng.normal(0, 5, (rows, n)).astype(np.float32)
+        lib.ggml_backend_tensor_set(masked.logits, ffi.from_buffer(logits), 0, logits.nbytes)
+        for share in (0.9, 0.02):
+            for count in (1, 2, 7, MOST_ROWS + 5):
+                asked, allowed = rng.integers(0, rows, count), rng.random((count, n)) < share
+                allowed[:, -1] = True
+                want = np.where(allowed, logits[asked], -np.inf).argmax(axis=1)
+                assert masked.likeliest([(int(row), packed(a)) for row, a in zip(asked, allowed)]) == want.tolist()
+        for allowed in (rng.random(n) < 0.5, np.arange(n) == n - 1, np.zeros(n, bool)):
+            ids, values = masked.largest(4, packed(allowed), 32)
+            order = np.argsort(-values)
+            want = np.sort(np.where(allowed, logits[4], -np.inf))[::-1][:32]
+            np.testing.assert_array_equal(values[order], want)
+            assert all(allowed[i] and logits[4, i] == v for i, v in zip(ids, values) if v > -np.inf)
+    finally:
+        masked.close()
+
+
+def test_what_was_not_kept_cannot_be_asked_about(pair_session):
+    pair_session.engine.reset()
+    pair_session.engine.prefill([1, 2, 3])
+    with pytest.raises(EngineError, match="read_candidates"):
+        pair_session.engine.likeliest([(0, 0, packed(np.ones(4096, bool)))])
+    with pytest.raises(EngineError, match="read_candidates"):
+        pair_session.engine.largest(0, packed(np.ones(4096, bool)))
+
+
+def test_drafts_are_looked_at_before_they_are_verified(pair_session):
+    """The block made in two graphs has the drafts of the block made in one, and is as wide as the drafts that pass."""
+    engine, prompt, seen = pair_session.engine, pair_session.tokenizer.encode("def quicksort(items):\n    "), []
+    for passes in (None, 3, 2, 1, 0):
+        engine.reset()
+        engine.prefill(prompt)
+        if passes is None:
+            whole = engine.fused_step(4)
+            continue
+        check = lambda drafts, n=passes: seen.append(drafts.tolist()) or n  # noqa: E731
+        result = engine.step({0: Draft(4, check=check)})[0]
+        rows = {3: 4, 2: 4, 1: 2, 0: 1}[passes]
+        assert seen.pop() == whole.tokens[1:].tolist() and not seen
+        assert result.tokens.tolist() == whole.tokens[:rows].tolist()
+        assert result.ids.tolist() == whole.ids[:rows].tolist() and result.draft_finite
+        engine.accept(1, int(result.ids[0]))
+        assert engine.plain_step().target_finite

@@ -1,14 +1,25 @@
 """The loop: whatever the drafter says, the tokens are the target's, and the counts add up."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from engine.helpers import oracle, reference, run
 
 import pyggml_spec as ps
+from pyggml_spec.engine.engine import Engine, generate
+from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.runner import ModelRunner
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions, Limits
+from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import ContextError, EngineError, PairError
 from pyggml_spec.loading import DEMO_TARGET
+from pyggml_spec.sampling.sampler import Sampler, Sampling
 
 PROMPT = [65, 66, 67, 10, 32]
+
+
 N = 80
 
 
@@ -193,3 +204,228 @@ def test_drafts_after_plain_steps_equal_drafts_without_them(session, plain_steps
     engine.prefill(tokens)
     engine.cursor.last_token = last_token
     assert engine.fused_step().tokens.tolist() == got
+
+
+WIDTH, LIMIT = 8, 20
+
+
+SMALL = 60  # tokens of a context that ends soon
+
+
+SCRIPTS = {"all right": lambda s: None, "all wrong": lambda s: 0, "mixed": lambda s: (5 * s) % WIDTH}
+
+
+KEPT = ("mode", "emitted", "steps", "drafted", "matched", "matched_at", "block_sizes", "widths", "stop_reason", "target_forwards")
+
+
+class Alone:
+    """Generations of an engine for one sequence."""
+
+    def __init__(self, session, n_ctx):
+        self.engine = ModelRunner(session.backend, session.target, session.drafter, EngineOptions(n_ctx=n_ctx, width=WIDTH))
+
+    def __call__(self, options):
+        self.engine.reset()
+        stats = Stats()
+        return [t for block in generate(self.engine, PROMPT, options, stats) for t in block], stats
+
+    def close(self):
+        self.engine.close()
+
+
+class InASlot:
+    """The same as the second of two sequences, behind one that has ended."""
+
+    def __init__(self, session, n_ctx):
+        engine = ModelRunner(session.backend, session.target, session.drafter, EngineOptions(n_ctx=n_ctx, width=WIDTH, slots=2))
+        self.scheduler = Engine(engine, WIDTH)
+
+    def __call__(self, options):
+        stream = self.scheduler.submit(PROMPT, options)
+        return stream.result(), stream.stats
+
+    def close(self):
+        self.scheduler.close()
+
+
+@pytest.fixture(scope="module")
+def limited(pair):
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=WIDTH) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def limited_text(limited):
+    return run(limited.engine, PROMPT, LIMIT + WIDTH, mode=PLAIN)[0]
+
+
+@pytest.fixture(scope="module", params=[Alone, InASlot])
+def decode(limited, request):
+    made = request.param(limited, 256)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", params=[Alone, InASlot])
+def decode_small(limited, request):
+    made = request.param(limited, SMALL)
+    yield made
+    made.close()
+
+
+def _after(n):
+    """A stop text that is complete with the n-th token."""
+    seen = []
+    return lambda token: seen.append(token) or "stop" * (len(seen) == n)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_cut_of_the_same_tokens(decode, limited_text, script):
+    """At whatever token a sequence ends and for whatever reason: nothing behind it comes out or is counted."""
+    for n in range(1, LIMIT, 1 if script == "all right" else 3):
+        cut = limited_text.index(limited_text[n - 1]) + 1
+        for reason, at, options in (
+            ("length", n, GenerationOptions(n)),
+            ("end", cut, GenerationOptions(LIMIT, is_end=lambda token, end=limited_text[n - 1]: token == end)),
+            ("stop", n, GenerationOptions(LIMIT, completes=_after(n))),
+            ("stop", n, GenerationOptions(n, completes=_after(n), is_end=lambda token: False)),
+        ):
+            tokens, stats = decode(replace(options, mode=SPECULATIVE, width=WIDTH, drafts=oracle(PROMPT, limited_text, SCRIPTS[script])))
+            assert (tokens, stats.stop_reason, stats.emitted) == (limited_text[:at], reason, at)
+            assert stats.emitted == 1 + stats.steps + stats.matched and stats.target_forwards == 1 + stats.steps
+            if script == "all right" and at > 1:
+                assert stats.steps == -(-(at - 1) // WIDTH)
+
+
+@pytest.mark.parametrize("limit", [2, 5, 14])
+def test_log_probabilities_end_with_the_text(limited, decode, limited_text, limit):
+    sampler = Sampler(Sampling(temperature=0, logprobs=0), limited.tokenizer.vocab, limited.tokenizer.n_vocab)
+    drafts = oracle(PROMPT, limited_text)
+    tokens, _ = decode(GenerationOptions(LIMIT, width=WIDTH, sampler=sampler, completes=_after(limit), drafts=drafts))
+    assert [p.token for p in sampler.take_logprobs()] == tokens == limited_text[:limit]
+    sampler.close()
+
+
+@pytest.mark.parametrize("mode", [SPECULATIVE, PLAIN])
+def test_a_drafter_that_is_always_right_ends_with_the_context(limited, decode_small, mode):
+    """Every position is used and none more, although a block reaches beyond the last one."""
+    want = run(limited.engine, PROMPT, SMALL, mode=PLAIN)[0]
+    options = GenerationOptions(None, mode, WIDTH, drafts=oracle(PROMPT, want) if mode == SPECULATIVE else None)
+    tokens, stats = decode_small(options)
+    assert tokens == want[: SMALL - len(PROMPT) + 1] and stats.stop_reason == "context"
+    assert stats.tokens_per_step > 6 or mode == PLAIN
+
+
+def test_the_same_counts_alone_and_in_a_slot(limited, limited_text):
+    made = [kind(limited, 256) for kind in (Alone, InASlot)]
+    for script in SCRIPTS:
+        seen = [decode(GenerationOptions(LIMIT, width=WIDTH, drafts=oracle(PROMPT, limited_text, SCRIPTS[script])))[1] for decode in made]
+        assert [getattr(seen[0], name) for name in KEPT] == [getattr(seen[1], name) for name in KEPT]
+    for decode in made:
+        decode.close()
+
+
+@pytest.mark.parametrize("kind", [Alone, InASlot])
+def test_speculation_without_a_drafter_is_refused(pair, kind):
+    """It decoded plainly and reported "speculative, width 16"."""
+    with ps.load(pair[0], device="CPU", threads=1, n_ctx=256, spec=[]) as session:
+        made = kind(session, 256)
+        with pytest.raises(EngineError, match="there is no drafter"):
+            made(GenerationOptions(5, SPECULATIVE))
+        assert len(made(GenerationOptions(5, PLAIN))[0]) == 5
+        made.close()
+        with pytest.raises(EngineError, match="there is no drafter"):
+            session.generate(PROMPT, 5, mode="speculative")
+        assert session.generate(PROMPT, 5)[1].mode == "plain"
+
+
+def test_a_stop_text_is_not_visible_in_events_of_speculation():
+    """Tokens of the block behind it were in events, log-probabilities and counts: 9 where plain decoding has 7."""
+    options = {"stop": ["of"], "sampling": Sampling(temperature=0, logprobs=0)}
+    with ps.load(device="CPU", threads=1, n_ctx=512, draft_width=8) as demo:
+        found = 0
+        for prompt in ("def quicksort(items):", "import os\n"):
+            whole = demo.generate(prompt, 40, mode="reference")[0]
+            for stop in [whole[i : i + 2] for i in range(0, min(len(whole), 60) - 2, 9)]:
+                seen = []
+                for mode in ("reference", "speculative"):
+                    events = list(demo.steps(prompt, 40, mode=mode, **{**options, "stop": [stop]}))
+                    tokens = [t for event in events for t in event.tokens]
+                    assert [p.token for event in events for p in event.logprobs] == tokens
+                    seen.append(("".join(event.text for event in events), tokens, events[-1].stats.emitted, events[-1].stats.stop_reason))
+                assert seen[0] == seen[1]
+                found += seen[0][3] == "stop"
+        assert found > 6
+
+
+def test_what_holds_first_is_the_reason():
+    limits = Limits(3, is_end=lambda token: token == 9, completes=lambda token: "stop" if token == 8 else "")
+    limits.begin(2)
+    assert [limits.passes(1), limits.passes(1), limits.left, limits.passes(1), limits.reason] == [True, True, 1, False, "length"]
+    for token, reason in ((8, "stop"), (9, "end")):
+        limits = Limits(1, is_end=lambda token: token > 7, completes=lambda token: "stop" if token == 8 else "")
+        limits.begin(0)
+        assert not limits.passes(token) and limits.reason == reason
+    assert Limits(0, lambda token: False).reason == "length"
+
+
+def counted(*blocks: tuple[int, int], prompt_token: bool = True) -> Stats:
+    """Statistics after blocks of (width, matched drafts)."""
+    stats = Stats(emitted=int(prompt_token))
+    for width, matched in blocks:
+        stats.add_step(width, matched, width > 1)
+    return stats
+
+
+def test_emitted_is_one_from_the_prompt_and_one_per_step_and_the_accepted_drafts():
+    stats = counted((4, 3), (4, 0), (1, 0), (8, 5))
+    assert stats.emitted == 1 + stats.steps + stats.matched == 1 + 4 + 8
+    assert sum(n * count for n, count in stats.block_sizes.items()) == stats.emitted - 1
+
+
+def test_the_pending_token_is_neither_drafted_nor_accepted():
+    stats = counted((4, 0))
+    assert (stats.drafted, stats.matched, stats.tokens_per_step) == (3, 0, 1.0)
+
+
+def test_plain_steps_draft_nothing():
+    stats = counted((1, 0), (1, 0))
+    assert (stats.steps, stats.drafted, stats.draft_forwards, stats.tokens_per_step, stats.acceptance) == (2, 0, 0, 1.0, 0.0)
+
+
+def test_acceptance_by_position_is_per_draft_that_was_offered_there():
+    """With changing widths, a late position is offered less often; dividing by steps would make it look worse than it is."""
+    stats = counted((3, 2), (3, 1), (5, 4), (2, 0))
+    assert stats.offered_at == [4, 3, 1, 1] and stats.matched_at == [3, 2, 1, 1]
+    assert stats.matched_per_position == [3 / 4, 2 / 3, 1.0, 1.0]
+    assert sum(stats.matched_at) == stats.matched and sum(stats.offered_at) == stats.drafted
+
+
+def test_widths_and_block_sizes_are_counted():
+    stats = counted((4, 3), (4, 3), (1, 0))
+    assert stats.widths == {4: 2, 1: 1} and stats.block_sizes == {4: 2, 1: 1}
+
+
+def test_speed_counts_the_tokens_after_the_first():
+    stats = counted((4, 3))
+    stats.seconds["decode"] = 2.0
+    assert stats.tokens_per_second == 2.0
+
+
+@pytest.mark.parametrize("stats", [Stats(), counted(), counted((1, 0))])
+def test_no_division_by_zero(stats):
+    out = stats.as_dict()
+    assert out["tokens_per_second"] == 0.0 and out["acceptance"] == 0.0 and out["matched_per_position"] == []
+
+
+def test_as_dict_is_json_with_the_derived_figures_and_ordered_counts():
+    out = json.loads(json.dumps(counted((4, 3), (1, 0), (4, 1)).as_dict(), allow_nan=False))
+    assert out["block_sizes"] == {"1": 1, "2": 1, "4": 1} and list(out["block_sizes"]) == ["1", "2", "4"]
+    assert out["tokens_per_step"] == 7 / 3 and out["matched_per_position"] == [1.0, 0.5, 0.5]
+
+
+def test_two_statistics_share_nothing():
+    one, other = Stats(), Stats()
+    one.seconds["load"] = 1.0
+    one.add_step(4, 2, True)
+    assert other.seconds["load"] == 0.0 and not other.widths and not other.matched_at

@@ -1,23 +1,31 @@
 """No work that repeats: what is built once stays built, and roles do not share memory."""
 
 import itertools
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from architectures import TARGETS
 from engine.helpers import run
+from random_gguf.archs import write_qwen35moe
+from random_gguf.model import Shape
 
 import pyggml_spec as ps
-from pyggml_spec.engine.graph_cache import Step
-from pyggml_spec.engine.options import EngineOptions, check_masks
+from pyggml_spec.cache.slots import SlotRange
+from pyggml_spec.engine.batch import Batch, Draft, GraphKey, Prefill, Verify
+from pyggml_spec.engine.graph_cache import BY_CALLS, Step
+from pyggml_spec.engine.options import EngineOptions, check_masks, fine_width, prefill_widths
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ContextError, DeviceError, EngineError
 from pyggml_spec.ggml.device import Backend, Device
 from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.kernels import levels
-from pyggml_spec.ggml.library import lib
+from pyggml_spec.ggml.library import ffi, lib
+from pyggml_spec.ggml.step_io import ReplayCounters, StepFields
+from pyggml_spec.models.placement import ExpertOptions
 
 
 @pytest.fixture(scope="module")
@@ -285,3 +293,220 @@ def test_masks_of_more_values_than_a_gpu_counts_are_refused(kind, slots, chunk, 
         else pytest.raises(ContextError, match=r"need masks of more than .*, which X cannot count; use a smaller `chunk`")
     ):
         check_masks(options, [SimpleNamespace(device=device)])
+
+
+SLOTS = SlotRange(0, 2)
+
+
+def test_equal_values_are_one_object_with_one_hash():
+    key = GraphKey.of("fused", 4, 256, SLOTS, "draft-dflash", drafting=True)
+    assert key is GraphKey.of("fused", 4, 256, SLOTS, "draft-dflash", drafting=True)
+    made = GraphKey("fused", 4, 256, SLOTS, "draft-dflash", drafting=True)
+    assert made == key and hash(made) == hash(key) and len({made, key}) == 1
+    assert key.at(512) == GraphKey("fused", 4, 512, SLOTS, "draft-dflash", drafting=True) != key
+
+
+def test_every_field_distinguishes_graphs():
+    key = GraphKey.of("verify", 4, 256, SLOTS)
+    others = {
+        "kind": "fused", "verify_len": 8, "kv_bucket": 512, "slots": SlotRange(0, 1), "method": "mtp", "n_drafts": 2, "streamed": True,
+        "deferred": True, "layers": (1,), "next_len": 2, "replay": True, "drafting": True, "candidates": None, "masked": True,
+    }  # fmt: skip
+    values = {name: getattr(key, name) for name in others}
+    assert len({key, *(GraphKey.of(**(values | {name: other})) for name, other in others.items())}) == 1 + len(others)
+
+
+def test_families_ignore_bucket_slots_and_sampling():
+    key = GraphKey.of("verify", 4, 256, SLOTS, deferred=True, drafting=True, candidates=64, masked=True)
+    assert key.family is GraphKey.of("verify", 4, 1024, SlotRange(0, 1), deferred=True).family
+    assert key.family is not GraphKey.of("verify", 4, 256, SLOTS).family
+
+
+def test_a_batch_knows_its_graph():
+    batch = Batch({0: Draft(4), 1: Verify([5])}, kind="fused", verify_len=4, kv_bucket=256, slots=SLOTS, method="mtp", drafting=True)
+    key = batch.make_key()
+    assert key is batch.key and key.drafts == 3 and key.total == 8
+    batch.computed, batch.rows = {0: Prefill([1, 2, 3]), 1: Verify()}, {0: 3, 1: 1}
+    assert not batch.is_block
+    batch.computed, batch.rows = {0: Prefill([1, 2, 3]), 1: Verify([4])}, {0: 3, 1: 2}
+    assert batch.is_block
+
+
+@pytest.mark.parametrize("chunk", [2048, 4096])
+def test_tails_of_wide_chunks_are_padded_by_less_than_their_rows(chunk):
+    """A prompt of 600 tokens was computed as 2,048 rows, or 4,096."""
+    widths = prefill_widths(chunk)
+    assert widths[-1] == chunk
+    assert all(next(width for width in widths if rows <= width) < 2 * rows for rows in range(513, chunk + 1))
+
+
+def test_chunks_of_512_have_the_widths_of_small_tails_only():
+    assert prefill_widths(512) == (32, 128, 512)
+
+
+@pytest.fixture(scope="module", params=["qwen35", "qwen3", "gemma4"])
+def long_session(request, tmp_path_factory):
+    path = TARGETS[request.param](tmp_path_factory.mktemp(request.param) / "t.gguf", Shape(window=12), "Q8_0")
+    with ps.load(path, device="CPU", threads=1, n_ctx=1200) as made:
+        yield made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 10, 33, 36, 60, 120, 129, 400])
+def test_a_prompt_computes_its_own_rows(long_session, rows):
+    engine = long_session.engine
+    engine.reset()
+    before = engine.rows_computed
+    engine.prefill([7] * rows)
+    assert rows <= engine.rows_computed - before <= max(rows, rows * 17 / 16 + 1)
+
+
+@pytest.mark.slow
+def test_memory_that_was_planned_does_for_every_length(long_session):
+    """No buffer grows, and the graphs of many lengths are not all kept."""
+    graphs, engine = long_session.engine.graphs, long_session.engine
+    planned = graphs.compute_bytes
+    for rows in {graphs.chunk_width(n) for n in range(1, 513)}:
+        for span in graphs.buckets[:: max(1, len(graphs.buckets) - 1)]:
+            if span >= rows:
+                graphs.build(graphs.key("prefill", rows, span))
+    assert graphs.compute_bytes == planned
+    assert sum(key.kind == "prefill" for key in graphs.steps()) < 40
+    engine.reset()
+    engine.prefill([7] * 1000)
+
+
+def test_widths_are_close_and_few():
+    widths = {fine_width(n) for n in range(1, 513)}
+    assert all(n <= fine_width(n) <= n + max(0, n - 1) // 16 for n in range(1, 513)) and len(widths) <= 96
+
+
+class Recorder:
+    """A device that captures, as far as callers can tell: what was captured, launched and released, in that order."""
+
+    def __init__(self, monkeypatch, can: bool = True) -> None:
+        self.events: list[tuple[str, int]] = []
+        monkeypatch.delenv("GGML_CUDA_CAPTURE_AHEAD", raising=False)
+
+        def capture(backend, graph, us) -> bool:
+            self.events.append(("capture", int(ffi.cast("uintptr_t", graph))))
+            us[0], us[1], us[2] = 3, 2, 1
+            return can
+
+        def release(backend, graph) -> None:
+            self.events.append(("release", int(ffi.cast("uintptr_t", graph))))
+
+        self._callbacks = ffi.callback("bool(void *, void *, int64_t *)", capture), ffi.callback("void(void *, void *)", release)
+        lib.pgs_capture_by(*self._callbacks)
+        launch = StepFields.launch
+
+        def recorded(fields) -> None:
+            self.events.append(("launch", int(ffi.cast("uintptr_t", fields.graph.gf))))
+            launch(fields)
+
+        monkeypatch.setattr(StepFields, "launch", recorded)
+
+    def of(self, kind: str) -> Counter:
+        return Counter(graph for what, graph in self.events if what == kind)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    yield Recorder(monkeypatch)
+    lib.pgs_capture_by(ffi.NULL, ffi.NULL)
+
+
+def test_every_graph_of_decoding_is_captured_once_before_its_first_launch_and_released_when_it_is_closed(pair, recorder):
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=1024, draft_width=4) as session:
+        engine = session.engine
+        engine.io.replay = replay = ReplayCounters()  # as on a CUDA device
+        for mode in ("speculative", "plain"):
+            run(engine, [1, 2, 3], 300, mode=mode, width=4)
+        steps = {int(ffi.cast("uintptr_t", step.graph.gf)): (key.kind, step) for key, step in engine.graphs.steps().items()}
+        captured, launched = recorder.of("capture"), recorder.of("launch")
+        assert set(captured.values()) == {1} and replay.ahead > 0 and replay.ahead_us == 6 * replay.ahead
+        ran = {graph: role for graph, (role, _) in steps.items() if graph in launched}
+        assert {role for graph, role in ran.items() if graph not in captured} <= set(BY_CALLS) < {*BY_CALLS, *ran.values()}
+        assert not any(role in BY_CALLS for graph, (role, _) in steps.items() if graph in captured)
+        assert all(recorder.events.index(("capture", graph)) < recorder.events.index(("launch", graph)) for graph in captured & launched)
+        assert len(captured) < len(steps), "graphs that were only reserved at load are not captured"
+        assert replay.inside == 0
+    assert recorder.of("release") == captured
+
+
+def test_graphs_of_a_text_are_captured_while_the_device_computes_instead_of_before_its_first_token(pair, recorder):
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=1024, draft_width=4) as session:
+        engine = session.engine
+        engine.prebuilder.overlaps = True  # as on a GPU
+        recorder.events.clear()
+        run(engine, [1, 2, 3], 40, mode="speculative", width=4)
+        kinds = [kind for kind, _ in recorder.events]
+        first = [graph for kind, graph in recorder.events if kind == "launch"][1]  # behind the prompt
+        before = {graph for kind, graph in recorder.events[: recorder.events.index(("launch", first))] if kind == "capture"}
+        assert before <= {first}, "what the first step does not launch"
+        assert kinds.count("capture") > len(before), "later ones"
+        waiting = [
+            key
+            for key, step in engine.graphs.steps().items()
+            if key.kind == "fused" and not step.ready and key.kv_bucket == engine.kv.bucket(60)
+        ]
+        assert not waiting, "what any step of this span may launch"
+
+
+def test_what_a_device_does_not_capture_counts_as_captured_within_its_second_call(pair, monkeypatch):
+    recorder = Recorder(monkeypatch, can=False)
+    try:
+        with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+            session.engine.io.replay = replay = ReplayCounters()
+            monkeypatch.setattr("pyggml_spec.ggml.step_io.REPLAY_US_PER_NODE", 1e9)  # whatever the time, it is a replay
+            run(session.engine, [1, 2, 3], 30, width=4)
+            assert replay.ahead == 0 and 0 < replay.inside <= replay.captured
+        assert not recorder.of("release")
+    finally:
+        lib.pgs_capture_by(ffi.NULL, ffi.NULL)
+
+
+def test_capture_is_off_by_default(pair, recorder, monkeypatch):
+    monkeypatch.setenv("GGML_CUDA_CAPTURE_AHEAD", "0")
+    monkeypatch.setattr("pyggml_spec.ggml.step_io.REPLAY_US_PER_NODE", 1e9)
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        session.engine.io.replay = replay = ReplayCounters()
+        run(session.engine, [1, 2, 3], 30, width=4)
+        assert not recorder.of("capture") and replay.captured > 0 and replay.ahead == replay.inside == 0
+
+
+def test_a_graph_that_is_reserved_when_it_is_asked_for_is_captured_before_it_runs(pair, recorder):
+    """Requests that want other candidates have graphs of their own, and memory for them is reserved between two steps."""
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        session.engine.prefill([1, 2, 3])
+        recorder.events.clear()
+        session.engine.slots[0].candidates = 64
+        session.engine.plain_step()
+        of_plain = [int(ffi.cast("uintptr_t", step.graph.gf)) for key, step in session.engine.graphs.steps().items() if key.kind == "plain"]
+        (launched,) = [graph for graph in of_plain if graph in recorder.of("launch")]
+        assert recorder.events.index(("capture", launched)) < recorder.events.index(("launch", launched))
+
+
+def test_graphs_of_several_devices_are_left_to_their_calls(pair, recorder):
+    """The thread of a lane may be using a device when one of its graphs is built."""
+    with ps.load(*pair, device="CPU,CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        run(session.engine, [1, 2, 3], 12, width=4)
+        assert not recorder.of("capture")
+
+
+def test_the_first_call_of_a_graph_that_was_captured_ahead_is_a_replay():
+    counters = ReplayCounters()
+    for call, us in enumerate([90, 80, 80], 1):
+        assert counters.count(call, us, 1800, captured=True)
+    assert (counters.warmup, counters.replayed, counters.eager) == (0, 3, 0)
+    assert not counters.count(1, 90, 1800, captured=False) and not counters.count(2, 90, 1800)
+    assert counters.warmup == 2
+
+
+def test_a_graph_that_the_host_takes_part_in_is_not_captured(tmp_path, recorder):
+    """It is computed in parts, which are other graphs to a device."""
+    path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q4_K")
+    with ps.load(path, device="CPU", threads=1, n_ctx=256, prefix_memory=0, experts=ExpertOptions(-1)) as session:
+        session.generate([1, 2, 3], 4, ignore_end=True)
+        steps = {int(ffi.cast("uintptr_t", step.graph.gf)): step.graph.n_cuts for step in session.engine.graphs.steps().values()}
+        assert any(steps[graph] for graph in recorder.of("launch")) and not any(steps[graph] for graph in recorder.of("capture"))

@@ -20,11 +20,9 @@ from architectures import TINY, having
 from fuzz import template_source
 from fuzz.measured import Measured
 from fuzz.mutate import header_places, lied, mutated, spliced, with_words
-from gguf_io.build import ARR, I32, STR, Model
-from gguf_io.small import SMALL
-from gguf_io.test_hostile import BROKEN
-from gguf_io.test_mutations import EVERY_VALUE
-from models.test_arch_lies import WRITERS
+from gguf_io.build import ARR, I32, SMALL, STR, Model
+from gguf_io.test_hostile import BROKEN, EVERY_VALUE
+from models.test_archs import WRITERS
 from random_gguf.archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
 from random_gguf.dflash2 import write_dflash2, write_dspark
 from random_gguf.eagle3 import write_eagle3

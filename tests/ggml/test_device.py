@@ -1,7 +1,10 @@
 """What is known about the processor."""
 
 import dataclasses
+import importlib.metadata
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -11,8 +14,10 @@ from pathlib import Path
 import pytest
 
 import pyggml_spec as ps
-from pyggml_spec.ggml import device, host_memory
-from pyggml_spec.ggml.device import cpu_wait_s
+from pyggml_spec.errors import DeviceError, LibraryError
+from pyggml_spec.ggml import device, host_memory, library, peer, probe
+from pyggml_spec.ggml.device import Device, cpu_wait_s, open_backends, pick_device, pick_devices
+from pyggml_spec.pin import installed_libraries
 from pyggml_spec.tools.quants import type_id
 
 
@@ -141,3 +146,465 @@ def test_what_amx_kernels_are_not_given(monkeypatch):
         monkeypatch.setattr(device, "text", lambda name: "AMX")
         found = [right(backend.default_buffer_type, kind, shape) for shape in ((64, 96), (64, 96, 1), (32, 96), (64, 96, 4))]
         assert found == [True, True, False, False]
+
+
+def test_names_in_their_order():
+    assert [device.name for device in pick_devices("CPU, cpu")] == ["CPU", "CPU"]
+    assert pick_devices() == [pick_device()]
+
+
+@pytest.mark.parametrize(
+    "names, words",
+    [("CPU,", "empty name"), ("CPU,NPU9", "no device is called 'NPU9'"), (",".join(["CPU"] * 17), "17 devices"), ("", "empty name")],
+)
+def test_what_is_wrong_with_a_list(names, words):
+    with pytest.raises(DeviceError, match=words):
+        pick_devices(names)
+
+
+def test_a_gpu_is_named_once(monkeypatch):
+    from dataclasses import replace
+
+    gpu = replace(pick_device("CPU"), name="CUDA0", kind="gpu")
+    monkeypatch.setattr("pyggml_spec.ggml.device.pick_device", lambda name=None: gpu)
+    with pytest.raises(DeviceError, match="CUDA0 is named twice"):
+        pick_devices("CUDA0,CUDA0")
+
+
+def test_every_mention_of_the_cpu_is_a_backend_of_its_own():
+    first, second = open_backends(pick_devices("CPU,CPU"), 1, "ggml")
+    assert first.handle != second.handle and first.threads == second.threads == 1
+    for backend in (first, second):
+        backend.close()
+
+
+REBUILD = "pip install --force-reinstall --no-cache-dir"
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory) -> Path:
+    """A library that puts a buffer type called FAKE where ggml-cpu has its repacked one; its products end the process."""
+    out = tmp_path_factory.mktemp("fake") / "fake.so"
+    include, source = library_headers(), Path(__file__).with_name("fake_buffer_type.cpp")
+    libraries = installed_libraries()
+    link = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lggml", "-lggml-base"]
+    subprocess.run(["c++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{include}", str(source), *link, "-o", str(out)], check=True)
+    return out
+
+
+def library_headers() -> Path:
+    return next(
+        path
+        for path in (installed_libraries().parents[1] / "include", installed_libraries().parents[4] / "include")
+        if (path / "ggml.h").is_file()
+    )
+
+
+def pyspec(fake: Path, cache: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, *(() if arguments[0] == "-c" else ("-m", "pyggml_spec")), *arguments]
+    env = {**os.environ, "LD_PRELOAD": str(fake), "PYSPEC_CACHE": str(cache), **env}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
+
+
+RUN = ("run", "-p", "def quicksort(", "-n", "8", "--mode", "plain", "-t", "1", "--kernels", "ggml")
+
+
+@pytest.mark.slow
+@linux
+def test_a_buffer_type_whose_products_end_the_process_is_not_used(fake, tmp_path):
+    """ "Illegal instruction" was all that the user of a processor with AMX and GCC 12 ever saw."""
+    bad = {"FAKE_SIGNAL": str(int(signal.SIGILL))}
+    done = pyspec(fake, tmp_path, *RUN, **bad)
+    assert done.returncode == 0 and done.stdout.strip()
+    assert "buffer type FAKE is not used" in done.stderr and "SIGILL" in done.stderr and REBUILD in done.stderr
+    devices = pyspec(fake, tmp_path, "devices", **bad)
+    assert devices.returncode == 0 and "FAKE is not used" in devices.stderr and REBUILD in devices.stderr
+    doctor = pyspec(fake, tmp_path, "-c", "from pyggml_spec.doctor.files import build; from pyggml_spec.ggml.device import devices; "
+                    "print(build(devices()[0]))", **bad)  # fmt: skip
+    assert "verdict='warn'" in doctor.stdout and "FAKE" in doctor.stdout and REBUILD in doctor.stdout
+    quiet = pyspec(fake, tmp_path, *RUN, "-q", **bad)
+    assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
+    assert len(list(tmp_path.glob("probe-*.json"))) == 1
+
+
+@linux
+def test_the_environment_variable_does_without(fake, tmp_path):
+    """And shows that the others were saved by the probe, not by a harmless fake."""
+    done = pyspec(fake, tmp_path, *RUN, FAKE_SIGNAL=str(int(signal.SIGILL)), PYSPEC_NO_PROBE="1")
+    assert done.returncode == -signal.SIGILL and not list(tmp_path.glob("probe-*"))
+
+
+@linux
+def test_a_child_that_something_outside_ended_proves_nothing(fake, tmp_path):
+    """A child killed for memory is not used now, and is tried again at the next start."""
+    done = pyspec(fake, tmp_path, "devices", FAKE_SIGNAL=str(int(signal.SIGKILL)))
+    assert "FAKE is not used" in done.stderr and "SIGKILL" in done.stderr and not list(tmp_path.glob("probe-*"))
+
+
+@pytest.mark.slow
+@linux
+def test_quiet_is_quiet_where_the_kernel_refuses_amx(fake, tmp_path):
+    """ggml writes that to stderr itself, past its log. What is not that line is passed on."""
+    done = pyspec(fake, tmp_path, *RUN, "-q", FAKE_WORDS="1")
+    assert done.returncode == 0 and done.stdout.strip() and done.stderr == "something else\n"
+
+
+@pytest.fixture
+def children(monkeypatch, tmp_path):
+    """What children of a probe answer, in turn; the list of what each was told to leave out."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(probe.SKIP, raising=False)
+    answers, asked = [], []
+
+    def child(folder, refused):
+        asked.append(list(refused))
+        code, out = answers.pop(0)
+        return subprocess.CompletedProcess([], code, out, "why\n")
+
+    monkeypatch.setattr(probe, "run_child", child)
+    return answers, asked
+
+
+FEATURES = "at start\nfeatures avx2 avx512\n"
+
+
+WITH, WITHOUT = {"flags": "avx2 avx512f", "model name": "this processor"}, {"flags": "avx2", "model name": "that processor"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    libraries = tmp_path / "lib"
+    libraries.mkdir()
+    (libraries / "libggml-cpu.so").write_bytes(b"one build")
+    return libraries
+
+
+def test_later_starts_remember(children, folder):
+    answers, asked = children
+    answers += [(-4, FEATURES + "at plain\nat AMX\n"), (0, FEATURES + "at plain\nat CPU_REPACK\ndone\n")]
+    first = probe.check(folder, WITH)
+    assert asked == [[], ["AMX"]] and first.refused == {"AMX": "ended with the signal SIGILL"}
+    assert probe.check(folder, WITH) == first and len(asked) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, 40])
+@pytest.mark.parametrize("said", ["at start\n", FEATURES + "at plain\n"])
+def test_a_child_that_was_ended_before_the_first_buffer_type_does_not_condemn_the_build(children, folder, number, said):
+    """A machine too busy for the limit of time, or short of memory, was told to build again, and nothing ran."""
+    answers, asked = children
+    answers += 2 * [(-number, said)]
+    assert probe.check(folder, WITH).broken == "" == probe.check(folder, WITH).broken
+    assert len(asked) == 2 and not list((folder.parent / "cache").glob("*"))
+
+
+def test_another_build_or_processor_is_examined_again(children, folder):
+    answers, asked = children
+    answers += 3 * [(0, "at start\nfeatures avx2\nat plain\ndone\n")]
+    probe.check(folder, WITH)
+    probe.check(folder, WITHOUT)
+    (folder / "libggml-cpu.so").write_bytes(b"another build")
+    probe.check(folder, WITH)
+    assert len(asked) == 3
+
+
+def test_a_build_for_another_processor_is_one_sentence(children, folder):
+    """A venv carried to another machine: SIGILL, or worse, a crash in the middle of a text."""
+    answers, _ = children
+    answers += [(0, FEATURES + "at plain\ndone\n"), (-4, "at start\n")]
+    with pytest.raises(
+        LibraryError, match=r"built for a processor with avx512, which this one \(that processor\) does not have.*--no-cache-dir"
+    ):
+        probe.check(folder, WITHOUT)
+    (folder / "libggml-cpu.so").write_bytes(b"a build that does not even load")
+    with pytest.raises(LibraryError, match=r"does not run on this processor \(this processor\).*SIGILL.*--no-cache-dir"):
+        probe.check(folder, WITH)
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"features": 3}', b'{"features": [1], "refused": {}, "broken": ""}', b"\xff"])
+def test_a_damaged_memory_is_no_memory(children, folder, tmp_path, damage):
+    answers, asked = children
+    answers += 2 * [(0, "at start\nfeatures avx2\nat plain\ndone\n")]
+    probe.check(folder, WITH)
+    next((tmp_path / "cache").glob("probe-*")).write_bytes(damage)
+    assert probe.check(folder, WITH).features == ("avx2",) and len(asked) == 2
+
+
+def test_an_exception_in_the_child_is_no_verdict(children, folder):
+    """It is said by the process itself where it matters; a library must not be refused for a full disk."""
+    answers, asked = children
+    answers += 2 * [(1, "at start\nfeatures avx2\n")]
+    assert probe.check(folder, WITH) == probe.check(folder, WITH) == probe.Fitness(("avx2",)) and len(asked) == 2
+
+
+def test_no_child_no_verdict(folder, monkeypatch, tmp_path):
+    """An embedded interpreter has no program to start: ggml is used as it is, and nothing is remembered."""
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv(probe.SKIP, raising=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    assert probe.check(folder, WITH) == probe.Fitness() and not (tmp_path / "cache").exists()
+
+
+def test_this_build_runs_here_and_says_what_it_uses():
+    done = probe.run_child(installed_libraries(), {})
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and lines[-1] == "done", done.stderr
+    features = next(tuple(line.split()[1:]) for line in lines if line.startswith("features"))
+    assert features and probe.missing(features, probe.processor()) == []
+    assert not library.FITNESS.refused or library.FITNESS.notes
+
+
+def test_what_changes_by_the_minute_is_no_other_processor(folder):
+    """The frequency, and the core that the file begins with."""
+    steady = {"model name": "x", "flags": "avx2"}
+    keys = {
+        probe.cache_key([folder / "libggml-cpu.so"], {**steady, "cpu MHz": mhz, "processor": core})
+        for mhz, core in (("1", "0"), ("2", "1"))
+    }
+    assert len(keys) == 1
+
+
+MAPS = """\
+5581d0000000-5581d0001000 r--p 00000000 08:01 1234 /usr/bin/python3.11
+7f5e78c00000-7f5e78c31000 r--p 00000000 08:01 5678 {a}/libggml-base.so.0
+7f5e78c31000-7f5e78c99000 r-xp 00031000 08:01 5678 {a}/libggml-base.so.0
+7f5e78d00000-7f5e78d31000 r--p 00000000 08:01 5679 {a}/libggml-cpu.so
+7f5e79000000-7f5e79031000 r--p 00000000 08:01 9999 {b}/libggml-base.so.0
+7ffce1c00000-7ffce1c21000 rw-p 00000000 00:00 0    [stack]
+7f5e79100000-7f5e79101000 rw-p 00000000 00:00 0
+"""
+
+
+def refused(check, *args) -> str:
+    with pytest.raises(LibraryError) as caught:
+        check(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_pinned_version_passes():
+    library.check_distribution(library.LLAMA_CPP_PYTHON)
+    library.check_version(library.GGML_VERSION, library.GGML_VERSION)
+
+
+@pytest.mark.parametrize("installed", ["0.3.35", "0.3.360", "0.3.36.post1", "1.0"])
+def test_another_version_is_refused_with_the_command_that_fixes_it(installed):
+    message = refused(library.check_distribution, installed)
+    assert f"llama-cpp-python {installed} " in message and f"llama-cpp-python=={library.LLAMA_CPP_PYTHON}" in message
+    assert "pip install" in message
+
+
+def test_a_missing_llama_cpp_python_is_refused_with_the_command_that_fixes_it():
+    message = refused(library.check_distribution, None)
+    assert "not installed" in message and "pip install" in message
+
+
+def test_another_ggml_than_compiled_is_refused():
+    message = refused(library.check_version, "0.9.1", "0.9.4")
+    assert "0.9.1" in message and "0.9.4" in message and "pip install" in message
+
+
+def test_two_copies_of_ggml_in_one_process_are_refused_with_both_paths():
+    two = library.mapped_ggml(MAPS.format(a="/opt/one", b="/opt/two with spaces"))
+    assert two == {"/opt/one/libggml-base.so.0", "/opt/two with spaces/libggml-base.so.0"}
+    message = refused(library.check_single, two)
+    assert "/opt/one" in message and "/opt/two with spaces" in message
+    library.check_single(library.mapped_ggml(MAPS.format(a="/opt/one", b="/opt/one")))
+    library.check_single(set())
+
+
+def test_this_process_has_exactly_one_copy():
+    with open("/proc/self/maps") as maps:
+        assert len(library.mapped_ggml(maps.read())) == 1
+
+
+def test_the_pin_in_the_code_is_the_pin_of_the_package():
+    """Two places name the version; pip follows one, the check at import the other."""
+    from importlib.metadata import requires
+
+    pins = [re.match(r"llama[-_]cpp[-_]python==([\w.]+)", line) for line in requires("pyggml_spec")]
+    assert [pin[1] for pin in pins if pin] == [library.LLAMA_CPP_PYTHON]
+
+
+def test_the_import_itself_checks(tmp_path):
+    """The functions above are worth nothing without a caller."""
+    script = """if True:
+        import importlib.metadata as m
+        version = m.version
+        m.version = lambda name: "0.3.1" if name == "llama_cpp_python" else version(name)
+        import pyggml_spec.ggml.library
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1 and "LibraryError: llama-cpp-python 0.3.1 is installed" in done.stderr
+
+
+def test_versions_name_everything_that_a_benchmark_depends_on(monkeypatch):
+    assert set(library.versions()) >= {"pyggml_spec", "llama_cpp_python", "ggml", "ggml_commit", "python"}
+    assert all(library.versions().values())
+    library.versions().clear()  # its caller's own
+    with monkeypatch.context() as patch:  # every request of a server asks for them, and metadata take milliseconds
+        patch.setattr(importlib.metadata, "version", None)
+        assert library.versions()["pyggml_spec"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module",
+    ["session", "sampling.sampler", "tools.compare", "tools.reference", "tools.bench", "models.weights", "engine.runner", "gguf_io"],
+)
+def test_libllama_is_mapped_before_numpy_and_its_package_is_left_alone(module):
+    """A CUDA build with a C++ runtime of its own crashed llama.cpp when numpy had come first. The package llama_cpp, and jinja2 with it, took
+    0.2 s of processor time at every start, and asyncio 13 ms."""
+    code = (
+        "import sys, builtins\nmaps, real = [], builtins.__import__\n"
+        "def spy(name, *a, **k):\n"
+        "    if name == 'numpy' and not maps:\n        maps.append(open('/proc/self/maps').read())\n"
+        "    return real(name, *a, **k)\n"
+        f"builtins.__import__ = spy\nimport pyggml_spec.{module}\n"
+        "assert 'libllama' in maps[0] and not {'llama_cpp', 'jinja2', 'asyncio'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_reason_is_said_when_ggml_ends_the_process():
+    """ggml-cuda logs it and aborts with the words "CUDA error"; its log was kept from the user."""
+    script = """if True:
+        import ctypes, pathlib
+        import pyggml_spec.text.tokenizer
+        maps = pathlib.Path("/proc/self/maps").read_text().split()
+        base = ctypes.CDLL(next(word for word in maps if "libggml-base" in word))
+        for i in range(100):  # more than is kept
+            base.ggml_log_internal(4, b"CUDA error: reason %d\\n", i)
+        base.ggml_abort(b"ggml-cuda.cu", 110, b"CUDA error")
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    lines = done.stderr.splitlines()
+    assert done.returncode == -signal.SIGABRT and lines[-1] == "ggml-cuda.cu:110: CUDA error" and lines[-2] == "CUDA error: reason 99"
+    assert len(done.stderr) < 1200
+
+
+A, B, C = (Device(f"CUDA{i}", "a GPU", "gpu", 0, 0, i) for i in range(3))
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory) -> str:
+    out = tmp_path_factory.mktemp("cuda") / "libcuda.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", str(Path(__file__).with_name("fake_cuda.c")), "-o", str(out)], check=True)
+    return str(out)
+
+
+@pytest.fixture
+def log(fake_driver, tmp_path, monkeypatch) -> Path:
+    """Where the driver writes what is switched on; nothing is known yet."""
+    monkeypatch.setattr(peer, "LIBRARY", fake_driver)
+    monkeypatch.setattr(peer, "_results", {})
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    for name in (peer.BY_GGML, peer.DISABLE, "FAKE_PEER", "FAKE_GPUS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "log"
+
+
+def lines(log: Path) -> list[str]:
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_what_works_is_switched_on_and_remembered(log, monkeypatch):
+    assert peer.enable_peer_access([A, B]) == [] and peer.no_peer_reason("CUDA1", "CUDA0") == ""
+    assert lines(log) == ["0 to 1", "1 to 0"] * 2  # by the process that tries it, and by this one
+    assert peer.enable_peer_access([A, B]) == [] and len(lines(log)) == 4
+    monkeypatch.setattr(peer, "_results", {})  # another process, which tries nothing
+    monkeypatch.setenv("FAKE_PEER", "wrong")
+    assert peer.enable_peer_access([B, A]) == [] and len(lines(log)) == 6
+
+
+@pytest.mark.parametrize(
+    "way, words, kept",
+    [
+        ("none", "the driver offers no peer access between them", True),
+        ("wrong", "copies between them arrive corrupted", True),
+        ("waits", "a test process did not end within 60 s; it is tested again after a reboot, or without {}", True),
+        ("fails", "the test process failed (OSError: cuMemcpyPeer gave 719)", False),
+    ],
+)
+def test_what_does_not_work_stays_off_and_is_said(log, monkeypatch, tmp_path, way, words, kept):
+    monkeypatch.setenv("FAKE_PEER", way)
+    if way == "waits":  # whether it came that far or not
+        monkeypatch.setattr(peer, "LIMIT_S", 0.1)
+    said = peer.enable_peer_access([A, B])
+    files = list((tmp_path / "cache").glob("peer-*.json"))
+    words = words.format(*files)
+    assert said == [f"CUDA0 and CUDA1 copy to each other through the host: {words}"]
+    assert peer.no_peer_reason("CUDA0", "CUDA1") == words
+    assert way == "waits" or lines(log) == ([] if way == "none" else ["0 to 1", "1 to 0"])  # the child's
+    assert len(files) == kept
+
+
+def test_another_start_of_the_machine_is_another_machine(log, monkeypatch, tmp_path):
+    """Its firmware and its IOMMU decide whether peer access works."""
+    monkeypatch.setattr(peer, "BOOT", tmp_path / "boot")
+    for boot, way, works in (
+        ("one\n", "", True),
+        ("one\n", "wrong", True),
+        ("two\n", "wrong", False),
+        (None, "", True),
+        (None, "wrong", True),
+    ):
+        if boot is None:
+            (tmp_path / "boot").unlink(missing_ok=True)
+        else:
+            (tmp_path / "boot").write_text(boot)
+        monkeypatch.setenv("FAKE_PEER", way)
+        monkeypatch.setattr(peer, "_results", {})
+        assert (peer.enable_peer_access([A, B]) == []) is works, (boot, way)
+
+
+def test_a_process_that_cannot_be_ended_is_not_waited_for(log, monkeypatch, tmp_path):
+    """One that is stuck in the driver: loading hung with it."""
+    killed = []
+    (tmp_path / "stuck.py").write_text("import time\ntime.sleep(100)\n")
+    monkeypatch.setattr(peer.peer_child, "__file__", str(tmp_path / "stuck.py"))
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda child: killed.append(child) or None)
+    monkeypatch.setattr(peer, "LIMIT_S", 0.01)
+    monkeypatch.setattr(peer, "END_S", 0.01)
+    (said,) = peer.enable_peer_access([A, B])
+    (child,) = killed
+    try:
+        assert "a test process did not end" in said and child.poll() is None
+        assert child.stdout.closed and child.stderr.closed
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+
+
+def test_the_process_ends_by_itself(log, fake_driver, monkeypatch):
+    """Where the one that waited for it is gone."""
+    monkeypatch.setenv("FAKE_PEER", "waits")
+    command = [sys.executable, "-I", peer.peer_child.__file__, fake_driver, "0", "1", "0.01"]
+    assert subprocess.run(command, check=False, capture_output=True, timeout=100).returncode == -signal.SIGALRM
+
+
+def test_each_pair_of_three(log, monkeypatch):
+    monkeypatch.setenv("FAKE_GPUS", "3")
+    assert peer.enable_peer_access([A, B, C]) == [] and {"0 to 2", "2 to 1"} <= set(lines(log)) and len(lines(log)) == 12
+
+
+def test_peer_access_is_not_probed_in_vain(log, monkeypatch, tmp_path):
+    cpu, worker = Device("CPU", "", "cpu", 0, 0, 0), Device("RPC:127.0.0.1:1", "", "rpc", 0, 0, -1)
+    assert peer.enable_peer_access([cpu, A]) == peer.enable_peer_access([A, A]) == peer.enable_peer_access([worker, A]) == []
+    monkeypatch.setenv("GGML_CUDA_P2P", "1")  # ggml did it
+    assert peer.enable_peer_access([A, B]) == []
+    monkeypatch.delenv("GGML_CUDA_P2P")
+    monkeypatch.setenv("FAKE_GPUS", "1")  # one that ggml shows as several
+    assert peer.enable_peer_access([A, B]) == [] and lines(log) == []
+    monkeypatch.setattr(peer, "_results", {})
+    monkeypatch.setenv("PYSPEC_PEER_COPIES", "0")
+    assert peer.enable_peer_access([A, B]) == ["CUDA0 and CUDA1 copy to each other through the host: PYSPEC_PEER_COPIES=0 is set"]
+    monkeypatch.setattr(peer, "_results", {})
+    monkeypatch.delenv("PYSPEC_PEER_COPIES")
+    monkeypatch.setattr(peer, "LIBRARY", str(tmp_path / "none.so"))
+    assert "the driver call failed (" in peer.enable_peer_access([A, B])[0] and lines(log) == []

@@ -1,15 +1,22 @@
 """Our own norms, convolutions and delta rule: right, and the same bits in every cut of the rows, with any number of threads, at every level."""
 
+import ctypes
 import itertools
+import mmap
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
 from ggml.kernel_graphs import LEVELS, bench, compute
 
-from pyggml_spec.ggml.library import check, ffi, lib, new_err
+from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.ggml.graph import Graph, GraphAllocator
+from pyggml_spec.ggml.kernels import Packed, levels, packed_shape
+from pyggml_spec.ggml.library import check, ffi, lib, new_err, text
 
-pytestmark = pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+
+
 RNG = np.random.default_rng
 
 
@@ -18,8 +25,6 @@ def silu(x):
 
 
 # -- norms
-
-
 def norm(level, x, weight=None, gate=None, threads=1, eps=1e-6):
     with bench(level, threads) as (graph, memory):
         tensor = memory.tensor(x)
@@ -29,6 +34,7 @@ def norm(level, x, weight=None, gate=None, threads=1, eps=1e-6):
         return compute(graph, graph.norm(tensor, eps) if weight is None else graph.rms_norm(tensor, memory.tensor(weight), eps))
 
 
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @on_every_level
 @pytest.mark.parametrize("n", [1, 3, 16, 17, 63, 64, 65, 112, 512, 5125])
 def test_norms(level, n):
@@ -43,6 +49,7 @@ def test_norms(level, n):
     assert np.array_equal(got, norm(LEVELS[-1], x, weight))
 
 
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @on_every_level
 def test_gated_norms(level):
     """Each head is normed alone; gates may be of any size."""
@@ -55,6 +62,7 @@ def test_gated_norms(level):
     assert np.array_equal(got, norm(LEVELS[-1], x, weight, gate, threads=2))
 
 
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @on_every_level
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_norm_of_what_is_not_finite(level, bad):
@@ -65,7 +73,6 @@ def test_a_norm_of_what_is_not_finite(level, bad):
 
 
 # -- delta-net layers
-
 TAPS = 4
 
 
@@ -144,6 +151,7 @@ def read(tensor, like):
 SIZES = [(16, 1, 3, 1), (32, 2, 4, 2), (64, 4, 8, 1), (64, 2, 12, 3), (128, 2, 6, 1), (256, 1, 1, 1)]
 
 
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @pytest.mark.slow
 @on_every_level
 @pytest.mark.parametrize("size, heads_k, heads, repeat", SIZES)
@@ -165,6 +173,7 @@ def test_delta_layers(level, size, heads_k, heads, repeat):
         assert np.array_equal(out, got) and np.array_equal(s, left)
 
 
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @on_every_level
 @pytest.mark.parametrize("accepted, repeat", [(0, 1), (1, 1), (6, 2), (20, 1), (20, 2)])
 def test_a_pending_block_and_its_replay(level, accepted, repeat):
@@ -176,6 +185,7 @@ def test_a_pending_block_and_its_replay(level, accepted, repeat):
         assert np.array_equal(out, want) and np.array_equal(left, state)
 
 
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @on_every_level
 def test_rows_that_are_switched_off_leave_the_state_alone(level):
     layer = Layer(32, 2, 4, 9)
@@ -183,15 +193,15 @@ def test_rows_that_are_switched_off_leave_the_state_alone(level):
     assert np.array_equal(layer.run(level, on=on)[1], layer.run(level, rows=5)[1])
 
 
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 def test_shapes_that_are_left_to_ggml():
     level = LEVELS[0].handle
     assert lib.pgs_delta_native(level, 64, 64, 4) and not lib.pgs_delta_native(ffi.NULL, 64, 16, 4)
     assert not any(lib.pgs_delta_native(level, *shape) for shape in ((48, 16, 4), (64, 65, 4), (64, 16, 17)))
 
 
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 # -- rows of values
-
-
 @pytest.mark.slow
 @on_every_level
 @pytest.mark.parametrize("size, heads", [(64, 4), (16, 1), (24, 3)])
@@ -215,6 +225,7 @@ def test_gates(level, size, heads):
             assert graph.op_counts()["native gate"] == 1
 
 
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @on_every_level
 def test_argmax_and_sums(level):
     """The first of equals wins, NaN never; a sum is not finite where a value is not."""
@@ -234,6 +245,7 @@ def test_argmax_and_sums(level):
     np.testing.assert_allclose(sums[[0, 1, 2, 5, 8], 0], x[[0, 1, 2, 5, 8]].sum(axis=1), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @pytest.mark.parametrize("slots, rings", [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("window", [False, True])
 def test_masks_are_those_of_ggml(slots, rings, window):
@@ -255,8 +267,230 @@ def test_masks_are_those_of_ggml(slots, rings, window):
     assert seen[0] == seen[1] and len(set(seen[0])) > 1
 
 
+@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 def test_rows_are_joined():
     parts = [RNG(i).standard_normal((4, n), np.float32) for i, n in enumerate((3, 64, 1))]
     with bench(LEVELS[0], 3) as (graph, memory):
         assert np.array_equal(compute(graph, graph.concat([memory.tensor(x) for x in parts])), np.concatenate(parts, axis=1))
         assert graph.op_counts()["native join"] == 1
+
+
+KV_BUCKET, SIZE = 256, 64
+
+
+HIDDEN = -np.inf
+
+
+def read_node(graph, node, kind):
+    """The values of a node, in ggml's order of dimensions turned around."""
+    graph.keep_output(node)
+    graph.plan()
+    err = new_err()
+    check(lib.pgs_graph_compute(graph.handle, err), err)
+    out = np.empty(tuple(reversed(list(node.ne))), kind)
+    lib.ggml_backend_tensor_get(node, ffi.from_buffer(out), 0, out.nbytes)
+    return out
+
+
+def chosen(mask, scores, k):
+    """mask and scores [slots, rows, KV_BUCKET]: the mask of the best, F16."""
+    slots, rows, span = mask.shape
+    with bench() as (graph, memory):
+        tensors = (
+            memory.tensor(mask.astype(np.float16), lib.GGML_TYPE_F16, (span, rows, 1, slots)),
+            memory.tensor(scores, shape=(span, rows, 1, slots)),
+        )
+        return read_node(graph, graph.top_k_mask(*tensors, k), np.float16).reshape(mask.shape)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("alike", [False, True], ids=["all different", "half of them 0"])
+def test_only_what_is_visible_is_chosen(slots, alike):
+    """Rows that see 1 to 199 positions, 32 chosen: all of them where there are fewer, and never one after."""
+    rng, rows, k = np.random.default_rng(slots), 12, 32
+    seen = rng.integers(1, 200, (slots, rows))
+    seen[:, :3] = 1, k, k + 1
+    mask = np.where(np.arange(KV_BUCKET) < seen[..., None], 0.0, HIDDEN)
+    scores = rng.standard_normal((slots, rows, KV_BUCKET)).astype(np.float32)
+    if alike:
+        scores = np.maximum(scores, 0)
+    scores = (scores + mask).astype(np.float32)
+    out = chosen(mask, scores, k)
+    assert set(np.unique(out)) == {0.0, HIDDEN}
+    for of_slot, of_scores, of_seen in zip(out, scores, seen, strict=True):
+        for row, values, n in zip(of_slot, of_scores, of_seen, strict=True):
+            picked = np.flatnonzero(row == 0)
+            assert len(picked) == min(n, k) and picked.max() < n
+            np.testing.assert_array_equal(np.sort(values[picked]), np.sort(values)[KV_BUCKET - len(picked) :])
+
+
+def test_the_choice_does_not_depend_on_the_span():
+    """A row in a block that crosses a span boundary sees what it sees alone: also among equal scores."""
+    rng = np.random.default_rng(3)
+    scores = np.maximum(rng.standard_normal((1, 6, 2 * KV_BUCKET)), 0).astype(np.float32)
+    mask = np.where(np.arange(2 * KV_BUCKET) < 200, np.zeros((1, 6, 1)), HIDDEN)
+    scores[..., 200:] = HIDDEN
+    whole = chosen(mask, scores, 20)
+    np.testing.assert_array_equal(whole[..., :KV_BUCKET], chosen(mask[..., :KV_BUCKET].copy(), scores[..., :KV_BUCKET].copy(), 20))
+    np.testing.assert_array_equal(whole[:, 2:3], chosen(mask[:, 2:3].copy(), scores[:, 2:3].copy(), 20))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_scores(slots):
+    """Weighted sums over heads of what is positive, each slot over its own rows; garbage after the span does not matter."""
+    rng, heads, rows = np.random.default_rng(4), 3, 4
+    q = rng.standard_normal((slots * rows, heads, SIZE)).astype(np.float32)
+    keys = rng.standard_normal((slots, KV_BUCKET + 8, SIZE)).astype(np.float16)
+    keys[:, KV_BUCKET:] = np.nan
+    weights = rng.standard_normal((slots * rows, heads)).astype(np.float32)
+    mask = np.where(rng.random((slots, rows, KV_BUCKET)) < 0.5, 0.0, HIDDEN)
+    with bench() as (graph, memory):
+        cache = memory.tensor(keys, lib.GGML_TYPE_F16)
+        hidden = memory.tensor(mask.astype(np.float16), lib.GGML_TYPE_F16, (KV_BUCKET, rows, 1, slots))
+        got = read_node(graph, graph.index_scores(memory.tensor(q), cache, memory.tensor(weights), hidden, KV_BUCKET), np.float32).reshape(
+            mask.shape
+        )
+    each = np.einsum("srhd,spd->srhp", q.reshape(slots, rows, heads, SIZE).astype(np.float64), keys[:, :KV_BUCKET].astype(np.float64))
+    want = np.einsum("srhp,srh->srp", np.maximum(each, 0), weights.reshape(slots, rows, heads).astype(np.float64)) + mask
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+PAGE = mmap.PAGESIZE
+
+
+F32, F16, I32, I8 = lib.GGML_TYPE_F32, lib.GGML_TYPE_F16, lib.GGML_TYPE_I32, lib.GGML_TYPE_I8
+
+
+TYPES = {text(lib.ggml_type_name(i)): i for i in range(lib.GGML_TYPE_COUNT) if lib.ggml_blck_size(i)}
+
+
+WEIGHTS = (
+    "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "q2_K", "q3_K", "iq4_xs", "q4_K", "q5_K", "q6_K", "f16", "bf16", "f32",
+)  # fmt: skip
+
+
+C = ctypes.CDLL(None, use_errno=True)
+
+
+C.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Guarded:
+    """A graph whose operands, and what it leaves, lie at the ends of pages with forbidden ones on either side."""
+
+    def __init__(self, backend: Backend, allocator: GraphAllocator, stack: ExitStack):
+        self.level, self.stack = backend.level_handle, stack
+        self.g = stack.enter_context(closing(Graph(allocator)))
+
+    def tensor(self, kind: int, *ne: int, values: np.ndarray | None = None):
+        context = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 2 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
+        self.stack.callback(lib.ggml_free, context)
+        tensor = lib.ggml_new_tensor(context, kind, len(ne), ne)
+        nbytes = lib.ggml_nbytes(tensor)
+        room = -(-nbytes // PAGE) * PAGE
+        pages = mmap.mmap(-1, room + 2 * PAGE)
+        self.stack.callback(pages.close)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        for forbidden in (base, base + PAGE + room):
+            assert C.mprotect(forbidden, PAGE, 0) == 0  # PROT_NONE
+        buffer = lib.ggml_backend_cpu_buffer_from_ptr(ffi.cast("void *", base + PAGE), room)
+        self.stack.callback(lib.ggml_backend_buffer_free, buffer)
+        lib.pgs_attach(buffer, room - nbytes, tensor)
+        rng = np.random.default_rng(1)
+        if values is None:
+            values = rng.standard_normal(nbytes // 4).astype(np.float32) if kind == F32 else rng.integers(0, 60, nbytes).astype(np.uint8)
+        lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, nbytes)
+        return tensor
+
+    def packed(self, kind: int, n_in: int, n_out: int, n_expert: int = 0) -> Packed:
+        shape = (n_in, n_out, n_expert) if n_expert else (n_in, n_out)
+        ne = packed_shape(kind, shape)
+        rows, to = self.tensor(kind, *shape), self.tensor(I8, *ne, values=np.zeros(int(np.prod(ne)), np.uint8))
+        if n_expert:
+            lib.pgs_pack_experts(self.level, kind, rows.data, n_in, n_out, n_expert, to.data)
+        else:
+            lib.pgs_pack_rows(kind, rows.data, n_in, n_out, 0, n_out, to.data)
+        return Packed(kind, (n_in, n_out, n_expert or 1, 1), to)
+
+    def run(self, node) -> None:
+        node = self.g.view_source(node)
+        self.g.place(self.tensor(I8, lib.ggml_nbytes(node)), 0, node)
+        self.g.expand(node)
+        assert self.g.op_counts().keys() <= OWN | {"VIEW", "PERMUTE"}
+        self.g.plan()
+        err = new_err()
+        check(lib.pgs_graph_compute(self.g.handle, err), err)
+
+
+OWN = {
+    f"native {name}"
+    for name in (
+        "product", "gated product", "rounding", "rows", "experts", "order", "norm", "gate", "sum", "argmax", "join", "mask", "attention", "convolution",
+    )
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def guarded(request):
+    backend = Backend(pick_device("CPU"), request.param, "native")
+    with closing(backend), closing(GraphAllocator(backend, "test", 2048)) as allocator:
+
+        def made(of) -> None:
+            with ExitStack() as stack:
+                graph = Guarded(backend, allocator, stack)
+                graph.run(of(graph))
+
+        yield made
+
+
+@pytest.mark.skipif(not levels(), reason="native kernels do not run on this processor")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products(guarded, name):
+    """Of as many rows and outputs as fill tiles and groups, of fewer and of more; of inputs that fill blocks, and where a type has none also others."""
+    kind = TYPES[name]
+    block = lib.ggml_blck_size(kind)
+    for n_in, n_out, rows in itertools.product((block, 3 * block) if block > 1 else (1, 31, 45), (1, 16, 17), (1, 8, 9)):
+        guarded(lambda of: of.g.matmul(of.packed(kind, n_in, n_out), of.tensor(F32, n_in, rows)))
+        guarded(lambda of: of.g.add(of.g.matmul(of.packed(kind, n_in, n_out), of.tensor(F32, n_in, rows)), of.tensor(F32, n_out, rows)))
+        guarded(lambda of: of.g.add(of.g.matmul(of.packed(kind, n_in, n_out), of.tensor(F32, n_in, rows)), of.tensor(F32, n_out)))
+    for n, rows in itertools.product((32 if block == 1 else block, 96 if block < 256 else 768), (1, 8, 9, 32)):
+        guarded(lambda of: of.g.matmul(
+            of.packed(kind, n, 17), of.g.swiglu_halves(of.g.matmul(of.packed(TYPES["q8_0"], 32, 2 * n), of.tensor(F32, 32, rows)))
+        ))  # fmt: skip
+    index = np.array([0, 36, 17, 15, 16], np.int32)
+    guarded(lambda of: of.g.rows(of.packed(kind, n_in, 37), of.tensor(I32, 5, values=index)))
+    for n_out, used, rows, packed in itertools.product((1, 19), (1, 2), (1, 7), (False, True)):
+        chosen = np.stack([np.random.default_rng(i).permutation(3)[:used] for i in range(rows)]).astype(np.int32)
+        guarded(lambda of: of.g.matmul_experts(
+            of.packed(kind, n_in, n_out, 3) if packed else of.tensor(kind, n_in, n_out, 3), of.tensor(F32, n_in, used, rows), of.tensor(I32, used, rows, values=chosen)
+        ))  # fmt: skip
+
+
+@pytest.mark.skipif(not levels(), reason="native kernels do not run on this processor")
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 64, 100])
+def test_rows_of_values(guarded, n):
+    for rows in (1, 3):
+        guarded(lambda of: of.g.rms_norm(of.tensor(F32, n, rows), of.tensor(F32, n), 1e-5))
+        guarded(lambda of: of.g.swiglu(of.tensor(F32, n, rows), of.tensor(F32, n, rows)))
+        guarded(lambda of: of.g.sigmoid_gated(of.tensor(F32, 2 * n, rows), of.tensor(F32, n, 2, rows)))
+        guarded(lambda of: of.g.sum_rows(of.tensor(F32, n, rows)))
+        guarded(lambda of: of.g.argmax(of.tensor(F32, n, rows)))
+        guarded(lambda of: of.g.concat([of.tensor(F32, n, rows), of.tensor(F32, 5, rows), of.tensor(F32, 1, rows)]))
+        guarded(lambda of: of.g.kv_mask(of.tensor(F32, n), of.tensor(F32, 1, rows), of.tensor(F32, 1, rows), n))
+        guarded(lambda of: lib.pgs_convolution(of.g.ctx, of.level, of.tensor(F32, 16 * n, 3 + rows, 2), of.tensor(F32, 4, 16 * n), 0, 0))
+
+
+@pytest.mark.skipif(not levels(), reason="native kernels do not run on this processor")
+@pytest.mark.parametrize("name", ["f16", "q8_0", "f32", "bf16"])
+def test_attention(guarded, name):
+    """Spans that fill blocks of positions, and others; heads of K and V of different sizes; query rows enough to turn K, and fewer."""
+    kind = TYPES[name]
+    for size, span, rows, heads, slots in itertools.product((32, 96, 576), (1, 32, 33), (1, 9), (1, 2), (1, 2)):
+
+        def attention(of):
+            k, v = of.tensor(kind, size * heads, span, slots), of.tensor(kind, 64 * heads, span, slots)
+            mask = of.tensor(F16, span, rows, 1, slots, values=np.zeros(2 * span * rows * slots, np.uint8))
+            return of.g.flash_attention(of.tensor(F32, size, 4, rows * slots), k, v, mask, heads, span, 0.1)
+
+        guarded(attention)

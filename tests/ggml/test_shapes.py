@@ -1,13 +1,13 @@
 """Operands that do not fit each other: every verb says so and shows them. ggml would end the process, which would end these tests."""
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import Graph, GraphAllocator
-from pyggml_spec.ggml.library import lib
+from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.ggml.shapes import described
 from pyggml_spec.ggml.step_io import StepFields, StepIO
 from pyggml_spec.multi_device.chain import ChainFields, ChainGraph
@@ -112,6 +112,8 @@ WRONG = {
                 lambda g, t: g.flash_attention(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 5), 2, 256, 0.1, t.f16(4))],
     "host_view": [lambda g, t: g.host_view(t.f32(64, 5)), lambda g, t: g.host_view(t.i32(5))],
 }  # fmt: skip
+
+
 ANY_SHAPE = {  # one operand of any shape, or nothing but a graph's own nodes
     "scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "soft_cap", "gelu", "softmax", "norm", "sum_rows", "cont", "view_source", "cont_flat", "hadamard",
     "expand", "expand_norm", "keep_output", "name", "plan", "measure", "n_cuts", "op_counts", "properties_hash", "traffic", "memory", "close", "place", "aligned_outputs", "capture",
@@ -176,3 +178,51 @@ def test_a_copy_between_devices_of_other_strides():
                 chain.plan()
         for allocator in allocators:
             allocator.close()
+
+
+HOME = 1024  # bytes
+
+
+@pytest.fixture
+def made():
+    """A graph, and a tensor of HOME bytes in a buffer that is much larger."""
+    with ExitStack() as stack:
+        backend = stack.enter_context(closing(Backend(pick_device("CPU"), 1)))
+        allocator = stack.enter_context(closing(GraphAllocator(backend, "place")))
+        g = stack.enter_context(closing(Graph(allocator)))
+        ctx = lib.ggml_init(ffi.new("struct ggml_init_params *", {"mem_size": 8 * lib.ggml_tensor_overhead(), "no_alloc": True})[0])
+        stack.callback(lib.ggml_free, ctx)
+        home, _ = (lib.ggml_new_tensor(ctx, lib.GGML_TYPE_F32, 1, (n,)) for n in (HOME // 4, 1 << 16))
+        stack.callback(lib.ggml_backend_buffer_free, backend.allocate(ctx, backend.default_buffer_type))
+        yield g, home
+
+
+def node(g: Graph, nbytes: int):
+    return lib.ggml_new_tensor(g.ctx, lib.GGML_TYPE_F32, 1, (nbytes // 4,))
+
+
+@pytest.mark.parametrize("nbytes, offset", [(HOME, 0), (4, HOME - 4), (HOME // 2, HOME // 2)])
+def test_what_fits_is_placed(made, nbytes, offset):
+    g, home = made
+    placed = node(g, nbytes)
+    g.place(home, offset, placed)
+    assert int(ffi.cast("uintptr_t", placed.data)) == int(ffi.cast("uintptr_t", home.data)) + offset
+
+
+@pytest.mark.parametrize("nbytes, offset", [(HOME + 4, 0), (4, HOME), (8, HOME - 4), (HOME, 4), (4, 1 << 40), (64, (1 << 64) - 32)])
+def test_what_does_not_fit_is_refused(made, nbytes, offset):
+    """The last one is where offset and size together pass 2^64."""
+    g, home = made
+    placed = node(g, nbytes)
+    with pytest.raises(EngineError, match=f"a node of {nbytes} bytes does not fit at byte {offset} of a buffer of {HOME}"):
+        g.place(home, offset, placed)
+    assert placed.data == ffi.NULL
+
+
+def test_a_home_without_memory_and_a_node_that_has_a_place_are_refused(made):
+    g, home = made
+    placed = node(g, 64)
+    g.place(home, 0, placed)
+    for where, what in ((node(g, 64), node(g, 64)), (home, placed), (home, lib.ggml_view_2d(g.ctx, placed, 4, 2, 16, 0))):
+        with pytest.raises(EngineError, match="only an unallocated tensor that is not a view"):
+            g.place(where, 0, what)

@@ -1,10 +1,17 @@
 """GGUF files from bytes, so that a test can say exactly which of them are wrong."""
 
 import copy
+import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
+from random_gguf.model import Shape
+
 U8, I8, U16, I16, U32, I32, F32, BOOL, STR, ARR, U64, I64, F64 = range(13)
+
+
 _FORMAT = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
 
 
@@ -123,3 +130,29 @@ def split_gguf(path: str | Path, folder: Path, count: int, name: str = "model") 
         part.tensors = dict(tensors[i * len(tensors) // count : (i + 1) * len(tensors) // count])
         parts.append(part.write(folder / f"{name}-{i + 1:05}-of-{count:05}.gguf"))
     return parts
+
+
+SMALL = Shape(
+    n_layer=2, every=2, n_embd=32, n_ff=32, n_head=2, n_head_kv=1, head_size=16, n_rot=16, delta_head=16, delta_k=1, delta_v=2, n_vocab=260,
+    draft_layers=2, draft_heads=2, draft_heads_kv=1, draft_head_size=16, draft_ff=32, target_layers=(1, 2),
+)  # fmt: skip
+
+
+DIED = "the process died"
+
+
+def load_all(pairs: list[tuple], tokens: int = 3) -> list:
+    """For each (target, draft or None): None if it loaded and generated, else [name of what was raised, message]."""
+    left, out = [[str(t), str(d) if d is not None else None, tokens] for t, d in pairs], []
+    while len(out) < len(left):
+        run = subprocess.run(
+            [sys.executable, Path(__file__).with_name("load_many.py")],
+            input=json.dumps(left[len(out) :]),
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        out += [json.loads(line) for line in run.stdout.splitlines() if line.endswith(("]", "null"))]
+        if run.returncode != 0:
+            out.append([DIED, f"exit status {run.returncode}: {run.stderr[-2000:]}"])
+    return out

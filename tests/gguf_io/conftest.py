@@ -1,7 +1,7 @@
 """The pair that the malformed files are made from."""
 
 import pytest
-from gguf_io.small import SMALL
+from gguf_io.build import SMALL
 from random_gguf.model import write_dflash, write_qwen35
 
 

@@ -1,16 +1,23 @@
 """What a well-formed GGUF reads as."""
 
+import json
 import os
+import shutil
+import struct
 
 import gguf
 import numpy as np
 import pytest
-from gguf_io.build import ARR, BOOL, F32, F64, I8, I16, I32, I64, STR, U8, U16, U32, U64, Model, info, key
+from cli.process import one_sentence, pyspec
+from gguf_io.build import ARR, BOOL, F32, F64, I8, I16, I32, I64, STR, U8, U16, U32, U64, Model, info, key, split_gguf
 from gguf_io.build import gguf as build
+from tools.checkpoint import safetensors
 
 import pyggml_spec as ps
+from pyggml_spec.errors import ConvertError, GGUFError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.gguf_io.reader import StringArray, brief
+from pyggml_spec.gguf_io.safetensors import SafetensorsFile
 
 SCALARS = {
     U8: 255, I8: -128, U16: 65535, I16: -32768, U32: (1 << 32) - 1, I32: -(1 << 31), F32: 0.5, BOOL: True, STR: "Grüße 😀",
@@ -139,3 +146,252 @@ def test_close_twice_and_with_a_reader_left_over(opened):
     file.close()
     assert bytes(data) == b"\7" * 32
     data.release()
+
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def parts(pair, tmp_path_factory):
+    return split_gguf(pair[0], tmp_path_factory.mktemp("parts"), 3)
+
+
+@pytest.fixture
+def copied(parts, tmp_path):
+    """Parts to spoil."""
+    return [shutil.copy(part, tmp_path / part.name) for part in parts]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_any_part_opens_the_model(pair, parts, which):
+    with GGUFFile(pair[0]) as whole, GGUFFile(parts[which]) as split:
+        assert split.path == parts[0] and list(split.tensors) == list(whole.tensors)
+        assert split.nbytes == sum(part.stat().st_size for part in parts)
+        assert {k: str(v) for k, v in split.metadata.items() if not k.startswith("split.")}.keys() == whole.metadata.keys()
+        assert {t.part for t in split.tensors.values()} == {0, 1, 2}
+        for name in whole.tensors:
+            assert bytes(split.read(name)) == bytes(whole.read(name))
+
+
+def test_its_identity_is_that_of_all_parts(parts, copied):
+    with GGUFFile(parts[0]) as a, GGUFFile(parts[2]) as b:
+        seen = []
+        name = a.identity(lambda done, total: seen.append((done, total)))
+        assert name == b.identity() and seen[-1] == (a.nbytes, a.nbytes) and seen == sorted(seen)
+    with open(copied[2], "r+b") as file:  # one bit of the last part's last tensor
+        file.seek(-40, 2)
+        byte = file.read(1)[0]
+        file.seek(-40, 2)
+        file.write(bytes([byte ^ 1]))
+    with GGUFFile(copied[0]) as changed:
+        assert changed.identity() != name
+
+
+def test_a_pair_in_parts_gives_the_tokens_of_the_pair(pair, parts, tmp_path):
+    drafts = split_gguf(pair[1], tmp_path, 2, "drafter")
+    texts = []
+    for target, draft in ((pair[0], pair[1]), (parts[1], drafts[1])):
+        with ps.load(target, draft=draft, device="CPU", threads=1, n_ctx=64, draft_width=4) as session:
+            texts.append([tuple(event.tokens) for event in session.steps(PROMPT, 12, ignore_end=True)])
+    assert texts[0] == texts[1] and sum(map(len, texts[0])) == 12
+
+
+def test_llama_cpp_reads_the_same_parts(parts):
+    done = pyspec("compare", "--logits", parts[2], "--tokens", 9, "--device", "CPU", "-t", 1, "--kernels", "ggml")
+    assert done.returncode == 0 and b"NMSE" in done.stdout, done.stderr
+
+
+def spoil(path, change):
+    model = Model(path)
+    change(model)
+    model.write(path)
+
+
+def missing(parts):
+    parts[1].unlink()
+
+
+def renamed(parts):
+    parts[0].rename(parts[0].with_name("whole.gguf"))
+
+
+def misnumbered(parts):
+    other = parts[0].with_name("swap")
+    parts[1].rename(other)
+    parts[2].rename(parts[1])
+    other.rename(parts[2])
+
+
+def another_quantisation(parts):
+    """Whose parts end at other tensors."""
+
+    def change(model):
+        model.tensors.update({name: Model(parts[1]).tensors[name] for name in list(Model(parts[1]).tensors)[:1]})
+
+    spoil(parts[2], change)
+
+
+def fewer_tensors(parts):
+    spoil(parts[2], lambda model: model.tensors.pop(list(model.tensors)[-1]))
+
+
+def another_model(parts):
+    spoil(parts[1], lambda model: model.keys.update({"split.tensors.count": (I32, 7)}))
+
+
+def another_models_keys(parts):
+    spoil(parts[1], lambda model: model.keys.update({"qwen35.block_count": (U32, 77)}))
+
+
+def no_number(parts):
+    spoil(parts[0], lambda model: model.keys.pop("split.no"))
+
+
+def many(parts):
+    spoil(parts[0], lambda model: model.keys.update({"split.count": (U16, 60000)}))
+
+
+def cut(parts):
+    parts[2].write_bytes(parts[2].read_bytes()[:-64])
+
+
+@pytest.mark.parametrize(
+    "harm, named, words",
+    [
+        (missing, 0, ["model-00002-of-00003.gguf is not in its folder", "one folder"]),
+        (missing, 2, ["part 3 of 3", "model-00002-of-00003.gguf"]),
+        (renamed, "whole.gguf", ["part 1 of 3", "-00001-of-00003.gguf"]),
+        (misnumbered, 0, ["another model", "split.no"]),
+        (misnumbered, 1, ["part 3 of 3", "-00003-of-00003.gguf"]),
+        (another_quantisation, 0, ["in a part before it"]),
+        (fewer_tensors, 1, ["tensors, but they hold"]),
+        (another_model, 0, ["another model", "split.tensors.count"]),
+        (another_models_keys, 0, ["another model", "qwen35.block_count"]),
+        (no_number, 0, ["split.no"]),
+        (many, 0, ["60000 parts", "512"]),
+        (cut, 0, ["00003-of-00003.gguf", "cut short"]),
+    ],
+)
+def test_what_is_wrong_with_parts_is_said(copied, harm, named, words):
+    copied = [type(part)(part) for part in copied]
+    harm(copied)
+    path = copied[named] if isinstance(named, int) else copied[0].with_name(named)
+    with pytest.raises(GGUFError) as caught:
+        GGUFFile(path)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_commands_take_any_part(parts):
+    whole = pyspec("inspect", parts[1])
+    assert whole.returncode == 0 and parts[0].name.encode() in whole.stdout, whole.stderr
+    run = ["-t", 1, "--device", "CPU", "-c", 64, "-p", "ab", "-n", 4]
+    assert pyspec("run", "-m", parts[2], *run).returncode == 0
+    one_sentence(pyspec("run", "-m", parts[0].with_name("none-00001-of-00002.gguf"), *run), "does not exist")
+
+
+def test_files_of_closed_models_are_closed(parts):
+    import os
+
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        GGUFFile(parts[1]).close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_view_reads_the_parts(parts):
+    with GGUFFile(parts[0]) as file:
+        last = list(file.tensors)[-1]
+        view = file.under_other_names(file.metadata, {"x": file.tensors[last]})
+        assert np.array_equal(np.frombuffer(view.read("x"), np.uint8), np.frombuffer(file.read(last), np.uint8))
+
+
+def _file(tmp_path, data: bytes):
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(data)
+    return path
+
+
+def _header(text: bytes, data: bytes = bytes(64)) -> bytes:
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def _entry(**change) -> bytes:
+    return _header(json.dumps({"a": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64], **change}}).encode())
+
+
+def test_reads_rows_of_every_float_type(tmp_path):
+    values = np.arange(-6, 6, dtype=np.float32).reshape(3, 4) / 4
+    halves = (values.view(np.uint32) >> 16).astype(np.uint16)
+    tensors = {"f32": values, "f16": values.astype(np.float16), "f64": values.astype(np.float64), "bf16": halves, "vector": values[0]}
+    with SafetensorsFile(_file(tmp_path, safetensors(tensors))) as file:
+        for name in ("f32", "f16", "f64", "bf16"):
+            assert np.array_equal(file.rows(name, 1, 2), values[1:]), name
+        assert np.array_equal(file.rows("vector", 0, 1), values[:1])
+
+
+def test_integers_are_no_weights(tmp_path):
+    with SafetensorsFile(_file(tmp_path, safetensors({"a": np.zeros((2, 2), np.int8)}))) as file:
+        with pytest.raises(ConvertError, match="stored as I8"):
+            file.rows("a", 0, 1)
+
+
+@pytest.mark.parametrize(
+    "data, names",
+    [
+        (b"", "cannot be read"),
+        (b"abc", "3 bytes"),
+        (struct.pack("<Q", 1 << 62), "claims 4611686018427387904"),
+        (_header(b"{"), "no valid JSON"),
+        (_header(b"[" * 200000), "no valid JSON"),
+        (_header(b"[]"), "no JSON object"),
+        (_header(b'{"a": 1, "a": 2}'), "twice"),
+        (_header(b"\xff\xfe"), "no valid JSON"),
+        (_header(b'{"a": 1' + b"1" * 5000 + b"}"), "no valid JSON"),
+        (_header(b'{"a": 1}'), "no dtype"),
+        (_header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [1]}}'), "no dtype"),
+        (_entry(dtype="Q4"), "unknown type 'Q4'"),
+        (_entry(dtype=[]), "unknown type"),
+        (_entry(shape=[4, -4]), "impossible shape"),
+        (_entry(shape=[1 << 50]), "impossible shape"),
+        (_entry(shape=[4.0, 4]), "impossible shape"),
+        (_entry(shape=[True, 16]), "impossible shape"),
+        (_entry(shape=[4, 5]), "has 64 bytes instead of 80"),
+        (_entry(data_offsets=[0, 65]), "outside"),
+        (_entry(data_offsets=[-64, 0]), "outside"),
+        (_entry(data_offsets=[64, 0]), "outside"),
+        (_entry(data_offsets=["0", 64]), "outside"),
+    ],
+)
+def test_lies_are_sentences(tmp_path, data, names):
+    with pytest.raises(ConvertError, match=names) as error:
+        SafetensorsFile(_file(tmp_path, data))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_overlap(tmp_path):
+    entries = {name: {"dtype": "F32", "shape": [8], "data_offsets": [at, at + 32]} for name, at in (("a", 0), ("b", 16))}
+    with pytest.raises(ConvertError, match="overlap"):
+        SafetensorsFile(_file(tmp_path, _header(json.dumps(entries).encode())))
+
+
+def test_a_folder_and_a_missing_file(tmp_path):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConvertError):
+            SafetensorsFile(path)
+
+
+@pytest.mark.slow
+def test_random_damage_is_read_or_refused(tmp_path):
+    """2,000 flipped bytes and cuts of a small file."""
+    good = safetensors({"a": np.ones((4, 4), np.float32), "b": np.ones(3, np.float16)})
+    rng = np.random.default_rng(5)
+    for _ in range(2000):
+        data = bytearray(good[: rng.integers(1, len(good) + 1)] if rng.random() < 0.3 else good)
+        data[rng.integers(len(data))] = rng.integers(256)
+        try:
+            with SafetensorsFile(_file(tmp_path, bytes(data))) as file:
+                for name in file.tensors:
+                    if file.tensors[name].dtype in ("F32", "F16"):
+                        file.rows(name, 0, 1)
+        except ConvertError as error:
+            assert "\n" not in str(error)

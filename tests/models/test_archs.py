@@ -1,14 +1,16 @@
 """Every further architecture: target logits, drafted ids and speculative text against llama.cpp and against plain decoding."""
 
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
-from architectures import TARGETS, having, params, thorough
+from architectures import TARGETS, having, params, thorough, write_tiny
 from drafters.parity import assert_blocks_equal
 from engine.helpers import oracle, reference, run
-from gguf_io.build import ARR, F32, U32, Model
+from gguf_io.build import ARR, BOOL, F32, I32, U32, Model, load_all
 from llama_oracle import LlamaDFlash
+from models.dress import dressed
 from random_gguf.archs import (
     write_deepseek2,
     write_gemma4,
@@ -36,10 +38,20 @@ from pyggml_spec.models.weights import Weights
 from pyggml_spec.tools.compare import compare_logits, nmse
 
 WRITERS = {name: write for name, write in TARGETS.items() if name != "qwen35"}
+
+
 THOROUGH = [name for name in thorough() if name != "qwen35"]
+
+
 ONE_ROW, WINDOWED = having("latent"), having("windowed")  # one row: K and V are of one type
+
+
 JOINED = {"qwen3next joined": lambda *args: write_qwen3next(*args, joined=True)}
+
+
 QUANTS = ["F32", "Q8_0", "Q4_K"]
+
+
 LEAN = {"n_ff": 128, "n_ff_expert": 64, "n_ff_shared": 64}  # what most of the default shape's time goes to; K-quants need rows of 256
 
 
@@ -187,6 +199,8 @@ def test_qwen3moe_with_yarn_and_without_the_size_of_an_expert(tmp_path):
 
 
 REAL = {"head_size": 192, "n_rot": 64, "n_latent": 512, "head_size_v": 128, "n_lora_q": 192, "n_layer": 2}  # heads of every published one
+
+
 DEEP = {
     "n_lora_q": 0,
     "n_embd": 64,
@@ -198,9 +212,13 @@ DEEP = {
     "head_size_v": 32,
     "n_ff_expert": 32,
 }
+
+
 GEMMA = (
     {"n_per_layer": 0, "shared": False}, {"n_per_layer": 0, "shared": False, "routed": True}, {"softcap": 0.0}, {"softcap": None}, {"softcap": 5.0},
 )  # fmt: skip
+
+
 # (architecture, type, tokens, shape, options): what files of an architecture differ in; yarn past the 64 tokens that the file claims to be trained on
 VARIANTS = [
     ("llama", "F32", 37, {}, {"factors": False}),
@@ -564,3 +582,61 @@ def test_rope_options_that_make_no_sense():
         RopeOptions("longrope")
     with pytest.raises(ModelError, match="the rope option `freq_scale` is -1"):
         RopeOptions(freq_scale=-1.0)
+
+
+DRESSED = ("llama", "qwen35moe", "qwen3next", "muse-glimmer")
+
+
+def write_valid(arch, path):
+    path = write_tiny(arch, path)
+    return dressed(path)[0] if arch in DRESSED else path
+
+
+VALID_WRITERS = {name: partial(write_valid, name) for name in TARGETS if name != "qwen35"}
+
+
+NUMBERS = [(U32, n) for n in (0, 1, 3, (1 << 32) - 1)] + [(I32, -1), (F32, -1.0), (F32, 1e30), (ARR, (U32, [1])), (ARR, (U32, [3] * 8))]
+
+
+LISTS = [(U32, 3), (ARR, (U32, [])), (ARR, (U32, [3] * 8)), (ARR, (U32, [0] * 8)), (ARR, (I32, [-1] * 8)), (ARR, (BOOL, [True] * 8))]
+
+
+GUARDED = {  # keys that can only be refused, whatever number of NUMBERS they hold: the tensors have other shapes
+    "block_count", "embedding_length", "attention.head_count", "expert_count", "expert_used_count", "expert_feed_forward_length",
+}  # fmt: skip
+
+
+def lies(valid, arch):
+    """(what was changed, model) for every numeric key of the architecture and every tensor of its second layer."""
+    whole = Model(valid)
+    for name, (kind, _) in whole.keys.items():
+        for change in (LISTS if kind == ARR else NUMBERS) if name.startswith(f"{arch}.") and kind != 8 else ():
+            model = whole.copy()
+            model.keys[name] = change
+            yield (name.removeprefix(f"{arch}."), change), model
+    for name, (shape, _, data) in whole.tensors.items():
+        if name.startswith("blk.1.") or not name.startswith("blk."):
+            for other in (None, shape[::-1], (shape[0], len(data) // 4 // shape[0]), (1, *shape)):
+                model = whole.copy()
+                if other is None:
+                    del model.tensors[name]
+                else:
+                    model.tensors[name][0] = other
+                yield (name, other), model
+
+
+@pytest.mark.parametrize("arch", params(VALID_WRITERS, ("qwen35moe",)))
+def test_every_number_and_every_tensor(tmp_path, arch):
+    valid = VALID_WRITERS[arch](tmp_path / "valid.gguf")
+    cases, pairs = [], [(valid, None)]
+    for i, (case, model) in enumerate(lies(valid, arch)):
+        cases.append(case)
+        pairs.append((model.write(tmp_path / f"{i}.gguf"), None))
+    first, *found = load_all(pairs, tokens=2)
+    assert first is None, first
+    for case, result in zip(cases, found, strict=True):
+        assert result is None or (result[0] == "PyspecError" and "\n" not in result[1] and len(result[1]) < 700), (case, result)
+    accepted = [case for case, result in zip(cases, found, strict=True) if result is None]
+    # 1 is the true value of some; a number that says what the list said is no lie either
+    assert not [case for case in accepted if case[0] in GUARDED and case[1][1] not in (1, 3, (U32, [3] * 8))], accepted
+    assert len(accepted) < len(cases) / 2

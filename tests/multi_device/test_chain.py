@@ -1,5 +1,8 @@
 """Drafts that follow from each other, among several sequences: what is drafted is what is drafted for each of them alone."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from engine.batch_helpers import Pair, accept, prompts, random_work, run
@@ -168,3 +171,22 @@ def test_drafts_that_are_looked_at_first_are_the_same(pair, slots):
             assert result.tokens.tolist() == want[slot][step]
             assert width == 1 or seen[slot, step] == result.tokens[1:].tolist()
             take(batch, slot, step, result)
+
+
+SCRIPT = """
+import sys
+import pyggml_spec as ps
+
+with ps.load(device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+    text, stats = session.generate("def f(", 12, ignore_end=True)
+    with session.concurrent(slots=2, prefix_memory=0) as server:
+        assert server.submit("def f(", 12, ignore_end=True).result(60)[0] == text
+assert stats.emitted == 12
+print([name for name in sys.modules if name.startswith("pyggml_spec.multi_device")])
+"""
+
+
+def test_one_device_imports_no_module_of_several():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

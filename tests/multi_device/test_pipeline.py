@@ -5,7 +5,7 @@ from contextlib import closing, suppress
 
 import pytest
 from engine.batch_helpers import Pair, prompts, serve
-from engine.interrupts import interrupt_ends_all
+from engine.helpers import interrupt_ends_all
 
 from pyggml_spec.cache.slots import covering
 from pyggml_spec.engine.batch import Draft, Prefill, Verify

@@ -24,11 +24,16 @@ from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import EngineError, SamplingError
 from pyggml_spec.ggml.cores import ThreadCounts
 from pyggml_spec.ggml.library import ffi
+from pyggml_spec.sampling.recommended import recommended
 from pyggml_spec.sampling.sampler import SAMPLERS, Sampler, Sampling, TokenLogprob
 from pyggml_spec.tools.reference import LlamaReference
 
 ALPHA = 1e-6
+
+
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
 CHAINS = {
     "default": {},
     "temperature": {**OFF, "temperature": 0.7},
@@ -253,8 +258,6 @@ def test_speculation_keeps_the_distribution_under_a_grammar(table, temperature):
 
 
 # -- against libllama
-
-
 def llama_chain(s: Sampling, n_vocab, vocab=None):
     """The chain that common_sampler_init makes."""
     chain = L.llama_sampler_chain_init(L.llama_sampler_chain_default_params())
@@ -394,8 +397,6 @@ def test_the_same_text_as_llama_cpp_for_the_same_seed(demo):
 
 
 # -- on a real engine
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", ["default", "hot", "typical", "presence and frequency", "everything"])
 def test_speculative_text_equals_reference_text_for_the_same_seed(demo, chain):
@@ -527,8 +528,6 @@ def test_limits_and_ends_with_a_sampler(demo, mode):
 
 
 # -- what cannot be sampled
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_no_numbers_are_said(bad):
     logits = np.zeros(50, np.float32)
@@ -603,3 +602,53 @@ def test_a_bias_for_a_token_that_does_not_exist_is_refused(demo):
     with pytest.raises(SamplingError, match="4096"):
         demo.generate("a", 4, sampling=Sampling(logit_bias={4096: 1.0}))
     assert demo.generate("a", 4)[1].emitted == 4
+
+
+def test_what_the_converter_writes():
+    keys = {
+        "temp": 0.6000000238418579,
+        "top_k": 20,
+        "top_p": 0.949999988079071,
+        "min_p": 0.0,
+        "penalty_repeat": 1.0499999523162842,
+        "penalty_last_n": 64,
+    }
+    values, refused = recommended({f"general.sampling.{key}": value for key, value in keys.items()} | {"general.name": "x"})
+    assert (
+        values == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repeat_penalty": 1.05, "repeat_last_n": 64}
+        and not refused
+    )
+    assert recommended({"general.name": "x"}) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    "order, samplers",
+    [
+        ("top_k;top_p;temperature", ("top_k", "top_p", "temperature")), ("penalties; dry;top-k;typ;nucleus;minp;xtc;temp", ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")),
+        ("top_k;mirostat", None), ("top_k;top_k", None), (7, None), ("", None),
+    ],
+)  # fmt: skip
+def test_orders_by_llama_cpps_names(order, samplers):
+    values, refused = recommended({"general.sampling.sequence": order})
+    assert values == ({"samplers": samplers} if samplers is not None else {}) and bool(refused) == (samplers is None)
+    Sampling(**values)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("temp", -1.0),
+        ("temp", "warm"),
+        ("temp", float("nan")),
+        ("top_k", -1),
+        ("top_p", 1.5),
+        ("penalty_last_n", -1),
+        ("xtc_probability", 0.5),
+        ("mirostat", 2),
+    ],
+)
+def test_what_cannot_be_is_named_and_left_out(key, value):
+    values, refused = recommended(
+        {f"general.sampling.{key}": value, "general.sampling.top_p": 0.9} if key != "top_p" else {"general.sampling.top_p": value}
+    )
+    assert len(refused) == 1 and key in refused[0] and set(values) <= {"top_p"} and len(refused[0]) < 100

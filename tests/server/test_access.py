@@ -1,12 +1,14 @@
 """Who is let in: keys, the names of the server, pages of other sites, and what a body may be."""
 
+import contextlib
 import gzip
 import json
 import socket
+import time
 
 import pytest
 from cli.process import one_sentence, pyspec
-from server.running import Running
+from server.running import Running, events, wait_for
 
 from pyggml_spec.errors import PyspecError
 from pyggml_spec.server.access import Hosts, Keys, Origins
@@ -16,8 +18,6 @@ PATHS = ("/", "/page.js", "/health", "/props", "/metrics", "/slots", "/v1/models
 
 
 # -- keys
-
-
 @pytest.mark.parametrize("given", ["", " ", ",", " , ", "\ufeff", "\n"])
 def test_an_empty_key_is_refused(given):
     """`--api-key "$UNSET"` served everybody."""
@@ -59,8 +59,6 @@ def test_keys_outside_ascii_and_after_a_byte_order_mark(tmp_path, encoding):
 
 
 # -- names of the server
-
-
 def _host(hosts, *given, **scope):
     headers = [(b"host", text.encode("latin-1")) for text in given]
     hosts.check({"server": ("127.0.0.1", 8080), "headers": headers, "http_version": "1.1", **scope})
@@ -153,7 +151,6 @@ def test_no_path_answers_to_another_name(server, path):
 
 
 # -- pages of other sites
-
 ASK = {"prompt": "a", "n_predict": 1}
 
 
@@ -204,8 +201,6 @@ def test_origins_that_are_let_in():
 
 
 # -- bodies
-
-
 @pytest.mark.parametrize(
     "kind, status",
     [
@@ -259,3 +254,174 @@ def test_a_server_that_was_told_more_names_and_origins():
         for origin, status in (("https://a.com", 200), ("http://localhost", 403), ("null", 403)):
             assert running.http.post("/completion", json=ASK, headers={**ours, "origin": origin}).status_code == status
         assert running.http.post("/completion", json=ASK, headers={"x-api-key": "no"}).status_code == 401
+
+
+@pytest.fixture(scope="module")
+def limited_server():
+    with Running("--slots", 2, "--api-key", "one,two", "--max-body", 8) as running:
+        running.http.headers["x-api-key"] = "one"
+        yield running
+
+
+def head(server, path, key="one", length=8 << 20, method="POST"):
+    """A connection that has sent a head, and none of its body."""
+    sock = server.connect()
+    told = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nx-api-key: {key}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+    sock.sendall(told.encode())
+    return sock
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path, key, method, status",
+    [
+        ("/completion", "none", "POST", 401), ("/nowhere", "one", "POST", 404), ("/nowhere", "none", "POST", 401), ("/health", "one", "POST", 405),
+        ("/v1/embeddings", "one", "POST", 501),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("length", [1000, 8 << 20])
+def test_an_unauthorised_request_is_refused_before_its_body(limited_server, path, key, method, status, length):
+    """Bodies were read first: 24 connections of strangers took 720 MiB."""
+    with head(limited_server, path, key, length, method) as sock:
+        sock.settimeout(10)
+        got = b""
+        while not got.endswith(b"}}"):
+            got += sock.recv(4096)
+        assert got.startswith(b"HTTP/1.1 %d " % status), got
+        sock.sendall(b"x" * 1000)  # what it sends is thrown away
+
+
+def test_bodies_of_unauthorised_requests_are_not_kept(limited_server):
+    before = limited_server.resident_mib
+    socks = [head(limited_server, "/completion", "none") for _ in range(8)]
+    for sock in socks:
+        sock.settimeout(0.5)
+        try:
+            for _ in range(64):
+                sock.sendall(b"x" * (1 << 16))
+        except OSError:
+            pass
+    assert limited_server.resident_mib - before < 8
+    for sock in socks:
+        sock.close()
+
+
+def test_watchers_of_the_slots_have_a_limit(limited_server):
+    """Each costs the event loop five turns a second; one that leaves makes room."""
+    assert limited_server.http.head("/pyspec/live").status_code == 200  # no state, and no end to wait for
+    for _ in range(2):
+        with contextlib.ExitStack() as watching:
+            for _ in range(16):
+                sock = watching.enter_context(limited_server.connect())
+                sock.sendall(b"GET /pyspec/live HTTP/1.1\r\nhost: localhost\r\nx-api-key: one\r\n\r\n")
+                assert sock.recv(20).startswith(b"HTTP/1.1 200")
+            assert limited_server.http.get("/pyspec/live").status_code == 429
+        limited_server.ok("/tokenize", content="what they leave is seen meanwhile")
+        time.sleep(0.5)
+
+
+LARGE = [
+    ("/completion", {"prompt": "x", "n_predict": 1, "response_fields": ["a"] * 20_000}, "at most 256 texts"),
+    ("/completion", {"prompt": ["a"] * 2500, "n": 64, "n_predict": 1}, "has 160000 sequences"),
+    ("/v1/completions", {"prompt": ["a"] * 2500, "n": 64, "max_tokens": 1}, "has 160000 sequences"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": "x" * 3_000_000}}, "chat_template_kwargs has"),
+    ("/apply-template", {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": "x" * 3_000_000}}, "chat_template_kwargs has"),
+    ("/completion", {"prompt": "x", "logit_bias": [["some words " * 50, 1]] * 4096}, "logit_bias has"),
+    ("/completion", {"prompt": "x", "stop": ["x" * 10_000] * 256}, "stop has"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}] * 5000}, "at least 5000 tokens"),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a b " * 300_000}]}, "tokens"),
+    ("/v1/responses/input_tokens", {"input": "a b " * 300_000}, "tokens"),
+    ("/v1/messages", {"messages": [{"role": "assistant", "content": "a b " * 300_000}, {"role": "user", "content": "x"}], "max_tokens": 1}, "tokens"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f"}}] * 2000}, "2000 tools"),
+    ("/tokenize", {"content": "a b " * 1_000_000}, "encoded at once"),
+    ("/detokenize", {"tokens": [5] * 5_000_000}, "longer than"),
+    ("/detokenize", {"tokens": [5] * 600_000}, "more than 262144 values"),
+    ("/detokenize", {"tokens": ["x" * 1_000_000, *[5] * 100_000]}, "tokens is"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path, body, words", LARGE, ids=range(len(LARGE)))
+def test_what_is_too_much_is_refused_before_it_costs(limited_server, path, body, words):
+    """They took seconds to a minute of one of two threads, or of the event loop."""
+    began = time.monotonic()
+    response = limited_server.post(path, **body)
+    assert response.status_code in (400, 413) and words in response.text, response.text
+    assert time.monotonic() - began < 5
+    assert limited_server.resident_mib < 400
+
+
+@pytest.mark.slow
+def test_what_is_large_and_fits_is_answered(limited_server):
+    tokens = limited_server.ok("/tokenize", content="a b " * 100_000)["tokens"]
+    pieces = limited_server.ok("/tokenize", content="a b " * 100_000, with_pieces=True)["tokens"]
+    assert [piece["id"] for piece in pieces] == tokens and len(tokens) > 100_000
+    assert limited_server.ok("/detokenize", tokens=tokens)["content"] == "a b " * 100_000
+    assert limited_server.ok("/detokenize", tokens=[])["content"] == ""
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_a_whole_answer_are_those_of_its_stream(limited_server):
+    """A thousand of each token are made while they are sent; all at once they took the event loop for seconds."""
+    asked = {"prompt": "import os\n", "n_predict": 60, "temperature": 0, "ignore_eos": True, "n_probs": 1000}
+    whole = limited_server.ok("/completion", **asked)["completion_probabilities"]
+    told = [json.loads(data) for data in events(limited_server.post("/completion", **asked, stream=True))]
+    assert len(whole) == 60 and whole == [p for e in told for p in e.get("completion_probabilities", [])]
+    assert all(len(p["top_logprobs"]) == 1000 and p["top_logprobs"][0]["id"] == p["id"] for p in whole)
+    asked = {"prompt": "import os\n", "max_tokens": 30, "temperature": 0, "logprobs": 1000}
+    (choice,) = limited_server.ok("/v1/completions", **asked)["choices"]
+    told = choice["logprobs"]
+    assert len(told["content"]) == len(told["top_logprobs"]) == len(told["tokens"]) == len(told["text_offset"]) <= 30
+    assert "".join(told["tokens"]) == choice["text"] and len(told["top_logprobs"][0]) > 900
+
+
+def test_more_log_probabilities_than_a_whole_answer_may_have_are_refused(limited_server):
+    """2,000 tokens with 1,024 each took 480 MiB."""
+    for path, body in (
+        ("/completion", {"prompt": "x", "n_predict": 1100, "n_probs": 1024}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 200, "logprobs": 1024, "n": 8}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1100, "logprobs": True, "top_logprobs": 1024},
+        ),
+    ):
+        response = limited_server.post(path, **body)
+        assert response.status_code == 400 and "log probabilities, and 1048576 are the most" in response.text, response.text
+
+
+SLOWLY = """
+import sys, time
+from pyggml_spec.server import served
+encode = served.Served.encoded
+def slowly(self, text, *given, **named):
+    if text == "slowly":
+        time.sleep(0.05)
+        print("encoded one", file=sys.stderr, flush=True)
+    return encode(self, text, *given, **named)
+served.Served.encoded = slowly
+"""
+
+
+@pytest.mark.slow
+def test_a_client_that_leaves_stops_what_is_made_of_its_request():
+    """Prompts were encoded to the last one, whoever had gone."""
+    with Running("--slots", 2, "--queue", 200, before=SLOWLY) as running:
+        data = json.dumps({"prompt": ["slowly"] * 200, "n_predict": 1, "padding": "x" * 2000}).encode()
+        with head(running, "/completion", length=len(data)) as sock:
+            sock.sendall(data)
+            wait_for(lambda: "encoded one" in running.lines, 20)
+        time.sleep(0.5)
+        count = running.lines.count("encoded one")
+        time.sleep(0.3)
+        assert 0 < running.lines.count("encoded one") == count < 100
+        assert running.ok("/completion", prompt="x", n_predict=2)["tokens_predicted"] == 2
+
+
+def test_memory_comes_back_after_a_peak(limited_server):
+    """What malloc had kept of 8 MiB bodies and a million log probabilities stayed with the process."""
+    limited_server.ok("/completion", prompt="import os\n", n_predict=50)
+    before = limited_server.resident_mib
+    for _ in range(3):
+        limited_server.ok("/completion", prompt="import os\n", n_predict=600, temperature=0, ignore_eos=True, n_probs=1000)
+        limited_server.post("/completion", prompt="x", user="y" * (7 << 20))
+    wait_for(lambda: limited_server.resident_mib <= before + 24, 15)

@@ -4,20 +4,33 @@
 """
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Self
 
 import pytest
 import scripted
+from gguf_io.build import I32, Model
 from llama_templates import templates  # noqa: F401  (a fixture)
 from server.formats import FAMILIES, TOOLS, Case, cases, plain
 from server.running import Running, events
 
-from pyggml_spec.text.formats import format_of
+from pyggml_spec.constraints.grammar import Grammar
+from pyggml_spec.constraints.lazy import LazyGrammar
+from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO_TARGET
+from pyggml_spec.server.calls import calls_grammar
+from pyggml_spec.server.errors import ApiError
+from pyggml_spec.text.formats import FORMATS, Tags, format_of
 from pyggml_spec.text.parse import Parser
+from pyggml_spec.text.tokenizer import Tokenizer
 
 RECORDED = json.loads(Path(__file__).with_name("llama_server_formats.json").read_text("utf-8"))
+
+
 CASES = {case.key: case for case in cases()}
+
+
 DIFFERENT = {
     "gpt-oss: two calls": "llama-server's grammar ends the answer behind the first one",
     "MiniMax-M2: two calls": "llama-server refuses its own model's answer, with a 500",
@@ -70,7 +83,6 @@ def test_an_answer_is_read_as_llama_server_reads_it(templates, key):  # noqa: F8
 
 
 # -- through the server
-
 CALLED = {"gpt-oss", "muse-glimmer", "MiniMax-M2", "Kimi K2", "DeepSeek V3.1", "gemma 4", "Qwen 3.5"}
 
 
@@ -302,3 +314,243 @@ def test_a_server_says_what_is_wrong_with_a_template(tmp_path):
         AssertionError, match="which is no text .tokenizer.chat_template.; convert it again, or give one as --chat-template"
     ):
         Running("-m", tmp_path / "list.gguf", "-c", 256)
+
+
+FORM = {form.name: form for form in FORMATS}
+
+
+WORD = "<tool_call>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    with GGUFFile(DEMO_TARGET) as file, closing(Tokenizer(file)) as tokenizer:
+        yield tokenizer
+
+
+def test_calls_of_tools_where_the_model_may_choose(tokenizer):
+    """What `tool_choice` "auto" comes to: the grammar of calls takes right calls, several of them, and no wrong ones."""
+    tool = {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}},
+    }
+    right = WORD + "\n" + json.dumps({"name": "weather", "arguments": {"city": "Rome"}}) + "\n</tool_call>"
+    for several, texts in ((True, {right: True, right + "\n" + right: True}), (False, {right: True, right + "\n" + right: False})):
+        wrong = right.replace("weather", "whether")
+        for text, fits in {**texts, wrong: False}.items():
+            grammar, triggers = calls_grammar(FORM["Hermes"], [tool], several, {})
+            assert triggers == (WORD,)
+            lazy = LazyGrammar("lark", grammar, triggers, tokenizer)
+            tokens = tokenizer.encode("Let me see. " + text, bos=False)
+            assert (lazy.fits(tokens) == len(tokens)) == fits, text
+            plain = Grammar("lark", grammar, tokenizer)
+            tokens = tokenizer.encode(text, bos=False)
+            assert (plain.fits(tokens) == len(tokens)) == fits
+
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1}, "unit": {"type": "string", "enum": ["C", "F"]}},
+        "required": ["city"]}  # fmt: skip
+
+
+def written(call, name, arguments):
+    """A call as its format has it; values of ``arguments`` are what is written in tags, JSON elsewhere."""
+    if isinstance(call.arguments, Tags):
+        tags = call.arguments
+        line = "\n" if tags.lines else ""
+        inside = "".join(
+            f"{key.join(tags.name)}{tags.value and chr(10)}{tags.value}{line}{value}{line}{tags.end}\n" for key, value in arguments.items()
+        )
+    else:
+        inside = json.dumps({key: int(value) if value.isdigit() else value for key, value in arguments.items()})
+    text = f"{call.begin}{call.name[0]}{call.prefix}{name}{':0' if call.index else ''}{call.name[1]}{inside}{call.close}{call.end}"
+    return f"{call.section[0]}\n{text}\n{call.section[1]}" if call.section else text
+
+
+@pytest.mark.parametrize("form", ["Qwen3-Coder", "GLM", "MiniMax-M2", "Kimi K2", "DeepSeek"])
+@pytest.mark.parametrize(
+    "arguments, fits",
+    [
+        ({"city": "Rome <b>\n\n</b> </tool_call>"}, True),
+        ({"city": "Rome", "days": "3", "unit": "F"}, True),
+        ({"city": "Rome", "days": "0"}, False),
+        ({"city": "Rome", "unit": "K"}, False),
+        ({"days": "3"}, False),
+    ],
+)
+def test_calls_whose_name_stands_before_the_arguments(tokenizer, form, arguments, fits):
+    """What the grammar lets out is a call for the parser, with the arguments that were written."""
+    tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+    grammar, triggers = calls_grammar(FORM[form], [tool], True, {})
+    text = f"So. {written(FORM[form].calls[0], 'weather', arguments)}"
+    tokens = tokenizer.encode(text, bos=False)
+    assert (LazyGrammar("lark", grammar, triggers, tokenizer).fits(tokens) == len(tokens)) == fits
+    parser = Parser(FORM[form], tools=[tool])
+    (call,) = [piece.call for piece in (*parser.push(text), *parser.finish()) if piece.call is not None]
+    assert {name: str(value) for name, value in json.loads(call.arguments).items()} == arguments
+
+
+@pytest.mark.parametrize(
+    "schema, right, wrong",
+    [
+        ({"type": ["string", "null"]}, "any <text>", None), ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12 cm", None), ({"$ref": "#/$defs/text"}, "a", None),
+        ({"oneOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]}, "null", None), ({"const": "x"}, "x", "y"), ({"enum": ["x", None]}, "null", "nil"),
+        ({"anyOf": [{"enum": ["x", "y"]}, {"type": "null"}]}, "y", "z"), ({"type": ["integer", "null"]}, "12", "x"), (True, "any", None), ({}, "any", None),
+    ],
+)  # fmt: skip
+def test_texts_among_other_types_keep_the_grammar(tokenizer, schema, right, wrong):
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "$defs": {"text": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    grammar, triggers = calls_grammar(FORM["Qwen3-Coder"], [tool], True, {})
+    for value, fits in ((right, True), (wrong, False)):
+        if value is not None:
+            tokens = tokenizer.encode(written(FORM["Qwen3-Coder"].calls[0], "f", {"x": value}), bos=False)
+            assert (LazyGrammar("lark", grammar, triggers, tokenizer).fits(tokens) == len(tokens)) == fits
+
+
+def test_arguments_that_tags_cannot_be_held_to_are_refused():
+    """They are read from the text then."""
+    for schema in (
+        {"type": "string", "pattern": "a+"},
+        {"type": ["string", "null"], "minLength": 2},
+        {"anyOf": [{"enum": ["x"]}, {"type": "integer"}]},
+    ):
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}}
+        with pytest.raises(ApiError):
+            calls_grammar(FORM["Qwen3-Coder"], [tool], True, {})
+
+
+def test_markers_that_are_control_tokens_are_tokens_of_the_grammar(tmp_path, pair):
+    """A control token matches no text: without this a call could not end where the vocabulary has its markers."""
+    names = {"<|tool_call_begin|>": 300, "<|tool_call_argument_begin|>": 301, "<|tool_call_end|>": 302, "<|tool_calls_section_end|>": 303}
+    model = Model(pair[0])
+    tokens, types = (model.keys[f"tokenizer.ggml.{name}"][1][1] for name in ("tokens", "token_type"))
+    for name, i in names.items():
+        tokens[i], types[i] = name.encode(), 3
+    model.keys["tokenizer.ggml.token_type"] = (9, (I32, types))
+    tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+    with GGUFFile(model.write(tmp_path / "control.gguf")) as file, closing(Tokenizer(file)) as tokenizer:
+        grammar, triggers = calls_grammar(FORM["Kimi K2"], [tool], True, tokenizer.control_tokens())
+        assert triggers == (300,)
+        for city, fits in (('"Rome"', True), ("3", False)):
+            text = f'<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{{"city": {city}}}<|tool_call_end|>'
+            ids = tokenizer.encode("So. " + text, special=True, bos=False)
+            assert set(ids) > {300, 301, 302}
+            assert (LazyGrammar("lark", grammar, triggers, tokenizer).fits(ids) == len(ids)) == fits
+
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+
+
+SCHEMA = {"type": "object", "properties": {"kind": {"enum": ["list", "dict"]}}, "required": ["kind"]}
+
+
+SAID = [{"role": "user", "content": "make one"}]
+
+
+CHAT_PLACE, TEXT_PLACE = '"json_schema": {"name": "...", "schema": {...}}', '"format": {"type": "json_schema", "name"'
+
+
+WRONG = [
+    (CHAT, {"response_format": {"type": "json_schema", "schema": SCHEMA}}, '"schema"', CHAT_PLACE),
+    (CHAT, {"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}}, '"json_schema"', CHAT_PLACE),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema_": SCHEMA}}}, '"schema_"', CHAT_PLACE),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": SCHEMA}}, '"type"', CHAT_PLACE),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": [SCHEMA]}}, "an object", CHAT_PLACE),
+    (CHAT, {"response_format": {"type": "text", "schema": SCHEMA}}, '"schema"', CHAT_PLACE),
+    (CHAT, {"response_format": {"schema": SCHEMA}}, '"schema"', CHAT_PLACE),
+    (CHAT, {"response_format": SCHEMA}, "object", "json_schema"),
+    (CHAT, {"response_format": {"type": "json_object", "strict": True}}, '"strict"', CHAT_PLACE),
+    ("/v1/completions", {"response_format": {"type": "json_schema", "schema": SCHEMA}}, '"schema"', CHAT_PLACE),
+    ("/completion", {"json_schema": {"name": "x", "schema": SCHEMA}}, "'schema'|'name'", "keyword"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}}, '"json_schema"', TEXT_PLACE),
+    (RESPONSES, {"text": {"format": {"type": "json_object", "schema": SCHEMA}}}, '"schema"', TEXT_PLACE),
+    (RESPONSES, {"text": {"type": "json_schema", "schema": SCHEMA}}, '"type"', TEXT_PLACE),
+    (RESPONSES, {"text": {"format": {"type": "text"}}, "response_format": {"type": "json_object"}}, "text.format", "one of them"),
+    (MESSAGES, {"output_config": {"format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}}, '"json_schema"', '"schema": {...}'),
+    (MESSAGES, {"output_config": {"type": "json_schema", "schema": SCHEMA}}, '"type"', '"schema": {...}'),
+    (MESSAGES, {"output_format": {"type": "json_object", "schema": SCHEMA}}, "output_format", '"schema": ...'),
+    (MESSAGES, {"output_format": {"type": "json_schema", "schema": SCHEMA}, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "output_format", "alone"),
+]  # fmt: skip
+
+
+RIGHT = [
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "description": "y", "schema": SCHEMA}}},
+    ),
+    (CHAT, {"response_format": {"type": "json_object", "schema": SCHEMA, "json_schema": None}}),
+    (CHAT, {"json_schema": SCHEMA}),
+    (CHAT, {"response_format": {"type": "json_object"}, "json_schema": SCHEMA}),
+    ("/v1/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
+    ("/completion", {"json_schema": SCHEMA}),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}}),
+    (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+    (MESSAGES, {"output_format": {"type": "json_schema", "schema": SCHEMA}}),
+]
+
+
+def asked(path: str, body: dict) -> dict:
+    what = {"input": "make one"} if path == RESPONSES else {"messages": SAID} if path in (CHAT, MESSAGES) else {"prompt": "make one"}
+    most = {RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}.get(path, "n_predict")
+    return {**what, most: 60, "temperature": 0, **body}
+
+
+def told(path: str, answer: dict) -> str:
+    if path == CHAT:
+        return answer["choices"][0]["message"]["content"]
+    if path == MESSAGES:
+        return answer["content"][0]["text"]
+    if path == RESPONSES:
+        return answer["output"][-1]["content"][0]["text"]
+    return answer["choices"][0]["text"] if path == "/v1/completions" else answer["content"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path, body, name, place", WRONG, ids=[f"{path} {json.dumps(body)[:60]}" for path, body, *_ in WRONG])
+def test_a_schema_in_the_wrong_place_is_refused_with_the_right_one(server, path, body, name, place):
+    response = server.post(path, **asked(path, body))
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert any(part in message for part in name.split("|"))
+    assert place in message
+
+
+@pytest.mark.parametrize("path, body", RIGHT, ids=[f"{path} {json.dumps(body)[:60]}" for path, body in RIGHT])
+def test_a_schema_in_its_place_is_held_to_and_brings_no_further_keys(server, path, body):
+    value = json.loads(told(path, server.ok(path, **asked(path, body))))
+    assert list(value) == ["kind"]
+
+
+def test_further_keys_may_come_where_they_are_asked_for(server):
+    """The bias wants a comma behind the first value, which JSON Schema allows and the default does not."""
+    comma = {"logit_bias": [[",", 100]], "json_schema": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}}
+    assert json.loads(server.ok("/completion", **asked("/completion", comma))["content"]) == {"a": 1}
+    further = server.ok("/completion", **asked("/completion", {**comma, "additional_properties": True}))["content"]
+    assert further.replace(" ", "").replace("\n", "").startswith('{"a":1,')
+
+
+def test_arguments_of_a_call_have_no_further_keys_either(server):
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}},
+    }
+    body = asked(CHAT, {"tools": [tool], "tool_choice": "required", "logit_bias": [[",", 100]]})
+    (call,) = server.ok(CHAT, **body)["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1}
+
+
+def test_a_schema_without_an_end_is_refused_before_anything_is_generated(server):
+    ends = {
+        "type": "object",
+        "properties": {"a": {"const": 1}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "patternProperties": {"^a$": {}},
+    }
+    form = {"type": "json_schema", "json_schema": {"schema": ends}}
+    assert json.loads(told(CHAT, server.ok(CHAT, **asked(CHAT, {"response_format": form})))) == {"a": 1}
+    for stream in (False, True):
+        loop = {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}}, "$ref": "#/$defs/n"}
+        response = server.post(CHAT, **asked(CHAT, {"json_schema": loop, "stream": stream}))
+        assert response.status_code == 400
+        assert "no finite document" in response.json()["error"]["message"]

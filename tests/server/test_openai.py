@@ -1,12 +1,20 @@
 """OpenAI's own client against every endpoint that it has for text: what it parses is what clients get."""
 
+import contextlib
 import json
+import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from server.running import events
+from server.running import Running, events, wait_for
+from server.test_queue import ask, sent
 
 PROMPT = "def quicksort(items):\n"
+
+
 CHAT = [{"role": "system", "content": "You write Python."}, {"role": "user", "content": "import os"}]
+
+
 TOOL = {
     "type": "function",
     "function": {
@@ -260,3 +268,188 @@ def test_an_assistants_message_is_gone_on_with(server):
     assert server.post("/v1/chat/completions", **both).status_code == 400
     twice = [*turns, {"role": "assistant", "content": "x"}]
     assert server.post("/v1/chat/completions", messages=twice).status_code == 400
+
+
+ASK = {"model": "x", "max_tokens": 20, "extra_body": {"temperature": 0}, "messages": [{"role": "user", "content": "import os"}]}
+
+
+ANTHROPIC_TOOL = {
+    "name": "look_up",
+    "description": "A word.",
+    "input_schema": {"type": "object", "properties": {"word": {"enum": ["spam"]}}, "required": ["word"], "additionalProperties": False},
+}
+
+
+@pytest.fixture(scope="module")
+def claude(server, anthropic):
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
+
+
+def test_a_stream_is_the_message(claude, server):
+    whole = claude.messages.create(**ASK)
+    chat = server.ok("/v1/chat/completions", messages=ASK["messages"], max_tokens=20, temperature=0)
+    assert whole.content[0].text == chat["choices"][0]["message"]["content"] and whole.stop_reason == "max_tokens"
+    assert (
+        whole.usage.output_tokens == 20 and whole.usage.input_tokens + whole.usage.cache_read_input_tokens == chat["usage"]["prompt_tokens"]
+    )
+    with claude.messages.stream(**ASK) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == final.content[0].text == whole.content[0].text and final.usage.output_tokens == 20
+
+
+def test_counted_tokens_are_those_of_the_prompt(claude):
+    asked = {"model": "x", "messages": ASK["messages"], "system": "You write Python."}
+    counted = claude.messages.count_tokens(**asked).input_tokens
+    used = claude.messages.create(**asked, max_tokens=1).usage
+    assert (
+        counted
+        == used.input_tokens + used.cache_read_input_tokens
+        > claude.messages.count_tokens(model="x", messages=ASK["messages"]).input_tokens
+    )
+
+
+def test_stop_sequences(claude):
+    free = claude.messages.create(**ASK).content[0].text
+    stop = free.split()[1]
+    got = claude.messages.create(**ASK, stop_sequences=[stop])
+    assert got.stop_reason == "stop_sequence" and got.stop_sequence == stop and got.content[0].text == free[: free.index(stop)]
+
+
+def test_an_answer_in_the_format_that_was_asked_for(claude):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "enum": [42]}}, "required": ["n"], "additionalProperties": False}
+    got = claude.messages.create(**ASK, output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "low"})
+    assert json.loads(got.content[0].text) == {"n": 42}
+
+
+def test_tools(claude):
+    got = claude.messages.create(**{**ASK, "max_tokens": 90}, tools=[ANTHROPIC_TOOL], tool_choice={"type": "tool", "name": "look_up"})
+    (block,) = got.content
+    assert block.type == "tool_use" and block.name == "look_up" and block.input == {"word": "spam"} and got.stop_reason == "tool_use"
+    with claude.messages.stream(**{**ASK, "max_tokens": 90}, tools=[ANTHROPIC_TOOL], tool_choice={"type": "any"}) as stream:
+        final = stream.get_final_message()
+    assert [b.input for b in final.content] == [{"word": "spam"}]
+    turns = [
+        *ASK["messages"],
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "tool_use", "id": "t", "name": "look_up", "input": {"word": "spam"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "eggs"}]}, {"type": "text", "text": "go on"}]},
+    ]  # fmt: skip
+    assert claude.messages.create(**{**ASK, "messages": turns}, tools=[ANTHROPIC_TOOL], tool_choice={"type": "none"}).content
+
+
+def test_the_line_that_changes_with_every_request_is_left_out(server):
+    """Behind it nothing of the system prompt could be reused."""
+    asked = {"max_tokens": 1, "messages": ASK["messages"]}
+    line = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={};You are a tool."
+    counts = [
+        server.ok("/v1/messages/count_tokens", **asked, system=text)["input_tokens"]
+        for text in (line.format("a5145"), line.format("0"), "You are a tool.")
+    ]
+    assert counts[0] == counts[1] == counts[2]
+    assert server.ok("/v1/messages/count_tokens", **asked, system="x-other: cch=1;You")["input_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"messages": "x"}, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, {"messages": [], "tools": 3}],
+)
+def test_errors_have_its_shape(server, body):
+    response = server.post("/v1/messages", max_tokens=2, **body)
+    assert response.status_code == 400 and response.json()["type"] == "error"
+    assert response.json()["error"]["type"] == "invalid_request_error" and len(response.json()["error"]["message"]) > 15
+
+
+def test_the_errors_of_anthropics_client(claude, anthropic):
+    with pytest.raises(anthropic.BadRequestError, match="exceeds the available context"):
+        claude.messages.create(**{**ASK, "messages": [{"role": "user", "content": json.dumps(list(range(3000)))}]})
+
+
+SHORT_CHAT = [{"role": "user", "content": "write a function"}]
+
+
+def counted(server, tokens, stops):
+    """The text that stop texts leave of ``tokens``, and how many of these it takes to know: the earliest stop text that is complete with the first
+    token that completes any."""
+    for n in range(1, len(tokens) + 1):
+        whole = server.ok("/detokenize", tokens=tokens[:n])["content"]
+        if found := [at for s in stops if (at := whole.find(s)) >= 0]:
+            return whole[: min(found)], n, "stop"
+    return server.ok("/detokenize", tokens=tokens)["content"], len(tokens), "length"
+
+
+def test_usage_is_the_tokens_of_the_text(server):
+    """Stop texts are cut from the text at random: within tokens, across them, across blocks; several at once, and some that never come."""
+    rng = random.Random(3)
+    free = server.ok("/completion", prompt=PROMPT, n_predict=70, temperature=0, ignore_eos=True, return_tokens=True)
+    text, tokens = free["content"], free["tokens"]
+    assert free["tokens_predicted"] == len(tokens) == 70
+    for _ in range(25):
+        stops = []
+        for _ in range(rng.randint(0, 3)):
+            at = rng.randrange(2, len(text) - 8)
+            stops.append(text[at : at + rng.randint(1, 8)] if rng.random() < 0.8 else "never there")
+        limit = rng.randint(1, 70)
+        want, count, reason = counted(server, tokens[:limit], stops)
+        body = {
+            "prompt": PROMPT,
+            "max_tokens": limit,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stop": stops,
+            "speculative": rng.random() < 0.7,
+        }
+        got = server.ok("/v1/completions", **body)
+        assert (got["choices"][0]["text"], got["usage"]["completion_tokens"], got["choices"][0]["finish_reason"]) == (
+            want,
+            count,
+            reason,
+        ), body
+        native = server.ok("/completion", **body, return_tokens=True)
+        assert native["tokens"] == tokens[:count] and native["tokens_predicted"] == count == native["timings"]["predicted_n"]
+
+
+def test_every_dialect_counts_alike(server):
+    chat = {"messages": SHORT_CHAT, "max_tokens": 50, "temperature": 0}
+    whole = server.ok("/v1/chat/completions", **chat)
+    text = whole["choices"][0]["message"]["content"]
+    for stop in (None, text[10:14], text[25:27], text[5:6]):
+        more = {"stop": [stop]} if stop else {}
+        openais = server.ok("/v1/chat/completions", **chat, **more)
+        anthropics = server.ok("/v1/messages", **chat, **({"stop_sequences": [stop]} if stop else {}))
+        assert openais["choices"][0]["message"]["content"] == "".join(part["text"] for part in anthropics["content"])
+        assert openais["usage"]["completion_tokens"] == anthropics["usage"]["output_tokens"] == openais["timings"]["predicted_n"]
+
+
+@pytest.fixture(scope="module")
+def small():
+    """One slot, and nothing waits for it."""
+    with Running("--slots", 1, "--queue", 0, "-n", 400) as running:
+        yield running
+
+
+@pytest.mark.parametrize("who", ["openai", "anthropic"])
+def test_clients_that_get_429_come_again(small, who, openai, anthropic):
+    """Their own retries, as they are: 429 with Retry-After, and an answer in the end. Without retries they say what happened."""
+
+    def rejected():
+        return small.metric("pyspec:rejected_total")
+
+    def answered():
+        if who == "openai":
+            return client.completions.create(model="x", prompt="a", max_tokens=2).usage.completion_tokens
+        return client.messages.create(model="x", messages=SHORT_CHAT, max_tokens=2).usage.output_tokens
+
+    made = openai.OpenAI if who == "openai" else anthropic.Anthropic
+    url = f"{small.url}/v1" if who == "openai" else small.url
+    with contextlib.ExitStack() as holding, ThreadPoolExecutor(1) as pool:
+        holding.enter_context(sent(small, {**ask(1900), "stream": True}))
+        wait_for(lambda: small.metric("llamacpp:requests_processing", "llamacpp:requests_deferred") >= 1)
+        before, client = rejected(), made(base_url=url, api_key="none", max_retries=0)
+        with pytest.raises((openai.RateLimitError, anthropic.RateLimitError)) as raised:
+            answered()
+        assert 1 <= int(raised.value.response.headers["retry-after"]) <= 60 and rejected() == before + 1
+        client = client.with_options(max_retries=30)
+        late = pool.submit(answered)
+        wait_for(lambda: rejected() > before + 1)
+        holding.close()
+        assert late.result(120) <= 2

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -14,11 +15,12 @@ from server.running import Running, posted, wait_for
 
 pytestmark = pytest.mark.slow
 
+
 PROMPT = "def quicksort(items):\n"
 
 
 @pytest.fixture(scope="module")
-def server():
+def queue_server():
     with Running("--slots", 2, "--queue", 3, "--queue-timeout", 60) as running:
         yield running
 
@@ -62,11 +64,11 @@ def answered(sock):
     return json.loads(body)
 
 
-def test_what_does_not_fit_the_queue_is_turned_away(server):
+def test_what_does_not_fit_the_queue_is_turned_away(queue_server):
     """2 run, 2 more are at the engine's door, 3 wait: of 12, 5 get 429 with the time after which to ask again; the others their text."""
 
     async def main():
-        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+        async with httpx.AsyncClient(base_url=queue_server.url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
             return await asyncio.gather(*(client.post("/completion", json=ask(120)) for _ in range(12)))
 
     answers = asyncio.run(main())
@@ -75,8 +77,8 @@ def test_what_does_not_fit_the_queue_is_turned_away(server):
     assert len({a.json()["content"] for a in done}) == 1
     for answer in refused:
         assert 1 <= int(answer.headers["retry-after"]) <= 60 and answer.json()["error"]["type"] == "rate_limit_error"
-    assert server.slots_are_free()
-    assert server.metric('pyspec:rejected_total{cause="requests"}') == len(refused)
+    assert queue_server.slots_are_free()
+    assert queue_server.metric('pyspec:rejected_total{cause="requests"}') == len(refused)
 
 
 def cancelled(server):
@@ -84,45 +86,45 @@ def cancelled(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_slot(server, stream):
+def test_a_client_that_leaves_frees_its_slot(queue_server, stream):
     """While it decodes, not when its 1,900 tokens would have come."""
-    before = cancelled(server)
-    with sent(server, ask(1900, stream=stream)):
-        started(server, 1)
-    assert server.slots_are_free() and cancelled(server) == before + 1
+    before = cancelled(queue_server)
+    with sent(queue_server, ask(1900, stream=stream)):
+        started(queue_server, 1)
+    assert queue_server.slots_are_free() and cancelled(queue_server) == before + 1
 
 
-def test_queued_clients_that_leave_touch_no_others_answer(server):
+def test_queued_clients_that_leave_touch_no_others_answer(queue_server):
     """That their places are free at once is shown in test_jobs.py, where those that run do not end meanwhile."""
-    before = came(server)
-    with standing_still(server):
-        running = [sent(server, ask(1900)) for _ in range(2)]
-    wait_for(lambda: came(server) >= before + 2)
+    before = came(queue_server)
+    with standing_still(queue_server):
+        running = [sent(queue_server, ask(1900)) for _ in range(2)]
+    wait_for(lambda: came(queue_server) >= before + 2)
     with contextlib.ExitStack() as queued:
-        with standing_still(server):
+        with standing_still(queue_server):
             for _ in range(3):
-                queued.enter_context(sent(server, ask(1900)))
-        wait_for(lambda: came(server) >= before + 5)
+                queued.enter_context(sent(queue_server, ask(1900)))
+        wait_for(lambda: came(queue_server) >= before + 5)
     texts = [answered(sock)["content"] for sock in running]
     assert len(set(texts)) == 1 and len(texts[0]) > 1900
-    assert server.slots_are_free() and came(server) == before + 5
+    assert queue_server.slots_are_free() and came(queue_server) == before + 5
 
 
-def test_a_prompt_is_left_while_it_is_read(server):
+def test_a_prompt_is_left_while_it_is_read(queue_server):
     long = {**ask(10), "prompt": "x = 1\n" * 380, "cache_prompt": False}
-    before = came(server)
-    with sent(server, long):
-        wait_for(lambda: came(server) > before)
-    assert server.slots_are_free()
+    before = came(queue_server)
+    with sent(queue_server, long):
+        wait_for(lambda: came(queue_server) > before)
+    assert queue_server.slots_are_free()
 
 
-def test_a_slow_reader_does_not_delay_others(server):
+def test_a_slow_reader_does_not_delay_others(queue_server):
     """Its events are kept for it; others decode meanwhile, and it gets the whole text in the end."""
-    with server.connect(4096) as sock:
+    with queue_server.connect(4096) as sock:
         sock.sendall(posted(ask(1200, stream=True, timings_per_token=True)))
         time.sleep(0.5)
         began = time.monotonic()
-        assert server.ok("/completion", **ask(30))["tokens_predicted"] == 30
+        assert queue_server.ok("/completion", **ask(30))["tokens_predicted"] == 30
         assert time.monotonic() - began < 60
         time.sleep(2)
         read = b""
@@ -130,7 +132,7 @@ def test_a_slow_reader_does_not_delay_others(server):
             read += part
     lines = [json.loads(line[6:]) for line in read.split(b"\n") if line.startswith(b"data: ")]
     assert lines[-1]["stop"] and lines[-1]["tokens_predicted"] == 1200
-    assert "".join(e["content"] for e in lines) == server.ok("/completion", **ask(1200))["content"]
+    assert "".join(e["content"] for e in lines) == queue_server.ok("/completion", **ask(1200))["content"]
 
 
 def leave(server, body, seconds, path="/completion"):
@@ -138,23 +140,23 @@ def leave(server, body, seconds, path="/completion"):
         time.sleep(seconds)
 
 
-def test_random_disconnects_do_not_change_other_texts(server):
+def test_random_disconnects_do_not_change_other_texts(queue_server):
     """60 clients that leave at any moment, beside one that stays."""
-    want = server.ok("/completion", **ask(300))["content"]
+    want = queue_server.ok("/completion", **ask(300))["content"]
     rng, got = random.Random(5), []
-    stays = threading.Thread(target=lambda: got.extend(server.post("/completion", **ask(300)).json()["content"] for _ in range(3)))
+    stays = threading.Thread(target=lambda: got.extend(queue_server.post("/completion", **ask(300)).json()["content"] for _ in range(3)))
     stays.start()
     paths = ["/completion", "/v1/chat/completions", "/v1/messages", "/v1/completions"]
     for _ in range(15):
         body = ask(400, stream=rng.random() < 0.5, max_tokens=400, messages=[{"role": "user", "content": "import os"}])
-        group = [threading.Thread(target=leave, args=(server, body, rng.random() * 0.3, rng.choice(paths))) for _ in range(4)]
+        group = [threading.Thread(target=leave, args=(queue_server, body, rng.random() * 0.3, rng.choice(paths))) for _ in range(4)]
         for thread in group:
             thread.start()
         for thread in group:
             thread.join()
     stays.join()
     assert got == [want] * 3
-    assert server.slots_are_free()
+    assert queue_server.slots_are_free()
 
 
 def test_keys_take_turns(tmp_path):
@@ -169,3 +171,106 @@ def test_keys_take_turns(tmp_path):
         waited = {name: answered(sock)["timings"]["queued_ms"] for name, sock in socks.items()}  # all came together behind a0
         names = sorted(waited, key=waited.get)
         assert max(names.index("b"), names.index("a7")) <= 5, waited  # in the order of their coming, they were the last two
+
+
+KEPT_PROMPT = "def quicksort(items):\n    " + "# sorts a list of items in place\n    " * 12
+
+
+def ask_of(prompt, tokens=60, **more):
+    return {"prompt": prompt, "n_predict": tokens, "ignore_eos": True, "temperature": 0, **more}
+
+
+def test_the_next_turn_computes_what_is_new(server):
+    """The embedded target is a hybrid. The text is that without reuse (its drafts: test_prefix_ends.py)."""
+    first = server.ok("/completion", **ask_of(KEPT_PROMPT), return_tokens=True)
+    ids = server.ok("/tokenize", content=KEPT_PROMPT)["tokens"]
+    turn = [*ids, *first["tokens"], *server.ok("/tokenize", content="\n\ndef merge(a, b):\n")["tokens"]]
+    second = server.ok("/completion", **ask_of(turn))
+    assert second["timings"]["cache_n"] == len(ids) + 59
+    whole = server.ok("/completion", **ask_of(turn), cache_prompt=False)
+    assert whole["timings"]["cache_n"] == 0 and whole["content"] == second["content"]
+
+
+def test_a_conversation(server):
+    """Through the chat template: what the assistant said comes back as text, and is mostly the same tokens."""
+    messages = [{"role": "user", "content": KEPT_PROMPT}]
+    body = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    first = server.ok("/v1/chat/completions", messages=messages, **body)
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "and now merge sort"}]
+    second = server.ok("/v1/chat/completions", messages=messages, **body)
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] - 10
+
+
+def test_several_answers_compute_the_prompt_once(server):
+    """4 answers to one prompt: one of them reads it, the others its last token; greedy ones are the same, seeds give different ones."""
+    before = server.metric("llamacpp:prompt_tokens_total")
+    body = {"prompt": "# many\n" + KEPT_PROMPT, "max_tokens": 30, "n": 4, "temperature": 0, "ignore_eos": True}
+    choices = server.ok("/v1/completions", **body)["choices"]
+    assert len({c["text"] for c in choices}) == 1
+    n = len(server.ok("/tokenize", content=body["prompt"])["tokens"])
+    assert server.metric("llamacpp:prompt_tokens_total") - before == n + 3
+    different = server.ok("/v1/completions", **{**body, "temperature": 1.5, "seed": 1, "max_tokens": 20})["choices"]
+    assert len({c["text"] for c in different}) > 1
+
+
+def test_after_kill_9_a_restart_goes_on_with_what_was_written(tmp_path):
+    """Killed while it decodes: what is there afterwards is whole, and used; parts of files are not read."""
+    options = ("--slots", 2, "--prefix-cache", tmp_path / "kept")
+    running = Running(*options)
+    try:
+        first = running.ok("/completion", **ask_of(KEPT_PROMPT), return_tokens=True)
+        ids = running.ok("/tokenize", content=KEPT_PROMPT)["tokens"]
+        turn = [*ids, *first["tokens"], *ids[:40]]
+        want = running.ok("/completion", **ask_of(turn), cache_prompt=False)["content"]
+        wait_for(lambda: any(path.suffix == ".state" for path in (tmp_path / "kept").iterdir()))
+        with running.http.stream("POST", "/completion", json=ask_of("import os\n" * 60, 2000, stream=True)) as stream:
+            next(stream.iter_lines())
+            running.process.send_signal(signal.SIGKILL)
+            running.process.wait(60)
+    except Exception as error:  # the stream breaks off, which is what is tested
+        assert running.process.wait(60) is not None, error
+    finally:
+        running.end(signal.SIGKILL)
+    state = max((tmp_path / "kept").glob("*.state"), key=lambda path: path.stat().st_mtime)
+    half = tmp_path / "kept" / f"{state.name}.0123456789abcdef.part"  # as a writer that was killed leaves it
+    half.write_bytes(state.read_bytes()[:5000])
+    with Running(*options) as again:
+        second = again.ok("/completion", **ask_of(turn))
+        assert second["timings"]["cache_n"] >= 128 and second["content"] == want
+        assert not any("cut short" in line for line in again.lines)
+
+
+def test_a_folder_without_memory_is_refused(tmp_path):
+    from cli.process import pyspec
+
+    done = pyspec("serve", "--device", "CPU", "-t", 1, "--port", 0, "--prefix-cache", tmp_path, "--prefix-memory", 0)
+    assert done.returncode == 1 and "filled from memory" in done.stderr
+
+
+def _reused(running, key, prompt="# first\n" + KEPT_PROMPT * 4):
+    response = running.http.post("/completion", json=ask_of(prompt, 4), headers={"x-api-key": key})
+    assert response.status_code == 200, response.text
+    return response.json()["timings"]["cache_n"]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_key_is_not_told_what_another_one_asked(tmp_path, shares):
+    """`cache_n`, and the time that a prompt took, said whether some other key had sent the same: from memory, from files, and while both waited."""
+    options = [
+        "--slots",
+        2,
+        "--prefix-cache",
+        tmp_path / "kept",
+        "--api-key",
+        "first,second,third",
+        *(["--share-prefixes"] if shares else []),
+    ]
+    with Running(*options) as running:
+        assert _reused(running, "first") == 0 and _reused(running, "first") > 100
+        assert (_reused(running, "second") > 0) == shares
+        assert _reused(running, "second") > 100
+        with ThreadPoolExecutor(2) as both:  # the second of two with the same prompt would wait for what the first one computes
+            told = list(both.map(lambda key: _reused(running, key, "# together\n" + KEPT_PROMPT * 4), ("first", "second")))
+        assert min(told) == 0 and (max(told) > 0) == shares
+    with Running(*options) as running:
+        assert (_reused(running, "third") > 0) == shares and _reused(running, "first") > 100

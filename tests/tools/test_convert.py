@@ -2,13 +2,15 @@
 
 import numpy as np
 import pytest
+from compare_convert import differences
 from engine.helpers import count_matched
 from gguf_io.build import F32, Model
 from llama_oracle import LlamaDFlash
-from random_gguf.archs import write_qwen3
-from random_gguf.dflash2 import write_dflash2
-from random_gguf.model import Shape
-from tools.checkpoint import as_dflash2, export, floats
+from random_gguf.archs import write_llama, write_qwen3
+from random_gguf.dflash2 import write_dflash2, write_dspark
+from random_gguf.eagle3 import write_eagle3
+from random_gguf.model import Shape, write_qwen35
+from tools.checkpoint import apart, as_dflash2, as_dspark, export, export_eagle3, floats
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ConvertError
@@ -16,8 +18,6 @@ from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools import convert as module
 from pyggml_spec.tools.convert import convert_drafter
-
-pytestmark = pytest.mark.slow
 
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 
@@ -42,6 +42,7 @@ def _matched(draft, tokens=120):
     return text, stats.drafted, stats.matched, list(stats.matched_per_position)
 
 
+@pytest.mark.slow
 def test_f32_round_trip_is_bit_equal(f32):
     """Every tensor, and every key that decides what is computed."""
     before, after = floats(DEMO_DRAFTER), floats(f32)
@@ -59,6 +60,7 @@ def test_f32_round_trip_is_bit_equal(f32):
         assert [int(v) for v in b.metadata["dflash.target_layers"]] == [1, 4, 6, 7]  # config.json says 0, 3, 5, 6
 
 
+@pytest.mark.slow
 def test_f32_drafts_as_a_gguf_of_the_same_values(f32, tmp_path):
     model = Model(DEMO_DRAFTER)
     for name, values in floats(DEMO_DRAFTER).items():
@@ -68,6 +70,7 @@ def test_f32_drafts_as_a_gguf_of_the_same_values(f32, tmp_path):
     assert 0 < matched < drafted
 
 
+@pytest.mark.slow
 def test_llama_cpp_loads_the_result_and_drafts_the_same_ids(f32):
     with ps.load(DEMO_TARGET, f32, device="CPU", threads=1, kernels="ggml", n_ctx=512) as session:
         engine, hp = session.engine, session.drafter.hp
@@ -85,6 +88,7 @@ def test_llama_cpp_loads_the_result_and_drafts_the_same_ids(f32):
             oracle.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, error", [("q8_0", 0.01), ("bf16", 0.003), ("f16", 0.001), ("q6_K", 0.03), ("q4_K", 0.1), ("q4_0", 0.12), ("iq4_nl", 0.12)]
 )
@@ -99,6 +103,7 @@ def test_other_types_are_near(demo, kind, error):
         assert rms <= (error if values.ndim > 1 else 0), (name, rms)
 
 
+@pytest.mark.slow
 def test_q8_0_accepts_as_much(f32, demo):
     """Within a fifth of the accepted drafts of one greedy text; a wrong layer id or scale costs far more than half of them."""
     out = demo.parent / "accept.gguf"
@@ -107,6 +112,7 @@ def test_q8_0_accepts_as_much(f32, demo):
     assert text == same and abs(quantised - exact) <= 0.2 * exact
 
 
+@pytest.mark.slow
 def test_bf16_and_f16_checkpoints_are_read_exactly(demo, tmp_path):
     """BF16 values are the upper halves of floats; F16 ones are converted by numpy."""
     kept = {}
@@ -123,8 +129,6 @@ def test_bf16_and_f16_checkpoints_are_read_exactly(demo, tmp_path):
 
 
 # -- what configs say
-
-
 def _meta(tmp_path, change=lambda config, tensors: None, target=DEMO_TARGET):
     source = export(DEMO_DRAFTER, tmp_path / "source", change)
     done = convert_drafter(source, target, tmp_path / "out.gguf", "q8_0", threads=1, replace=True)
@@ -132,17 +136,20 @@ def _meta(tmp_path, change=lambda config, tensors: None, target=DEMO_TARGET):
         return {k.removeprefix("dflash."): v for k, v in file.metadata.items() if k.startswith("dflash.")}, done.notes
 
 
+@pytest.mark.slow
 def test_activation_and_value_scale_are_written(tmp_path):
     meta, _ = _meta(tmp_path, lambda config, tensors: config.update(hidden_act="gelu_pytorch_tanh", attention_value_scale=0.5))
     assert (meta["hidden_activation"], meta["attention.value_scale"]) == ("gelu_pytorch_tanh", 0.5)
     assert not {"hidden_activation", "attention.value_scale"} & _meta(tmp_path)[0].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change, causal", [({}, False), ({"is_causal": True}, True), ({"is_causal": False}, False)])
 def test_the_block_direction_is_written(tmp_path, change, causal):
     assert _meta(tmp_path, lambda config, tensors: config.update(change))[0]["attention.causal"] is causal
 
 
+@pytest.mark.slow
 def test_sliding_window_follows_layer_types(tmp_path):
     """llama.cpp's converter drops the pattern unless use_sliding_window is set; an explicit false switches it off."""
 
@@ -159,6 +166,7 @@ def test_sliding_window_follows_layer_types(tmp_path):
     assert "attention.sliding_window" not in meta and "use_sliding_window" in notes[0]
 
 
+@pytest.mark.slow
 def test_gemma_targets_get_an_embedding_scale_and_their_soft_cap(tmp_path):
     """Configs do not mention either; a drafter without the scale reads embeddings that are sqrt(n_embd) too small."""
     model = Model(DEMO_TARGET)
@@ -176,6 +184,7 @@ def test_gemma_targets_get_an_embedding_scale_and_their_soft_cap(tmp_path):
     assert (meta["embedding_scale"], meta["final_logit_softcapping"], notes) == (2.5, 7.0, ())
 
 
+@pytest.mark.slow
 def test_rope_sections_only_for_multi_axis_targets(tmp_path):
     model = Model(DEMO_TARGET)
     del model.keys["qwen35.rope.dimension_sections"]
@@ -183,6 +192,7 @@ def test_rope_sections_only_for_multi_axis_targets(tmp_path):
     assert "rope.dimension_sections" not in _meta(tmp_path, target=model.write(tmp_path / "t.gguf"))[0]
 
 
+@pytest.mark.slow
 def test_rows_that_no_block_divides_take_another_type(tmp_path, pair):
     """Feed-forward rows of 512 are whole q4_K blocks, heads of 4 x 64 too; a drafter with 3 heads of 32 is not."""
     from random_gguf.model import Shape, write_dflash
@@ -193,8 +203,6 @@ def test_rows_that_no_block_divides_take_another_type(tmp_path, pair):
 
 
 # -- refusals
-
-
 def _drop(name):
     return lambda config, tensors: tensors.pop(name)
 
@@ -207,6 +215,7 @@ def _set(**values):
     return lambda config, tensors: config.update(values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_a_dflash2_comes_back_bit_by_bit(tmp_path, prefix):
     """Convolutions, whose kernels stay F32, and the selector; with another type the matrices alone are in it."""
@@ -267,6 +276,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change, names", REFUSED, ids=[str(i) + " " + n[:20] for i, (_, n) in enumerate(REFUSED)])
 def test_refused_by_name_and_nothing_is_written(tmp_path, change, names):
     source = export(DEMO_DRAFTER, tmp_path / "source", change)
@@ -276,6 +286,7 @@ def test_refused_by_name_and_nothing_is_written(tmp_path, change, names):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value, kind, names", [(np.nan, "q8_0", "NaN or Inf"), (np.inf, "f32", "NaN or Inf"), (1e6, "f16", "bf16")])
 def test_values_that_a_type_cannot_hold(tmp_path, value, kind, names):
     """The last tensor is bad, so the file is begun; it must not be left after."""
@@ -289,6 +300,7 @@ def test_values_that_a_type_cannot_hold(tmp_path, value, kind, names):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_file_and_an_existing_one_as_it_was(demo, tmp_path):
     out = tmp_path / "out.gguf"
     out.write_bytes(b"before")
@@ -304,6 +316,7 @@ def test_an_interrupt_leaves_no_file_and_an_existing_one_as_it_was(demo, tmp_pat
     assert out.read_bytes() == b"before" and list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.slow
 def test_what_is_read_is_never_replaced(demo, tmp_path):
     """`-o target.gguf --force` took the target's place."""
     (tmp_path / "target.gguf").symlink_to(DEMO_TARGET)
@@ -313,12 +326,14 @@ def test_what_is_read_is_never_replaced(demo, tmp_path):
     assert (tmp_path / "target.gguf").is_symlink()
 
 
+@pytest.mark.slow
 def test_progress_reaches_the_end(demo, tmp_path):
     seen = []
     convert_drafter(demo, DEMO_TARGET, tmp_path / "out.gguf", progress=lambda what, done, total: seen.append((done, total)))
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_a_missing_folder_are_sentences(demo, tmp_path, monkeypatch):
     with pytest.raises(ConvertError, match="cannot be written"):
         convert_drafter(demo, DEMO_TARGET, tmp_path / "nowhere" / "out.gguf")
@@ -339,6 +354,7 @@ def test_a_full_disk_and_a_missing_folder_are_sentences(demo, tmp_path, monkeypa
         convert_drafter(demo, DEMO_TARGET, tmp_path / "out.gguf")
 
 
+@pytest.mark.slow
 def test_sources_that_are_none(tmp_path):
     for source, names in ((tmp_path / "no", "does not exist"), (tmp_path, "no \\*.safetensors")):
         with pytest.raises(ConvertError, match=names):
@@ -348,3 +364,247 @@ def test_sources_that_are_none(tmp_path):
         convert_drafter(tmp_path, DEMO_TARGET, tmp_path / "out.gguf")
     with pytest.raises(ConvertError, match="'q9' is not a type"):
         convert_drafter(tmp_path, DEMO_TARGET, tmp_path / "out.gguf", "q9")
+
+
+SMALL = Shape(n_layer=6, n_embd=64, n_ff=128, head_size=32, draft_head_size=32, draft_ff=128, target_layers=(1, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("target") / "t.gguf", SMALL)
+
+
+def text(target, draft, width=4):
+    """What a pair says, and which drafts were right."""
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_width=width) as session:
+        said, stats = session.generate("def f(", 12)
+        return said, stats.drafted, stats.matched
+
+
+def assert_same(before, after, *ignored):
+    """Every tensor and key of two drafters, but keys that say nothing of what is computed."""
+    left, right = floats(before), floats(after)
+    assert left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+    with GGUFFile(before) as a, GGUFFile(after) as b:
+        assert ("d2t" in a.tensors) == ("d2t" in b.tensors)
+        if "d2t" in a.tensors:
+            assert b.tensors["d2t"].type_name == "i64" and bytes(a.read("d2t")) == bytes(b.read("d2t"))
+        arch = a.get("general.architecture", str)
+        keys = [
+            key for key in {*a.metadata, *b.metadata} if key.startswith((f"{arch}.", "tokenizer.")) and key.split(".", 1)[1] not in ignored
+        ]
+        for key in keys:
+            one, other = a.metadata[key], b.metadata[key]
+            if hasattr(one, "raw"):
+                assert [one.raw(i) for i in range(len(one))] == [other.raw(i) for i in range(len(other))], key
+            else:
+                assert np.array_equal(one, other), key
+
+
+EAGLES = [
+    ("midlayer", {"tokens": 100}),
+    ("midlayer", {"own": ("head", "embedding"), "norm_before_fc": True}),
+    ("layers.0", {"own": ("head", "embedding"), "tokens": 60, "norm_before_residual": True, "n_embd": 32}),
+    ("layers.0", {"own": ()}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer, options", EAGLES)
+def test_an_eagle3_comes_back_bit_by_bit(tmp_path, target, layer, options):
+    """Tensors, keys, and so the text and what was accepted; the ids of such files equal llama.cpp's (tests/drafters/test_parity.py)."""
+    before = write_eagle3(tmp_path / "d.gguf", SMALL, **options)
+    source = export_eagle3(before, tmp_path / "checkpoint", layer=layer)
+    done = convert_drafter(source, target, tmp_path / "o.gguf", "f32")
+    assert (done.block_size, done.mask_token, done.target_layers, done.draft_vocab) == (None, None, (1, 2, 3), options.get("tokens"))
+    assert_same(before, tmp_path / "o.gguf")
+    assert text(target, before) == text(target, tmp_path / "o.gguf")
+    done = convert_drafter(source, target, tmp_path / "q.gguf", "q8_0")
+    assert done.types == {"q8_0": done.types["q8_0"], "f32": done.types["f32"]} | ({"i64": 1} if "tokens" in options else {})
+
+
+def test_rotated_halves_become_pairs(tmp_path, target):
+    """Products of rotated q and k are what the checkpoint's rotation gives: rows in another order would draft what is never accepted."""
+    before, size = write_eagle3(tmp_path / "d.gguf", SMALL), 32
+    convert_drafter(export_eagle3(before, tmp_path / "checkpoint"), target, tmp_path / "o.gguf", "f32")
+    rows = {name: floats(tmp_path / "o.gguf")[f"blk.0.attn_{name}.weight"][:size] for name in ("q", "k")}
+    x = np.random.default_rng(0).standard_normal((2, rows["q"].shape[1]))
+    turns = np.array([[7.0], [3.0]]) / 1e4 ** (np.arange(0, size, 2) / size)
+
+    def rotated(values, turn, halves):
+        a, b = (values[: size // 2], values[size // 2 :]) if halves else (values[::2], values[1::2])
+        return np.concatenate([a * np.cos(turn) - b * np.sin(turn), a * np.sin(turn) + b * np.cos(turn)])
+
+    pairs = [rotated(rows[name] @ x[i], turns[i], False) for i, name in enumerate("qk")]
+    halves = [rotated(apart(rows[name], size) @ x[i], turns[i], True) for i, name in enumerate("qk")]
+    unchanged = [rotated(rows[name] @ x[i], turns[i], True) for i, name in enumerate("qk")]
+    assert np.isclose(pairs[0] @ pairs[1], halves[0] @ halves[1]) and not np.isclose(pairs[0] @ pairs[1], unchanged[0] @ unchanged[1])
+
+
+def meta(tmp_path, target, change):
+    before = write_eagle3(tmp_path / "d.gguf", SMALL)
+    done = convert_drafter(export_eagle3(before, tmp_path / "checkpoint", change), target, tmp_path / "o.gguf", "q8_0", replace=True)
+    with GGUFFile(tmp_path / "o.gguf") as file:
+        return {key.removeprefix("eagle3."): value for key, value in file.metadata.items()}, done
+
+
+def test_layers_that_an_eagle3_reads_when_it_does_not_say(tmp_path, target):
+    found, done = meta(tmp_path, target, _set(eagle_aux_hidden_state_layer_ids=None))
+    assert [int(v) for v in found["target_layers"]] == [2, 3, 3] == list(done.target_layers)
+    found, _ = meta(
+        tmp_path, target, _set(eagle_aux_hidden_state_layer_ids=None, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]})
+    )
+    assert [int(v) for v in found["target_layers"]] == [0, 2, 4]
+
+
+def test_an_eagle3_by_another_name(tmp_path, target):
+    """Some call themselves by their target's class; the layer's name says what they are."""
+    found, _ = meta(tmp_path, target, _set(architectures=["LlamaForCausalLM"]))
+    assert found["general.architecture"] == "eagle3"
+
+
+def test_stretched_positions(tmp_path, target):
+    """llama3: factors of frequencies, from 1 for short waves to the whole factor for long ones; yarn: the keys of llama.cpp's converter."""
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    meta(tmp_path, target, _set(rope_scaling=rope, rope_theta=500000.0))
+    factors = floats(tmp_path / "o.gguf")["rope_freqs.weight"]
+    waves = 2 * np.pi * 500000.0 ** (np.arange(0, 32, 2) / 32)
+    assert factors.shape == (16,) and (factors[waves < 2048] == 1).all() and (factors[waves > 8192] == 8).all()
+    between = factors[(waves >= 2048) & (waves <= 8192)]
+    assert between.size and ((between > 1) & (between < 8)).all()
+    assert text(target, tmp_path / "o.gguf")[1] > 0
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0}
+    found, _ = meta(tmp_path, target, _set(rope_scaling=yarn))
+    scaling = {key.removeprefix("rope.scaling."): value for key, value in found.items() if key.startswith("rope.scaling.")}
+    assert scaling == {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 32.0}
+    assert text(target, tmp_path / "o.gguf")[1] > 0
+
+
+# -- DSpark
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "nested, options",
+    [
+        (False, {"confidence": True, "from_anchor": True}),
+        (False, {"own": ("head", "embedding"), "from_anchor": True}),
+        (True, {"own": ("head",), "tokens": 100, "from_anchor": False}),
+    ],
+)
+def test_a_dspark_comes_back_bit_by_bit(tmp_path, nested, options):
+    """The ids of such files equal llama.cpp's (tests/drafters/test_parity.py)."""
+    target = write_qwen35(tmp_path / "t.gguf", SMALL)
+    before = write_dspark(tmp_path / "d.gguf", SMALL, **options)
+    source = export(before, tmp_path / "checkpoint", as_dspark(before, nested))
+    done = convert_drafter(source, target, tmp_path / "o.gguf", "f32")
+    assert (done.block_size, done.target_layers, done.draft_vocab) == (8, (1, 2, 3), options.get("tokens"))
+    assert_same(before, tmp_path / "o.gguf")
+    assert text(target, before) == text(target, tmp_path / "o.gguf")
+
+
+def _ids(change):
+    def apply(config, tensors):
+        tensors["d2t"] = change(tensors["d2t"].copy())
+
+    return apply
+
+
+REFUSED_CHAINS = [
+    (_drop("fc.weight"), "no tensor 'fc.weight'"),
+    (_drop("midlayer.hidden_norm.weight"), "no tensor 'midlayer.hidden_norm.weight'"),
+    (_drop("lm_head.weight"), "no tensor 'lm_head.weight'"),
+    (_drop("d2t"), "no tensor 'd2t'"),
+    (_ids(lambda ids: ids + 320), "names the token [0-9]+, but the target has 320"),
+    (_ids(lambda ids: ids * 0 - (np.arange(ids.size) > 0)), "names a token twice"),
+    (_ids(lambda ids: ids - (1 << 62)), "names the token -"),
+    (_ids(lambda ids: ids[:-1]), r"'d2t' has the shape \[99\]"),
+    (_ids(lambda ids: ids.astype(np.float32)), "stored as F32, but it holds whole numbers"),
+    (_set(draft_vocab_size=321), "draft_vocab_size is 321"),
+    (_set(draft_vocab_size="many"), "draft_vocab_size is 'many'"),
+    (_add("midlayer.self_attn.q_proj.bias", (128,)), "unknown tensor"),
+    (_add("mask_hidden", (1, 64)), "unknown tensor"),
+    (_set(parallel_drafting=True), "all drafts in one pass"),
+    (_set(num_hidden_layers=2), "2 layers"),
+    (_set(hidden_act="gelu"), "activation 'gelu'"),
+    (_set(attention_bias=True), "biases"),
+    (_set(target_hidden_size=128), "hidden states of 128"),
+    (_set(vocab_size=319), "vocabulary of 319"),
+    (_set(eagle_aux_hidden_state_layer_ids=[1, 2]), "has 2 entries"),
+    (_set(eagle_aux_hidden_state_layer_ids=[1, 2, 7]), "holds 7"),
+    (_set(eagle_aux_hidden_state_layer_ids=[1, 2, "3"]), "holds '3'"),
+    (_set(eagle_config=3), "eagle_config is 3"),
+    (_set(eagle_config={"use_aux_hidden_state": False}), "one hidden state"),
+    (_set(transformer_layer_config=[]), "transformer_layer_config is"),
+    (_set(norm_before_fc="no"), "norm_before_fc is 'no'"),
+    (_set(norm_before_fc=True), "no tensor 'input_norm.weight'"),
+    (_set(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    (_set(head_dim=31), "31 of the 31 values"),
+    (_set(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "'dynamic'"),
+    (_set(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "no original_max_position_embeddings"),
+    (_set(rope_scaling={"rope_type": "llama3", "factor": 0}), "factor is 0"),
+    (_set(rope_scaling={"rope_type": "llama3", "low_freq_factor": 4.0}), "both 4"),
+]
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory):
+    return write_eagle3(tmp_path_factory.mktemp("eagle3") / "d.gguf", SMALL, tokens=100)
+
+
+@pytest.mark.parametrize("change, names", REFUSED_CHAINS, ids=[str(i) + " " + n[:20] for i, (_, n) in enumerate(REFUSED_CHAINS)])
+def test_chains_are_refused_by_name(tmp_path, target, eagle3, change, names):
+    source = export_eagle3(eagle3, tmp_path / "source", change)
+    with pytest.raises(ConvertError, match=names) as error:
+        convert_drafter(source, target, tmp_path / "out.gguf")
+    assert "\n" not in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize(
+    "change, names",
+    [
+        (_drop("markov_head.markov_w2.weight"), "no tensor 'markov_head.markov_w2.weight'"),
+        (_drop("confidence_head.proj.bias"), None),
+        (_add("confidence_head.proj.weight", (1, 64)), r"shape \[1, 64\]"),
+        (_set(markov_rank=16), r"calls for \[320, 16\]"),
+        (_set(markov_head_type="gated"), "markov_head_type is 'gated'"),
+        (_set(sample_from_anchor=1), "sample_from_anchor is 1"),
+        (_set(draft_vocab_size=100), "no tensor 'd2t'"),
+        (_set(architectures=["Gemma4DSparkModel"]), "Gemma 4 DSpark"),
+        (_set(architectures=["DeepseekV4DSparkModel"]), "DeepSeek V4"),
+        (_set(aux_hidden_state_layer_ids=[0, 1, 2]), "target_layer_ids holds -1"),
+    ],
+)
+def test_dsparks_that_are_refused(tmp_path, target, change, names):
+    before = write_dspark(tmp_path / "d.gguf", SMALL, confidence=True)
+
+    def both(config, tensors):
+        as_dspark(before, False)(config, tensors)
+        change(config, tensors)
+
+    source = export(before, tmp_path / "source", both)
+    if names is None:  # an offset is not needed
+        convert_drafter(source, target, tmp_path / "out.gguf")
+        return
+    with pytest.raises(ConvertError, match=names):
+        convert_drafter(source, target, tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_one_bit_a_key_and_a_missing_tensor_are_named(tmp_path):
+    ours, theirs = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    convert_drafter(export(DEMO_DRAFTER, tmp_path / "checkpoint"), DEMO_TARGET, ours, "f32")
+    assert differences(ours, ours, True) == ([], [], 25)
+    model = Model(ours)
+    data = bytearray(model.tensors["fc.weight"][2])
+    data[0] ^= 1
+    model.tensors["fc.weight"][2] = bytes(data)
+    model.tensors["other.weight"] = model.tensors.pop("output_norm.weight")
+    model.keys["dflash.block_size"] = (model.keys["dflash.block_size"][0], 8)
+    model.keys["general.name"] = (model.keys["general.name"][0], "x")
+    del model.keys["dflash.attention.causal"]
+    model.write(theirs)
+    wrong, named, equal = differences(ours, theirs, True)
+    assert equal == 23 and [line.split(":")[0] for line in wrong] == [
+        "tensor fc.weight", "tensor other.weight", "tensor output_norm.weight", "key dflash.block_size",
+    ]  # fmt: skip
+    assert [line.split(":")[0] for line in named] == ["key dflash.attention.causal", "key general.name"]
