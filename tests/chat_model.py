@@ -3,7 +3,6 @@
 from gguf_io.build import BOOL, I32, STR, U32, Model
 
 CONTROL = {300: "<|im_start|>", 301: "<|im_end|>", 302: "<bos>", 303: "<turn>", 304: "<|eot_id|>"}
-
 CHATML = """{%- for m in messages %}
 {%- if m.role == 'system' and not loop.first %}{{ raise_exception('the system message has to come first') }}{% endif %}
 {%- set text = m.content %}

@@ -177,15 +177,9 @@ def test_candidates_are_the_callers(few):
 
 
 HUGE, NAN, OUTSIDE = 2**70, math.nan, Shape().n_vocab
-
-
 NUMBERS = [-1, 1.5, NAN, math.inf, "x", None, HUGE, True]  # none of them counts anything
-
-
 NO_IDS = [None, 5, [], [-1], [OUTSIDE], [2**31], [HUGE], [1.5], [NAN], ["a"], [[1, 2]], [None], [True], np.ones(3), np.ones((2, 2), int), np.array(5),
           np.array([2**63], np.uint64), {1: 2}, {1, 2}, ""]  # fmt: skip
-
-
 PROMPT = [1, 2, 3]
 
 

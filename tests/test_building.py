@@ -32,8 +32,6 @@ version = "{LLAMA_CPP_PYTHON}"
 wheel.packages = ["llama_cpp"]
 wheel.py-api = "py3"
 """
-
-
 CMAKE = """
 cmake_minimum_required(VERSION 3.21)
 project(llama_cpp C CXX)
@@ -46,8 +44,6 @@ endif()
 add_library(llama SHARED llama.c fix.cpp)
 install(TARGETS llama DESTINATION llama_cpp/lib)
 """
-
-
 FIX = "#include <cstdio>\n"
 
 
@@ -465,8 +461,6 @@ def test_its_patch_changes_nothing_else():
 
 
 ROOT = Path(__file__).parents[1]
-
-
 ALWAYS = ["lint", "test", "test-patches"]
 
 

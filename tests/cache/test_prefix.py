@@ -20,8 +20,6 @@ from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.engine.stats import Stats
 
 CHUNK, N_CTX, WIDTH = 32, 1024, 8
-
-
 MANY = 1 << 30
 
 
@@ -30,8 +28,6 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 KINDS = ["qwen35", "mtp", "eagle3", "assistant", "gemma4", "qwen3"]  # states, what chains of drafts leave, rings, rows alone
-
-
 OTHERS = ["dflash2", "dspark", *others(KINDS)]
 
 

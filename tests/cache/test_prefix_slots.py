@@ -20,8 +20,6 @@ from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.library import versions
 
 CHUNK, N_CTX, MANY = 64, 768, 1 << 30
-
-
 OPTIONS = GenerationOptions(12, SPECULATIVE)
 
 
@@ -30,8 +28,6 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 KINDS = ["qwen35", "qwen3", "gemma4"]  # states, rows alone, rings
-
-
 OTHERS = others(KINDS)
 
 

@@ -589,8 +589,6 @@ def test_experts_of_a_dense_model_and_texts_that_are_too_short(model, pair, tmp_
 
 
 ROOT = Path(__file__).parents[2]
-
-
 KILL = "import os, signal\nctrl_c = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
 
 

@@ -255,14 +255,8 @@ def test_options_that_do_not_fit_the_files(pair):
 
 
 LISTED = [line.split() for line in (Path(__file__).parent / "llama_cpp_options.txt").read_text().splitlines() if not line.startswith("#")]
-
-
 OFFERED = {"cli": ("run", "chat"), "server": ("serve",)}
-
-
 VALUES = {"--spec-type": "suffix", "--host": "127.0.0.1", "--logit-bias": "5+1", "-l": "5+1"}
-
-
 COMMANDS = {name: cli.get_command(click.Context(cli), name) for name in cli.names}
 
 
@@ -441,8 +435,6 @@ def test_positions_can_be_stretched(tmp_path):
 
 
 ROOT = DEMO_TARGET.parents[1]
-
-
 COMMAND = re.compile(r"(pyspec|pip|llama-gguf-split|gguf-set-metadata|nvidia-smi) [^;`]*")  # a whole command line to type, options and all
 
 

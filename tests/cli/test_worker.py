@@ -21,7 +21,6 @@ from pyggml_spec.ggml.workers import PROTOCOL
 from pyggml_spec.tools import worker as tools
 
 pytestmark = pytest.mark.slow
-
 ARGUMENTS = ("-p", "x", "-n", 4, "--draft-width", 4)
 
 

@@ -33,8 +33,6 @@ from pyggml_spec.sampling.sampler import TOKEN_DATA, Sampling
 from pyggml_spec.text.tokenizer import Tokenizer
 
 CALL = 'root ::= "def " name "(" (name ("," name)*)? "):" "\\n" "    return " name\nname ::= [a-z] [a-z_]{0,8}'
-
-
 TALKER = """
 import os, threading
 from pyggml_spec.gguf_io import GGUFFile
@@ -59,8 +57,6 @@ over.set()
 talker.join()
 print(said)
 """
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "kind": {"enum": ["list", "dict"]}, "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
@@ -184,11 +180,7 @@ text   ::= "\"" ([^"\\\x7F\x00-\x1F] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F]{4}))*
 number ::= "-"? ("0" | [1-9] [0-9]{0,15}) ("." [0-9]+)? ([eE] [-+]? [0-9]{1,3})? ws
 ws     ::= | " " | "\n" [ \t]{0,20}   # at most once
 """
-
-
 SUMS = 'root ::= (sum "=" ws leaf "\\n")+\nsum ::= leaf ([-+*/] leaf)*\nleaf ::= [a-z] [a-z0-9_]* ws | [0-9]+ ws | "(" ws sum ")" ws\nws ::= [ \\t]*'
-
-
 PROGRAM = r"""
 root ::= (kind name "(" (kind name)? ")" "{" line* "}")*
 kind ::= "int" ws | "float" ws | "char" ws
@@ -199,8 +191,6 @@ sum  ::= part (("+" | "-") part)*
 part ::= name | [0-9]+ | "-" part | "(" ws sum ws ")"
 ws   ::= ([ \t\n]+)
 """
-
-
 GRAMMARS = {
     "values": VALUES, "sums": SUMS, "program": PROGRAM,
     "moves": 'root ::= "1. " move " " move "\\n" ([1-9] [0-9]? ". " move "\\n")+\nmove ::= ([NBKQR] [a-h]? "x"? [a-h] [1-8] | "O-O" "-O"?) [+#]?',
@@ -303,14 +293,8 @@ def around(node, **more):
 
 
 N = {"$ref": "#/$defs/n"}
-
-
 HOLDS = {"type": "object", "properties": {"n": N}, "required": ["n"], "additionalProperties": False}
-
-
 FULL = {"type": "array", "items": N, "minItems": 1}
-
-
 ENDS = {
     "a pattern for the named key": keys(patternProperties={"^a$": {}}),
     "a pattern for the named key, and more about it": keys(patternProperties={"^a$": {"type": "integer"}}),
@@ -323,8 +307,6 @@ ENDS = {
     "an optional list of itself": around({"type": "array", "items": N, "maxItems": 2}),
     "none or itself": around({"anyOf": [{"type": "null"}, HOLDS]}),
 }  # fmt: skip
-
-
 ENDLESS = {
     "itself": around(N), "each other": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}}, "required": around(HOLDS), "items": around(FULL),
     "prefix": around({"type": "array", "prefixItems": [N], "minItems": 1}), "more keys": around({"type": "object", "required": ["x"], "additionalProperties": N}),
@@ -332,8 +314,6 @@ ENDLESS = {
     "a contradiction as the way out": around({"anyOf": [{"type": "string", "const": 1}, FULL]}), "an anchor": {"$ref": "#n", "$defs": {"n": {"$anchor": "n", "type": "array", "items": {"$ref": "#n"}, "minItems": 2}}},
     "all of": around({"allOf": [HOLDS, {"type": "object"}]}),
 }  # fmt: skip
-
-
 CONTRADICTIONS = [
     {"enum": []}, {"anyOf": []}, {"type": []}, {"type": "string", "enum": [1, 2]}, {"type": "string", "const": 1}, {"type": "string", "pattern": "^a{5}$", "maxLength": 3},
     {"type": "string", "pattern": "^a{5}$", "minLength": 7}, {"type": "string", "format": "uuid", "maxLength": 5}, {"type": "string", "format": "date", "pattern": "^x"}, {"type": "string", "minLength": 5, "maxLength": 3},
@@ -433,8 +413,6 @@ def test_errors_of_constraints_are_the_callers(tokenizer):
 
 
 TOOL_CALL = 'root ::= "<tool_call>" [ \\n]? "{" [a-z]+ "}" "</tool_call>"'
-
-
 WORD = "<tool_call>"
 
 
@@ -584,17 +562,11 @@ KEYS = {
     "number_of_arguments": {"type": "integer", "maximum": 9, "minimum": 0},
     "is_it_a_method": {"type": "boolean"},
 }
-
-
 OBJECT = json.dumps({"type": "object", "properties": KEYS, "required": list(KEYS), "additionalProperties": False})
-
-
 CONSTRAINTS = {
     "schema": {"json_schema": OBJECT}, "regex": {"regex": r"def [a-z]{3,9}\(self, (name|number)\):\n    return None\n"},
     "lark": {"lark": 'start: "import " NAME ("\\nimport " NAME){2}\nNAME: /[a-z]{1,8}/'}, "gbnf": {"grammar": 'root ::= "x = [" d (", " d){0,3} "]" \nd ::= [0-9] | "(" d ")"'},
 }  # fmt: skip
-
-
 SAMPLERS = [{"temperature": 0.0}, {"seed": 7, "temperature": 1.0}]
 
 

@@ -14,20 +14,14 @@ from pyggml_spec.constraints.json_schema import FORMATS, KEYWORDS, MAX_TEXT, che
 from pyggml_spec.errors import SamplingError
 
 SUITE = json.loads((Path(__file__).parent / "json_schema_suite.json").read_text("utf-8"))
-
-
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "minLength": 1, "maxLength": 9}, "age": {"type": "integer", "minimum": 0, "maximum": 130}},
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
-
 NODE = {"type": "object", "properties": {"value": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
         "required": ["value", "next"], "additionalProperties": False}  # fmt: skip
-
-
 SCHEMAS = [
     PERSON, {"$ref": "#/$defs/node", "$defs": {"node": NODE}}, {"type": "string", "pattern": "^[A-Z]{2}[0-9]{3,5}$"},
     {"type": "array", "items": {"type": "integer", "multipleOf": 7}, "minItems": 2, "maxItems": 4}, {"enum": ["a b", 1, None, True, {"k": [2]}]},
@@ -153,14 +147,8 @@ def test_formats_mean_what_they_say(tokenizer):
 
 
 INT = {"type": "integer"}
-
-
 A, B = {"type": "object", "properties": {"a": INT}}, {"type": "object", "properties": {"b": INT}, "required": ["b"]}
-
-
 SHORT_NODE = {"type": "object", "properties": {"v": INT, "n": {"$ref": "#/$defs/n"}}, "required": ["v"]}
-
-
 TABLE = [  # a schema; texts that may come; texts that may not, all of which JSON Schema itself allows
     (A, ["{}", '{"a":1}'], ['{"a":1,"x":2}', '{"x":2}']),
     ({"type": "object"}, ['{"x":1}', "{}"], []),

@@ -99,7 +99,6 @@ BROKEN: dict[str, tuple[str, Callable[[Model], None]]] = {
     "two-bit weights": ("drafter quantisation", _coarse),
     "drafter of another target": ("fit to this target", _rotated_features),
 }  # fmt: skip
-
 AT_A_GLANCE: dict[str, tuple[str, Callable[[Model], None]]] = {
     "merges of another tokenizer": ("tokenizer", _other_merges),
     "a weight is NaN": ("drafter weights", _nan_weight),

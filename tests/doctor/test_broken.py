@@ -12,7 +12,6 @@ from pyggml_spec.doctor.examine import Effort
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 
 pytestmark = pytest.mark.slow
-
 VALUES = {  # not only which key is wrong: what it has to be
     "layer ids + 1": "[1, 4, 6, 7]",
     "layer ids - 1": "[1, 4, 6, 7]",

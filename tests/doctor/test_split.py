@@ -16,7 +16,6 @@ from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.split_steps import CopySpeed, DeviceShare, SplitStep, split_chunk
 
 pytestmark = pytest.mark.slow
-
 GLANCE = Effort(prompts=1, prompt_tokens=48, tokens=48, blocks=4, running=False)
 CHECKS = ["cut cost", "waiting devices", "prompts on devices", "device copies"]
 

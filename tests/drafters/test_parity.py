@@ -42,17 +42,9 @@ from pyggml_spec.tools.plan import plan
 from pyggml_spec.tools.prompts import read_prompts
 
 FUNCTION = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
-
-
 QUANTS = ("F32", "Q8_0", "Q4_K")
-
-
 PROMPTS = (1, UB - 1, UB, UB + 1, LAST)  # tokens around a chunk's end
-
-
 GEMMA = {"factors": True, "post_norms": True, "gelu": True}
-
-
 CUT, BOTH = {"own": ("head",), "tokens": 100}, ("head", "embedding")
 
 
@@ -386,8 +378,6 @@ KINDS = {
     "dflash": (write_qwen35, write_dflash, {}),
     "eagle3": (write_llama, write_eagle3, {}),
 }
-
-
 PROMPT = list(range(3, 40))
 
 
@@ -470,8 +460,6 @@ def test_without_a_drafter_that_is_a_model_it_is_refused():
 
 
 LAGUNA_PROMPT = np.random.default_rng(8).integers(0, 256, 128).tolist()
-
-
 LIKE_PUBLISHED = {"feature_norms": True, "gate": "head", "causal": True}
 
 
@@ -588,11 +576,7 @@ def test_speculative_text_and_requests_at_once(tmp_path, write):
 
 
 SHAPE = Shape(n_layer=4)
-
-
 VARIANTS_PROMPT = np.random.default_rng(3).integers(0, 256, 128).tolist()  # a whole chunk: both engines compute the same shapes
-
-
 DFLASH_VARIANTS = {
     "value scale": {"value_scale": 0.3},
     "gelu": {"gelu": True},
@@ -673,8 +657,6 @@ def nested(arch):
 
 
 FUSION = {"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight"}
-
-
 DIALECTS = [("dflash-draft", "dflash_"), ("qwen35-dflash-draft", "dflash."), ("gemma4-dflash-draft", "dflash."), ("dflash", "")]
 
 

@@ -27,23 +27,15 @@ from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 from pyggml_spec.tools.plan import plan
 
 KEYS = {"the_name_of_the_function": {"type": "string", "maxLength": 12}, "number_of_arguments": {"type": "integer", "maximum": 99}}
-
-
 SCHEMA = json.dumps({"type": "object", "properties": KEYS, "required": list(KEYS), "additionalProperties": False})
-
-
 CONSTRAINTS = {
     "schema": {"json_schema": SCHEMA}, "regex": {"regex": r"def [a-z]{3,9}\(self, (name|number)\):\n    return [^\n]{3,20}\n"},
     "gbnf": {"grammar": 'root ::= "x = [" d (", " d){0,3} "]" \nd ::= [0-9] | "(" d ")"'},
 }  # fmt: skip
-
-
 VALUES = {
     "greedy": {"temperature": 0.0}, "sampled": {"seed": 7, "temperature": 1.2}, "penalties": {"temperature": 0.0, "repeat_penalty": 1.3, "repeat_last_n": 20},
     "whole rows": {"seed": 7, "top_k": 0},
 }  # fmt: skip
-
-
 PROMPT = "import os\n\n"
 
 
@@ -354,14 +346,8 @@ def _step_of_all(engine, prompt, work):
 
 
 AMBIGUOUS = "root ::= s\ns ::= s s s | s s | [a-z]"
-
-
 SHORT_SCHEMA = '{"type": "object", "properties": {"kind": {"enum": ["list", "dict"]}, "size": {"type": "integer", "maximum": 99}}, "required": ["kind", "size"], "additionalProperties": false}'
-
-
 SLOW = {"gbnf": {"grammar": AMBIGUOUS}, "schema": {"json_schema": SHORT_SCHEMA}, "lark": {"lark": 'start: s\ns: s s | s "," s | /[a-z]/'}}
-
-
 LATE_VALUES = {"greedy": {"temperature": 0.0}, "sampled": {"seed": 5, "temperature": 1.3}, "whole rows": {"seed": 5, "top_k": 0}}
 
 

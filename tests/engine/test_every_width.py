@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing"),
 ]
-
 DENSE = ["qwen35", "qwen3", "llama", "gemma4"]
 ROUTED = [("qwen3moe", "MXFP4"), ("qwen35moe", "Q4_K")]
 CASES = (

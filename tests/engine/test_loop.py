@@ -18,8 +18,6 @@ from pyggml_spec.loading import DEMO_TARGET
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 
 PROMPT = [65, 66, 67, 10, 32]
-
-
 N = 80
 
 
@@ -207,14 +205,8 @@ def test_drafts_after_plain_steps_equal_drafts_without_them(session, plain_steps
 
 
 WIDTH, LIMIT = 8, 20
-
-
 SMALL = 60  # tokens of a context that ends soon
-
-
 SCRIPTS = {"all right": lambda s: None, "all wrong": lambda s: 0, "mixed": lambda s: (5 * s) % WIDTH}
-
-
 KEPT = ("mode", "emitted", "steps", "drafted", "matched", "matched_at", "block_sizes", "widths", "stop_reason", "target_forwards")
 
 

@@ -42,8 +42,6 @@ def test_waiting_for_a_core_is_seen():
 
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
 LARGE = """
 from pathlib import Path
 import pyggml_spec as ps
@@ -179,8 +177,6 @@ def test_every_mention_of_the_cpu_is_a_backend_of_its_own():
 
 
 REBUILD = "pip install --force-reinstall --no-cache-dir"
-
-
 linux = pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is Linux's")
 
 
@@ -269,8 +265,6 @@ def children(monkeypatch, tmp_path):
 
 
 FEATURES = "at start\nfeatures avx2 avx512\n"
-
-
 WITH, WITHOUT = {"flags": "avx2 avx512f", "model name": "this processor"}, {"flags": "avx2", "model name": "that processor"}
 
 

@@ -13,14 +13,8 @@ from pyggml_spec.tools.quants import dequantise, quantise, type_id
 KINDS = [
     "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "q2_k", "q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k", "f16", "bf16", "f32",
 ]  # fmt: skip
-
-
 BLOCK = {name: max(32, lib.ggml_blck_size(type_id(name))) for name in KINDS}
-
-
 on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
-
-
 of_every_type = pytest.mark.parametrize("name", params(KINDS, ("q8_0", "q4_k")))
 
 

@@ -15,8 +15,6 @@ from pyggml_spec.ggml.kernels import Packed, levels, packed_shape
 from pyggml_spec.ggml.library import check, ffi, lib, new_err, text
 
 on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
-
-
 RNG = np.random.default_rng
 
 
@@ -276,8 +274,6 @@ def test_rows_are_joined():
 
 
 KV_BUCKET, SIZE = 256, 64
-
-
 HIDDEN = -np.inf
 
 
@@ -356,22 +352,12 @@ def test_scores(slots):
 
 
 PAGE = mmap.PAGESIZE
-
-
 F32, F16, I32, I8 = lib.GGML_TYPE_F32, lib.GGML_TYPE_F16, lib.GGML_TYPE_I32, lib.GGML_TYPE_I8
-
-
 TYPES = {text(lib.ggml_type_name(i)): i for i in range(lib.GGML_TYPE_COUNT) if lib.ggml_blck_size(i)}
-
-
 WEIGHTS = (
     "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "q2_K", "q3_K", "iq4_xs", "q4_K", "q5_K", "q6_K", "f16", "bf16", "f32",
 )  # fmt: skip
-
-
 C = ctypes.CDLL(None, use_errno=True)
-
-
 C.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 

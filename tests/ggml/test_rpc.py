@@ -27,7 +27,6 @@ from pyggml_spec.pin import installed_libraries
 from pyggml_spec.tools.compare import compare_logits
 
 pytestmark = pytest.mark.slow
-
 PROMPT = "def fibonacci(n):\n    "
 OPTIONS = {"n_ctx": 512, "draft_width": 4, "threads": 1}
 

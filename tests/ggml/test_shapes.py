@@ -112,8 +112,6 @@ WRONG = {
                 lambda g, t: g.flash_attention(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 5), 2, 256, 0.1, t.f16(4))],
     "host_view": [lambda g, t: g.host_view(t.f32(64, 5)), lambda g, t: g.host_view(t.i32(5))],
 }  # fmt: skip
-
-
 ANY_SHAPE = {  # one operand of any shape, or nothing but a graph's own nodes
     "scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "soft_cap", "gelu", "softmax", "norm", "sum_rows", "cont", "view_source", "cont_flat", "hadamard",
     "expand", "expand_norm", "keep_output", "name", "plan", "measure", "n_cuts", "op_counts", "properties_hash", "traffic", "memory", "close", "place", "aligned_outputs", "capture",

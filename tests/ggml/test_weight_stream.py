@@ -14,11 +14,7 @@ from pyggml_spec.ggml.host_experts import fillers
 from pyggml_spec.ggml.library import ffi, lib
 
 ROOT = Path(__file__).parents[2]
-
-
 STREAM = ROOT / "csrc" / "weight_stream.c"
-
-
 LEFT_OUT = (
     "ggml_backend_event_wait(s->device, s->arrived[layer % 2]);",
     "ggml_backend_event_wait(s->queue, s->used[place]);",
@@ -50,14 +46,8 @@ def test_a_missing_step_is_noticed(tmp_path, left_out):
 
 
 LANES = "step_lanes.c", "lane_queue.c"
-
-
 WAIT = "ggml_backend_event_synchronize(computed);"
-
-
 QUEUED = f"give(turns, device);\n            {WAIT}"
-
-
 BROKEN_LANES = {
     "no wait for a part": (WAIT, ";"),
     "no wait for what is before": ("ggml_backend_event_record(computed, backend);", ";"),
@@ -85,8 +75,6 @@ def test_a_missing_wait_is_noticed(tmp_path, what):
 
 
 PREFETCH = "cpu/prefetch_tune.c", "prefetch_clock.c"
-
-
 BROKEN_PREFETCH = {
     "a slower way": ("[TRIALS / 2] < t->took[t->best]", "[TRIALS / 2] > t->took[t->best]"),
     "the fastest product": ("t->took[way][TRIALS / 2] <", "t->took[way][0] <"),

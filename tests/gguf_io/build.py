@@ -10,8 +10,6 @@ from pathlib import Path
 from random_gguf.model import Shape
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STR, ARR, U64, I64, F64 = range(13)
-
-
 _FORMAT = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
 
 
@@ -136,8 +134,6 @@ SMALL = Shape(
     n_layer=2, every=2, n_embd=32, n_ff=32, n_head=2, n_head_kv=1, head_size=16, n_rot=16, delta_head=16, delta_k=1, delta_v=2, n_vocab=260,
     draft_layers=2, draft_heads=2, draft_heads_kv=1, draft_head_size=16, draft_ff=32, target_layers=(1, 2),
 )  # fmt: skip
-
-
 DIED = "the process died"
 
 

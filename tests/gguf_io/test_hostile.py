@@ -33,8 +33,6 @@ def alignment(kind: int, v) -> bytes:
 
 
 ROW = bytes(128)  # 32 values of F32
-
-
 BROKEN = {
     # name: (bytes, words of the message)
     "empty file": (b"", "not a GGUF"),
@@ -137,11 +135,7 @@ def test_errors_stay_short_whatever_the_file_calls_its_keys(tmp_path):
 
 # -- memory
 N, MANY = 8000, 1 << 16  # how many are tried, and how many a file may have: the allowance is for as many as are tried
-
-
 SHARE = (64 << 20) * N // MANY
-
-
 MEMORY = {
     # name: (bytes, what may be allocated besides the file's size)
     "counts that are not there": (header(60000, 60000), SHARE),
@@ -220,14 +214,8 @@ def both(*changes):
 
 
 T, D = "qwen35.", "dflash."
-
-
 NAN, INF = float("nan"), float("inf")
-
-
 TOKENS = SMALL.n_vocab
-
-
 LYING_TARGETS = {
     # name: (change, words of the message)
     "architecture a number": (put("general.architecture", U32, 1), "general.architecture"),
@@ -326,8 +314,6 @@ LYING_TARGETS = {
     "tensors not one behind the other": (lambda model: setattr(model, "gap", 32), "vocabulary"),
     "weights all NaN": (fill("blk.0.ffn_down.weight", struct.pack("<f", NAN)), "NaN"),
 }  # fmt: skip
-
-
 LYING_DRAFTERS = {
     "target_layers missing": (drop(D + "target_layers"), "target_layers"),
     "target_layers empty": (put(D + "target_layers", ARR, (I32, [])), "target_layers"),

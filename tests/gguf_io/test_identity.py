@@ -22,8 +22,6 @@ from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.speculation import calibrate
 
 WINDOW = 4096
-
-
 PROMPT = list(range(40, 80))
 
 
@@ -212,8 +210,6 @@ with GGUFFile(path) as file:
         cut.truncate(4096)
     print(bytes(data)[:0])
 """
-
-
 CONVERTS = """
 import os, sys
 from pyggml_spec.gguf_io.safetensors import SafetensorsFile
@@ -221,8 +217,6 @@ with SafetensorsFile(sys.argv[1]) as file:
     os.truncate(sys.argv[1], 4096)
     file.rows("a", 0, 1)
 """
-
-
 RUNS = """
 import sys
 import pyggml_spec as ps

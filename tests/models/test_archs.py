@@ -38,20 +38,10 @@ from pyggml_spec.models.weights import Weights
 from pyggml_spec.tools.compare import compare_logits, nmse
 
 WRITERS = {name: write for name, write in TARGETS.items() if name != "qwen35"}
-
-
 THOROUGH = [name for name in thorough() if name != "qwen35"]
-
-
 ONE_ROW, WINDOWED = having("latent"), having("windowed")  # one row: K and V are of one type
-
-
 JOINED = {"qwen3next joined": lambda *args: write_qwen3next(*args, joined=True)}
-
-
 QUANTS = ["F32", "Q8_0", "Q4_K"]
-
-
 LEAN = {"n_ff": 128, "n_ff_expert": 64, "n_ff_shared": 64}  # what most of the default shape's time goes to; K-quants need rows of 256
 
 
@@ -199,8 +189,6 @@ def test_qwen3moe_with_yarn_and_without_the_size_of_an_expert(tmp_path):
 
 
 REAL = {"head_size": 192, "n_rot": 64, "n_latent": 512, "head_size_v": 128, "n_lora_q": 192, "n_layer": 2}  # heads of every published one
-
-
 DEEP = {
     "n_lora_q": 0,
     "n_embd": 64,
@@ -212,8 +200,6 @@ DEEP = {
     "head_size_v": 32,
     "n_ff_expert": 32,
 }
-
-
 GEMMA = (
     {"n_per_layer": 0, "shared": False}, {"n_per_layer": 0, "shared": False, "routed": True}, {"softcap": 0.0}, {"softcap": None}, {"softcap": 5.0},
 )  # fmt: skip
@@ -593,14 +579,8 @@ def write_valid(arch, path):
 
 
 VALID_WRITERS = {name: partial(write_valid, name) for name in TARGETS if name != "qwen35"}
-
-
 NUMBERS = [(U32, n) for n in (0, 1, 3, (1 << 32) - 1)] + [(I32, -1), (F32, -1.0), (F32, 1e30), (ARR, (U32, [1])), (ARR, (U32, [3] * 8))]
-
-
 LISTS = [(U32, 3), (ARR, (U32, [])), (ARR, (U32, [3] * 8)), (ARR, (U32, [0] * 8)), (ARR, (I32, [-1] * 8)), (ARR, (BOOL, [True] * 8))]
-
-
 GUARDED = {  # keys that can only be refused, whatever number of NUMBERS they hold: the tensors have other shapes
     "block_count", "embedding_length", "attention.head_count", "expert_count", "expert_used_count", "expert_feed_forward_length",
 }  # fmt: skip

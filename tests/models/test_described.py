@@ -304,11 +304,7 @@ def test_others_are_refused(tmp_path, arch, quant, tensors, named):
 
 
 LAYERS = Shape().n_layer
-
-
 ALL = {**TARGETS, "dflash": write_dflash}
-
-
 UNKNOWN = (
     "unheard.weight",
     "blk.0.attn_q.unheard",

@@ -58,8 +58,6 @@ def test_embedded_target():
 
 
 FOLDER = Path(os.environ.get("PYSPEC_TEST_MODELS", "~/.cache/real-gguf")).expanduser()
-
-
 FILES = sorted(FOLDER.rglob("*.gguf"))
 
 

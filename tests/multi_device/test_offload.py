@@ -28,7 +28,6 @@ from pyggml_spec.multi_device import offload as guests_module
 from pyggml_spec.multi_device import offload_calibration as copying
 
 pytestmark = pytest.mark.slow
-
 IDS = np.random.default_rng(4).integers(0, 256, 150).tolist()
 ALL = ExpertOptions(-1)
 

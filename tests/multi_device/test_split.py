@@ -23,7 +23,6 @@ from pyggml_spec.models.registry import open_target
 from pyggml_spec.multi_device.split import cuts_by, segments_of
 
 pytestmark = pytest.mark.slow
-
 PROMPT = np.random.default_rng(2).integers(0, 256, 75).tolist()
 DRAFTS = np.random.default_rng(3).integers(0, 256, 64).tolist()
 

@@ -11,11 +11,9 @@ import pytest
 from pyggml_spec.pin import COMPILER_FIX
 
 pytestmark = pytest.mark.slow
-
 HERE = Path(__file__).parent
 LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
 FLAGS = ["c++", "-std=c++17", "-O3", "-w", "-march=native", "-mamx-tile", "-mamx-int8", "-D_GNU_SOURCE"]
-
 x86 = pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AMX is x86's")
 
 

@@ -21,7 +21,6 @@ from pyggml_spec.ggml.device import SWITCHES
 from pyggml_spec.tools.compare import Comparison
 
 pytestmark = pytest.mark.slow
-
 SERIES = patches.series()
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

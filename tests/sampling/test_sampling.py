@@ -29,11 +29,7 @@ from pyggml_spec.sampling.sampler import SAMPLERS, Sampler, Sampling, TokenLogpr
 from pyggml_spec.tools.reference import LlamaReference
 
 ALPHA = 1e-6
-
-
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-
-
 CHAINS = {
     "default": {},
     "temperature": {**OFF, "temperature": 0.7},

@@ -91,7 +91,6 @@ _KIMI = (
 )
 _DEEP = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 _THINK = "<think>\nHm, well.\n</think>\n\n"
-
 FAMILIES = {
     "Hermes": Family(
         "Qwen-Qwen3-0.6B", lambda name, a: f'<tool_call>\n{{"name": "{name}", "arguments": {_json(a)}}}\n</tool_call>', _THINK,

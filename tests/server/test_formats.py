@@ -26,11 +26,7 @@ from pyggml_spec.text.parse import Parser
 from pyggml_spec.text.tokenizer import Tokenizer
 
 RECORDED = json.loads(Path(__file__).with_name("llama_server_formats.json").read_text("utf-8"))
-
-
 CASES = {case.key: case for case in cases()}
-
-
 DIFFERENT = {
     "gpt-oss: two calls": "llama-server's grammar ends the answer behind the first one",
     "MiniMax-M2: two calls": "llama-server refuses its own model's answer, with a 500",
@@ -317,8 +313,6 @@ def test_a_server_says_what_is_wrong_with_a_template(tmp_path):
 
 
 FORM = {form.name: form for form in FORMATS}
-
-
 WORD = "<tool_call>"
 
 
@@ -439,17 +433,9 @@ def test_markers_that_are_control_tokens_are_tokens_of_the_grammar(tmp_path, pai
 
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
-
-
 SCHEMA = {"type": "object", "properties": {"kind": {"enum": ["list", "dict"]}}, "required": ["kind"]}
-
-
 SAID = [{"role": "user", "content": "make one"}]
-
-
 CHAT_PLACE, TEXT_PLACE = '"json_schema": {"name": "...", "schema": {...}}', '"format": {"type": "json_schema", "name"'
-
-
 WRONG = [
     (CHAT, {"response_format": {"type": "json_schema", "schema": SCHEMA}}, '"schema"', CHAT_PLACE),
     (CHAT, {"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}}, '"json_schema"', CHAT_PLACE),
@@ -471,8 +457,6 @@ WRONG = [
     (MESSAGES, {"output_format": {"type": "json_object", "schema": SCHEMA}}, "output_format", '"schema": ...'),
     (MESSAGES, {"output_format": {"type": "json_schema", "schema": SCHEMA}, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "output_format", "alone"),
 ]  # fmt: skip
-
-
 RIGHT = [
     (
         CHAT,

@@ -32,8 +32,6 @@ LLAMA_SERVER = [
     "response_format", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs", "reasoning_effort", "chat_template_kwargs",
     "add_generation_prompt", "thinking_budget_tokens",
 ]  # fmt: skip
-
-
 BODIES = (bodies.Chat, bodies.Messages, bodies.Responses, bodies.Completion, bodies.Infill, bodies.OpenAICompletion)
 
 
@@ -245,11 +243,7 @@ def test_silence_is_as_long_as_it_was_asked_for(server):
 
 
 HUGE = 10**400
-
-
 SAID = [{"role": "user", "content": "x"}]
-
-
 FUNCTION = {"type": "function", "name": "f"}
 
 
@@ -324,8 +318,6 @@ NUMBERS = [
     "n_predict", "n", "n_probs", "id_slot", "priority", "n_indent", "t_max_predict_ms", "sse_ping_interval", "mirostat", "xtc_probability", "dry_multiplier",
     "thinking_budget_tokens", "logit_bias", "prompt", "top_logprobs", "max_tokens", "stop", "n_keep",
 ]  # fmt: skip
-
-
 LITERALS = [
     str(HUGE),
     str(-HUGE),

@@ -263,14 +263,8 @@ def test_a_grammar_that_begins_at_a_word(server):
 
 
 FIM = {"pre": 4001, "suf": 4002, "mid": 4003, "rep": 4004, "sep": 4005}
-
-
 AROUND = {"input_prefix": "def total(items):\n    ", "input_suffix": "\n    return result\n"}
-
-
 EXTRA = [{"filename": "a.py", "text": "x = 1\n"}, {"filename": None, "text": "y = 2\n"}]
-
-
 N_CTX = 512
 
 

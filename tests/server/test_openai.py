@@ -10,11 +10,7 @@ from server.running import Running, events, wait_for
 from server.test_queue import ask, sent
 
 PROMPT = "def quicksort(items):\n"
-
-
 CHAT = [{"role": "system", "content": "You write Python."}, {"role": "user", "content": "import os"}]
-
-
 TOOL = {
     "type": "function",
     "function": {
@@ -271,8 +267,6 @@ def test_an_assistants_message_is_gone_on_with(server):
 
 
 ASK = {"model": "x", "max_tokens": 20, "extra_body": {"temperature": 0}, "messages": [{"role": "user", "content": "import os"}]}
-
-
 ANTHROPIC_TOOL = {
     "name": "look_up",
     "description": "A word.",

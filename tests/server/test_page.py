@@ -16,7 +16,6 @@ from server.running import Running, wait_for
 from pyggml_spec.server import page as page_module
 
 pytestmark = pytest.mark.slow
-
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FOLDER = Path(page_module.__file__).parent
 

@@ -23,8 +23,6 @@ from pyggml_spec.server.http import BodyLimits, Refusal, Request, Response, json
 from pyggml_spec.server.sockets import listen
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: localhost\r\n"
-
-
 LONG = b"a" * 50_000
 
 
@@ -350,15 +348,11 @@ PATHS = [
     "/v1/chat/completions", "/v1/completions", "/completion", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/tokenize", "/detokenize",
     "/apply-template", "/v1/responses/input_tokens",
 ]  # fmt: skip
-
-
 VALUES = [
     None, True, False, 0, 1, -1, 2, 1.5, -0.0, 1e308, 1 << 40, -(1 << 70), "", "x", "\u0000", "\ud7ff", "é" * 50, [], [None], [[]], [1, "a"], {}, {"a": 1}, {"": None},
     [{"role": "user", "content": "x"}], [{"role": "user"}], [{}], {"type": "function", "function": {"name": "f"}}, [{"type": "function", "function": {"name": "f"}}],
     {"type": "json_object"}, {"type": "json_schema"}, "auto", "required", "none", [["x", 1]], {"5": -1}, ["top_k"], [{"role": "tool", "content": [{"type": "text"}]}],
 ]  # fmt: skip
-
-
 NAMES = [
     "prompt", "messages", "input", "content", "tokens", "max_tokens", "n_predict", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stream", "n",
     "logprobs", "top_logprobs", "n_probs", "logit_bias", "response_format", "json_schema", "grammar", "tools", "tool_choice", "stream_options", "system",

@@ -14,8 +14,6 @@ import pytest
 from server.running import Running, posted, wait_for
 
 pytestmark = pytest.mark.slow
-
-
 PROMPT = "def quicksort(items):\n"
 
 

@@ -21,7 +21,6 @@ from cli.process import environment
 from server.test_queue import sent
 
 pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = [
     pytest.mark.skipif((command := serve_workers.missing(name)) is not None, reason=f"no {name} here: {command}")

@@ -19,11 +19,7 @@ from pyggml_spec.tools.plan import check
 from pyggml_spec.tools.prompts import Prompt
 
 LIST = "".join(f'item {i}: value = {i * 7 % 13}; name = "object number {i}"\n' for i in range(12))
-
-
 PROMPT = f"Repeat this list:\n{LIST}\nThe list again:\n{LIST[:400]}"
-
-
 N = 100
 
 

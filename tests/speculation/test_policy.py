@@ -19,17 +19,9 @@ from pyggml_spec.speculation.ngram import NgramMethod
 from pyggml_spec.speculation.policy import PLAIN_STEP, SpeculationPolicy, StepPlan, chain_plans, useful_widths, worth_keeping
 
 H200_27B = {1: 11.1, 2: 13.6, 4: 19.8, 8: 28.9, 16: 24.4}  # not monotonic: measured
-
-
 SLOW_BLOCKS = {1: 2.0, 2: 3.4, 4: 4.7, 8: 8.7, 16: 12.6}  # a small model on two cores
-
-
 FOUR = {1: 12.9, 2: 24.0, 4: 25.0, 8: 30.0, 16: 39.0}  # 27B shape on one H200, four slots
-
-
 DRAFTER, CHAIN = "draft-dflash", "draft-mtp"
-
-
 MEAN, WORST, WORST_SYNTHETIC, NEVER = 0.98, 0.90, 0.88, 0.98
 
 
@@ -327,11 +319,7 @@ def test_the_first_of_some_blocks_says_nothing_of_what_they_cost():
 
 
 DFLASH = "draft-dflash"
-
-
 COSTS = {1: 1.0, 2: 1.4, 4: 1.9, 8: 3.0}
-
-
 CALM, FEW, BUSY = ((2, False),), ((1, False),), ((2, True),)
 
 

@@ -31,7 +31,6 @@ TOOLS = [
         },
     },
 ]
-
 CONVERSATIONS = {
     "plain": {
         "messages": [

@@ -23,8 +23,6 @@ LLAMA = """{{ bos_token }}{% set day = strftime_now('%d %b %Y') %}
 {{ '<|' }}{{ m['role'] }}{{ '|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}{% endfor %}
 {% if tools %}{{ tools | tojson }} {{ tools | tojson(indent=2) }}{% endif %}
 {% if add_generation_prompt %}{{ '<|assistant|>\\n\\n' }}{{ day | length }}{% endif %}"""
-
-
 GEMMA = """{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content ~ '\\n' %}{% set rest = messages[1:] %}
 {%- else %}{% set first = '' %}{% set rest = messages %}{% endif %}
 {%- for m in rest %}
@@ -34,8 +32,6 @@ GEMMA = """{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = me
 {%- if m.content is string %}{{ m.content | trim }}
 {%- else %}{% for p in m.content if p.type == 'text' %}{{ p.text | trim }}{% endfor %}{% endif %}
 {{- '<eot>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<turn>model\\n' }}{% endif %}"""
-
-
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": " Hé? "},
@@ -299,11 +295,7 @@ def test_markers_that_libllama_takes_for_text_are_none_in_messages(tmp_path):
 
 
 KEPT = json.loads(Path(__file__).with_name("llama_cpp_texts.json").read_text())
-
-
 NO_TAGS = "llama-server finds no tags of thinking in it and passes enable_thinking as false; here it is on where a template names it"
-
-
 DIFFERENT = {
     ("Apertus-8B-Instruct", "plain"): NO_TAGS,
     ("Apertus-8B-Instruct", "tools"): NO_TAGS,
@@ -338,14 +330,8 @@ def test_the_text_is_llama_servers(templates, name):  # noqa: F811
 
 
 EACH = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-
-
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + EACH
-
-
 USER, SYSTEM = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
-
-
 PARTS = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
 
 

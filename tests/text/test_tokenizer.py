@@ -191,8 +191,6 @@ def test_long_texts_from_several_threads_leave_the_stack_size_as_it_was(tokenize
 
 
 BYTES = "é€😀".encode()
-
-
 WIDE = "ok終わり".encode()
 
 

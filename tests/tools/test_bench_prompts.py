@@ -28,8 +28,6 @@ from pyggml_spec.tools.prompts import CATEGORIES, Prompt, included_prompts, read
 from pyggml_spec.tools.split_steps import CopySpeed, DeviceShare, SplitStep, copy_speeds, split_steps, way_of_copies, without_waiting
 
 HE, WHY = ({"role": "user", "content": text} for text in ("he", "why"))
-
-
 PROMPTS = [Prompt("talk", "a", messages=(HE,)), Prompt("talk", "b", messages=(WHY,)), Prompt("raw", "c", text="def f(")]
 
 

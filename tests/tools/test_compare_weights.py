@@ -137,8 +137,6 @@ NO_BLOCKS = [
     np.array([["a"] * 32]),
     np.zeros((2, 32), complex),
 ]
-
-
 TOO_FEW = [(bytes(33), "q8_0", 32), (bytes(34), "q8_0", 31), (bytes(34), "q8_0", -32), (bytes(3), "f32", 1), (b"", "f16", 1 << 40)]
 
 
