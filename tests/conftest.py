@@ -1,6 +1,8 @@
 """Models that many tests share."""
 
+import asyncio
 import gc
+import inspect
 import os
 
 # Two workers of two threads on two cores: threads that spin at a barrier keep away the one that they wait for. Read when ggml is loaded.
@@ -23,6 +25,16 @@ gc.disable()  # until the tests are collected: none of what they are made of is 
 def pytest_runtestloop() -> None:  # of the process that hands tests to others too, which collects none itself
     gc.freeze()  # nor do tests look through it again
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem) -> bool | None:
+    """An async test runs in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), 240))
+    return True
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -82,13 +82,7 @@ def _atem(name: str, arguments: dict[str, str]) -> str:
     return f' to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">\n{inside}</atem:invoke>\n</atem:function_calls>'
 
 
-_KIMI = (
-    "<|tool_calls_section_begin|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<|tool_calls_section_end|>",
-)
+_KIMI = tuple(f"<|tool_{name}|>" for name in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end"))
 _DEEP = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 _THINK = "<think>\nHm, well.\n</think>\n\n"
 FAMILIES = {
@@ -209,28 +203,17 @@ def _of(name: str, f: Family) -> Iterator[Case]:
     yield Case(name, "prefilled content", " again there.", messages=(user, prefill), **goes_on)
     if f.thought or f.open:
         answer = (f.thought or f.open).partition("Hm, well.")[2]
-        yield Case(
-            name, "prefilled reasoning and content", " again there.", messages=(user, {**prefill, "reasoning_content": "So"}), **goes_on
-        )
-        yield Case(
-            name,
-            "prefilled reasoning",
-            f" well.{answer}{said}",
-            messages=(user, {**prefill, "content": "", "reasoning_content": "Hm,"}),
-            **goes_on,
-        )
+        both, thought = {**prefill, "reasoning_content": "So"}, {**prefill, "content": "", "reasoning_content": "Hm,"}
+        yield Case(name, "prefilled reasoning and content", " again there.", messages=(user, both), **goes_on)
+        yield Case(name, "prefilled reasoning", f" well.{answer}{said}", messages=(user, thought), **goes_on)
 
 
 def told(choice: dict) -> dict:
     """A choice of /v1/chat/completions as it is recorded."""
     message = choice["message"]
     calls = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls") or []]
-    return {
-        "content": message.get("content") or "",
-        "reasoning": message.get("reasoning_content") or "",
-        "calls": calls,
-        "finish": choice["finish_reason"],
-    }
+    texts = {"content": message.get("content") or "", "reasoning": message.get("reasoning_content") or ""}
+    return {**texts, "calls": calls, "finish": choice["finish_reason"]}
 
 
 def plain(answer: dict) -> dict:

@@ -93,16 +93,13 @@ def test_what_names_no_host(host):
     assert error.value.status in (400, 403)
 
 
-def test_an_address_that_stands_for_all_is_answered_under_each():
+def test_hosts_of_all_addresses_none_and_several():
     for bound in ("0.0.0.0", "::"):
         hosts = Hosts("", [bound])
         for host in ("192.168.1.2:8080", "[fe80::1]:1", "0.0.0.0:8080", "localhost", socket.gethostname()):
             _host(hosts, host)
         with pytest.raises(ApiError):
             _host(hosts, "evil.com")
-
-
-def test_none_and_several_hosts():
     for given in ((), ("localhost", "evil.com"), ("localhost", "localhost")):
         with pytest.raises(ApiError) as error:
             _host(Hosts(), *given)
@@ -236,11 +233,8 @@ def test_a_body_after_a_byte_order_mark_and_other_encodings(server):
         response = server.http.post("/completion", content=gzip.compress(text.encode()), headers={"content-encoding": coding})
         assert response.status_code == 415 and "compressed" in response.text and response.headers["accept-encoding"] == "identity"
     assert server.http.post("/completion", content=text, headers={"content-encoding": "Identity"}).status_code == 200
-    for content, words in (
-        (gzip.compress(text.encode()), "it is compressed"),
-        (text.encode("utf-16"), "UTF-8"),
-        (text.encode("utf-16-le"), "UTF-8"),
-    ):
+    wrong = {gzip.compress(text.encode()): "it is compressed", text.encode("utf-16"): "UTF-8", text.encode("utf-16-le"): "UTF-8"}
+    for content, words in wrong.items():
         response = server.http.post("/completion", content=content)
         assert response.status_code == 400 and words in response.text, response.text
 

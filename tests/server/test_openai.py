@@ -41,14 +41,13 @@ def test_a_stream_is_the_answer(client):
     deltas = [c.choices[0].delta for c in chunks if c.choices]
     assert deltas[0].role == "assistant" and deltas[0].content is None and all(d.content for d in deltas[1:-1])
     assert "".join(d.content or "" for d in deltas) == whole.choices[0].message.content
-    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage.model_copy(
-        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
-    )
+    details = {"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage.model_copy(update=details)
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason == "length"
     assert whole.usage.completion_tokens == 40 and whole.id.startswith("chatcmpl-") and whole.system_fingerprint.startswith("b")
 
 
-def test_drafts_are_always_told_and_can_be_left_out(server):
+def test_drafts_are_told_and_can_be_left_out(server):
     speculative = server.ok("/v1/completions", prompt=PROMPT, max_tokens=48, temperature=0)
     plain = server.ok("/v1/completions", prompt=PROMPT, max_tokens=48, temperature=0, speculative=False)
     assert speculative["choices"][0]["text"] == plain["choices"][0]["text"]
@@ -57,9 +56,6 @@ def test_drafts_are_always_told_and_can_be_left_out(server):
     told = speculative["speculation"]
     assert sum(told["accepted_at"]) == speculative["timings"]["draft_n_accepted"]
     assert sum(n * int(size) for size, n in told["steps_by_tokens"].items()) == 47
-
-
-def test_drafts_in_the_stream_are_those_of_the_statistics(server):
     asked = {"prompt": PROMPT, "max_tokens": 48, "temperature": 0, "stream": True, "speculation": True}
     chunks = [json.loads(e) for e in events(server.post("/v1/completions", **asked)) if e != b"[DONE]"]
     steps = [c["speculation"] for c in chunks if "accepted" in c.get("speculation", {})]
@@ -69,25 +65,6 @@ def test_drafts_in_the_stream_are_those_of_the_statistics(server):
     assert sum(len(s["drafts"]) for s in steps) == end["timings"]["draft_n"]
     for step in steps:
         assert step["drafts"][: step["accepted"]] == step["tokens"][: step["accepted"]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stop", ["\n", [" the", "return"], ["no such text"], ["", "items"]])
-def test_stop_texts_and_usage(client, server, stop):
-    """The text ends before the earliest one, and usage counts the tokens up to it, however a step cut them."""
-    free = server.ok("/completion", prompt=PROMPT, n_predict=60, temperature=0, return_tokens=True)
-    stops = [s for s in ([stop] if isinstance(stop, str) else stop) if s]
-    whole, count = "", 0
-    for count, _token in enumerate(free["tokens"], 1):
-        whole = server.ok("/detokenize", tokens=free["tokens"][:count])["content"]
-        if any(s in whole for s in stops):
-            break
-    cut = min([whole.find(s) for s in stops if s in whole], default=len(whole))
-    got = client.completions.create(model="x", prompt=PROMPT, max_tokens=60, temperature=0, stop=stop)
-    assert got.choices[0].text == whole[:cut] and got.usage.completion_tokens == count
-    chunks = list(client.completions.create(model="x", prompt=PROMPT, max_tokens=60, temperature=0, stop=stop, stream=True))
-    assert "".join(c.choices[0].text for c in chunks) == whole[:cut]
-    assert chunks[-1].choices[0].finish_reason == ("stop" if cut < len(whole) else "length")
 
 
 def test_several_choices_and_prompts(client):
@@ -145,23 +122,15 @@ def test_structured_output(client):
 def test_types_that_a_schema_leaves_out(server, schema, right):
     """As llama.cpp means them: an object where there are properties, an array where there are items; as a response format and in a tool."""
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    got = server.ok(
-        "/v1/chat/completions",
-        messages=CHAT,
-        max_tokens=200,
-        temperature=0,
-        response_format=form,
-        logit_bias={str(i): -3 for i in range(15, 25)},
-    )
-    choice = got["choices"][0]
+    asked = {"messages": CHAT, "max_tokens": 200, "temperature": 0, "logit_bias": {str(i): -3 for i in range(15, 25)}}
+    (choice,) = server.ok("/v1/chat/completions", **asked, response_format=form)["choices"]
     assert choice["finish_reason"] != "stop" or right(json.loads(choice["message"]["content"]))
     assert choice["message"]["content"][0] in "[{"
     deep = schema
     for _ in range(200):
         deep = {"properties": {"x": deep}}
-    assert server.post(
-        "/v1/chat/completions", messages=CHAT, max_tokens=1, response_format={"type": "json_schema", "json_schema": {"schema": deep}}
-    ).status_code in (200, 400)
+    form["json_schema"]["schema"] = deep
+    assert server.post("/v1/chat/completions", messages=CHAT, max_tokens=1, response_format=form).status_code in (200, 400)
 
 
 def test_logit_bias(client):
@@ -238,24 +207,19 @@ def test_what_is_wrong_is_named(server, fields, param, stream):
 def test_the_clients_errors(client, openai):
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(model="x", messages=CHAT * 200)
-    assert (
-        raised.value.body["type"] == "exceed_context_size_error"
-        and raised.value.body["n_ctx"] == 2048 < raised.value.body["n_prompt_tokens"]
-    )
+    error = raised.value.body
+    assert error["type"] == "exceed_context_size_error" and error["n_ctx"] == 2048 < error["n_prompt_tokens"]
     with pytest.raises(openai.InternalServerError) as refused:
         client.embeddings.create(model="x", input="text")
     assert refused.value.status_code == 501 and refused.value.response.headers["x-should-retry"] == "false"
 
 
-def test_a_request_may_ask_for_the_prompt_that_its_messages_became(server):
+def test_prompts_and_prefills_of_chats(server):
     got = server.ok("/v1/chat/completions", messages=CHAT, max_tokens=2, temperature=0, verbose=True)
     rendered = server.ok("/apply-template", messages=CHAT)["prompt"]
     assert got["__verbose"]["prompt"] == rendered and got["__verbose"]["content"] == got["choices"][0]["message"]["content"]
     assert "__verbose" not in server.ok("/v1/chat/completions", messages=CHAT, max_tokens=2)
-
-
-def test_an_assistants_message_is_gone_on_with(server):
-    """Its text is the end of the prompt, and no part of the answer."""
+    # Its text is the end of the prompt, and no part of the answer.
     turns = [*CHAT, {"role": "assistant", "content": "import sys"}]
     got = server.ok("/v1/chat/completions", messages=turns, max_tokens=4, temperature=0, verbose=True)
     assert got["__verbose"]["prompt"].endswith("<|im_start|>assistant\nimport sys")
@@ -283,9 +247,8 @@ def test_a_stream_is_the_message(claude, server):
     whole = claude.messages.create(**ASK)
     chat = server.ok("/v1/chat/completions", messages=ASK["messages"], max_tokens=20, temperature=0)
     assert whole.content[0].text == chat["choices"][0]["message"]["content"] and whole.stop_reason == "max_tokens"
-    assert (
-        whole.usage.output_tokens == 20 and whole.usage.input_tokens + whole.usage.cache_read_input_tokens == chat["usage"]["prompt_tokens"]
-    )
+    used = whole.usage
+    assert used.output_tokens == 20 and used.input_tokens + used.cache_read_input_tokens == chat["usage"]["prompt_tokens"]
     with claude.messages.stream(**ASK) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
@@ -296,21 +259,15 @@ def test_counted_tokens_are_those_of_the_prompt(claude):
     asked = {"model": "x", "messages": ASK["messages"], "system": "You write Python."}
     counted = claude.messages.count_tokens(**asked).input_tokens
     used = claude.messages.create(**asked, max_tokens=1).usage
-    assert (
-        counted
-        == used.input_tokens + used.cache_read_input_tokens
-        > claude.messages.count_tokens(model="x", messages=ASK["messages"]).input_tokens
-    )
+    without = claude.messages.count_tokens(model="x", messages=ASK["messages"]).input_tokens
+    assert counted == used.input_tokens + used.cache_read_input_tokens > without
 
 
-def test_stop_sequences(claude):
+def test_formats_and_stop_sequences(claude):
     free = claude.messages.create(**ASK).content[0].text
     stop = free.split()[1]
     got = claude.messages.create(**ASK, stop_sequences=[stop])
     assert got.stop_reason == "stop_sequence" and got.stop_sequence == stop and got.content[0].text == free[: free.index(stop)]
-
-
-def test_an_answer_in_the_format_that_was_asked_for(claude):
     schema = {"type": "object", "properties": {"n": {"type": "integer", "enum": [42]}}, "required": ["n"], "additionalProperties": False}
     got = claude.messages.create(**ASK, output_config={"format": {"type": "json_schema", "schema": schema}, "effort": "low"})
     assert json.loads(got.content[0].text) == {"n": 42}
@@ -343,10 +300,10 @@ def test_the_line_that_changes_with_every_request_is_left_out(server):
     assert server.ok("/v1/messages/count_tokens", **asked, system="x-other: cch=1;You")["input_tokens"] > 0
 
 
-@pytest.mark.parametrize(
-    "body",
-    [{"messages": "x"}, {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, {"messages": [], "tools": 3}],
-)
+IMAGE = {"role": "user", "content": [{"type": "image", "source": {}}]}
+
+
+@pytest.mark.parametrize("body", [{"messages": "x"}, {"messages": [IMAGE]}, {"messages": [], "tools": 3}])
 def test_errors_have_its_shape(server, body):
     response = server.post("/v1/messages", max_tokens=2, **body)
     assert response.status_code == 400 and response.json()["type"] == "error"
@@ -384,20 +341,13 @@ def test_usage_is_the_tokens_of_the_text(server):
             stops.append(text[at : at + rng.randint(1, 8)] if rng.random() < 0.8 else "never there")
         limit = rng.randint(1, 70)
         want, count, reason = counted(server, tokens[:limit], stops)
-        body = {
-            "prompt": PROMPT,
-            "max_tokens": limit,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stop": stops,
-            "speculative": rng.random() < 0.7,
-        }
+        more = {"temperature": 0, "ignore_eos": True, "speculative": rng.random() < 0.7}
+        body = {"prompt": PROMPT, "max_tokens": limit, "stop": stops, **more}
         got = server.ok("/v1/completions", **body)
-        assert (got["choices"][0]["text"], got["usage"]["completion_tokens"], got["choices"][0]["finish_reason"]) == (
-            want,
-            count,
-            reason,
-        ), body
+        (choice,) = got["choices"]
+        assert (choice["text"], got["usage"]["completion_tokens"], choice["finish_reason"]) == (want, count, reason), body
+        chunks = [json.loads(e) for e in events(server.post("/v1/completions", **body, stream=True)) if e != b"[DONE]"]
+        assert "".join(c["choices"][0]["text"] for c in chunks) == want and chunks[-1]["choices"][0]["finish_reason"] == reason
         native = server.ok("/completion", **body, return_tokens=True)
         assert native["tokens"] == tokens[:count] and native["tokens_predicted"] == count == native["timings"]["predicted_n"]
 

@@ -77,10 +77,14 @@ def idle(browser):
     return not browser.execute_script("return document.getElementById('go').disabled")
 
 
+def ended(browser):
+    wait_for(lambda: idle(browser) and re.match(r"\d+ tokens in \d+ steps, ", text(browser, "status")))
+
+
 def generated(browser, tokens=120):
     browser.execute_script("document.getElementById('tokens').value = arguments[0]", str(tokens))
     browser.find_element("id", "go").click()
-    wait_for(lambda: idle(browser) and re.match(r"\d+ tokens in \d+ steps, ", text(browser, "status")))
+    ended(browser)
 
 
 @browsers
@@ -95,21 +99,14 @@ def test_what_it_shows_is_what_the_server_counts(server, browser):
     assert kept == told["choices"][0]["text"]
     assert {kind for kind, _ in shown} == {"accepted", "rejected", "own"}
     taken, made = map(int, re.match(r"(\d+) of (\d+)", text(browser, "f-accepted")).groups())
-    rows = browser.execute_script(
-        "return [...document.querySelectorAll('#positions tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
-    )
+    cells = "return [...document.querySelectorAll('#positions tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+    rows = browser.execute_script(cells)
     assert sum(int(row[1]) for row in rows) == taken and sum(int(row[2]) for row in rows) == made
-    bars = browser.execute_script(
-        "return [document.querySelectorAll('#bars .tokens').length, document.querySelectorAll('#bars .width').length]"
-    )
+    bars = [len(browser.find_elements("css selector", f"#bars .{kind}")) for kind in ("tokens", "width")]
     steps = int(text(browser, "f-steps"))
     assert bars == [steps, steps] and steps + taken + 1 == 120 == int(text(browser, "f-tokens"))
-    assert (
-        "tokens per second" in text(browser, "f-speed")
-        and "tokens per second" in text(browser, "f-plain")
-        and "times" in text(browser, "f-gain")
-    )
-    assert "steps" in text(browser, "f-reason")
+    for name, words in {"f-speed": "tokens per second", "f-plain": "tokens per second", "f-gain": "times", "f-reason": "steps"}.items():
+        assert words in text(browser, name)
     picture(browser, "page-generate.png")
 
 
@@ -130,7 +127,7 @@ def test_it_is_read_without_colour_and_used_by_keyboard(server, browser):
     browser.execute_script("document.getElementById('status').textContent = ''")
     browser.find_element("id", "prompt").click()
     ActionChains(browser).send_keys("# more\n").key_down(Keys.CONTROL).send_keys(Keys.ENTER).key_up(Keys.CONTROL).perform()
-    wait_for(lambda: idle(browser) and re.match(r"\d+ tokens in \d+ steps, ", text(browser, "status")))
+    ended(browser)
     unnamed = browser.execute_script(
         "return [...document.querySelectorAll('button, input, select, textarea, [role=region], [role=img]')]"
         ".filter(e => !(e.labels?.length || e.textContent.trim() || e.getAttribute('aria-label') || e.getAttribute('aria-labelledby'))).map(e => e.id)"
@@ -152,20 +149,26 @@ def test_stop_ends_the_request(server, browser):
     assert server.slots_are_free()
 
 
+def busy(server):
+    """Four sequences that decode for a while; the thread that waits for them."""
+    asked = {"prompt": "class Queue:\n", "n_predict": 400, "ignore_eos": True, "temperature": 1, "n": 4}
+    sender = threading.Thread(target=lambda: server.post("/completion", **asked))
+    sender.start()
+    return sender
+
+
 @browsers
 def test_the_slots_move(server, browser):
     browser.get(server.url)
     browser.find_element("id", "tab-slots").click()
     wait_for(lambda: len(browser.find_elements("css selector", "#slots tbody tr")) == 4)
-    asked = {"prompt": "class Queue:\n", "n_predict": 400, "ignore_eos": True, "temperature": 1, "n": 4}
-    sender = threading.Thread(target=lambda: server.post("/completion", **asked))
-    sender.start()
-    busy = "return [...document.querySelectorAll('#slots tbody tr')].filter(r => r.cells[1].textContent === 'decode' && +r.cells[4].textContent > 20).length"
-    wait_for(lambda: browser.execute_script(busy) == 4 and float(text(browser, "s-speed").replace(",", "")) > 0)
+    sender = busy(server)
+    decoding = "return [...document.querySelectorAll('#slots tbody tr')].filter(r => r.cells[1].textContent === 'decode' && +r.cells[4].textContent > 20).length"
+    wait_for(lambda: browser.execute_script(decoding) == 4 and float(text(browser, "s-speed").replace(",", "")) > 0)
     browser.set_window_size(1180, 500)
     picture(browser, "page-slots.png")
     sender.join()
-    wait_for(lambda: browser.execute_script(busy) == 0)
+    wait_for(lambda: browser.execute_script(decoding) == 0)
 
 
 @browsers
@@ -185,14 +188,8 @@ def test_dark_and_light_have_contrast(server, browser):
             "return Object.fromEntries(['ink','soft','good','good-back','bad','panel','back','accent'].map(n => {"
             "p.style.color = s.getPropertyValue('--' + n); return [n, getComputedStyle(p).color]; }))"
         )
-        for front, back in (
-            ("ink", "panel"),
-            ("ink", "back"),
-            ("soft", "panel"),
-            ("good", "good-back"),
-            ("bad", "panel"),
-            ("back", "accent"),
-        ):
+        for pair in ("ink panel", "ink back", "soft panel", "good good-back", "bad panel", "back accent"):
+            front, back = pair.split()
             a, b = sorted((luminance(colours[front]), luminance(colours[back])))
             assert (b + 0.05) / (a + 0.05) >= 4.5, (scheme, front, back, json.dumps(colours))
     said = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
@@ -204,9 +201,8 @@ def sized(browser):
     """Sets the width of the page as a phone has it, and back."""
 
     def size(width: int, height: int = 780) -> None:
-        browser.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride", {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        )
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     yield size
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
@@ -313,10 +309,7 @@ def test_it_is_as_wide_as_a_telephone(server, browser, sized):
     picture(browser, "page-360.png")
     browser.find_element("id", "tab-slots").click()
     wait_for(lambda: len(browser.find_elements("css selector", "#slots tbody tr")) == 4)
-    sender = threading.Thread(
-        target=lambda: server.post("/completion", prompt="class Queue:\n", n_predict=400, ignore_eos=True, temperature=1, n=4)
-    )
-    sender.start()
+    sender = busy(server)
     wait_for(lambda: "decode" in text(browser, "slots"))
     assert overflow(browser) == [] and browser.execute_script(wider) == []
     picture(browser, "page-slots-360.png")

@@ -78,12 +78,12 @@ async def say(parts):
         ([b"no HTTP at all\r\n\r\n"], 400, "no HTTP request"),
     ],
 )
-def test_what_is_no_request_yet_has_limits(monkeypatch, parts, status, words):
+async def test_what_is_no_request_yet_has_limits(monkeypatch, parts, status, words):
     if status in (None, 408):  # the others come at once
         monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.15)
         monkeypatch.setattr(http, "BODY_SECONDS", 0.15)
         monkeypatch.setattr(http, "LINGER_SECONDS", 0.1)
-    got = asyncio.run(say(parts))
+    got = await say(parts)
     if status is None:
         assert got == b""
         return
@@ -94,7 +94,7 @@ def test_what_is_no_request_yet_has_limits(monkeypatch, parts, status, words):
 
 
 @pytest.mark.slow
-def test_a_client_that_reads_nothing_is_cut_off(monkeypatch, caplog):
+async def test_a_client_that_reads_nothing_is_cut_off(monkeypatch, caplog):
     """It kept its connection, and what waited for it, for ever. One that reads slowly gets all."""
     monkeypatch.setattr(protocol, "UNREAD_SECONDS", 0.2)
     size, sent = 8 << 20, []
@@ -126,50 +126,46 @@ def test_a_client_that_reads_nothing_is_cut_off(monkeypatch, caplog):
         server.close()
         return got
 
-    assert asyncio.run(read(0.01)) > size and not caplog.text
-    assert asyncio.run(read(0.6)) < size and "read nothing of a response" in caplog.text and len(sent) == 2
+    assert await read(0.01) > size and not caplog.text
+    assert await read(0.6) < size and "read nothing of a response" in caplog.text and len(sent) == 2
 
 
-def test_a_body_that_drips_ends(monkeypatch):
+async def test_a_body_that_drips_ends(monkeypatch):
     """A byte now and then kept its connection for ever: the limit was one between two pieces."""
     monkeypatch.setattr(http, "BODY_SECONDS", 0.2)
     monkeypatch.setattr(http, "LINGER_SECONDS", 1.0)  # longer than the client goes on, on a busy machine
-    got = asyncio.run(say([HEAD + b"content-length: 900\r\n\r\n", *[b"x"] * 12]))
+    got = await say([HEAD + b"content-length: 900\r\n\r\n", *[b"x"] * 12])
     assert got.startswith(b"HTTP/1.1 408") and b"did not come within 0.2" in got, got
 
 
-def test_bodies_have_bytes_together():
+async def test_bodies_have_bytes_together():
     """What is beyond is refused, and a body that was read, or left, makes room."""
+    bodies, left = BodyLimits(300_000, 400_000), []
 
-    async def test():
-        bodies, left = BodyLimits(300_000, 400_000), []
+    async def body(size, ends=True):
+        pieces = [
+            {"type": "http.request", "body": b"x" * size, "more_body": True},
+            {"type": "http.request", "body": b"", "more_body": False},
+        ]
 
-        async def body(size, ends=True):
-            pieces = [
-                {"type": "http.request", "body": b"x" * size, "more_body": True},
-                {"type": "http.request", "body": b"", "more_body": False},
-            ]
+        async def receive():
+            return pieces.pop(0) if pieces and (ends or len(pieces) > 1) else await asyncio.sleep(3600)
 
-            async def receive():
-                return pieces.pop(0) if pieces and (ends or len(pieces) > 1) else await asyncio.sleep(3600)
+        request = Request({"type": "http", "method": "POST", "path": "/", "headers": []})
+        left.append(request)
+        return await read_body(request, receive, bodies)
 
-            request = Request({"type": "http", "method": "POST", "path": "/", "headers": []})
-            left.append(request)
-            return await read_body(request, receive, bodies)
-
-        slow = asyncio.ensure_future(body(250_000, False))
-        await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="400000 bytes together") as refused:
-            await body(250_000)
-        assert refused.value.status == 503 and refused.value.headers["retry-after"]
-        left.pop().forget()
-        assert len(await body(100)) == 100 and len(await body(140_000)) == 140_000
-        slow.cancel()
-        for request in left:
-            request.forget()
-        assert bodies.held == 0
-
-    asyncio.run(test())
+    slow = asyncio.ensure_future(body(250_000, False))
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError, match="400000 bytes together") as refused:
+        await body(250_000)
+    assert refused.value.status == 503 and refused.value.headers["retry-after"]
+    left.pop().forget()
+    assert len(await body(100)) == 100 and len(await body(140_000)) == 140_000
+    slow.cancel()
+    for request in left:
+        request.forget()
+    assert bodies.held == 0
 
 
 @pytest.mark.parametrize(
@@ -182,7 +178,7 @@ def test_bodies_have_bytes_together():
         (b"{" + b'"a":1,' * 300_000 + b'"a":1}', "more than 262144 values"),
     ],
 )
-def test_json_that_takes_long_is_refused_before_it_is_whole(data, words):
+async def test_json_that_takes_long_is_refused_before_it_is_whole(data, words):
     """In whatever pieces it comes; commas and brackets in texts are text."""
 
     async def read(data):
@@ -195,18 +191,18 @@ def test_json_that_takes_long_is_refused_before_it_is_whole(data, words):
         return await read_body(Request({"type": "http", "method": "POST", "path": "/", "headers": []}), receive, BodyLimits(8 << 20))
 
     with pytest.raises(ApiError, match=words) as refused:
-        asyncio.run(read(data))
+        await read(data)
     assert refused.value.status == 400
     text = json.dumps({"prompt": '[{,:"\\' * 200_000}).encode()
-    assert asyncio.run(read(text)) == text
+    assert await read(text) == text
 
 
-def test_what_is_slow_and_long_but_comes_is_answered(monkeypatch):
+async def test_what_is_slow_and_long_but_comes_is_answered(monkeypatch):
     """Heads in pieces, bodies and several requests on one connection, each longer together than what may come without an end."""
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 5)
     one = [HEAD + b"a: ", LONG, b"\r\ncontent-length: 150000\r\n\r\n", LONG, LONG, LONG]
     chunks = [HEAD + b"transfer-encoding: chunked\r\n\r\n", *[b"c350\r\n" + LONG + b"\r\n"] * 3, b"0\r\n\r\n"]
-    got = asyncio.run(say([*one, *one, *chunks]))
+    got = await say([*one, *one, *chunks])
     assert got.count(b'{"got":150000}') == 3 and got.count(b"HTTP/1.1 200") == 3
 
 
@@ -228,73 +224,66 @@ class Wrote:
         self.closed = True
 
 
-def test_a_head_leaves_with_the_first_piece_of_its_body():
+async def test_a_head_leaves_with_the_first_piece_of_its_body():
     """In a packet of its own it was a wake of the client, and a turn of the thread of the steps, before the first token."""
-
-    async def test():
+    transport = Wrote()
+    head = protocol.ResponseWriter(transport, asyncio.get_running_loop())
+    head.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    head.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    assert transport.pieces == [b"HTTP/1.1 100 Continue\r\n\r\n"]
+    head.write(b"first")
+    head.write(b"second")
+    await asyncio.sleep(0)
+    assert transport.pieces[1:] == [b"HTTP/1.1 200 OK\r\n\r\nfirst", b"second"]
+    for ends in (False, True):  # nothing comes behind it: it leaves with the loop's next turn, or with the end
         transport = Wrote()
         head = protocol.ResponseWriter(transport, asyncio.get_running_loop())
-        head.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        head.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        assert transport.pieces == [b"HTTP/1.1 100 Continue\r\n\r\n"]
-        head.write(b"first")
-        head.write(b"second")
-        await asyncio.sleep(0)
-        assert transport.pieces[1:] == [b"HTTP/1.1 200 OK\r\n\r\nfirst", b"second"]
-        for ends in (False, True):  # nothing comes behind it: it leaves with the loop's next turn, or with the end
-            transport = Wrote()
-            head = protocol.ResponseWriter(transport, asyncio.get_running_loop())
-            head.write(b"HTTP/1.1 204 No Content\r\n\r\n")
-            if ends:
-                head.close()
-            else:
-                await asyncio.sleep(0)
-            assert transport.pieces == [b"HTTP/1.1 204 No Content\r\n\r\n"] and transport.closed == ends
-        raised = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context))
-        for then in ("the loop's next turn", "a body", "the end"):  # the client goes away between the head and its body
-            transport = Wrote()
-            head = protocol.ResponseWriter(transport, asyncio.get_running_loop())
-            head.write(b"HTTP/1.1 200 OK\r\n\r\n")
-            transport.close()
-            if then == "a body":
-                head.write(b"first")
-            elif then == "the end":
-                head.close()
+        head.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+        if ends:
+            head.close()
+        else:
             await asyncio.sleep(0)
-            assert not transport.pieces and not raised, then
-
-    asyncio.run(test())
-
-
-def test_work_ends_with_its_client_and_no_other_way():
-    async def test():
-        gone, ended = asyncio.Event(), []
-
-        async def receive():
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def work(seconds):
-            try:
-                await asyncio.sleep(seconds)
-            finally:
-                ended.append(seconds)
-
-        assert await http.unless_disconnected(receive, work(0)) is True
-        asyncio.get_running_loop().call_soon(gone.set)
-        assert await http.unless_disconnected(receive, work(3600)) is False and ended == [0, 3600]
-        assert asyncio.current_task().cancelling() == 0  # whoever goes on in this task is not cancelled
-        gone.clear()
-        outer = asyncio.ensure_future(http.unless_disconnected(receive, work(3601)))
+        assert transport.pieces == [b"HTTP/1.1 204 No Content\r\n\r\n"] and transport.closed == ends
+    raised = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context))
+    for then in ("the loop's next turn", "a body", "the end"):  # the client goes away between the head and its body
+        transport = Wrote()
+        head = protocol.ResponseWriter(transport, asyncio.get_running_loop())
+        head.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        transport.close()
+        if then == "a body":
+            head.write(b"first")
+        elif then == "the end":
+            head.close()
         await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        outer.cancel()  # the server ends: that is no client that went away
-        with pytest.raises(asyncio.CancelledError):
-            await outer
-        assert ended == [0, 3600, 3601]
+        assert not transport.pieces and not raised, then
 
-    asyncio.run(test())
+
+async def test_work_ends_with_its_client_and_no_other_way():
+    gone, ended = asyncio.Event(), []
+
+    async def receive():
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def work(seconds):
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            ended.append(seconds)
+
+    assert await http.unless_disconnected(receive, work(0)) is True
+    asyncio.get_running_loop().call_soon(gone.set)
+    assert await http.unless_disconnected(receive, work(3600)) is False and ended == [0, 3600]
+    assert asyncio.current_task().cancelling() == 0  # whoever goes on in this task is not cancelled
+    gone.clear()
+    outer = asyncio.ensure_future(http.unless_disconnected(receive, work(3601)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    outer.cancel()  # the server ends: that is no client that went away
+    with pytest.raises(asyncio.CancelledError):
+        await outer
+    assert ended == [0, 3600, 3601]
 
 
 def both_loops(make):
@@ -369,15 +358,8 @@ def server():
 
 
 def body(rng):
-    made = {
-        "prompt": "a",
-        "messages": [{"role": "user", "content": "x"}],
-        "input": "a",
-        "max_tokens": 2,
-        "max_output_tokens": 2,
-        "content": "a",
-        "tokens": [5],
-    }
+    limits = {"max_tokens": 2, "max_output_tokens": 2}
+    made = {"prompt": "a", "messages": [{"role": "user", "content": "x"}], "input": "a", "content": "a", "tokens": [5], **limits}
     for _ in range(rng.randrange(1, 5)):
         made[rng.choice(NAMES)] = rng.choice(VALUES)
     if made.get("max_tokens") in (None, -1) or not isinstance(made["max_tokens"], int):  # or else it would write till the context's end
@@ -396,8 +378,8 @@ def check(response, said):
 
 
 @pytest.mark.slow
-def test_fields_at_random_twice(server):
-    """The second time the same requests take no more memory: graphs that went back to malloc, and copies of prompts, took 1 MiB in 30 requests."""
+def test_requests_at_random(server):
+    # The second time the same requests take no more memory: graphs that went back to malloc, and copies of prompts, took 1 MiB in 30 requests.
     taken = []
     for _ in range(2):
         rng = random.Random(11)
@@ -407,11 +389,7 @@ def test_fields_at_random_twice(server):
         assert server.slots_are_free()
         taken.append(server.resident_mib)
     assert taken[1] - taken[0] < 3, taken
-
-
-@pytest.mark.slow
-def test_bytes_at_random(server):
-    """Bodies that are cut, and ones with a byte changed."""
+    # Bodies that are cut, and ones with a byte changed.
     rng = random.Random(12)
     for _ in range(120):
         data = bytearray(json.dumps(body(rng)).encode())
@@ -450,17 +428,13 @@ def ask(**more):
 
 
 @pytest.mark.slow
-def test_the_file_of_a_server_that_was_killed_is_replaced(tmp_path):
+def test_files_of_killed_servers_and_paths_that_cannot_be(tmp_path):
     path = tmp_path / "x.sock"
     for number in (signal.SIGKILL, signal.SIGINT):
         running = Running("--slots", 1, "--host", path)
         assert running.http.get("/health").status_code == 200
         running.end(number)
         assert path.exists() == (number == signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_paths_that_cannot_be(tmp_path):
     (tmp_path / "file.sock").write_text("mine")
     (tmp_path / "link.sock").symlink_to(tmp_path / "nothing")
     (tmp_path / "folder.sock").mkdir()

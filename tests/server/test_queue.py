@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from cli.process import pyspec
 from server.running import Running, posted, wait_for
 
 pytestmark = pytest.mark.slow
@@ -62,14 +63,10 @@ def answered(sock):
     return json.loads(body)
 
 
-def test_what_does_not_fit_the_queue_is_turned_away(queue_server):
+async def test_what_does_not_fit_the_queue_is_turned_away(queue_server):
     """2 run, 2 more are at the engine's door, 3 wait: of 12, 5 get 429 with the time after which to ask again; the others their text."""
-
-    async def main():
-        async with httpx.AsyncClient(base_url=queue_server.url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
-            return await asyncio.gather(*(client.post("/completion", json=ask(120)) for _ in range(12)))
-
-    answers = asyncio.run(main())
+    async with httpx.AsyncClient(base_url=queue_server.url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+        answers = await asyncio.gather(*(client.post("/completion", json=ask(120)) for _ in range(12)))
     done, refused = [a for a in answers if a.status_code == 200], [a for a in answers if a.status_code == 429]
     assert len(done) + len(refused) == 12 and len(done) >= 7 and refused
     assert len({a.json()["content"] for a in done}) == 1
@@ -178,7 +175,7 @@ def ask_of(prompt, tokens=60, **more):
     return {"prompt": prompt, "n_predict": tokens, "ignore_eos": True, "temperature": 0, **more}
 
 
-def test_the_next_turn_computes_what_is_new(server):
+def test_prompts_are_computed_once_per_conversation(server):
     """The embedded target is a hybrid. The text is that without reuse (its drafts: test_prefix_ends.py)."""
     first = server.ok("/completion", **ask_of(KEPT_PROMPT), return_tokens=True)
     ids = server.ok("/tokenize", content=KEPT_PROMPT)["tokens"]
@@ -187,20 +184,14 @@ def test_the_next_turn_computes_what_is_new(server):
     assert second["timings"]["cache_n"] == len(ids) + 59
     whole = server.ok("/completion", **ask_of(turn), cache_prompt=False)
     assert whole["timings"]["cache_n"] == 0 and whole["content"] == second["content"]
-
-
-def test_a_conversation(server):
-    """Through the chat template: what the assistant said comes back as text, and is mostly the same tokens."""
+    # Through the chat template: what the assistant said comes back as text, and is mostly the same tokens.
     messages = [{"role": "user", "content": KEPT_PROMPT}]
     body = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
     first = server.ok("/v1/chat/completions", messages=messages, **body)
     messages += [first["choices"][0]["message"], {"role": "user", "content": "and now merge sort"}]
     second = server.ok("/v1/chat/completions", messages=messages, **body)
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > first["usage"]["prompt_tokens"] - 10
-
-
-def test_several_answers_compute_the_prompt_once(server):
-    """4 answers to one prompt: one of them reads it, the others its last token; greedy ones are the same, seeds give different ones."""
+    # 4 answers to one prompt: one of them reads it, the others its last token; greedy ones are the same, seeds give different ones.
     before = server.metric("llamacpp:prompt_tokens_total")
     body = {"prompt": "# many\n" + KEPT_PROMPT, "max_tokens": 30, "n": 4, "temperature": 0, "ignore_eos": True}
     choices = server.ok("/v1/completions", **body)["choices"]
@@ -239,8 +230,6 @@ def test_after_kill_9_a_restart_goes_on_with_what_was_written(tmp_path):
 
 
 def test_a_folder_without_memory_is_refused(tmp_path):
-    from cli.process import pyspec
-
     done = pyspec("serve", "--device", "CPU", "-t", 1, "--port", 0, "--prefix-cache", tmp_path, "--prefix-memory", 0)
     assert done.returncode == 1 and "filled from memory" in done.stderr
 
@@ -254,15 +243,8 @@ def _reused(running, key, prompt="# first\n" + KEPT_PROMPT * 4):
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_key_is_not_told_what_another_one_asked(tmp_path, shares):
     """`cache_n`, and the time that a prompt took, said whether some other key had sent the same: from memory, from files, and while both waited."""
-    options = [
-        "--slots",
-        2,
-        "--prefix-cache",
-        tmp_path / "kept",
-        "--api-key",
-        "first,second,third",
-        *(["--share-prefixes"] if shares else []),
-    ]
+    given = ["--slots", 2, "--prefix-cache", tmp_path / "kept", "--api-key", "first,second,third"]
+    options = [*given, *(["--share-prefixes"] if shares else [])]
     with Running(*options) as running:
         assert _reused(running, "first") == 0 and _reused(running, "first") > 100
         assert (_reused(running, "second") > 0) == shares

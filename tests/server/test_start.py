@@ -28,13 +28,10 @@ from pyggml_spec.server.errors import ApiError
 pytestmark = pytest.mark.slow
 
 
-def test_without_the_extra_one_sentence_names_the_command(tmp_path):
+def test_what_is_missing_is_one_sentence(tmp_path, server):
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['uvicorn'] = sys.modules['msgspec'] = None\n")
     done = pyspec("serve", env={"PYTHONPATH": str(tmp_path)})
     one_sentence(done, "uvicorn and msgspec", "run: pip install uvicorn httptools msgspec starlette prometheus-client")
-
-
-def test_an_address_that_is_taken_is_one_sentence(server):
     port = server.url.rpartition(":")[2]
     done = pyspec("serve", "--device", "CPU", "-t", 1, "--port", port)
     assert done.returncode == 1 and f"127.0.0.1:{port} cannot be listened at" in done.stderr and "--port" in done.stderr

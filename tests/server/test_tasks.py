@@ -1,6 +1,7 @@
 """The queue over an engine that fails, hangs, or is faster than its own answer: what the running server cannot be made to do at will."""
 
 import asyncio
+import contextlib
 import threading
 import time
 from concurrent.futures import Executor, Future
@@ -54,16 +55,12 @@ def hangs(engine, sink, stats):
     pass
 
 
-def run(engine, test, broken=lambda error: None, slots=1, **limits):
-    """``engine``: one, or the behaviour of one."""
-
-    async def main():
-        with Pool() as pool:
-            made = engine if hasattr(engine, "submit") else Engine(engine)
-            queue = Queue(made, slots, QueueLimits(**limits), pool, lambda task: None, broken)
-            await asyncio.wait_for(test(queue), 30)
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def queued(engine, broken=lambda error: None, slots=1, **limits):
+    """A queue over ``engine``: one, or the behaviour of one."""
+    with Pool() as pool:
+        made = engine if hasattr(engine, "submit") else Engine(engine)
+        yield Queue(made, slots, QueueLimits(**limits), pool, lambda task: None, broken)
 
 
 async def read_all(got):
@@ -73,51 +70,34 @@ async def read_all(got):
     return items
 
 
-def test_short_requests_are_read_in_the_event_loop_unless_a_template_keeps_it_waiting():
-
-    async def main(pool):
-        context, here, hurries = Context(None, None, pool), threading.get_ident(), []
-
-        def read(late=False):
-            hurries.append(getattr(RENDERER.patience, "seconds", None))
-            if late and hurries[-1] is not None:
-                raise WouldBlock
-            return threading.get_ident() == here
-
-        assert await context.prepared(request_of(b"{}"), read) and hurries.pop() > 0
-        assert not await context.prepared(request_of(b"{}"), read, True) and hurries == [hurries[0], None]
-        for name in (
-            "grammar",
-            "regex",
-            "lark",
-            "json_schema",
-            "response_format",
-            "grammar_lazy",
-            "text",
-            "output_config",
-            "output_format",
-        ):
-            assert not await context.prepared(request_of(b'{"%b": 1}' % name.encode()), read)  # compiled
-        assert not await context.prepared(request_of(b'{"tools": []}'), read) and not await context.prepared(
-            request_of(b"{" + b" " * SMALL + b"}"), read
-        )
-
-    with Pool() as pool:
-        asyncio.run(main(pool))
+COMPILED = b"grammar regex lark json_schema response_format grammar_lazy text output_config output_format"
 
 
-def test_what_comes_before_the_handle_is_not_lost():
-    async def test(queue):
+async def test_short_requests_are_read_in_the_event_loop_unless_a_template_keeps_it_waiting(work):
+    context, here, hurries = Context(None, None, work[0]), threading.get_ident(), []
+
+    def read(late=False):
+        hurries.append(getattr(RENDERER.patience, "seconds", None))
+        if late and hurries[-1] is not None:
+            raise WouldBlock
+        return threading.get_ident() == here
+
+    assert await context.prepared(request_of(b"{}"), read) and hurries.pop() > 0
+    assert not await context.prepared(request_of(b"{}"), read, True) and hurries == [hurries[0], None]
+    for body in (*(b'{"%b": 1}' % name for name in COMPILED.split()), b'{"tools": []}', b"{" + b" " * SMALL + b"}"):
+        assert not await context.prepared(request_of(body), read)
+
+
+async def test_what_comes_before_the_handle_is_not_lost():
+    async with queued(answers) as queue:
         for _ in range(20):
             items = await read_all(queue.enter([TaskRequest([1])]))
             assert [i.tokens for i in items[:-1]] == [(0,), (1,), (2,), ()] and items[-1] == End(None)
         assert not queue.running and queue.waiting == 0 and await queue.drain(1)
 
-    run(answers, test)
-
 
 @pytest.mark.parametrize("kind", [EngineError, MemoryError, DeviceError, OSError])
-def test_an_engine_that_has_failed_is_made_anew_and_the_queue_goes_on(kind):
+async def test_an_engine_that_has_failed_is_made_anew_and_the_queue_goes_on(kind):
     """Whatever ended it: behind an OSError, those that waited were given to what had ended."""
     made = []
 
@@ -129,7 +109,7 @@ def test_an_engine_that_has_failed_is_made_anew_and_the_queue_goes_on(kind):
         made.append(str(error))
         return Engine(answers)
 
-    async def test(queue):
+    async with queued(ends, broken) as queue:
         given = [queue.enter([TaskRequest([n])]) for n in range(1 + AHEAD)]
         waiting = queue.enter([TaskRequest([9])])
         assert [isinstance((await read_all(got))[-1].error, kind) for got in given] == [True] * (1 + AHEAD)
@@ -137,24 +117,19 @@ def test_an_engine_that_has_failed_is_made_anew_and_the_queue_goes_on(kind):
         assert (await read_all(queue.enter([TaskRequest([3])])))[-1] == End(None)
         assert made == ["a step failed"] and not queue.draining
 
-    run(ends, test, broken)
 
-
-def test_an_engine_that_cannot_be_made_anew_ends_the_server():
-    async def test(queue):
+async def test_an_engine_that_cannot_be_made_anew_ends_the_server():
+    async with queued(fails) as queue:
         await read_all(queue.enter([TaskRequest([1])]))
         await queue._repairing
         with pytest.raises(ApiError, match="is ending") as raised:
             queue.enter([TaskRequest([1])])
         assert raised.value.status == 503
 
-    run(fails, test)
 
-
-def test_no_step_for_a_while_is_stuck_only_while_there_is_work(monkeypatch):
+async def test_no_step_for_a_while_is_stuck_only_while_there_is_work(monkeypatch):
     monkeypatch.setattr(tasks, "STUCK_SECONDS", 0.05)
-
-    async def test(queue):
+    async with queued(hangs) as queue:
         await asyncio.sleep(0.1)
         assert not queue.stuck
         got = queue.enter([TaskRequest([1])])
@@ -168,13 +143,10 @@ def test_no_step_for_a_while_is_stuck_only_while_there_is_work(monkeypatch):
         await asyncio.sleep(0.1)
         assert not queue.stuck
 
-    run(hangs, test)
 
-
-def test_limits_of_the_queue():
+async def test_limits_of_the_queue():
     """Of sequences, of the tokens of their prompts, and of the time that they wait."""
-
-    async def test(queue):
+    async with queued(hangs, requests=2, tokens=100, seconds=0.2) as queue:
         held = [queue.enter([TaskRequest([1] * 10)]) for _ in range(3)]  # one slot, and two ahead
         waits = queue.enter([TaskRequest([1] * 10)])
         for requests in ([TaskRequest([1] * 95)], [TaskRequest([1]), TaskRequest([2])]):
@@ -190,13 +162,10 @@ def test_limits_of_the_queue():
         assert not await queue.drain(0.05)
         assert [(await read_all(h))[-1].error.status for h in held] == [503] * 3
 
-    run(hangs, test, requests=2, tokens=100, seconds=0.2)
 
-
-def test_without_a_queue_nothing_waits():
+async def test_without_a_queue_nothing_waits():
     """`--queue 0` let two wait: those that the engine is given ahead of time."""
-
-    async def test(queue):
+    async with queued(hangs, requests=0) as queue:
         held = queue.enter([TaskRequest([1])])
         with pytest.raises(ApiError, match="every slot is taken, and nothing waits") as full:
             queue.enter([TaskRequest([1])])
@@ -208,17 +177,15 @@ def test_without_a_queue_nothing_waits():
         assert (await read_all(held))[-1] == End(None)
         queue.enter([TaskRequest([1])])
 
-    run(hangs, test, requests=0)
 
-
-def test_one_that_waits_and_is_left_is_out_at_once():
+async def test_one_that_waits_and_is_left_is_out_at_once():
     """Its place is free while those that run still do; the one behind it comes next."""
     came = []
 
     def keeps(engine, sink, stats):
         came.append(stats.prompt_tokens)
 
-    async def test(queue):
+    async with queued(keeps, requests=2) as queue:
         held = [queue.enter([TaskRequest([1])]) for _ in range(1 + AHEAD)]
         left, stays = queue.enter([TaskRequest([1] * 2)]), queue.enter([TaskRequest([1] * 3)])
         with pytest.raises(ApiError, match="2 requests wait already"):
@@ -235,17 +202,15 @@ def test_one_that_waits_and_is_left_is_out_at_once():
             and not any(task.over for got in (*held[1:], stays) for task in got.tasks)
         )
 
-    run(keeps, test, requests=2)
 
-
-def test_connections_without_a_key_take_turns():
+async def test_connections_without_a_key_take_turns():
     """One with many sequences kept another one waiting behind all of them. The highest priority goes first, whosever it is."""
     came = []
 
     def keeps(engine, sink, stats):
         came.append(stats.prompt_tokens)
 
-    async def test(queue):
+    async with queued(keeps) as queue:
         held = [queue.enter([TaskRequest([1] * 9)], "first") for _ in range(1 + AHEAD)]
         queue.enter([TaskRequest([1])] * 5, "first")
         queue.enter([TaskRequest([1] * 2)], "second")
@@ -257,11 +222,9 @@ def test_connections_without_a_key_take_turns():
         assert came[1 + AHEAD :] == [3, 1, 2], came
         queue.cancel_all("the end")
 
-    run(keeps, test)
 
-
-def test_one_client_does_not_fill_the_queue_for_others():
-    async def test(queue):
+async def test_one_client_does_not_fill_the_queue_for_others():
+    async with queued(hangs, requests=4) as queue:
         queue.enter([TaskRequest([1])] * (1 + AHEAD), "first")
         queue.enter([TaskRequest([1])] * 4, "first")
         with pytest.raises(ApiError, match="4 requests wait already"):
@@ -272,8 +235,6 @@ def test_one_client_does_not_fill_the_queue_for_others():
             with pytest.raises(ApiError, match="8 requests wait already"):
                 queue.enter([TaskRequest([1])], client)
         queue.cancel_all("the end")
-
-    run(hangs, test, requests=4)
 
 
 class Held:
@@ -291,12 +252,10 @@ class Held:
         return SimpleNamespace(stats=Stats(), slot=self.slot, prompt_read=0, cancel=lambda: (self.cancelled.append(sink), sink(End(None))))
 
 
-def test_one_that_is_left_while_its_sampler_is_made_is_not_computed():
+async def test_one_that_is_left_while_its_sampler_is_made_is_not_computed():
     """It was cancelled before there was anything to cancel."""
-    submitting, engine = threading.Event(), None
-
-    async def test(queue):
-        nonlocal engine
+    submitting = threading.Event()
+    async with queued(hangs) as queue:
         queue._concurrent = engine = Held(0, submitting)
         got = queue.enter([TaskRequest([1], sampling=Sampling(temperature=0.7))])
         await asyncio.sleep(0.05)  # its thread waits in submit
@@ -305,49 +264,38 @@ def test_one_that_is_left_while_its_sampler_is_made_is_not_computed():
         assert (await read_all(got))[-1] == End(None) and len(engine.cancelled) == 1
         assert not queue.running and await queue.drain(1)
 
-    run(hangs, test)
 
-
-def test_one_that_is_left_before_its_sampler_is_made_never_comes_to_the_engine():
+async def test_one_that_is_left_before_its_sampler_is_made_never_comes_to_the_engine():
     class Later(Executor):
         def submit(self, function, *arguments):
             calls.append(lambda: function(*arguments))
             return Future()
 
-    calls = []
-
-    async def main():
-        engine = Held()
-        queue = Queue(engine, 1, QueueLimits(), Later(), lambda task: None, lambda error: None)
-        got = queue.enter([TaskRequest([1], sampling=Sampling(temperature=0.7))])
-        got.cancel()
-        calls.pop()()
-        assert (await read_all(got)) == [End(None)] and not engine.sinks and not queue.running
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+    calls, engine = [], Held()
+    queue = Queue(engine, 1, QueueLimits(), Later(), lambda task: None, lambda error: None)
+    got = queue.enter([TaskRequest([1], sampling=Sampling(temperature=0.7))])
+    got.cancel()
+    calls.pop()()
+    assert (await read_all(got)) == [End(None)] and not engine.sinks and not queue.running
 
 
-def test_one_that_waited_too_long_at_the_engines_door_is_not_computed():
+async def test_one_that_waited_too_long_at_the_engines_door_is_not_computed():
     """Its client was told 429, and its tokens were computed all the same."""
     engine = Held()
-
-    async def test(queue):
+    async with queued(engine, seconds=0.05) as queue:
         got = queue.enter([TaskRequest([1])])
         (late,) = await read_all(got)
         assert late.error.status == 429 and len(engine.cancelled) == 1 and not queue.running
         got.cancel()
 
-    run(engine, test, seconds=0.05)
-
 
 @pytest.mark.parametrize("streams, words", [(True, "were not read"), (False, "request fewer")])
-def test_what_answers_hold_has_a_bound(monkeypatch, caplog, streams, words):
+async def test_what_answers_hold_has_a_bound(monkeypatch, caplog, streams, words):
     """A stream that nobody read kept a thousand log probabilities of each token without a limit."""
     monkeypatch.setattr(tasks, "MAX_KEPT", 1000)
     engine = Held(0)
     event = StepEvent("x", (1,), Stats(), (TokenLogprob(1, 0.0, ((1, 0.0),) * 98),))  # 100 in all
-
-    async def test(queue):
+    async with queued(engine) as queue:
         got = queue.enter([TaskRequest([1])])
         got.streams = streams
         for _ in range(20):  # as long as it reads a stream may have any number; a whole answer holds them all
@@ -364,14 +312,11 @@ def test_what_answers_hold_has_a_bound(monkeypatch, caplog, streams, words):
         got.cancel()
         assert queue.kept == 0 and words in caplog.text
 
-    run(engine, test)
 
-
-def test_what_all_answers_hold_has_a_bound(monkeypatch):
+async def test_what_all_answers_hold_has_a_bound(monkeypatch):
     monkeypatch.setattr(tasks, "MAX_KEPT_TOTAL", 1000)
     engine = Held(0)
-
-    async def test(queue):
+    async with queued(engine, slots=4) as queue:
         got = [queue.enter([TaskRequest([1])]) for _ in range(3)]
         for sink in engine.sinks:
             sink(StepEvent("x", (1,) * 400, Stats()))
@@ -381,10 +326,8 @@ def test_what_all_answers_hold_has_a_bound(monkeypatch):
             g.cancel()
         assert queue.kept == 0
 
-    run(engine, test, slots=4)
 
-
-def test_a_slow_readers_events_are_joined():
+async def test_a_slow_readers_events_are_joined():
     def many(engine, sink, stats):
         def send():
             for token in range(500):
@@ -394,20 +337,17 @@ def test_a_slow_readers_events_are_joined():
 
         threading.Thread(target=send).start()
 
-    async def test(queue):
+    async with queued(many) as queue:
         got = queue.enter([TaskRequest([1])])
         await asyncio.sleep(0.5)
         items = await read_all(got)
         assert len(items) <= tasks.MAX_UNREAD + 2 and [t for i in items[:-1] for t in i.tokens] == list(range(500))
         assert "".join(i.text for i in items[:-1]) == "x" * 500
 
-    run(many, test)
 
-
-def test_a_slow_readers_events_of_several_answers_stay_apart():
+async def test_a_slow_readers_events_of_several_answers_stay_apart():
     """Joined events belong to one answer: of `n` answers each has its own text, in its own order."""
-
-    async def test(queue):
+    async with queued(hangs) as queue:
         got = queue.enter([TaskRequest([1]) for _ in range(3)])
         for token in range(300):  # of one, or of two and three in turn
             for task in got.tasks[:1] if token % 3 else got.tasks:
@@ -427,14 +367,11 @@ def test_a_slow_readers_events_of_several_answers_stay_apart():
         assert texts == ["a" * 300, "b" * 100, "c" * 100] and ids == [[*range(300)], [*range(0, 300, 3)], [*range(0, 300, 3)]]
         assert tasks.MAX_UNREAD < items < 500  # some were joined
 
-    run(hangs, test)
 
-
-def test_what_draws_nothing_waits_for_no_thread():
+async def test_what_draws_nothing_waits_for_no_thread():
     """Two turns of the pool were a third of what HTTP costs before the first token; a sampler's making still is one."""
     sampled = Sampling(temperature=0.7)
-
-    async def test(queue):
+    async with queued(answers) as queue:
         turns = []
         queue._loop = SimpleNamespace(
             run_in_executor=lambda pool, function, task: turns.append(task), call_soon_threadsafe=asyncio.get_running_loop().call_soon_threadsafe,
@@ -444,8 +381,6 @@ def test_what_draws_nothing_waits_for_no_thread():
         assert not turns
         queue.enter([TaskRequest([1], sampling=sampled)])
         assert [task.request.sampling for task in turns] == [sampled]
-
-    run(answers, test)
 
 
 def test_progress_is_told_as_of_its_event():
@@ -465,15 +400,12 @@ def work():
     made.shutdown()
 
 
-def test_short_work_does_not_wait_for_long_work(work):
+def test_short_work_waits_for_no_long_work(work):
     threads, hold = work
     held = [threads.start(hold, f"client {i}", long=True) for i in range(20)]
     assert threads.start(lambda: "done", "another").future.result(5) == "done"
     assert sum(w.future.running() for w in held) == pool.LONG
-
-
-def test_short_work_that_takes_long_holds_up_nothing(work):
-    """A short request may compile a grammar for seconds."""
+    # A short request may compile a grammar for seconds.
     threads, hold = work
     for _ in range(20):
         threads.start(hold, "one")
@@ -492,17 +424,14 @@ def test_one_client_has_its_share_of_the_threads(work, long, most):
     assert threads.start(lambda: "done", "another", long).future.result(5) == "done"
 
 
-def test_clients_take_turns():
-    threads, order, first = Pool(), [], threading.Event()
-    try:
-        for i in range(pool.LONG):
-            threads.start(lambda: first.wait(20), f"before {i}", long=True)
-        for name in ["a"] * 5 + ["b"]:
-            threads.start(lambda name=name: order.append(name), name, long=True)
-        first.set()
-        assert threads.idle(10) and order.index("b") < 3, order
-    finally:
-        threads.shutdown()
+def test_clients_take_turns(work):
+    threads, order, first = work[0], [], threading.Event()
+    for i in range(pool.LONG):
+        threads.start(lambda: first.wait(20), f"before {i}", long=True)
+    for name in ["a"] * 5 + ["b"]:
+        threads.start(lambda name=name: order.append(name), name, long=True)
+    first.set()
+    assert threads.idle(10) and order.index("b") < 3, order
 
 
 def test_what_is_cancelled_ends_and_what_waits_is_never_begun(work):

@@ -70,10 +70,8 @@ class Workers:
     def computed(self):
         """Prompt tokens that each worker has computed."""
         name = "llamacpp:prompt_tokens_total "
-        return [
-            next(float(line.split()[1]) for line in http.get("/metrics").text.splitlines() if line.startswith(name))
-            for _, http in self.workers
-        ]
+        texts = [http.get("/metrics").text for _, http in self.workers]
+        return [next(float(line.split()[1]) for line in text.splitlines() if line.startswith(name)) for text in texts]
 
     def idle(self):
         return not any(slot["is_processing"] for _, http in self.workers for slot in http.get("/slots").json())
@@ -112,15 +110,15 @@ def test_each_prefix_stays_on_one_worker(workers):
     assert all(after > b for after, b in zip(workers.computed(), before)), "one worker did everything"
 
 
+LONG = {"model": "target.gguf", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+
+
+def connects(workers):
+    return SimpleNamespace(connect=lambda: socket.create_connection(("127.0.0.1", workers.port), 60))
+
+
 def test_a_client_that_leaves_frees_the_workers_slot(workers):
-    body = (
-        b'{"model": "target.gguf", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1900, "ignore_eos": true, "stream": true}'
-    )
-    with socket.create_connection(("127.0.0.1", workers.port), 20) as sock:
-        sock.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-            % (len(body), body)
-        )
+    with sent(connects(workers), LONG, "/v1/chat/completions") as sock:
         assert sock.recv(100)
         assert not workers.idle()
     began = time.monotonic()
@@ -131,10 +129,8 @@ def test_a_client_that_leaves_frees_the_workers_slot(workers):
 
 def test_429_reaches_the_client_when_all_are_full(workers):
     """Two workers take five sequences each: of 24 that come at once some are turned away, with the time after which to ask again."""
-    body = {"model": "target.gguf", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    at = SimpleNamespace(connect=lambda: socket.create_connection(("127.0.0.1", workers.port), 60))
     with contextlib.ExitStack() as held:
-        socks = [held.enter_context(sent(at, body, "/v1/chat/completions")) for _ in range(24)]
+        socks = [held.enter_context(sent(connects(workers), LONG, "/v1/chat/completions")) for _ in range(24)]
         heads: dict[socket.socket, bytes] = {}
 
         def turned_away():
@@ -157,8 +153,7 @@ def test_a_killed_worker_loses_no_response(workers):
     for i in range(6):
         response = workers.chat(f"{i} items in a list", 4, session=f"after {i}")
         assert response.status_code == 200, (i, response.text, workers.lines[-10:])
-    body = {"model": "target.gguf", "messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with workers.http.stream("POST", "/v1/chat/completions", json=body) as response:
+    with workers.http.stream("POST", "/v1/chat/completions", json={**LONG, "max_tokens": 400}) as response:
         lines = response.iter_lines()
         assert next(lines)
         workers.process.terminate()
