@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from gguf_io.build import F32, I32, Model
 from random_gguf.model import Shape
+from sessions import loaded
 
 import pyggml_spec as ps
 from pyggml_spec import arguments
@@ -24,12 +25,7 @@ from pyggml_spec.errors import ContextError, DeviceError, EngineError, PairError
 from pyggml_spec.tools.plan import plan
 
 TEXTS = ["def quicksort(", "class Stack:", "import os\n", "for i in range("]
-
-
-@pytest.fixture(scope="module")
-def demo():
-    with ps.load(device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
-        yield session
+demo = loaded(n_ctx=256, draft_width=4)
 
 
 @pytest.mark.parametrize("call, options", [(Session.steps, arguments.GenerateOptions), (ConcurrentSession.submit, arguments.SubmitOptions)])
@@ -181,12 +177,7 @@ NUMBERS = [-1, 1.5, NAN, math.inf, "x", None, HUGE, True]  # none of them counts
 NO_IDS = [None, 5, [], [-1], [OUTSIDE], [2**31], [HUGE], [1.5], [NAN], ["a"], [[1, 2]], [None], [True], np.ones(3), np.ones((2, 2), int), np.array(5),
           np.array([2**63], np.uint64), {1: 2}, {1, 2}, ""]  # fmt: skip
 PROMPT = [1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def session(pair):
-    with ps.load(*pair, device="CPU", threads=1, n_ctx=128, draft_width=8, chunk=64) as one:
-        yield one
+session = loaded(pair=True, n_ctx=128, draft_width=8, chunk=64)
 
 
 @pytest.fixture(scope="module")

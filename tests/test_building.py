@@ -21,6 +21,7 @@ from pyggml_spec.folders import build_folder
 from pyggml_spec.patching import SDIST
 from pyggml_spec.pin import LLAMA_CPP_PYTHON, RECIPE
 
+pytestmark = pytest.mark.slow
 PROJECT = f"""
 [build-system]
 requires = ["scikit-build-core"]
@@ -70,7 +71,6 @@ def source(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_build_shows_its_steps_and_keeps_its_wheel(cache, source):
     """The recipe reaches the build of llama-cpp-python, leaves out what is never loaded, and the wheel is found again."""
     steps = []
@@ -82,7 +82,6 @@ def test_a_build_shows_its_steps_and_keeps_its_wheel(cache, source):
     assert "llama_cpp/lib/libllama.so" in zipfile.ZipFile(wheel).namelist() or sys.platform != "linux"
 
 
-@pytest.mark.slow
 def test_a_build_that_fails_says_why_and_keeps_nothing(cache, source):
     (source / "llama.c").write_text('#error "no such luck"\n')
     with pytest.raises(BuildError, match="llama-cpp-python could not be built: .*no such luck") as caught:
@@ -91,7 +90,6 @@ def test_a_build_that_fails_says_why_and_keeps_nothing(cache, source):
     assert not list((cache / "pyggml_spec" / "wheels").glob("building-*"))
 
 
-@pytest.mark.slow
 def test_cmakes_errors_are_quoted_with_what_they_mean():
     """The first line alone is a place in a file."""
     lines = ["-- Found", "  CMake Error at ggml-cuda/CMakeLists.txt:178 (target_link_libraries):", '    Target "ggml-cuda" links to:', "", "      CUDA::cublas", "",
@@ -106,7 +104,6 @@ def test_cmakes_errors_are_quoted_with_what_they_mean():
     )
 
 
-@pytest.mark.slow
 def test_what_decides_a_build_decides_its_name(cache, monkeypatch, tmp_path):
     """pip's name is the version alone: it gave a wheel without the compiler's fix to machines that need it, and those of other processors."""
     keys = [
@@ -124,7 +121,6 @@ def test_what_decides_a_build_decides_its_name(cache, monkeypatch, tmp_path):
     assert len(set(keys)) == len(keys) and building.build_key() == keys[-1]
 
 
-@pytest.mark.slow
 def test_a_compiler_that_cannot_name_the_processor_decides_a_build_too(cache, monkeypatch, tmp_path):
     """Without macros, all compilers and processors had one name for their wheels."""
     keys = []
@@ -138,7 +134,6 @@ def test_a_compiler_that_cannot_name_the_processor_decides_a_build_too(cache, mo
     assert len(set(keys)) == len(keys)
 
 
-@pytest.mark.slow
 def test_a_damaged_wheel_is_one_sentence(tmp_path):
     """A kept wheel on a disk that lost a part of it ended every set-up with a traceback."""
     wheel = tmp_path / "llama_cpp_python-x.whl"
@@ -151,13 +146,11 @@ def test_a_damaged_wheel_is_one_sentence(tmp_path):
             building.check_wheel(wheel, tmp_path / "out")
 
 
-@pytest.mark.slow
 def test_the_users_own_cmake_options_stay(monkeypatch):
     monkeypatch.setenv("CMAKE_ARGS", "-DGGML_BLAS=ON")
     assert building.cmake_args("-DX=a b") == f"-DGGML_BLAS=ON -DCMAKE_PROJECT_INCLUDE={RECIPE} '-DX=a b'"
 
 
-@pytest.mark.slow
 def test_an_interrupted_build_leaves_no_compilers(tmp_path):
     """Ctrl-C is for this process; what it started has a session of its own."""
     pid_file = tmp_path / "pid"
@@ -204,7 +197,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 GOOD = "void llama_backend_init(void) {}"
 
 
-@pytest.mark.slow
 def test_libraries_are_exchanged_whole(site, tmp_path):
     libraries = site / "llama_cpp" / "lib"
     building.install(wheel_of(tmp_path, GOOD), libraries, {"key": "k", "cuda": True})
@@ -215,7 +207,6 @@ def test_libraries_are_exchanged_whole(site, tmp_path):
     assert {path.name for path in libraries.parent.iterdir()} == {"lib", ".installing"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("code", ["void llama_backend_init(void) { __builtin_trap(); }", "void something_else(void) {}"])
 def test_what_does_not_start_is_not_installed(site, tmp_path, code):
     """A wheel of another machine, or one that was built wrong."""
@@ -225,7 +216,6 @@ def test_what_does_not_start_is_not_installed(site, tmp_path, code):
     assert contents(site) == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["check_wheel", "exchange"])
 def test_an_interrupted_exchange_keeps_the_old_libraries(site, tmp_path, monkeypatch, where):
     wheel, before = wheel_of(tmp_path, GOOD), contents(site)
@@ -239,7 +229,6 @@ def test_an_interrupted_exchange_keeps_the_old_libraries(site, tmp_path, monkeyp
     assert contents(site) == before
 
 
-@pytest.mark.slow
 def test_without_an_exchange_in_one_step_a_failed_second_step_is_undone(site, tmp_path, monkeypatch):
     """Other systems rename twice."""
     libraries, new, before = site / "llama_cpp" / "lib", tmp_path / "not there", contents(site)
@@ -258,7 +247,6 @@ def test_without_an_exchange_in_one_step_a_failed_second_step_is_undone(site, tm
     assert (libraries / "x").read_text() == "new"
 
 
-@pytest.mark.slow
 def test_readers_never_see_half_of_the_libraries(site, tmp_path):
     """A library opened at any moment of an exchange is there, old or new."""
     libraries, wheel, seen, stop = site / "llama_cpp" / "lib", wheel_of(tmp_path, GOOD), set(), threading.Event()
@@ -278,7 +266,6 @@ def test_readers_never_see_half_of_the_libraries(site, tmp_path):
     assert seen == {b"old", (libraries / "libllama.so").read_bytes()}
 
 
-@pytest.mark.slow
 def test_what_a_killed_installation_left_is_removed_and_two_at_once_are_refused(site, tmp_path):
     libraries, wheel = site / "llama_cpp" / "lib", wheel_of(tmp_path, GOOD)
     (libraries.parent / ".new-killed").mkdir()
@@ -300,14 +287,12 @@ def nvcc(tmp_path, monkeypatch) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_no_cuda_compiler_is_a_sentence(monkeypatch, cache):
     monkeypatch.setenv("CUDACXX", "/nothing/nvcc")
     done = CliRunner().invoke(command, ["--cuda", "--out", str(cache)])
     assert isinstance(done.exception, BuildError) and "no CUDA compiler /nothing/nvcc" in str(done.exception)
 
 
-@pytest.mark.slow
 def test_an_old_driver_is_a_sentence(monkeypatch, nvcc):
     """It built for half an hour, and then found no device."""
     assert building.toolkit_version(nvcc) == (13, 0)
@@ -341,7 +326,6 @@ class Driver:
         return 0
 
 
-@pytest.mark.slow
 def test_the_gpus_of_this_machine_are_named_by_number(monkeypatch, nvcc):
     """A wheel that is kept as "native" would be given to a machine with other GPUs."""
     monkeypatch.setattr(building.ctypes, "CDLL", Driver)
@@ -350,7 +334,6 @@ def test_the_gpus_of_this_machine_are_named_by_number(monkeypatch, nvcc):
         assert "-DCMAKE_CUDA_ARCHITECTURES=86;90" in building.plan(True, arch).options
 
 
-@pytest.mark.slow
 def test_without_a_driver_only_a_wheel_for_others_is_built(monkeypatch, nvcc):
     """It took half an hour to find out that libcuda.so.1 is missing."""
     monkeypatch.setattr(building, "driver_version", lambda: None)
@@ -358,7 +341,6 @@ def test_without_a_driver_only_a_wheel_for_others_is_built(monkeypatch, nvcc):
     assert isinstance(done.exception, BuildError) and "no NVIDIA driver" in str(done.exception) and "--out" in str(done.exception)
 
 
-@pytest.mark.slow
 def test_architectures_are_named_or_found(monkeypatch, nvcc):
     monkeypatch.setattr(building, "driver_version", lambda: None)
     monkeypatch.setattr(building, "gpu_architectures", lambda: ())
@@ -369,7 +351,6 @@ def test_architectures_are_named_or_found(monkeypatch, nvcc):
             building.plan(True, wrong)
 
 
-@pytest.mark.slow
 def test_a_patched_build_is_named_by_its_patches(nvcc, monkeypatch):
     monkeypatch.setattr(building, "driver_version", lambda: None)
     plan = building.plan(cuda=True, patched=True)
@@ -377,7 +358,6 @@ def test_a_patched_build_is_named_by_its_patches(nvcc, monkeypatch):
     assert f"{len(plan.patches)} patches" in plan.description
 
 
-@pytest.mark.slow
 def test_the_command_writes_a_wheel_and_installs_nothing(cache, tmp_path, nvcc, monkeypatch):
     monkeypatch.setattr(building, "driver_version", lambda: None)
     monkeypatch.setattr(building, "install", lambda *_: pytest.fail("installed"))
@@ -389,7 +369,6 @@ def test_the_command_writes_a_wheel_and_installs_nothing(cache, tmp_path, nvcc, 
     assert CliRunner().invoke(command, ["--arch", "90"]).exit_code == 2
 
 
-@pytest.mark.slow
 def test_no_compiler_is_a_sentence(monkeypatch):
     """The first minute on a machine without one: a traceback from set-up."""
     monkeypatch.setenv("CXX", "/nothing/c++")
@@ -401,7 +380,6 @@ def test_no_compiler_is_a_sentence(monkeypatch):
         building.plan()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("note", [{"cuda": True}, {"cuda": False, "patches": ["0011-amx-tile-config"]}])
 def test_set_up_keeps_an_explicit_build(monkeypatch, note):
     """A patched build for the CPU was taken away by the first `make` after a change of csrc."""
@@ -412,7 +390,6 @@ def test_set_up_keeps_an_explicit_build(monkeypatch, note):
     set_up["llama_cpp_python"]()
 
 
-@pytest.mark.slow
 def test_a_build_that_is_killed_says_by_what():
     with pytest.raises(BuildError, match="ended with -9"):
         building.run([sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"], "failed")

@@ -8,17 +8,14 @@ import scripted
 from chat_model import CHATML, CONTROL, with_control_tokens
 from random_gguf.archs import write_gemma4, write_laguna, write_qwen35moe
 from random_gguf.model import Shape, write_dflash
+from sessions import loaded
 
 import pyggml_spec as ps
 from pyggml_spec.chat import CONTINUE, Chat, chat_template, tool_template
 from pyggml_spec.errors import ContextError, TemplateError
 from pyggml_spec.sampling.sampler import Sampling
 
-
-@pytest.fixture(scope="module")
-def demo():
-    with ps.load(device="CPU", threads=1, n_ctx=512, draft_width=4) as session:
-        yield session
+demo = loaded(n_ctx=512, draft_width=4)
 
 
 @pytest.fixture(scope="module")

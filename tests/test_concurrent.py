@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sessions import loaded
 
 import pyggml_spec as ps
 from pyggml_spec import concurrent
@@ -21,12 +22,7 @@ from pyggml_spec.sampling.sampler import Sampling
 
 PROMPTS = ["def quicksort(items):\n", "import os\n", "class Queue:\n    ", "x = [", "for i in range(", "# sort\n", "return "]
 WAIT = 120
-
-
-@pytest.fixture(scope="module")
-def session(pair):
-    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as loaded:
-        yield loaded
+session = loaded(pair=True, n_ctx=256, draft_width=4)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from sessions import loaded
 
 import pyggml_spec as ps
 from pyggml_spec.engine.sequence import GenerationOptions
@@ -16,12 +17,7 @@ from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.speculation.policy import SpeculationPolicy
 
 FIRST, SECOND = "def quicksort(items):\n", "import os\n"
-
-
-@pytest.fixture(scope="module")
-def session(pair):
-    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as loaded:
-        yield loaded
+session = loaded(pair=True, n_ctx=256, draft_width=4)
 
 
 def test_a_generation_that_another_one_interrupts_says_so(session):

@@ -19,6 +19,7 @@ from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.library import versions
 
+pytestmark = pytest.mark.slow
 CHUNK, N_CTX, MANY = 64, 768, 1 << 30
 OPTIONS = GenerationOptions(12, SPECULATIVE)
 
@@ -55,7 +56,6 @@ def check(pair, streams) -> None:
     assert pair.ties <= 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pair", [*KINDS, *OTHERS], indirect=True)
 def test_one_after_the_other(pair, scheduler):
     """The third goes on exactly where the first two parted; drafting is not blind after a hit."""
@@ -72,7 +72,6 @@ def test_one_after_the_other(pair, scheduler):
     assert streams[3].stats.reused_from["memory"] == 7 and all(s.stats.drafted > 0 for s in streams)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 5])
 def test_all_at_once(pair, count):
     """The shared beginning is computed once, by the first sequence; the others wait for it, also for a free slot."""
@@ -85,7 +84,6 @@ def test_all_at_once(pair, count):
         assert (scheduler.stats.prompt_tokens, scheduler.stats.reused_tokens) == (350 + 30 * (count - 1), 320 * (count - 1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("length", [36, 64, 100, 128])
 def test_a_short_prompt_again(pair, scheduler, length):
     """All but its last token is there, or few where a state has to be, whole chunks or not; and a prompt that parts from it within a chunk."""
@@ -108,7 +106,6 @@ def test_another_owner_finds_nothing(pair, scheduler):
         assert stream.stats.reused_tokens == reused, owner
 
 
-@pytest.mark.slow
 def test_identical_prompts(pair, scheduler):
     streams = [scheduler.submit(tokens(6, 330), OPTIONS) for _ in range(4)]
     scheduler.run()
@@ -117,7 +114,6 @@ def test_identical_prompts(pair, scheduler):
     assert scheduler.stats.prompt_tokens == 333
 
 
-@pytest.mark.slow
 def test_the_sequence_that_computes_a_prefix_may_be_cancelled(pair, scheduler):
     prompt = tokens(7, 400)
     first, second, third = (scheduler.submit(prompt, OPTIONS) for _ in range(3))
@@ -129,7 +125,6 @@ def test_the_sequence_that_computes_a_prefix_may_be_cancelled(pair, scheduler):
     assert first.shares == second.shares == third.shares == []  # no chain of old requests stays in memory
 
 
-@pytest.mark.slow
 def test_reuse_while_another_sequence_decodes(pair, scheduler):
     shared = tokens(8, 260)
     a = scheduler.submit(tokens(9, 20), GenerationOptions(60, SPECULATIVE))
@@ -140,7 +135,6 @@ def test_reuse_while_another_sequence_decodes(pair, scheduler):
     assert a.tokens == pair.solo(a.prompt, 60) and c.stats.reused_tokens == 256
 
 
-@pytest.mark.slow
 def test_plain_and_speculative_prompts_are_kept_apart(pair, scheduler):
     """A plain sequence leaves no drafter rows: drafting after them would be blind."""
     prompt = tokens(11, 200)
@@ -150,7 +144,6 @@ def test_plain_and_speculative_prompts_are_kept_apart(pair, scheduler):
     assert [s.stats.reused_tokens for s in streams] == [0, 0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("memory", [1, 400_000])
 def test_the_budget_holds(pair, memory):
     with make(pair, memory=memory) as scheduler:
@@ -164,7 +157,6 @@ def test_the_budget_holds(pair, memory):
         assert scheduler.prefixes.used_bytes == 0
 
 
-@pytest.mark.slow
 def test_a_slot_that_was_poisoned(pair, scheduler):
     """What the sequence before left, NaN included, is gone before copies are put into the slot."""
     prompt = tokens(15, 200)
@@ -232,7 +224,6 @@ def run(scheduler, prompt, count=12, mode=SPECULATIVE, **options):
     return stream
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("mode", [SPECULATIVE, PLAIN])
 def test_the_next_turn_reuses_the_answer(any_pair, slots, mode):
@@ -251,7 +242,6 @@ def test_the_next_turn_reuses_the_answer(any_pair, slots, mode):
             assert again.stats.reused_tokens >= before - 100 - 2 * CHUNK - 45  # a state was kept within the long prompt too
 
 
-@pytest.mark.slow
 def test_an_end_inside_a_block(any_pair):
     """A token limit and a stop in the middle of an accepted block: only what counts is kept."""
     with make(any_pair) as scheduler:
@@ -267,7 +257,6 @@ def test_an_end_inside_a_block(any_pair):
             assert any_pair.agrees([*fresh, *ended.tokens, 7], following.tokens)
 
 
-@pytest.mark.slow
 def test_reuse_false_uses_nothing_and_leaves_nothing(any_pair):
     with make(any_pair) as scheduler:
         prompt = tokens(22, 200)
@@ -278,7 +267,6 @@ def test_reuse_false_uses_nothing_and_leaves_nothing(any_pair):
         assert [s.stats.reused_tokens for s in (first, second, third)] == [0, 0, 0] and second.tokens == third.tokens
 
 
-@pytest.mark.slow
 def test_another_prefix_does_not_reuse_an_end(any_pair):
     """Ends are found by all of the tokens before them, and the last token is never taken from one."""
     with make(any_pair) as scheduler:
@@ -296,7 +284,6 @@ def test_another_prefix_does_not_reuse_an_end(any_pair):
         )
 
 
-@pytest.mark.slow
 def test_a_cancelled_answer_can_be_gone_on_with(any_pair):
     with make(any_pair) as scheduler:
         prompt = tokens(24, 80)
@@ -310,7 +297,6 @@ def test_a_cancelled_answer_can_be_gone_on_with(any_pair):
         assert following.stats.reused_tokens == 79 + len(got) and any_pair.agrees([*prompt, *got, 9], following.tokens)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("memory", [1, 300_000])
 def test_ends_keep_to_the_budget(any_pair, memory):
     with make(any_pair, memory=memory) as scheduler:
@@ -320,7 +306,6 @@ def test_ends_keep_to_the_budget(any_pair, memory):
             assert scheduler.prefixes.used_bytes <= memory and any_pair.agrees(prompt, stream.tokens)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 4])
 def test_drafts_and_acceptance_after_a_hit_are_those_without(tmp_path, slots):
     """Step by step and draft by draft: whole chunks, an answer's end, a prompt that several sequences have. Own kernels round alike at every width,
@@ -356,7 +341,6 @@ def with_files(pair, folder, slots=2):
     return Engine(engine, 8, MANY, files=files_of(engine, folder))
 
 
-@pytest.mark.slow
 def test_the_next_process_goes_on_where_the_last_one_was(any_pair, tmp_path):
     """Rows and state of whole chunks and of the answer's end, from files, into an engine with another number of slots."""
     prompt = tokens(61, 3 * CHUNK + 20)
@@ -371,7 +355,6 @@ def test_the_next_process_goes_on_where_the_last_one_was(any_pair, tmp_path):
         assert second.stats.reused_from == {"in place": 0, "memory": 0, "disk": 4} and not second.stats.notes
 
 
-@pytest.mark.slow
 def test_a_damaged_file_costs_a_sentence_and_its_part_of_the_prompt(any_pair, tmp_path):
     prompt = tokens(63, 3 * CHUNK + 20)
     with with_files(any_pair, tmp_path) as scheduler:
@@ -387,14 +370,12 @@ def test_a_damaged_file_costs_a_sentence_and_its_part_of_the_prompt(any_pair, tm
         assert run(scheduler, following).stats.reused_tokens >= 3 * CHUNK
 
 
-@pytest.mark.slow
 def test_one_slots_files_and_shared_ones_are_not_mixed(any_pair, tmp_path):
     engine = any_pair.batch(1, chunk=CHUNK)
     assert layout_of(engine, versions()) != layout_of(engine, versions(), shared=True)
     assert layout_of(engine, versions(), shared=True) == layout_of(any_pair.batch(2, chunk=CHUNK), versions(), shared=True)
 
 
-@pytest.mark.slow
 def test_a_full_disk_is_said_and_no_answer_is_affected(any_pair, tmp_path, monkeypatch):
     with with_files(any_pair, tmp_path) as scheduler:
         monkeypatch.setattr("pyggml_spec.cache.prefix_files.replacing", _full)
@@ -408,7 +389,6 @@ def _full(*_, **__):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.slow
 def test_an_unexpected_error_does_not_stop_the_writer(tmp_path, monkeypatch):
     """The thread ended without a word: nothing was written any more, and what waited counted for ever."""
     from pyggml_spec.cache.prefix_files import PrefixWriter
@@ -430,7 +410,6 @@ def test_an_unexpected_error_does_not_stop_the_writer(tmp_path, monkeypatch):
     assert files.has(keys[2], "rows") and not files.has(keys[0], "rows") and not writer.under_way and not writer.waiting_bytes
 
 
-@pytest.mark.slow
 def test_what_waits_for_the_disk_is_bounded(any_pair, tmp_path, monkeypatch):
     monkeypatch.setattr("pyggml_spec.cache.prefix_files.MOST_UNWRITTEN", 1)
     files = PrefixFiles(tmp_path, "layout", MANY)
@@ -443,7 +422,6 @@ def test_what_waits_for_the_disk_is_bounded(any_pair, tmp_path, monkeypatch):
     assert not writer.wants(bytes(32), "rows", 1000) and not writer.wants(bytes(31) + b"1", "rows", 1)
 
 
-@pytest.mark.slow
 def test_nothing_is_kept_of_a_sequence_whose_drafter_gave_nan(any_pair):
     """Its rows went into the cache: what continued after them had no drafts, without a note."""
     with make(any_pair) as scheduler:
@@ -459,7 +437,6 @@ def test_nothing_is_kept_of_a_sequence_whose_drafter_gave_nan(any_pair):
         assert any_pair.agrees(turn.prompt, turn.tokens)
 
 
-@pytest.mark.slow
 def test_nothing_is_kept_of_a_prompt_whose_end_is_not_finite(any_pair):
     """Over several devices, the chunks before the last one say nothing of what they brought."""
     with make(any_pair) as scheduler:
@@ -474,7 +451,6 @@ def test_nothing_is_kept_of_a_prompt_whose_end_is_not_finite(any_pair):
         assert used or scheduler.runner.sequence.stateful
 
 
-@pytest.mark.slow
 def test_nor_of_chunks_before_those_that_another_slot_brought(any_pair):
     """What is brought back between two passes says nothing of the chunks before it, which this slot computed: their copies stayed."""
     with make(any_pair) as scheduler:

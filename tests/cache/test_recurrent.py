@@ -3,17 +3,11 @@
 import numpy as np
 import pytest
 from engine.helpers import oracle, reference, run
-
-import pyggml_spec as ps
+from sessions import loaded
 
 PROMPT = np.random.default_rng(5).integers(0, 256, 21).tolist()
 BLOCK = np.random.default_rng(6).integers(0, 256, 15).tolist()
-
-
-@pytest.fixture(scope="module")
-def session(pair):
-    with ps.load(*pair, device="CPU", threads=1, n_ctx=1024) as loaded:
-        yield loaded
+session = loaded(pair=True, n_ctx=1024)
 
 
 def _state_after(engine, tokens):

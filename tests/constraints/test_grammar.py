@@ -15,6 +15,7 @@ import llama_cpp
 import numpy as np
 import pytest
 import scripted
+from sessions import loaded
 
 import pyggml_spec as ps
 from pyggml_spec.constraints import grammar as grammars
@@ -62,12 +63,7 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 12}, "kind": {"enum": ["list", "dict"]}, "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
     "required": ["name", "kind", "sizes"],
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def demo():
-    with ps.load(device="CPU", threads=1, n_ctx=512, draft_width=4) as session:
-        yield session
+demo = loaded(n_ctx=512, draft_width=4)
 
 
 @pytest.mark.parametrize("values", [{"temperature": 0}, {"seed": 1}, {"seed": 2, "temperature": 1.5, "top_k": 0, "repeat_penalty": 1.2}])

@@ -7,6 +7,7 @@ import pytest
 from gguf_io.build import STR, Model
 from random_gguf.model import Shape, write_qwen35
 from random_gguf.mtp import write_mtp, write_mtp_target
+from sessions import loaded
 
 import pyggml_spec as ps
 from pyggml_spec.doctor import trees
@@ -17,12 +18,7 @@ from pyggml_spec.errors import PyspecError
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 
 PROMPT = "class Stack:\n    def __init__(self):\n"
-
-
-@pytest.fixture(scope="module")
-def session():
-    with ps.load(DEMO_TARGET, DEMO_DRAFTER, device="CPU", threads=1, n_ctx=512, draft_width=16) as session:
-        yield session
+session = loaded(DEMO_TARGET, DEMO_DRAFTER, n_ctx=512, draft_width=16)
 
 
 def test_the_probe_drafts_what_the_engine_drafts(session):

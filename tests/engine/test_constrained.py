@@ -9,6 +9,7 @@ from dataclasses import replace
 import jsonschema
 import numpy as np
 import pytest
+from sessions import loaded
 
 import pyggml_spec as ps
 from pyggml_spec.constraints import grammar as grammars
@@ -454,10 +455,7 @@ def test_an_ambiguous_grammar_is_named_and_its_remedy(session):
         session.generate("a", 200, sampling=ps.Sampling(temperature=0, grammar=f"root ::= s\ns ::= {words} | [a-z]"))
 
 
-@pytest.fixture(scope="module")
-def pair_session():
-    with ps.load(device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
-        yield session
+pair_session = loaded(n_ctx=256, draft_width=4)
 
 
 def packed(allowed: np.ndarray) -> np.ndarray:

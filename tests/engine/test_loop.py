@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine.helpers import oracle, reference, run
+from sessions import loaded
 
 import pyggml_spec as ps
 from pyggml_spec.engine.engine import Engine, generate
@@ -19,12 +20,7 @@ from pyggml_spec.sampling.sampler import Sampler, Sampling
 
 PROMPT = [65, 66, 67, 10, 32]
 N = 80
-
-
-@pytest.fixture(scope="module")
-def session(pair):
-    with ps.load(*pair, device="CPU", threads=1, n_ctx=512) as loaded:
-        yield loaded
+session = loaded(pair=True, n_ctx=512)
 
 
 @pytest.fixture(scope="module")
@@ -240,10 +236,7 @@ class InASlot:
         self.scheduler.close()
 
 
-@pytest.fixture(scope="module")
-def limited(pair):
-    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=WIDTH) as loaded:
-        yield loaded
+limited = loaded(pair=True, n_ctx=256, draft_width=WIDTH)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from architectures import TARGETS
 from engine.helpers import run
 from random_gguf.archs import write_qwen35moe
 from random_gguf.model import Shape
+from sessions import loaded
 
 import pyggml_spec as ps
 from pyggml_spec.cache.slots import SlotRange
@@ -27,11 +28,7 @@ from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.ggml.step_io import ReplayCounters, StepFields
 from pyggml_spec.models.placement import ExpertOptions
 
-
-@pytest.fixture(scope="module")
-def session(pair):
-    with ps.load(*pair, device="CPU", threads=1, n_ctx=4096) as loaded:
-        yield loaded
+session = loaded(pair=True, n_ctx=4096)
 
 
 @pytest.mark.slow

@@ -201,24 +201,24 @@ def test_a_second_device_of_a_connected_worker_is_used(expected):
 
 def test_a_lost_worker_ends_the_sessions_that_use_it_and_no_other(worker, expected):
     """Every step of the process looked for any lost worker: a session on the CPU failed with it."""
-    with Worker() as second:
-        with (
-            ps.load(device=second.device, **OPTIONS) as lost,
-            ps.load(device=worker.device, **OPTIONS) as other,
-            ps.load(device="CPU", kernels="ggml", **OPTIONS) as here,
-        ):
-            lost.generate(PROMPT, 4)
-            second.kill()
-            with pytest.raises(DeviceError, match="is lost"):
-                lost.generate(PROMPT, 40, ignore_end=True)
-            for session in (other, here):
-                text = session.generate(PROMPT, 12, ignore_end=True)[0]
-                assert text and expected[0].startswith(text)
-                assert session.engine.logits(session.prompt_ids(PROMPT)).any()
-            with Worker(port=second.port), pytest.raises(DeviceError, match=r"is lost: .* still uses what it had there: close it first"):
-                ps.load(device=second.device, **OPTIONS)
-            with pytest.raises(DeviceError, match="is lost"):
-                lost.generate(PROMPT, 40, ignore_end=True)
+    with (
+        Worker() as second,
+        ps.load(device=second.device, **OPTIONS) as lost,
+        ps.load(device=worker.device, **OPTIONS) as other,
+        ps.load(device="CPU", kernels="ggml", **OPTIONS) as here,
+    ):
+        lost.generate(PROMPT, 4)
+        second.kill()
+        with pytest.raises(DeviceError, match="is lost"):
+            lost.generate(PROMPT, 40, ignore_end=True)
+        for session in (other, here):
+            text = session.generate(PROMPT, 12, ignore_end=True)[0]
+            assert text and expected[0].startswith(text)
+            assert session.engine.logits(session.prompt_ids(PROMPT)).any()
+        with Worker(port=second.port), pytest.raises(DeviceError, match=r"is lost: .* still uses what it had there: close it first"):
+            ps.load(device=second.device, **OPTIONS)
+        with pytest.raises(DeviceError, match="is lost"):
+            lost.generate(PROMPT, 40, ignore_end=True)
 
 
 def test_a_worker_is_a_segment_once(worker):
@@ -282,9 +282,8 @@ def test_an_operation_that_the_worker_lacks_is_named(worker, alone, words):
         asked = command == CHECK_GRAPH and (struct.unpack_from("<I", body, 4)[0] == 1) == alone
         return struct.pack("<i", 0 if alone else 7) if asked else None
 
-    with fake_server(between(worker, lacking)) as port:
-        with pytest.raises(PyspecError, match=words):
-            ps.load(device=f"RPC:127.0.0.1:{port}", **OPTIONS)
+    with fake_server(between(worker, lacking)) as port, pytest.raises(PyspecError, match=words):
+        ps.load(device=f"RPC:127.0.0.1:{port}", **OPTIONS)
 
 
 class Raw:
@@ -402,9 +401,8 @@ def test_a_worker_that_dies_while_weights_are_sent(monkeypatch):
             return upload(self, *args, **kwargs)
 
         monkeypatch.setattr(weights.Weights, "upload", slow)
-        with pytest.raises(DeviceError, match=r"is lost: "):
-            with ps.load(device=worker.device, **OPTIONS) as session:
-                session.generate(PROMPT, 4)
+        with pytest.raises(DeviceError, match=r"is lost: "), ps.load(device=worker.device, **OPTIONS) as session:
+            session.generate(PROMPT, 4)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -75,11 +75,11 @@ def test_a_closed_port_is_refused_with_the_command_that_opens_it():
 
 @pytest.mark.parametrize("version", [(6, 9, 9), (8, 0, 0), (7, 1, 0)])
 def test_another_version_is_named(version):
-    with fake_server(answers(version)) as port:
-        with pytest.raises(
-            DeviceError, match=rf"speaks version {'.'.join(map(str, version))} of ggml's RPC protocol, and this ggml 7\.0\.0"
-        ):
-            probe(at(port))
+    with (
+        fake_server(answers(version)) as port,
+        pytest.raises(DeviceError, match=rf"speaks version {'.'.join(map(str, version))} of ggml's RPC protocol, and this ggml 7\.0\.0"),
+    ):
+        probe(at(port))
 
 
 def test_a_newer_patch_version_is_fine():
@@ -88,9 +88,8 @@ def test_a_newer_patch_version_is_fine():
 
 
 def test_a_device_that_is_not_there_is_named():
-    with fake_server(answers(devices=2)) as port:
-        with pytest.raises(DeviceError, match=r"has 2 devices, and /2 is none of them"):
-            probe(at(port, 2))
+    with fake_server(answers(devices=2)) as port, pytest.raises(DeviceError, match=r"has 2 devices, and /2 is none of them"):
+        probe(at(port, 2))
 
 
 def web_server(connection):
@@ -109,9 +108,8 @@ def half(connection):
 
 @pytest.mark.parametrize("serve", [web_server, closes, half])
 def test_what_is_no_worker_is_said_to_be_none(serve):
-    with fake_server(serve) as port:
-        with pytest.raises(DeviceError, match=r"does not respond as a worker"):
-            probe(at(port))
+    with fake_server(serve) as port, pytest.raises(DeviceError, match=r"does not respond as a worker"):
+        probe(at(port))
 
 
 def hangs(connection):

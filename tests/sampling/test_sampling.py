@@ -12,6 +12,7 @@ from unittest.mock import patch
 import llama_cpp as L
 import numpy as np
 import pytest
+from sessions import loaded
 
 import pyggml_spec as ps
 from pyggml_spec.cache.cursor import Cursor
@@ -151,10 +152,7 @@ def table():
     return np.random.default_rng(5).normal(0, 1.3, (7, 7)).astype(np.float32)
 
 
-@pytest.fixture(scope="module")
-def demo():
-    with ps.load(device="CPU", threads=1, kernels="ggml", n_ctx=512, draft_width=4) as session:
-        yield session
+demo = loaded(kernels="ggml", n_ctx=512, draft_width=4)
 
 
 def p_value(table, sampling, make=Sampler, count=9000) -> tuple[float, Stats]:

@@ -3,7 +3,7 @@
 from types import ModuleType
 
 import pytest
-from server.running import Running
+from server.running import serving
 
 
 @pytest.fixture(scope="session")
@@ -20,9 +20,4 @@ def anthropic() -> ModuleType:
     return anthropic
 
 
-@pytest.fixture(scope="module")
-def server():
-    with Running(
-        "--slots", 4, "--draft-width", 4
-    ) as running:  # a width that is measured may be 1 on a busy machine: nothing is drafted then
-        yield running
+server = serving("--slots", 4, "--draft-width", 4)  # a width that is measured may be 1 on a busy machine: nothing is drafted then

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Self
 
 import httpx
+import pytest
 from cli.process import environment
 
 from pyggml_spec.server.http import Request
@@ -101,6 +102,17 @@ class Running:
             self.http.close()
             if self.process.poll() is None:
                 self.process.kill()
+
+
+def serving(*options: object):
+    """A module's fixture: one server."""
+
+    @pytest.fixture(scope="module")
+    def server():
+        with Running(*options) as running:
+            yield running
+
+    return server
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60) -> object:

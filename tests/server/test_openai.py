@@ -6,7 +6,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from server.running import Running, events, wait_for
+from server.running import events, serving, wait_for
 from server.test_queue import ask, sent
 
 PROMPT = "def quicksort(items):\n"
@@ -364,11 +364,7 @@ def test_every_dialect_counts_alike(server):
         assert openais["usage"]["completion_tokens"] == anthropics["usage"]["output_tokens"] == openais["timings"]["predicted_n"]
 
 
-@pytest.fixture(scope="module")
-def small():
-    """One slot, and nothing waits for it."""
-    with Running("--slots", 1, "--queue", 0, "-n", 400) as running:
-        yield running
+small = serving("--slots", 1, "--queue", 0, "-n", 400)  # one slot, and nothing waits for it.
 
 
 @pytest.mark.parametrize("who", ["openai", "anthropic"])

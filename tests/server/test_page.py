@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from server.running import Running, wait_for
+from server.running import Running, serving, wait_for
 
 from pyggml_spec.server import page as page_module
 
@@ -38,11 +38,7 @@ def test_the_page_is_small_and_its_own(server):
     assert server.http.get("/page.js").text == texts["page.js"]
 
 
-@pytest.fixture(scope="module")
-def server():
-    """With blocks of one width: what a busy machine measures would decide whether there are drafts to be shown."""
-    with Running("--slots", 4, "--draft-width", 8) as running:
-        yield running
+server = serving("--slots", 4, "--draft-width", 8)
 
 
 @pytest.fixture(scope="module")

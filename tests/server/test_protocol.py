@@ -14,7 +14,7 @@ import httpx
 import pytest
 import uvicorn
 from cli.process import one_sentence, pyspec
-from server.running import Running, events
+from server.running import Running, events, serving
 
 from pyggml_spec.errors import PyspecError
 from pyggml_spec.server import http, protocol
@@ -349,12 +349,7 @@ NAMES = [
     "priority", "cache_prompt", "id_slot", "samplers", "response_fields", "timings_per_token", "return_progress", "ignore_eos", "model", "instructions", "text",
     "reasoning", "regex", "lark", "repeat_last_n", "mirostat", "with_pieces", "add_special", "max_output_tokens", "tool_calls", "reasoning_format",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def server():
-    with Running("--slots", 4, "--queue", 64, "--prefix-memory", 8) as running:
-        yield running
+server = serving("--slots", 4, "--queue", 64, "--prefix-memory", 8)
 
 
 def body(rng):

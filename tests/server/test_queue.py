@@ -12,16 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from cli.process import pyspec
-from server.running import Running, posted, wait_for
+from server.running import Running, posted, serving, wait_for
 
 pytestmark = pytest.mark.slow
 PROMPT = "def quicksort(items):\n"
-
-
-@pytest.fixture(scope="module")
-def queue_server():
-    with Running("--slots", 2, "--queue", 3, "--queue-timeout", 60) as running:
-        yield running
+queue_server = serving("--slots", 2, "--queue", 3, "--queue-timeout", 60)
 
 
 def ask(tokens, **more):

@@ -46,14 +46,16 @@ def test_readers_come_and_go(server):
             next(response.iter_bytes())
     assert text(server.http.get("/v1/stream", params={"conv_id": "left"}).text) == want
     assert server.slots_are_free()
-    with httpx.Client(base_url=server.url, timeout=120) as client:
-        with client.stream(
+    with (
+        httpx.Client(base_url=server.url, timeout=120) as client,
+        client.stream(
             "POST", "/completion", json=ASKED | {"n_predict": -1, "ignore_eos": True}, headers={resumable.HEADER: "ends"}
-        ) as response:
-            parts = response.iter_bytes()
-            next(parts)
-            assert server.http.request("DELETE", "/v1/stream", params={"conv_id": "ends"}).status_code == 204
-            assert b'"stop":true' not in b"".join(parts)
+        ) as response,
+    ):
+        parts = response.iter_bytes()
+        next(parts)
+        assert server.http.request("DELETE", "/v1/stream", params={"conv_id": "ends"}).status_code == 204
+        assert b'"stop":true' not in b"".join(parts)
     assert server.slots_are_free()
 
 

@@ -320,9 +320,8 @@ def test_the_outside_check_is_told_as_it_was():
 def test_a_server_whose_worker_is_lost_says_so():
     """Whoever balances several servers asks for their health."""
     need_library()
-    with Worker() as worker:
-        with Running("--device", worker.device, "--slots", 1, "--draft-width", 2) as running:
-            assert running.ok("/v1/completions", prompt="x", max_tokens=2) and running.http.get("/health").status_code == 200
-            worker.kill()
-            for response in (running.post("/v1/completions", prompt="x", max_tokens=2), running.http.get("/health")):
-                assert response.status_code in (500, 503) and f"the worker 127.0.0.1:{worker.port} is lost" in response.text
+    with Worker() as worker, Running("--device", worker.device, "--slots", 1, "--draft-width", 2) as running:
+        assert running.ok("/v1/completions", prompt="x", max_tokens=2) and running.http.get("/health").status_code == 200
+        worker.kill()
+        for response in (running.post("/v1/completions", prompt="x", max_tokens=2), running.http.get("/health")):
+            assert response.status_code in (500, 503) and f"the worker 127.0.0.1:{worker.port} is lost" in response.text

@@ -11,6 +11,7 @@ from bench_workloads import Watched, step_costs
 from chat_model import with_control_tokens
 from click.testing import CliRunner
 from pairs import write_pair
+from sessions import loaded
 
 import pyggml_spec as ps
 from pyggml_spec.chat import chat_template
@@ -149,10 +150,7 @@ def test_seeds_count_up_and_around():
     assert PromptsOptions(repetitions=3).seeds == []
 
 
-@pytest.fixture(scope="module")
-def session():
-    with ps.load(device="CPU", threads=1, n_ctx=512, draft_width=4) as loaded:
-        yield loaded
+session = loaded(n_ctx=512, draft_width=4)
 
 
 def test_a_plain_step_reads_every_weight_once_and_one_row_of_a_tied_embedding_not_twice(session):
@@ -189,12 +187,7 @@ def test_the_copy_bandwidth_is_one_that_a_machine_can_have(session):
 
 
 OPTIONS = BenchOptions(prompts=(), tokens=12, repetitions=1, synthetic=6.0)
-
-
-@pytest.fixture(scope="module")
-def slots_session(pair):
-    with ps.load(*pair, device="CPU", threads=1, n_ctx=tokens_needed(OPTIONS), draft_width=16) as loaded:
-        yield loaded
+slots_session = loaded(pair=True, n_ctx=tokens_needed(OPTIONS), draft_width=16)
 
 
 def test_one_slot_uses_the_engine_for_one_sequence(slots_session, monkeypatch):

@@ -19,6 +19,7 @@ from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools import convert as module
 from pyggml_spec.tools.convert import convert_drafter
 
+pytestmark = pytest.mark.slow
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 
 
@@ -42,7 +43,6 @@ def _matched(draft, tokens=120):
     return text, stats.drafted, stats.matched, list(stats.matched_per_position)
 
 
-@pytest.mark.slow
 def test_f32_round_trip_is_bit_equal(f32):
     """Every tensor, and every key that decides what is computed."""
     before, after = floats(DEMO_DRAFTER), floats(f32)
@@ -60,7 +60,6 @@ def test_f32_round_trip_is_bit_equal(f32):
         assert [int(v) for v in b.metadata["dflash.target_layers"]] == [1, 4, 6, 7]  # config.json says 0, 3, 5, 6
 
 
-@pytest.mark.slow
 def test_f32_drafts_as_a_gguf_of_the_same_values(f32, tmp_path):
     model = Model(DEMO_DRAFTER)
     for name, values in floats(DEMO_DRAFTER).items():
@@ -70,7 +69,6 @@ def test_f32_drafts_as_a_gguf_of_the_same_values(f32, tmp_path):
     assert 0 < matched < drafted
 
 
-@pytest.mark.slow
 def test_llama_cpp_loads_the_result_and_drafts_the_same_ids(f32):
     with ps.load(DEMO_TARGET, f32, device="CPU", threads=1, kernels="ggml", n_ctx=512) as session:
         engine, hp = session.engine, session.drafter.hp
@@ -88,7 +86,6 @@ def test_llama_cpp_loads_the_result_and_drafts_the_same_ids(f32):
             oracle.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, error", [("q8_0", 0.01), ("bf16", 0.003), ("f16", 0.001), ("q6_K", 0.03), ("q4_K", 0.1), ("q4_0", 0.12), ("iq4_nl", 0.12)]
 )
@@ -103,7 +100,6 @@ def test_other_types_are_near(demo, kind, error):
         assert rms <= (error if values.ndim > 1 else 0), (name, rms)
 
 
-@pytest.mark.slow
 def test_q8_0_accepts_as_much(f32, demo):
     """Within a fifth of the accepted drafts of one greedy text; a wrong layer id or scale costs far more than half of them."""
     out = demo.parent / "accept.gguf"
@@ -112,7 +108,6 @@ def test_q8_0_accepts_as_much(f32, demo):
     assert text == same and abs(quantised - exact) <= 0.2 * exact
 
 
-@pytest.mark.slow
 def test_bf16_and_f16_checkpoints_are_read_exactly(demo, tmp_path):
     """BF16 values are the upper halves of floats; F16 ones are converted by numpy."""
     kept = {}
@@ -136,20 +131,17 @@ def _meta(tmp_path, change=lambda config, tensors: None, target=DEMO_TARGET):
         return {k.removeprefix("dflash."): v for k, v in file.metadata.items() if k.startswith("dflash.")}, done.notes
 
 
-@pytest.mark.slow
 def test_activation_and_value_scale_are_written(tmp_path):
     meta, _ = _meta(tmp_path, lambda config, tensors: config.update(hidden_act="gelu_pytorch_tanh", attention_value_scale=0.5))
     assert (meta["hidden_activation"], meta["attention.value_scale"]) == ("gelu_pytorch_tanh", 0.5)
     assert not {"hidden_activation", "attention.value_scale"} & _meta(tmp_path)[0].keys()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change, causal", [({}, False), ({"is_causal": True}, True), ({"is_causal": False}, False)])
 def test_the_block_direction_is_written(tmp_path, change, causal):
     assert _meta(tmp_path, lambda config, tensors: config.update(change))[0]["attention.causal"] is causal
 
 
-@pytest.mark.slow
 def test_sliding_window_follows_layer_types(tmp_path):
     """llama.cpp's converter drops the pattern unless use_sliding_window is set; an explicit false switches it off."""
 
@@ -166,7 +158,6 @@ def test_sliding_window_follows_layer_types(tmp_path):
     assert "attention.sliding_window" not in meta and "use_sliding_window" in notes[0]
 
 
-@pytest.mark.slow
 def test_gemma_targets_get_an_embedding_scale_and_their_soft_cap(tmp_path):
     """Configs do not mention either; a drafter without the scale reads embeddings that are sqrt(n_embd) too small."""
     model = Model(DEMO_TARGET)
@@ -184,7 +175,6 @@ def test_gemma_targets_get_an_embedding_scale_and_their_soft_cap(tmp_path):
     assert (meta["embedding_scale"], meta["final_logit_softcapping"], notes) == (2.5, 7.0, ())
 
 
-@pytest.mark.slow
 def test_rope_sections_only_for_multi_axis_targets(tmp_path):
     model = Model(DEMO_TARGET)
     del model.keys["qwen35.rope.dimension_sections"]
@@ -192,7 +182,6 @@ def test_rope_sections_only_for_multi_axis_targets(tmp_path):
     assert "rope.dimension_sections" not in _meta(tmp_path, target=model.write(tmp_path / "t.gguf"))[0]
 
 
-@pytest.mark.slow
 def test_rows_that_no_block_divides_take_another_type(tmp_path, pair):
     """Feed-forward rows of 512 are whole q4_K blocks, heads of 4 x 64 too; a drafter with 3 heads of 32 is not."""
     from random_gguf.model import Shape, write_dflash
@@ -215,7 +204,6 @@ def _set(**values):
     return lambda config, tensors: config.update(values)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_a_dflash2_comes_back_bit_by_bit(tmp_path, prefix):
     """Convolutions, whose kernels stay F32, and the selector; with another type the matrices alone are in it."""
@@ -276,7 +264,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change, names", REFUSED, ids=[str(i) + " " + n[:20] for i, (_, n) in enumerate(REFUSED)])
 def test_refused_by_name_and_nothing_is_written(tmp_path, change, names):
     source = export(DEMO_DRAFTER, tmp_path / "source", change)
@@ -286,7 +273,6 @@ def test_refused_by_name_and_nothing_is_written(tmp_path, change, names):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("value, kind, names", [(np.nan, "q8_0", "NaN or Inf"), (np.inf, "f32", "NaN or Inf"), (1e6, "f16", "bf16")])
 def test_values_that_a_type_cannot_hold(tmp_path, value, kind, names):
     """The last tensor is bad, so the file is begun; it must not be left after."""
@@ -300,7 +286,6 @@ def test_values_that_a_type_cannot_hold(tmp_path, value, kind, names):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
-@pytest.mark.slow
 def test_an_interrupt_leaves_no_file_and_an_existing_one_as_it_was(demo, tmp_path):
     out = tmp_path / "out.gguf"
     out.write_bytes(b"before")
@@ -316,7 +301,6 @@ def test_an_interrupt_leaves_no_file_and_an_existing_one_as_it_was(demo, tmp_pat
     assert out.read_bytes() == b"before" and list(tmp_path.iterdir()) == [out]
 
 
-@pytest.mark.slow
 def test_what_is_read_is_never_replaced(demo, tmp_path):
     """`-o target.gguf --force` took the target's place."""
     (tmp_path / "target.gguf").symlink_to(DEMO_TARGET)
@@ -326,14 +310,12 @@ def test_what_is_read_is_never_replaced(demo, tmp_path):
     assert (tmp_path / "target.gguf").is_symlink()
 
 
-@pytest.mark.slow
 def test_progress_reaches_the_end(demo, tmp_path):
     seen = []
     convert_drafter(demo, DEMO_TARGET, tmp_path / "out.gguf", progress=lambda what, done, total: seen.append((done, total)))
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0
 
 
-@pytest.mark.slow
 def test_a_full_disk_and_a_missing_folder_are_sentences(demo, tmp_path, monkeypatch):
     with pytest.raises(ConvertError, match="cannot be written"):
         convert_drafter(demo, DEMO_TARGET, tmp_path / "nowhere" / "out.gguf")
@@ -354,7 +336,6 @@ def test_a_full_disk_and_a_missing_folder_are_sentences(demo, tmp_path, monkeypa
         convert_drafter(demo, DEMO_TARGET, tmp_path / "out.gguf")
 
 
-@pytest.mark.slow
 def test_sources_that_are_none(tmp_path):
     for source, names in ((tmp_path / "no", "does not exist"), (tmp_path, "no \\*.safetensors")):
         with pytest.raises(ConvertError, match=names):
@@ -409,7 +390,6 @@ EAGLES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layer, options", EAGLES)
 def test_an_eagle3_comes_back_bit_by_bit(tmp_path, target, layer, options):
     """Tensors, keys, and so the text and what was accepted; the ids of such files equal llama.cpp's (tests/drafters/test_parity.py)."""
@@ -481,7 +461,6 @@ def test_stretched_positions(tmp_path, target):
 
 
 # -- DSpark
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "nested, options",
     [
