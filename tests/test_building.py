@@ -91,7 +91,6 @@ def test_a_build_that_fails_says_why_and_keeps_nothing(cache, source):
 
 
 def test_cmakes_errors_are_quoted_with_what_they_mean():
-    """The first line alone is a place in a file."""
     lines = ["-- Found", "  CMake Error at ggml-cuda/CMakeLists.txt:178 (target_link_libraries):", '    Target "ggml-cuda" links to:', "", "      CUDA::cublas", "",
              "    but the target was not found.  Possible reasons include:", "ERROR: Failed to build"]  # fmt: skip
     assert building.failure_reason(lines).endswith(
@@ -230,7 +229,6 @@ def test_an_interrupted_exchange_keeps_the_old_libraries(site, tmp_path, monkeyp
 
 
 def test_without_an_exchange_in_one_step_a_failed_second_step_is_undone(site, tmp_path, monkeypatch):
-    """Other systems rename twice."""
     libraries, new, before = site / "llama_cpp" / "lib", tmp_path / "not there", contents(site)
 
     class NoExchange:
@@ -294,7 +292,6 @@ def test_no_cuda_compiler_is_a_sentence(monkeypatch, cache):
 
 
 def test_an_old_driver_is_a_sentence(monkeypatch, nvcc):
-    """It built for half an hour, and then found no device."""
     assert building.toolkit_version(nvcc) == (13, 0)
     monkeypatch.setattr(building, "driver_version", lambda: (12, 4))
     with pytest.raises(BuildError, match=r"driver knows CUDA 12\.4, and the compiler is CUDA 13\.0.*update the driver"):
@@ -370,7 +367,6 @@ def test_the_command_writes_a_wheel_and_installs_nothing(cache, tmp_path, nvcc, 
 
 
 def test_no_compiler_is_a_sentence(monkeypatch):
-    """The first minute on a machine without one: a traceback from set-up."""
     monkeypatch.setenv("CXX", "/nothing/c++")
     set_up = Path(__file__).parents[1] / "scripts" / "set_up.py"
     code = f"import runpy; s = runpy.run_path({str(set_up)!r}); s['llama_cpp_python']()"
@@ -432,7 +428,6 @@ def test_it_is_built_once_and_alone():
 
 
 def test_its_patch_changes_nothing_else():
-    """It is built from a tree that has no other patch."""
     files = {name for patch in rpc_library.rpc_patches() for name in patch.files}
     assert files and all(name.startswith(rpc_library.FOLDER) or name == "ggml/include/ggml-rpc.h" for name in files)
 

@@ -158,7 +158,6 @@ HARMONY = """{%- for m in messages %}
 
 
 def test_answers_in_channels_are_told_apart(tmp_path):
-    """gpt-oss: its control tokens are no text to show, and its template refuses them in the turns after."""
     control = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>")
     text = "<|channel|>analysis<|message|>Hm, well.<|end|><|start|>assistant<|channel|>final<|message|>Hello there."
     (begin,) = scripted.write(tmp_path / "model.gguf", [text], HARMONY, control, "<|return|>")

@@ -37,7 +37,6 @@ def server(session, want):  # what is wanted is computed before the session is t
 
 
 def test_threads(server, want):
-    """Seven readers, three slots, each in a thread of its own."""
     got = {}
 
     def read(prompt):
@@ -150,7 +149,6 @@ def test_a_closed_event_loop_does_not_disturb_others(server, want):
 
 
 def test_opening_it_again_and_again_keeps_nothing_of_the_ones_before(session, want):
-    """Half a megabyte each, before."""
     for _ in range(3):
         with session.concurrent(slots=2) as server:
             assert server.submit(PROMPTS[0], 20).result(WAIT)[0] == want[PROMPTS[0]]
@@ -327,7 +325,6 @@ def test_the_drafts_of_a_step_are_told(server):
 
 
 def test_a_prompt_without_tokens_is_computed(session):
-    """With max_tokens of 0: an equal prefix continues after it."""
     prompt = [5 + i % 90 for i in range(128)]
     with session.concurrent(slots=2, prefix_memory=64 << 20) as server:
         text, stats = server.submit(prompt, 0).result(WAIT)

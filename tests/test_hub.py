@@ -68,7 +68,6 @@ def test_which_file_a_name_means(quant, drafter, name):
 
 
 def test_which_drafter_is_taken_of_several():
-    """By kind, whatever the order of the files; none of them is ever taken for a target."""
     names = ["mtp-m-Q8_0.gguf", "eagle3-m-F16.gguf", "dspark-m-Q8_0.gguf", "sub/dflash-m-F16.gguf", "m-F16.gguf"]
     for kind in ("sub/dflash-m-F16.gguf", "dspark-m-Q8_0.gguf", "eagle3-m-F16.gguf", "mtp-m-Q8_0.gguf"):
         assert _chosen(names, None, True) == kind and _chosen(names, None, False) == "m-F16.gguf"
@@ -168,7 +167,6 @@ def test_a_closed_repository_an_absent_hub_and_an_absent_package(asked, hub, tmp
     ],
 )
 def test_settings_that_cannot_be_read_are_one_sentence(asked, settings, words):
-    """A traceback of ValueError."""
     one_sentence(asked("run", "-hf", "Some/Target-GGUF", *CPU, **settings), "Some/Target-GGUF", words)
 
 

@@ -147,8 +147,6 @@ def test_an_abandoned_generation_does_not_block_the_session(session, how):
 
 
 def test_tasks_of_one_event_loop_are_one_thread(session):
-    """The next one ends the one before, which says so."""
-
     async def main():
         first = session.steps(FIRST, 20)
         next(first)
@@ -176,7 +174,6 @@ def test_during_requests_every_thread_gets_the_same_error(session):
 
 
 def test_a_generation_during_a_batch_is_refused(session):
-    """Two engines over one device stream, without an error."""
     left = session.steps(FIRST, 20)
     next(left)
     with session.batch(2) as scheduler:

@@ -85,7 +85,6 @@ def test_filling_leaves_the_mask_constant_alone(cache):
 
 @pytest.mark.parametrize("first, count, real, live", [(100, 5, 5, 5), (100, 10, 4, 4), (508, 10, 10, 4), (0, 128, 3, 3)])
 def test_rows_are_written_at_their_positions_and_others_to_trash_rows(cache, first, count, real, live):
-    """Padding, and rows past the end of a full context. Writes run in parallel: no two go to one row while trash rows are enough."""
     written = rows(cache, first, count, real)
     assert written[:live] == [*range(first, first + live)] and all(512 <= row < 528 for row in written[live:])
     assert len(set(written)) == min(count, live + TRASH)
@@ -98,7 +97,6 @@ def test_a_model_without_attention_layers_has_a_cache_of_nothing(backend):
 
 
 def test_a_ring_shows_its_newest_rows_and_hides_what_was_never_written(backend):
-    """What drafters that borrow the rows look at: the newest token's row is among them, whatever its place in the ring."""
     cache = KVCache(backend, [KVShape(1, 32, sliding=True)], 4 * KV_BUCKET, TRASH, window=100, widest=16)
     try:
         assert 0 < cache.ring < cache.live
@@ -172,7 +170,6 @@ def test_a_device_without_the_kernel(backend, monkeypatch):
 
 
 def test_an_indexers_rows_of_a_type_that_a_device_cannot_score(backend, monkeypatch):
-    """ggml-cuda scores no rows of IQ4_NL; f16 is the remedy where the heads are ones that it scores."""
     shape = KVShape(1, 96, latent=64, index=64, index_heads=32)
     monkeypatch.setattr(kv_types, "_scores", lambda types, shape, backend: types.k == "f16")
     check_types(KVTypes(), [shape], backend, draft=False)

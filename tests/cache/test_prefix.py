@@ -102,7 +102,6 @@ def test_a_prompt_repeated(engine, cache):
 
 @pytest.mark.slow
 def test_prompts_that_share_a_beginning(engine, cache):
-    """The second continues after the deepest state at or before their parting; the third after the parting itself."""
     shared, stateful = tokens(2, 300), engine.sequence.stateful
     prompts = [shared + tokens(seed, 150) for seed in (3, 4, 5)]
     runs = [answer(engine, prompt, cache) for prompt in prompts]
@@ -229,7 +228,6 @@ def test_a_prompt_longer_than_the_context_touches_nothing(engine, cache):
 @pytest.mark.slow
 @pytest.mark.parametrize("session", [*KINDS, *OTHERS], indirect=True)
 def test_many_requests_in_random_order(engine):
-    """Prompts cut from two texts, with a budget that is too small for them: always what a fresh engine says."""
     texts, rng = (tokens(40, 400), tokens(41, 400)), np.random.default_rng(42)
     with engine.sequence.rows(0, 300, True) as rows, engine.sequence.state(300) as state:
         cache = PrefixCache(engine, rows.nbytes + 3 * state.nbytes)
@@ -268,7 +266,6 @@ def test_a_session_reuses_what_requests_share_and_says_so(mode):
 
 @pytest.mark.slow
 def test_an_abandoned_generation_is_no_obstacle(tmp_path):
-    """The consumer goes away in the middle: the next request reuses its prompt, and the files get it."""
     prompt = Path(__file__).read_text()[:1500]
     with ps.load(device="CPU", threads=1, draft_width=8, chunk=128, prefix_cache=tmp_path) as session:
         events = session.steps(prompt, 50)
@@ -283,7 +280,6 @@ def test_an_abandoned_generation_is_no_obstacle(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels, drafter", [("native", False), ("native", True), ("ggml", False)])
 def test_a_session_goes_on_to_the_token_where_rows_keep_their_bits(tmp_path, kernels, drafter):
-    """The same prompt, one that parts from it, and the next turn: texts and drafts of a fresh session. ggml's kernels round by the rows of a step."""
     if kernels == "native" and not LEVELS:
         pytest.skip("native kernels do not run on this processor")
     target, draft = (

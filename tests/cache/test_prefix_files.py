@@ -161,7 +161,6 @@ def test_a_file_under_another_name_is_refused(tmp_path):
 
 
 def test_a_file_says_a_size_and_nothing_is_allocated_for_it(tmp_path):
-    """A header with good checksums that claims 2^60 bytes, and a sparse file of 2^40."""
     files = PrefixFiles(tmp_path, "model: one", MANY)
     files.store(KEY, "rows", np.arange(10, dtype=np.uint8))
     path = files.path_of(KEY, "rows")

@@ -86,7 +86,6 @@ def test_all_at_once(pair, count):
 
 @pytest.mark.parametrize("length", [36, 64, 100, 128])
 def test_a_short_prompt_again(pair, scheduler, length):
-    """All but its last token is there, or few where a state has to be, whole chunks or not; and a prompt that parts from it within a chunk."""
     prompt = tokens(31, length)
     first, again, other = [], [], [*prompt[:20], *tokens(32, 30)]
     for streams, ids in ((first, prompt), (again, prompt), (again, other)):
@@ -308,8 +307,6 @@ def test_ends_keep_to_the_budget(any_pair, memory):
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_drafts_and_acceptance_after_a_hit_are_those_without(tmp_path, slots):
-    """Step by step and draft by draft: whole chunks, an answer's end, a prompt that several sequences have. Own kernels round alike at every width,
-    so that nothing may differ."""
     pair = Pair(tmp_path, "qwen35", N_CTX)
 
     def all_of(memory):
@@ -342,7 +339,6 @@ def with_files(pair, folder, slots=2):
 
 
 def test_the_next_process_goes_on_where_the_last_one_was(any_pair, tmp_path):
-    """Rows and state of whole chunks and of the answer's end, from files, into an engine with another number of slots."""
     prompt = tokens(61, 3 * CHUNK + 20)
     with with_files(any_pair, tmp_path) as scheduler:
         first = run(scheduler, prompt)
@@ -438,7 +434,6 @@ def test_nothing_is_kept_of_a_sequence_whose_drafter_gave_nan(any_pair):
 
 
 def test_nothing_is_kept_of_a_prompt_whose_end_is_not_finite(any_pair):
-    """Over several devices, the chunks before the last one say nothing of what they brought."""
     with make(any_pair) as scheduler:
         prompt, used = tokens(73, 4 * CHUNK + 9), 0
         stream = scheduler.submit(prompt, GenerationOptions(4, PLAIN))

@@ -87,7 +87,6 @@ def test_changing_the_width_in_the_middle_changes_nothing(session):
 
 
 def test_plain_steps_then_a_block_then_plain_steps(session):
-    """A public engine's snapshots go stale after plain steps; here a block's rollback after them is exact."""
     engine = session.engine
     text = reference(engine, PROMPT, 40)
     engine.reset()

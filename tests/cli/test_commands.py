@@ -97,7 +97,6 @@ def test_inspect_of_another_architecture_says_so(tmp_path):
 
 
 def test_inspect_lets_no_escape_sequence_through(tmp_path):
-    """A file from the net must not be able to write to the title bar, or worse."""
     evil = "\x1b]0;owned\x07\n"
     content = gguf([key("general.name", STR, evil), key(evil, U32, 1), key("k" * 5000, U32, 1)], [info(evil)], bytes(128))
     (tmp_path / "x.gguf").write_bytes(content)

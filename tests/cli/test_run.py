@@ -45,7 +45,6 @@ def test_without_a_terminal_there_are_no_bars_and_no_escapes(pinned):
 
 @pytest.mark.slow
 def test_cache_types_are_engaged(pinned):
-    """Under our names, llama.cpp's old ones and its new ones."""
     for more in (["--cache-type-k", "q8_0", "--draft-cache-type-v", "q4_0"], ["-ctk", "q8_0", "-ctvd", "q4_0"],
                  ["-ctk", "q8_0", "--spec-draft-type-v", "q4_0"]):  # fmt: skip
         done = pyspec("run", *pinned, "-p", PROMPT, "-n", 5, *more)
@@ -55,7 +54,6 @@ def test_cache_types_are_engaged(pinned):
 
 @pytest.mark.slow
 def test_quiet_says_nothing(pinned, text):
-    """In a process as users': nor does a library that takes itself apart at the end."""
     process = start("run", *pinned, "-p", PROMPT, "-n", 40, "-q")
     out, err = process.communicate()
     assert (process.returncode, out.decode(), err) == (0, text, b"")
@@ -224,7 +222,6 @@ def test_a_statistics_file_is_written_through_no_link(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["/dev/stderr", "/dev/fd/2", "/proc/self/fd/2"])
 def test_statistics_for_a_descriptor_go_to_it(tmp_path, name):
-    """Root's `--stats /dev/stderr 2> FILE` put a file into the place of /dev/stderr, which every other program of the machine needs."""
     code = f"from pathlib import Path; from pyggml_spec.cli.run import write_atomically as w; w(Path({name!r}), 'two')"
     with (tmp_path / "out").open("w") as out:
         print("one,", end="", file=out, flush=True)
@@ -653,8 +650,6 @@ def test_during_prefill(pinned, tmp_path):
 
 @pytest.mark.slow
 def test_while_the_command_line_is_imported(monkeypatch):
-    """The first 0.1 s of every command: a traceback of some module of the standard library."""
-
     class Interrupted:
         def find_spec(self, name, *_):
             if name == "pyggml_spec.cli":

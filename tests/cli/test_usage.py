@@ -316,7 +316,6 @@ def test_what_was_perhaps_meant(said, args, words):
 
 
 def test_values_that_look_like_options_are_values():
-    """`-p -cnv` asks about an option, -n -1 sets no limit, -n20 is -n 20."""
     ctx = click.Context(COMMANDS["run"], info_name="run")
     for args in (["-p", "--mlock", "-n", "-1"], ["-n20"], ["--prompt=-b", "-t4"], ["--", "--mlock"], ["-fa", "on", "-p", "a"]):
         assert resolve(ctx, args) == args
@@ -396,7 +395,6 @@ def test_some_layers_only_where_everything_is_on_the_cpu_anyway(pair):
 
 @pytest.mark.parametrize("asked, shares", [(5, None), (4, [1, 3]), (2, [3, 1])])
 def test_fewer_layers_than_there_are_leave_the_first_to_the_cpu(pair, monkeypatch, asked, shares):
-    """The head counts as a layer, as in llama.cpp: 4 of 4 layers leave one to the CPU."""
     gpu = replace(pick_device("CPU"), name="CUDA0", kind="gpu")
     monkeypatch.setattr("pyggml_spec.cli.llama_cpp.pick_devices", lambda names: [gpu])
     values = {"device": None}
@@ -460,7 +458,6 @@ def _texts(path):
 
 @pytest.mark.parametrize("path", [p for p in sorted(ROOT.rglob("*.py")) if p.parts[len(ROOT.parts)] != "cli"], ids=lambda p: p.name)
 def test_no_sentence_of_the_library_names_an_option(path):
-    """A caller of ``load`` cannot pass -md."""
     words = {word for text in _texts(path) if " " in text for word in re.findall(r"(?<![\w-])--?[a-z][\w-]*", COMMAND.sub("", text))}
     assert not words & OPTIONS
 

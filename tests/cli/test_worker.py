@@ -129,7 +129,6 @@ def test_a_worker_survives_a_closed_stderr(monkeypatch):
 
 
 def test_several_programs_at_a_time():
-    """Each has a server of its own: what one of them ends, the other does not notice."""
     with Worker("--programs", "2") as worker:
         deadline = time.monotonic() + 20
         while len(worker.servers()) < 2:

@@ -221,7 +221,6 @@ class Libllama:
 @pytest.mark.parametrize("name", GRAMMARS)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_same_tokens_are_allowed_as_by_libllama(tokenizer, name, seed):
-    """After every token of a random text. Left aside: control tokens, whose names libllama takes for text, NUL, and parts of a character."""
     text, rng, length = GRAMMARS[name], random.Random(seed), 0
     ours, theirs = Grammar("grammar", text, tokenizer), Libllama(text, tokenizer)
     compared = np.ones(tokenizer.n_vocab, bool)
@@ -395,7 +394,6 @@ def test_parts_end_where_enough_of_what_they_need_does():
 
 
 def test_a_dead_end_while_generating_is_one_sentence(tokenizer, monkeypatch):
-    """One that nobody found before."""
     monkeypatch.setattr(grammars.lark_rules, "check", lambda text: None)
     grammar = Grammar("lark", 'start: "x" A\nA: /a+/ & /b+/', tokenizer)
     grammar.accept(tokenizer.encode("x", bos=False)[0])

@@ -45,8 +45,6 @@ def expression(rng, depth=0):
 
 @pytest.mark.slow
 def test_random_expressions_find_what_backtracking_finds():
-    """Start by start: preferences of choices, counts and lazy repeats decide which groups hold something. A group inside of a repeat that is empty in
-    its last round is the engines' own affair, so that repeats hold no groups here."""
     rng, seen = random.Random(7), 0
     for _ in range(1500):
         text = expression(rng)
@@ -73,7 +71,6 @@ def test_random_expressions_find_what_backtracking_finds():
 
 
 def test_llama_cpps_own_patterns(tokenizer):
-    """As its chat formats write them: the constraint begins at the first group that holds something, not where the match does."""
     for pattern, text, start in (
         (Pattern(r"(\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?\"name\"\s*:\s*\"f\")[\s\S]*", True), '{ "name": "f"', 0),
         (Pattern(r"^(?:<think>[\s\S]*?</think>)?\s*(<call>)[\s\S]*"), "<think>a <call> b</think> <call>", 26),
@@ -130,7 +127,6 @@ def generate(lazy, ids):
 
 
 def test_many_different_places_end_it(tokenizer, monkeypatch):
-    """Each takes a walk over the vocabulary, on the thread of everybody's steps."""
     monkeypatch.setattr("pyggml_spec.constraints.search.MOST_MASKS", 20)
     lazy = LazyGrammar("grammar", 'root ::= "y"+', [Pattern("[^x]{250}y")], tokenizer)
     with pytest.raises(EngineError, match="more than 20 different places"):
@@ -147,7 +143,6 @@ def test_the_limit_of_work_ends_it(tokenizer, monkeypatch):
     [Pattern("return( )")], [Pattern(r"^[\s\S]*?(return )")], [Pattern("return ", full=False)], ["return ", Pattern("never")], [Pattern(r"[\s\S]*(return )", True)],
 ])  # fmt: skip
 def test_what_may_come_is_what_fits(tokenizer, triggers):
-    """Mask and verdict are the same for every token, before, at and after the trigger."""
     beginning = "" if triggers == [Pattern("return( )")] else "return"
     lazy = LazyGrammar("grammar", f'root ::= "{beginning} " [0-9]+ "\\n"', triggers, tokenizer)
     for token in tokenizer.encode("if x: retur return 12\n", bos=False):
@@ -168,7 +163,6 @@ def test_a_pattern_that_the_constraint_does_not_allow_does_not_come(tokenizer):
 
 
 def test_a_mask_is_made_once_per_place(tokenizer, monkeypatch):
-    """A match's beginning moves with every token where a group decides anyway: it must not count."""
     lazy = LazyGrammar("grammar", 'root ::= "{" [a-z]+ "}"', [Pattern(r"[\s\S]*?(\{)[\s\S]*")], tokenizer)
     asked, over = [], LazyGrammar.end_search
     monkeypatch.setattr(LazyGrammar, "end_search", lambda self, budget: asked.append(1) or over(self, budget))
@@ -179,7 +173,6 @@ def test_a_mask_is_made_once_per_place(tokenizer, monkeypatch):
 
 
 def test_time_of_a_large_text(tokenizer):
-    """Each token is as much budget as any other, and no token copies what no mark needs."""
     search = Search([Pattern("(a+)+$x"), Pattern(r"[\s\S]*?(\{)")], Vocabulary.of(tokenizer))
     place, spent, text = search.begin, [], "a" * 1000 + "b" * 3000
     for token in tokenizer.encode(text, bos=False):

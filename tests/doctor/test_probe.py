@@ -39,7 +39,6 @@ def test_the_probe_drafts_what_the_engine_drafts(session):
 
 
 def test_likelihood_is_that_of_the_text(session):
-    """Drafts of a passage whose features are another one's are less likely, and everything stays finite."""
     engine, layers = session.engine, session.drafter.hp.target_layers
     prompts = [session.tokenizer.encode(text) for text in (PROMPT, "import os\n\n")]
     passages = write_passages(engine, prompts, layers, 60)
@@ -63,7 +62,6 @@ def test_captured_layers_are_those_of_the_target(session):
 
 
 def test_mask_shows_each_block_itself_and_what_was_committed():
-    """Two blocks of two rows at 1 and 3; context rows 0..2, then the blocks' own rows."""
     anchors = np.array([1, 3])
     seen = np.isfinite(_mask(anchors, 2, 3, 8, 0, False).astype(np.float32))
     assert seen.astype(int).tolist() == [

@@ -53,7 +53,6 @@ def measured(matched, likelihood) -> Measured:
 
 
 def test_noise_is_no_cause():
-    """30 blocks whose differences are noise: no reading is better in 200 tries (chance of one: below 1e-5 at 3 errors and 0.1 tokens each)."""
     rng, base = np.random.default_rng(0), measured(np.full(30, 3), -2.0)
     for _ in range(200):
         other = measured(np.full(30, 3), -2.0)
@@ -112,8 +111,6 @@ def test_a_whole_examination():
 
 
 def test_of_readings_that_gain_about_the_same_the_first_is_the_cause():
-    """A block of 32 rows: cutting it to 16 gains 1.01, hiding the surplus by reading it causally 0.98, and noise may turn that round."""
-
     def named(*gains):
         checks = [Check(name, FAIL, "", "", READING, {"gain": gain}) for name, gain in zip(("block size", "block direction"), gains)]
         return [check.name for check in causes_only(checks) if check.verdict == FAIL]

@@ -102,7 +102,6 @@ def test_a_constraint_finds_the_graphs_of_every_number_of_drafts(monkeypatch):
 
 
 def test_control_c_between_two_steps_leaves_a_usable_session(session):
-    """Blocks are open then, and rows of drafters wait."""
     want = session.generate(PROMPTS[2], 24)[0]
     for steps in (1, 2, 5):
         left = [steps]

@@ -174,7 +174,6 @@ def test_a_width_that_the_first_drafter_does_not_draft_is_refused_at_load(tmp_pa
 
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 def test_rows_that_wait_come_along(files):
-    """After plain steps and blocks of either drafter both lack rows: a snapshot has them all the same."""
     load = {"spec": BOTH, "device": "CPU", "threads": 1, "n_ctx": 512, "draft_width": 8, "chunk": 64}
 
     def drafts(engine):

@@ -81,7 +81,6 @@ def test_a_routed_model_gets_none_of_a_dense_one_and_a_drafter_none_at_all(tmp_p
 
 
 def test_what_does_not_run_has_its_reason(monkeypatch):
-    """As soon as an architecture or a method runs the table says so by itself."""
     pair = pairs.Published("T", "deepseek9", 1, 1, 0, "a/b")
     assert "architecture deepseek9" in pair.refused
     monkeypatch.setitem(pairs.ARCHITECTURES, "deepseek9", object)

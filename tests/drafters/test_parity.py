@@ -121,7 +121,6 @@ def test_ids_equal_llama_cpp(tmp_path, method, quant, arch, of_target, of_drafte
 @pytest.mark.slow
 @pytest.mark.parametrize("quant, window, prompt", [("F32", 0, 20), ("Q8_0", 12, 300), ("Q4_K", 12, 700)])
 def test_ids_of_dflash_equal_llama_cpp(tmp_path, quant, window, prompt):
-    """Past the drafter's sliding window (12), and with a prompt longer than a micro-batch (700 > 512)."""
     shape = Shape(window=window)
     target, draft = write_qwen35(tmp_path / "t.gguf", shape, quant), write_dflash(tmp_path / "d.gguf", shape, quant)
     ids = np.random.default_rng(3).integers(0, 256, prompt).tolist()
@@ -157,7 +156,6 @@ def test_ids_of_the_embedded_mtp_layer_equal_llama_cpp():
 
 @pytest.mark.slow
 def test_the_embedded_mtp_layer_is_worth_its_drafts():
-    """Held-out prompts: 2.4 tokens a step over 64 tokens of these; plain decoding gives 1, a layer without its training 1.1."""
     prompts = [prompt.text for prompt in read_prompts(DEMO / "prompts.jsonl")][:4]
     with ps.load(spec=["draft-mtp"], device="CPU", threads=1, n_ctx=512, draft_width=8) as session:
         assert session.methods == ("draft-mtp",) and DEMO_MTP.stat().st_size < 4e6
@@ -280,7 +278,6 @@ def test_assistant_reads_quantised_rows(tmp_path):
 
 
 def test_ring_positions_are_those_of_the_masks(tmp_path):
-    """As C fills them for a step of the target, at every length around the ring's end."""
     with ps.load(write_gemma4(tmp_path / "t.gguf", Shape()), device="CPU", threads=1, n_ctx=2048) as session:
         kv, near = session.engine.kv, np.empty(256, np.float32)
         assert kv.ring
@@ -291,7 +288,6 @@ def test_ring_positions_are_those_of_the_masks(tmp_path):
 
 
 def test_a_convolution_of_dflash2_is_that_of_numpy(tmp_path):
-    """Two blocks side by side, three taps: nothing comes from the block before."""
     target, draft = write_qwen3(tmp_path / "t.gguf", Shape()), write_dflash2(tmp_path / "d.gguf", Shape(), taps=3)
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, kernels="ggml") as session:
         drafter, rng = session.drafter, np.random.default_rng(1)
@@ -340,7 +336,6 @@ def test_graphs_of_dflash2_have_room_for_many_taps(tmp_path, slots):
 
 
 def test_ids_of_eagle3_do_not_depend_on_other_drafters(tmp_path):
-    """A DFlash2 that reads other layers, and drafts some of the blocks: what the chain carries from block to block stays its own."""
     target, draft = write_files(tmp_path, "eagle3", tokens=100)
     other, ids = write_dflash2(tmp_path / "o.gguf", Shape(target_layers=(0, 2))), list(range(40))
     options = {"device": "CPU", "threads": 1, "kernels": "ggml", "n_ctx": 512, "draft_width": 5, "chunk": UB}
@@ -538,7 +533,6 @@ VARIANTS = {
 @pytest.mark.parametrize("window", [0, 12])
 @pytest.mark.parametrize("more", VARIANTS.values(), ids=VARIANTS)
 def test_a_block_is_what_the_formulae_give(tmp_path, more, window):
-    """The first one, whose drafts equal llama.cpp's for other targets, shows that the formulae here are right. 4 is the last layer's output."""
     shape = Shape(n_layer=4, window=window, target_layers=(1, 2, 4))
     target, draft = write_laguna(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape, **more)
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
@@ -711,7 +705,6 @@ def test_other_methods_are_refused_by_name_everywhere(tmp_path, target, method, 
 
 @pytest.mark.slow
 def test_a_file_is_what_its_architecture_says_whatever_else_it_names(tmp_path, target):
-    """llama.cpp writes hyper_connection keys of 0 into every file that it saves; a real target has some of its own, and MTP layers."""
     draft = Model(write_dflash(tmp_path / "d.gguf", SHAPE))
     draft.keys["dflash.hyper_connection.count"] = (U32, 0)
     assert inspect_file(draft.write(tmp_path / "o.gguf")).usable

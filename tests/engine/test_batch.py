@@ -64,7 +64,6 @@ def test_unequal_lengths_in_any_order(pair, order):
 
 @pytest.mark.slow
 def test_one_sequence_ends_in_the_middle_of_a_block(hybrid):
-    """The others go on in graphs that still cover its slot."""
     texts = prompts(4)
     batch = hybrid.batch(4)
     want = [hybrid.solo(text, 30) for text in texts]
@@ -152,7 +151,6 @@ def test_no_step_reads_what_others_left_in_the_step_buffer(pair, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("poison", [0xFF, 0x71, 0x3E], ids=["NaN bytes", "1e30", "0x3e bytes"])
 def test_a_poisoned_freed_slot_changes_nothing(pair, poison):
-    """Neither for the neighbours, whose steps cover it, nor for the next sequence in it."""
     texts = prompts(4, seed=7)
     clean = pair.batch(4)
     want = run(clean, texts, 20)
@@ -214,7 +212,6 @@ def test_a_block_of_nan_leaves_nothing_in_its_slot(hybrid, gone, between):
 
 @pytest.mark.slow
 def test_four_times_512_tokens_are_one_forward_pass(tmp_path):
-    """Public engines fall back to one token at a time here. Logits of each sequence against the same sequence alone."""
     pair = Pair(tmp_path, "qwen35", n_ctx=768)
     texts = [np.random.default_rng(i).integers(0, 256, 512).tolist() for i in range(4)]
     batch = pair.batch(4)
@@ -277,7 +274,6 @@ def test_single_tokens_of_two_sequences_in_turn(pair):
     "pair, seed", [(arch, seed) for arch in KINDS for seed in range(6)] + [(arch, 6) for arch in OTHERS], indirect=["pair"]
 )
 def test_ragged_steps_with_random_acceptance(pair, seed):
-    """See scripts/fuzz_slots.py for more seeds."""
     rng = np.random.default_rng(seed)
     count = int(rng.integers(3, 8))
     texts = prompts(count, seed)
@@ -527,7 +523,6 @@ def large_states(tmp_path_factory):
 
 
 def test_one_slot_moves_no_state_but_the_one_write_back(large_states):
-    """Plain steps and prompts write each layer's state once, native kernels in place; a block commits by replay in place and writes nothing."""
     engine, floats = large_states.session.engine, 128 * 128 * 4
     back = 0 if large_states.session.backend.level is not None else 3
     counts = {}

@@ -87,7 +87,6 @@ def host_texts(session):
 @pytest.mark.parametrize("kind", CONSTRAINTS)
 @pytest.mark.parametrize("values", VALUES)
 def test_the_text_is_the_hosts(session, host_texts, device, kind, values):
-    """Alone, plainly, and in slots beside a sequence without a constraint."""
     sampling, want = Sampling(**CONSTRAINTS[kind], **VALUES[values]), host_texts[kind, values]
     text, stats = session.generate(PROMPT, 60, sampling=sampling)
     assert text == want
@@ -157,7 +156,6 @@ def test_slots_ask_together(session, device, monkeypatch):
 
 @pytest.mark.slow
 def test_drafts_that_are_forbidden_are_not_verified(monkeypatch):
-    """A drafter that writes code, under a constraint that wants digits: a block is as wide as the drafts that may come, plain if none may."""
     widths, real = Counter(), StepConstraint.check
 
     def check(self, drafts):
@@ -233,7 +231,6 @@ def test_only_one(tokens):
 
 
 def test_rows_that_cannot_be_reached_are_not_asked_about(session, guided):
-    """Behind a greedy choice that is not the draft, and behind a draft that is forbidden."""
     encode = lambda text: session.tokenizer.encode(text, bos=False)  # noqa: E731
     digits = [encode(d)[0] for d in "123456"]
     for token in encode("ab"):
@@ -271,7 +268,6 @@ def test_a_block_is_filled_up_to_a_width_that_is_cheaper(session, guided):
 
 @pytest.mark.slow
 def test_synthetic_acceptance_follows_the_constraint(session, device):
-    """Its drafts are tokens that may come, so that every row costs what it costs when drafts are right."""
     synthetic = SyntheticAcceptance(3, 3, seed=1)
     schema = json.dumps({"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 6, "maxItems": 40})
     for _ in range(2):
@@ -284,7 +280,6 @@ def test_synthetic_acceptance_follows_the_constraint(session, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fits", "forced", "ahead", "accept"])
 def test_a_constraint_that_fails_within_a_step_ends_its_own_sequence_alone(session, device, monkeypatch, method):
-    """Limits of llguidance are found behind some token: whoever shares the step goes on."""
     alone, sampling = session.generate("def f(", 20)[0], Sampling(temperature=0, regex="[a-z ]{40}")
     real, calls = getattr(Grammar, method), 0
 

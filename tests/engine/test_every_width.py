@@ -31,8 +31,6 @@ def prompt_of(n, seed=5):
 
 @pytest.mark.parametrize("arch, quant", CASES)
 def test_logits_do_not_depend_on_the_shape_of_a_step(tmp_path, arch, quant):
-    """600 tokens in steps of 5, 16 and 512 rows, and of one at the beginning and across the end of a span, with one thread and with two: every
-    bit of every row. (ggml's kernels: hundreds of rows differ, see test_ggmls_kernels_do_depend_on_it.)"""
     path, ids, seen = TARGETS[arch](tmp_path / "t.gguf", Shape(), quant), prompt_of(600), []
     singly = [*range(60), 60, *range(460, 600)]  # where steps begin
     for threads in (1, 2):
@@ -71,7 +69,6 @@ def test_speculative_text_is_plain_text_at_every_width(tmp_path, arch):
 
 
 def test_the_embedded_pairs_text_with_width_control():
-    """The width changes while running, with real drafts; the text is that of plain decoding, and of another number of threads."""
     texts = set()
     for threads in (1, 2):
         with ps.load(device="CPU", threads=threads, n_ctx=1024) as session:

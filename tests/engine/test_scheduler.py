@@ -142,7 +142,6 @@ def test_a_full_context_ends_a_sequence_with_its_last_token(pair, mode):
 
 
 def test_decoding_sequences_wait_for_a_bounded_chunk_of_a_long_prompt(pair, scheduler):
-    """Steps of both kinds take turns, and a chunk beside decoding sequences is no longer than MAX_PREFILL_TOKENS_WITH_DECODE."""
     a = scheduler.submit(prompts(1)[0], GenerationOptions(60, PLAIN))
     scheduler.step()
     long = scheduler.submit([3] * 700, GenerationOptions(1, PLAIN))
@@ -227,7 +226,6 @@ def test_drafted_and_matched_are_the_same_integers_by_either_engine_and_any_pref
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_requests_at_random(pair, seed):
-    """See scripts/fuzz_slots.py --requests for more seeds."""
     assert serve(pair, seed) == []
 
 
@@ -342,7 +340,6 @@ def test_the_last_stream_can_be_cancelled_while_it_is_read(scheduler):
 
 
 def test_a_block_that_comes_with_the_end_is_not_lost(scheduler):
-    """Another thread, which drives, ends the stream between this one's two looks at it."""
     stream = scheduler.submit(prompts(1)[0], GenerationOptions(0))
     stream.cancel()
     assert list(stream) == []

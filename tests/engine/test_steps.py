@@ -139,7 +139,6 @@ def test_a_span_boundary_adds_exactly_one_graph(session):
 
 @pytest.mark.slow
 def test_generation_prepares_the_spans_ahead(session):
-    """A run that crosses three span boundaries builds nothing after warm-up."""
     _, stats = run(session.engine, [9] * 100, 700)
     assert (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
 
@@ -485,7 +484,6 @@ def test_a_graph_that_is_reserved_when_it_is_asked_for_is_captured_before_it_run
 
 
 def test_graphs_of_several_devices_are_left_to_their_calls(pair, recorder):
-    """The thread of a lane may be using a device when one of its graphs is built."""
     with ps.load(*pair, device="CPU,CPU", threads=1, n_ctx=256, draft_width=4) as session:
         run(session.engine, [1, 2, 3], 12, width=4)
         assert not recorder.of("capture")

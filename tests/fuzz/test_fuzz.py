@@ -17,7 +17,6 @@ def test_a_short_run_finds_nothing(target, executions, seed):
 
 
 def test_the_driver_notices_what_goes_wrong():
-    """Among 120 inputs: memory at 67, an abort at 84, an endless loop at 105, a slow one at 109, a foreign exception at 111."""
     result = fuzz("selftest", 120, "1331", stalled_s=2)
     found = {number: what for number, what, _ in result.findings}
     assert sorted(found) == [67, 84, 105, 109, 111]

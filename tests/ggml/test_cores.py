@@ -190,7 +190,6 @@ def test_threads_by_default(monkeypatch, mine, limit, threads):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["native", "ggml"])
 def test_bits_do_not_depend_on_how_many_threads_other_work_leaves(pair, kernels):
-    """ggml's attention cuts 512 positions into as many pieces as there are threads: such graphs keep all of them."""
     try:
         session = ps.load(*pair, device="CPU", kernels=kernels, n_ctx=1024, draft_width=4, prefix_memory=0)
     except ps.PyspecError:

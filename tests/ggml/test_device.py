@@ -23,7 +23,6 @@ from pyggml_spec.tools.quants import type_id
 
 @pytest.mark.skipif(sys.platform != "linux" or not Path("/proc/thread-self/schedstat").exists(), reason="this system does not say")
 def test_waiting_for_a_core_is_seen():
-    """Two processes on one core: the one that asks has to wait for the other."""
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(mine)})
     child = os.fork()
@@ -351,7 +350,6 @@ def test_this_build_runs_here_and_says_what_it_uses():
 
 
 def test_what_changes_by_the_minute_is_no_other_processor(folder):
-    """The frequency, and the core that the file begins with."""
     steady = {"model name": "x", "flags": "avx2"}
     keys = {
         probe.cache_key([folder / "libggml-cpu.so"], {**steady, "cpu MHz": mhz, "processor": core})
@@ -416,7 +414,6 @@ def test_this_process_has_exactly_one_copy():
 
 
 def test_the_pin_in_the_code_is_the_pin_of_the_package():
-    """Two places name the version; pip follows one, the check at import the other."""
     from importlib.metadata import requires
 
     pins = [re.match(r"llama[-_]cpp[-_]python==([\w.]+)", line) for line in requires("pyggml_spec")]
@@ -424,7 +421,6 @@ def test_the_pin_in_the_code_is_the_pin_of_the_package():
 
 
 def test_the_import_itself_checks(tmp_path):
-    """The functions above are worth nothing without a caller."""
     script = """if True:
         import importlib.metadata as m
         version = m.version
@@ -539,7 +535,6 @@ def test_what_does_not_work_stays_off_and_is_said(log, monkeypatch, tmp_path, wa
 
 
 def test_another_start_of_the_machine_is_another_machine(log, monkeypatch, tmp_path):
-    """Its firmware and its IOMMU decide whether peer access works."""
     monkeypatch.setattr(peer, "BOOT", tmp_path / "boot")
     for boot, way, works in (
         ("one\n", "", True),

@@ -155,7 +155,6 @@ def test_sources_that_are_none_are_refused(kept):
 
 
 def test_allocations_are_bounded_by_the_memory(kept):
-    """Linux promises it, and ends the process that then writes to it."""
     peer = Peer(kept)
     with peer.socket:
         for size in (1 << 46, (1 << 64) - 1):
@@ -224,7 +223,6 @@ def test_who_stops_in_the_middle_of_a_message_is_not_waited_for(kept):
 
 @pytest.mark.slow
 def test_who_is_silent_between_messages_is_waited_for(kept):
-    """A program whose user thinks."""
     peer = Peer(kept)
     with peer.socket:
         time.sleep(2.5)

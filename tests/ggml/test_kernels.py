@@ -62,7 +62,6 @@ def test_products_are_right(level, name, n_out):
 @of_every_type
 @pytest.mark.parametrize("blocks", [1, 2, 11])
 def test_a_rows_bits_do_not_depend_on_its_neighbours_or_on_threads(level, name, blocks):
-    """Alone, in blocks of every width to 33 and in prompts, by one thread and by three; 37 outputs, the last group is not whole."""
     n_in = blocks * BLOCK[name]
     rows, x = matrix(type_id(name), n_in, 37), activations(300, n_in)
     alone = [product(level, type_id(name), rows, x[i : i + 1])[0] for i in range(33)]
@@ -86,7 +85,6 @@ def test_all_levels_have_the_same_bits(name):
 @pytest.mark.skipif(len(LEVELS) < 2, reason="this processor has only one level")
 @pytest.mark.parametrize("name", ["q4_k", "q5_k"])
 def test_all_levels_round_sums_that_floats_do_not_hold_alike(name):
-    """Scales, weights and activations near their largest: the sum of a block exceeds 2^24, whether levels add it up in whole numbers or not."""
     rng, n_in = np.random.default_rng(3), 2 * BLOCK[name]
     blocks = rng.choice(np.array([0xDD, 0xDE, 0xEF, 0xFE, 0xFF], np.uint8), (48, 2, 144 if name == "q4_k" else 176))
     blocks[:, :, :4], blocks[:, :, 4:16] = np.frombuffer(np.array([1, 0], np.float16).tobytes(), np.uint8), 0xFF
@@ -108,7 +106,6 @@ def test_odd_shapes(level, name, n_in, n_out):
 @on_every_level
 @of_every_type
 def test_extreme_weights_and_activations(level, name):
-    """Every quant at its largest, every activation at 127: the whole-number sums are as large as they can be, with both signs."""
     n_in = 2 * BLOCK[name]
     sign = np.where(np.arange(n_in) % 3 == 0, -1, 1).astype(np.float32)
     weights = np.stack([np.ones(n_in, np.float32), -np.ones(n_in, np.float32), sign, -sign])
@@ -227,7 +224,6 @@ def test_what_rounds_and_adds_for_itself_has_the_bits_of_single_nodes(level, nam
 @pytest.mark.parametrize("name", ["q8_0", "q4_K", "f32"])
 @pytest.mark.parametrize("made", ["norm", "rms_norm", "gated_norm", "swiglu", "sigmoid_gated"])
 def test_products_make_the_norms_and_gates_that_they_read(level, name, made):
-    """In one node, with the bits of two, whatever rows and threads; who else reads a norm has it all the same."""
     n_in, kind = 512, type_id(name)
     rows, wide = matrix(kind, n_in, 48), activations(9, 2 * n_in)
     wide[5, 3] = np.nan
@@ -467,7 +463,6 @@ def test_weights_that_are_asked_for_ahead(level):
 @on_every_level
 @of_every_type
 def test_packing_experts_is_packing_matrices(level, name):
-    """Whatever bytes a file holds; the last group of outputs is not whole."""
     kind, n_in, n_out, n_expert = type_id(name), 2 * BLOCK[name], 35, 3
     size = lib.ggml_row_size(kind, n_in)
     rows = np.random.default_rng(5).integers(0, 256, (n_expert, n_out, size), np.uint8)
@@ -608,7 +603,6 @@ def test_attention_has_the_same_bits_at_every_level(size, heads, heads_kv):
 
 @on_every_level
 def test_slots(level):
-    """Two sequences in one node: each has the bits that it has alone."""
     a, b = inputs(64, 4, 2, 256, 3, seed=1), inputs(64, 4, 2, 256, 3, seed=2)
     both = attention(level, np.concatenate([a[0], b[0]]), [np.concatenate([a[1][i], b[1][i]]) for i in (0, 2)],
                      np.concatenate([a[2], b[2]]), 2, 256, slots=2)  # fmt: skip
@@ -639,7 +633,6 @@ def test_nan_in_a_query_stays_in_its_row(level):
 
 @on_every_level
 def test_scores_far_apart(level):
-    """Weights that underflow are 0, large scores do not overflow."""
     q, (k, k_values, v, v_values), mask = inputs(64, 4, 2, 256, 3)
     q *= 300
     assert np.abs(attention(level, q, (k, v), mask, 2, 256) - exact_attention(q, k_values, v_values, mask)).max() < 1e-3

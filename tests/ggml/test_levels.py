@@ -77,7 +77,6 @@ def test_every_level_of_x86(avx2, tmp_path, name):
 
 @x86
 def test_rounding_by_avx2_gives_the_bits_of_plain_c(avx2, tmp_path):
-    """Plain C is what levels without AVX2 round by."""
     assert output(build(tmp_path, "cc", X86["avx2"], "-DPLAIN_ROUNDING")) == avx2
 
 

@@ -36,7 +36,6 @@ def norm(level, x, weight=None, gate=None, threads=1, eps=1e-6):
 @on_every_level
 @pytest.mark.parametrize("n", [1, 3, 16, 17, 63, 64, 65, 112, 512, 5125])
 def test_norms(level, n):
-    """Values, a row alone against the row among others, threads, and the lowest level."""
     x, weight = 3 * RNG(n).standard_normal((5, n), np.float32), RNG(1).standard_normal(n, np.float32)
     want = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-6)
     got = norm(level, x, weight)
@@ -154,7 +153,6 @@ SIZES = [(16, 1, 3, 1), (32, 2, 4, 2), (64, 4, 8, 1), (64, 2, 12, 3), (128, 2, 6
 @on_every_level
 @pytest.mark.parametrize("size, heads_k, heads, repeat", SIZES)
 def test_delta_layers(level, size, heads_k, heads, repeat):
-    """Values; one row after the other, in pieces of other sizes, with threads, and at the lowest level: the same bits, outputs and states."""
     layer = Layer(size, heads_k, heads, 37, repeat)
     want, state = layer.exact()
     got, left = layer.run(level)
@@ -175,7 +173,6 @@ def test_delta_layers(level, size, heads_k, heads, repeat):
 @on_every_level
 @pytest.mark.parametrize("accepted, repeat", [(0, 1), (1, 1), (6, 2), (20, 1), (20, 2)])
 def test_a_pending_block_and_its_replay(level, accepted, repeat):
-    """A block gives the rows that single steps give and leaves the state alone; the replay of its first rows is the state after them."""
     layer = Layer(64, 2, 4, 20, repeat)
     want, state = layer.run(level)[0], layer.run(level, rows=accepted)[1] if accepted else layer.state
     for threads in (1, 3):
@@ -204,7 +201,6 @@ def test_shapes_that_are_left_to_ggml():
 @on_every_level
 @pytest.mark.parametrize("size, heads", [(64, 4), (16, 1), (24, 3)])
 def test_gates(level, size, heads):
-    """Gates that lie between other values; large ones of both signs; any number of threads."""
     x = RNG(1).standard_normal((5, size * heads), np.float32)
     both = 40 * RNG(2).standard_normal((5, heads, 2 * size), np.float32)
     gate = both[:, :, size:].reshape(5, -1).astype(np.float64)
@@ -247,7 +243,6 @@ def test_argmax_and_sums(level):
 @pytest.mark.parametrize("slots, rings", [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("window", [False, True])
 def test_masks_are_those_of_ggml(slots, rings, window):
-    """Whatever rows hold, and where the kernel's comparison is at its edge."""
     near = (0.5 - RNG(1).integers(0, 300, (slots if rings else 1, 320))).astype(np.float32)
     last = RNG(2).integers(0, 300, (6, 1)).astype(np.float32)
     first = last - 40
@@ -321,7 +316,6 @@ def test_only_what_is_visible_is_chosen(slots, alike):
 
 
 def test_the_choice_does_not_depend_on_the_span():
-    """A row in a block that crosses a span boundary sees what it sees alone: also among equal scores."""
     rng = np.random.default_rng(3)
     scores = np.maximum(rng.standard_normal((1, 6, 2 * KV_BUCKET)), 0).astype(np.float32)
     mask = np.where(np.arange(2 * KV_BUCKET) < 200, np.zeros((1, 6, 1)), HIDDEN)
@@ -433,7 +427,6 @@ def guarded(request):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products(guarded, name):
-    """Of as many rows and outputs as fill tiles and groups, of fewer and of more; of inputs that fill blocks, and where a type has none also others."""
     kind = TYPES[name]
     block = lib.ggml_blck_size(kind)
     for n_in, n_out, rows in itertools.product((block, 3 * block) if block > 1 else (1, 31, 45), (1, 16, 17), (1, 8, 9)):
@@ -470,7 +463,6 @@ def test_rows_of_values(guarded, n):
 @pytest.mark.skipif(not levels(), reason="native kernels do not run on this processor")
 @pytest.mark.parametrize("name", ["f16", "q8_0", "f32", "bf16"])
 def test_attention(guarded, name):
-    """Spans that fill blocks of positions, and others; heads of K and V of different sizes; query rows enough to turn K, and fewer."""
     kind = TYPES[name]
     for size, span, rows, heads, slots in itertools.product((32, 96, 576), (1, 32, 33), (1, 9), (1, 2), (1, 2)):
 

@@ -82,7 +82,6 @@ def test_text_is_that_of_one_cpu(worker, expected):
 
 
 def test_text_is_the_same_where_the_server_is_llama_cpps(worker, expected):
-    """One that keeps one graph, and checks none."""
     seen = set()
 
     def watched(command, body, answer):
@@ -95,13 +94,11 @@ def test_text_is_the_same_where_the_server_is_llama_cpps(worker, expected):
 
 
 def test_text_is_the_same_over_two_workers(worker, second, expected):
-    """Layers on either, with copies between them; and on this CPU alongside a worker."""
     assert texts(f"{worker.device},{second.device}") == expected
     assert texts(f"CPU,{worker.device}", "ggml") == expected
 
 
 def test_the_doctor_takes_a_split_over_two_workers_apart(worker, second, tmp_path):
-    """What a worker computes is told apart from its copies, and the remedy for a dear cut is the network's."""
     target, drafter = write_pair(tmp_path, "qwen35")
     with ps.load(target, drafter, device=f"{worker.device},{second.device}", tensor_split=[3, 1], **OPTIONS) as session:
         checks = {check.name: check for check in examine(session.engine)}
@@ -233,7 +230,6 @@ def test_what_is_engaged_says_that_nothing_is_encrypted(worker):
 
 
 def test_steps_send_kilobytes_and_no_graphs(worker):
-    """178.7 KB with the graph in each step. A width that comes back costs no more: the worker keeps 32 graphs."""
     with ps.load(device=worker.device, **OPTIONS) as session:
         engine = session.engine
         engine.prefill(session.prompt_ids(PROMPT))

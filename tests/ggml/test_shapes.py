@@ -160,7 +160,6 @@ def test_fields_of_a_step(g):
 
 
 def test_a_copy_between_devices_of_other_strides():
-    """One row of a wider table is contiguous, whatever its stride, and ggml compares strides when the step runs."""
     with closing(Backend(pick_device("CPU"), 1)) as first, closing(Backend(pick_device("CPU"), 1)) as second:
         allocators = [GraphAllocator(backend, "test") for backend in (first, second)]
         with (
@@ -209,7 +208,6 @@ def test_what_fits_is_placed(made, nbytes, offset):
 
 @pytest.mark.parametrize("nbytes, offset", [(HOME + 4, 0), (4, HOME), (8, HOME - 4), (HOME, 4), (4, 1 << 40), (64, (1 << 64) - 32)])
 def test_what_does_not_fit_is_refused(made, nbytes, offset):
-    """The last one is where offset and size together pass 2^64."""
     g, home = made
     placed = node(g, nbytes)
     with pytest.raises(EngineError, match=f"a node of {nbytes} bytes does not fit at byte {offset} of a buffer of {HOME}"):

@@ -137,7 +137,6 @@ NODES = 1800  # a 4B step
 
 
 def test_the_launch_times_of_a_real_run_are_told_apart():
-    """H200, 4B shape: 4.4 and 6.7 ms in the first two calls, 0.16 in the third, then 0.08; 3.2 throughout without CUDA graphs."""
     on, off = ReplayCounters(), ReplayCounters()
     for call, us in enumerate([4400, 6700, 160, 80, 80, 80], 1):
         on.count(call, us, NODES)

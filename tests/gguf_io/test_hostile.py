@@ -411,7 +411,6 @@ def test_mutations_are_read_or_refused(small, tmp_path):
 
 @pytest.mark.slow
 def test_mutated_pairs_run_or_are_refused(small, tmp_path):
-    """All the way through llama.cpp's tokenizer, the weights and a few steps; an abort is a failure."""
     rng, pairs, originals = random.Random(2), [], [p.read_bytes() for p in small]
     places = [header_places(data) for data in originals]
     for i in range(300):
@@ -425,7 +424,6 @@ def test_mutated_pairs_run_or_are_refused(small, tmp_path):
 
 @pytest.mark.slow
 def test_every_tensor_type_is_computed_or_refused(tmp_path):
-    """ggml says that it can multiply integers and activations' types, then calls a null pointer."""
     shape = replace(SMALL, n_embd=256, n_ff=256)
     valid, pairs = write_qwen35(tmp_path / "valid.gguf", shape), []
     for kind in range(lib.GGML_TYPE_COUNT):

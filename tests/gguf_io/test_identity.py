@@ -90,7 +90,6 @@ def test_every_byte_counts(model, cache, at):
 
 
 def test_it_is_computed_once_and_after_every_write(model, cache, monkeypatch):
-    """Also after one that sets the time of the last change back."""
     done = []
     before = named(model, progress=lambda *step: done.append(step))
     assert done[-1] == (model.stat().st_size,) * 2

@@ -58,7 +58,6 @@ def assert_equal(path, tokens, **types):
 @pytest.mark.parametrize("quant", params(QUANTS, ("Q8_0",)))
 @pytest.mark.parametrize("arch", params(WRITERS))
 def test_logits_of_every_type(tmp_path, arch, quant):
-    """1, 37 and 300 tokens: one row, an odd chunk, past a span boundary."""
     path = WRITERS[arch](tmp_path / "t.gguf", Shape(**lean(quant)), quant)
     for tokens in (1, 37, 300):
         assert_equal(path, tokens)
@@ -84,7 +83,6 @@ def test_logits_of_every_cache_type(tmp_path, arch, types):
 @pytest.mark.parametrize("arch", THOROUGH)
 @pytest.mark.parametrize("quant", ["F32", "Q4_K"])
 def test_drafted_ids(tmp_path, arch, quant):
-    """Past the drafter's sliding window of 12, ten blocks."""
     shape = Shape(window=12, embedding_scale=16.0 if arch == "gemma4" else 0.0, **lean(quant))  # sqrt(256)
     target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, quant), write_dflash(tmp_path / "d.gguf", shape, quant)
     ids = np.random.default_rng(3).integers(0, 256, 300).tolist()
@@ -179,7 +177,6 @@ def test_odd_shapes(tmp_path, arch, shape):
 
 
 def test_qwen3moe_with_yarn_and_without_the_size_of_an_expert(tmp_path):
-    """The first files of the family say feed_forward_length only, the size of the experts that a token goes through together."""
     model = Model(write_qwen3moe(tmp_path / "t.gguf", Shape(n_ff=384, n_ff_expert=128, n_used=3), yarn=4.0))
     del model.keys["qwen3moe.expert_feed_forward_length"]
     assert_equal(model.write(tmp_path / "o.gguf"), 300)
@@ -311,7 +308,6 @@ def test_a_missing_tensor_is_refused(tmp_path, arch, name):
     ],
 )
 def test_native_kernels_give_the_same_bits_at_every_width(tmp_path, arch, quant, shape, n, ops):
-    """Latent rows of 576 values, of which V is the first 512; what an indexer chooses among scores that are alike, of a single head."""
     path, ids, seen = TARGETS[arch](tmp_path / "t.gguf", Shape(**shape), quant), np.random.default_rng(5).integers(0, 256, n).tolist(), []
     with open_engine(path, 64, 512, "native") as engine:
         counts = engine.step_graph("plain", 1).op_counts()
@@ -331,7 +327,6 @@ def test_heads_without_a_rotation(tmp_path):
 
 @pytest.mark.slow
 def test_yarn_keys_that_are_not_followed_are_said(tmp_path):
-    """llama.cpp's converter writes a checkpoint's attention_factor where its laguna graph does not look for it: Laguna XS.2 has 1, and gets 1.416."""
     model = Model(write_laguna(tmp_path / "t.gguf"))
     key = "laguna.rope.scaling.yarn_"
     right = 1.25 * (1 + 0.1 * np.log(4))
@@ -343,7 +338,6 @@ def test_yarn_keys_that_are_not_followed_are_said(tmp_path):
 
 @pytest.mark.slow
 def test_qwen3next_needs_one_layout_in_all_layers(tmp_path):
-    """One width of rows serves the recurrent states of all layers."""
     model, other = (Model(write_qwen3next(tmp_path / "t.gguf", joined=joined)) for joined in (False, True))
     model.tensors["blk.1.ssm_in.weight"] = other.tensors["blk.1.ssm_in.weight"]
     assert_equal(model.write(tmp_path / "o.gguf"), 37)  # both: llama.cpp takes those that are apart
@@ -395,13 +389,11 @@ def test_muse_glimmer_stretches_no_position(tmp_path):
 
 
 def test_k_and_v_of_one_row_have_one_type(tmp_path):
-    """llama.cpp refuses such a context, too, without a name."""
     with pytest.raises(ModelError, match="K and V are one row, which cannot be f16 and q8_0"):
         ps.load(write_deepseek2(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, cache_type_v="q8_0")
 
 
 def test_a_latent_row_is_stored_once(tmp_path):
-    """96 values of F16 per layer and token, as many trash rows as everywhere."""
     with open_engine(write_deepseek2(tmp_path / "t.gguf", Shape()), 64, 256) as engine:
         rows = engine.kv.live + engine.kv.trash
         assert engine.kv.nbytes - 4 * rows - 4 * 2 * 96 * rows in range(4 * 256)  # positions, rows, alignment
@@ -425,7 +417,6 @@ def test_glm_dsa_scores_nothing_where_all_is_chosen(tmp_path):
 
 
 def test_glm_dsa_rotates_no_more_values_than_an_indexers_heads_have(tmp_path):
-    """llama.cpp ends the process there."""
     with (
         GGUFFile(write_glm_dsa(tmp_path / "t.gguf", Shape(head_size=192, n_rot=96))) as file,
         pytest.raises(ModelError, match="key_length is 64, .* and no less than the 96 values that are rotated"),
@@ -434,7 +425,6 @@ def test_glm_dsa_rotates_no_more_values_than_an_indexers_heads_have(tmp_path):
 
 
 def test_glm_dsa_has_no_multiplier_of_yarn(tmp_path):
-    """llama.cpp reads deepseek2's from no other file."""
     model = Model(write_glm_dsa(tmp_path / "t.gguf", Shape(**LEAN), yarn=8.0))
     model.keys["glm-dsa.rope.scaling.yarn_log_multiplier"] = (F32, 0.1)
     assert_equal(model.write(tmp_path / "o.gguf"), 40)
@@ -451,8 +441,6 @@ def test_glm_dsa_names_the_indexers_that_it_does_not_read(tmp_path):
 
 
 def test_an_indexer_that_a_device_cannot_score_is_refused(tmp_path, monkeypatch):
-    """ggml-cuda has kernels for 32 and 64 heads of 128 values, and none for rows of IQ4_NL."""
-
     supports = Backend.supports
 
     def few(self, node):
@@ -464,7 +452,6 @@ def test_an_indexer_that_a_device_cannot_score_is_refused(tmp_path, monkeypatch)
 
 
 def test_attention_with_sinks_is_ggmls_and_said(tmp_path):
-    """Our own attention knows no sinks: the products are still ours, and `configuration` says which is which."""
     with ps.load(write_gpt_oss(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, kernels="native") as session:
         assert session.configuration().kernels.endswith(", attention by ggml's because it has sinks")
         ops = session.engine.step_graph("plain", 1).op_counts()
@@ -552,7 +539,6 @@ STRETCHED = {
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen35", "qwen35moe"])
 @pytest.mark.parametrize("rope", STRETCHED.values(), ids=STRETCHED)
 def test_positions_as_a_caller_asks_for_them(tmp_path, arch, rope):
-    """Bit for bit llama.cpp's with the same options, over what a file says (qwen3 has yarn of its own here)."""
     path = TARGETS[arch](tmp_path / "t.gguf", Shape(**LEAN), **({"yarn": 8.0} if arch == "qwen3" else {}))
     assert_equal(path, 90, rope=rope)
 

@@ -204,7 +204,6 @@ def test_they_change_the_text(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("quant", ["F32", "NVFP4"])
 def test_drafted_ids(tmp_path, quant):
-    """A drafter with scales for a target with scales, block by block."""
     shape = Shape(window=12)
     target = dressed(TARGETS["qwen35"](tmp_path / "t.gguf", shape, quant))[0]
     draft, counts = dressed(write_dflash(tmp_path / "d.gguf", shape, quant))
@@ -216,7 +215,6 @@ def test_drafted_ids(tmp_path, quant):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen35", "qwen35moe", "llama"])
 def test_blocks_and_slots(tmp_path, arch):
-    """Speculative text equals plain decoding on the same graph, and of several sequences each is as alone."""
     shape = Shape()
     target = dressed(TARGETS[arch](tmp_path / "t.gguf", shape, "Q8_0"))[0]
     draft = dressed(write_dflash(tmp_path / "d.gguf", shape, "Q8_0"))[0]
@@ -338,7 +336,6 @@ def test_an_architecture_cannot_leave_the_rule_out():
 
 
 def test_what_is_left_aside_has_a_reason(tmp_path):
-    """The MTP layers of a qwen35 file; the layers after them are as unknown as any."""
     parts = Parts(TARGETS["qwen35"](tmp_path / "t.gguf"))
     parts.keys |= {"qwen35.block_count": (4, LAYERS + 1), "qwen35.nextn_predict_layers": (4, 1)}
     path = with_tensor(parts, f"blk.{LAYERS}.nextn.eh_proj.weight", np.ones(4)).write(tmp_path / "m.gguf")

@@ -22,7 +22,6 @@ def _assert_equal(path, tokens):
 
 @pytest.mark.parametrize("quant", params(QUANTS, ("F32", "Q4_K")))
 def test_random_qwen35_of_every_type(tmp_path, quant):
-    """H_v != H_k, random norms, gates and decays; 1, 37 and 300 tokens (past a span boundary)."""
     path = write_qwen35(tmp_path / "t.gguf", Shape(), quant)
     for tokens in (1, 37, 300):
         _assert_equal(path, tokens)
@@ -75,7 +74,6 @@ def test_logits_equal_llama_cpp(path):
 @pytest.mark.skipif(not FILES, reason="no GGUF in the folder that PYSPEC_TEST_MODELS names: published models are not compared")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_speculative_text_equals_plain(path):
-    """n-gram drafts of a prompt that repeats itself."""
     with ps.load(path, spec=["ngram-simple"], device="CPU", threads=1, kernels="ggml", n_ctx=256) as session:
         prompt = "def add(a, b):\n    return a + b\n\n\n" * 4
         plain, _ = session.generate(prompt, 32, mode="reference")

@@ -182,7 +182,6 @@ def test_a_dense_model_has_no_experts_to_place(tmp_path):
 
 
 def test_the_first_layers_are_those_with_experts(tmp_path):
-    """Layer 0 of laguna is dense: two layers in host memory are layers 1 and 2."""
     with closing(GGUFFile(write_laguna(tmp_path / "t.gguf"))) as file:
         target = open_target(file)
         assert ExpertOptions(2).placement(target).hot == {1: (), 2: ()}

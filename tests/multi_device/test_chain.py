@@ -42,7 +42,6 @@ def alone(pair, text, steps):
 
 @pytest.mark.slow
 def test_drafts_of_several_slots_are_those_of_each_alone(pair):
-    """Slots begin one after the other, sit steps out, and have blocks of different widths; what others accept does not matter to them."""
     texts, batch = prompts(4), pair.batch(4)
     want = [alone(pair, text, 14) for text in texts]
     slots = [batch.admit() for _ in texts]

@@ -89,7 +89,6 @@ def test_own_kernels_compute_with_copies_too(tmp_path, quant):
 
 @pytest.mark.parametrize("quant", ["F32", "MXFP4"])
 def test_wherever_the_others_are(tmp_path, quant):
-    """Of one layer, of two, and of layers of which half is on the device."""
     path, profile = write_gpt_oss(tmp_path / "t.gguf", Shape(), quant), tmp_path / "p.json"
     profile.write_text(Routing("t", 1, dict.fromkeys(range(4), np.arange(8))).to_json())
     want = resident(path)
@@ -128,7 +127,6 @@ def test_narrow_chunks_are_the_hosts(tmp_path):
 
 @pytest.mark.parametrize("cuts", [(1,), (2, 3)])
 def test_several_devices(tmp_path, cuts):
-    """Each with copies of its own layers; chunks follow each other without anybody waiting."""
     path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q8_0")
     with loaded(path, rows=None) as session:
         want = seen(session)
@@ -186,7 +184,6 @@ class Instead:
 
 
 def test_padding_after_a_tensor_is_zero(tmp_path, monkeypatch):
-    """A row's padding lies where the layer before it in the same place has weights."""
     more, size = 512, lib.ggml_backend_buft_get_alloc_size
     padded = {"ggml_backend_buft_get_alloc_size": lambda buft, tensor: size(buft, tensor) + more}
     monkeypatch.setattr(weight_stream, "lib", Instead(lib, padded))
@@ -278,7 +275,6 @@ def test_what_a_chunk_takes_is_measured_in_both_ways(tmp_path):
 
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: there are ggml's only")
 def test_rows_of_other_kernels_of_the_host_are_not_mixed(tmp_path):
-    """On a GPU the device's kernels are the same whatever the host's are, and K/V rows after the host's experts are not."""
     path, seen = write_qwen35moe(tmp_path / "t.gguf"), set()
     for kernels in ("ggml", "native"):
         with loaded(path, rows=None, kernels=kernels) as session:
@@ -374,7 +370,6 @@ def test_drafters_and_prefixes_with_copies_of_layers(tmp_path):
 
 
 def test_slots_of_the_cpus_layers(tmp_path):
-    """A chunk of several slots alongside one that has nothing to do, one that decodes in between, and one that begins anew."""
     path, found = write_qwen35(tmp_path / "t.gguf", Shape(every=2), "BF16"), []
     for rows in (None, 33):
         with layers_of_the_cpu(path, 3, rows) as session, session.batch(3) as scheduler:
@@ -430,7 +425,6 @@ def test_nothing_of_a_sequence_of_nan_stays_in_the_rows_of_guests(tmp_path):
 
 
 def test_narrow_chunks_between_wide_ones_find_what_those_left(tmp_path):
-    """One of 20 rows, by the CPU, lies after one by copies and before another."""
     path, found = write_qwen35(tmp_path / "t.gguf", Shape(), "BF16"), []
     for rows in (None, 64):
         with layers_of_the_cpu(path, 2, rows) as session:
@@ -492,7 +486,6 @@ def test_only_what_was_written_since_is_copied_to_guests(tmp_path):
 
 
 def test_layers_that_no_memory_is_left_for(tmp_path, monkeypatch):
-    """Of the device, of the host, or for an engine alongside them; or that copies do not make faster: the CPU computes its layers, and the note says why."""
     path = write_qwen35(tmp_path / "t.gguf", Shape(), "BF16")
     with layers_of_the_cpu(path, 2, None) as session:
         want, memory = seen(session), session.engine.memory()
@@ -517,7 +510,6 @@ def test_layers_that_no_memory_is_left_for(tmp_path, monkeypatch):
 
 
 def test_experts_of_the_host_take_the_copies(tmp_path):
-    """Layers of the CPU and experts of the device's layers: a step has copies of one kind."""
     path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "BF16")
     with loaded(path, rows=None, device="CPU,CPU", tensor_split=[2, 2]) as session:
         want = seen(session)

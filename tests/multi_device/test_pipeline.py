@@ -44,7 +44,6 @@ def scheduler_of(pair, slots, width=None, groups=2):
 
 @pytest.mark.parametrize("width", [1, 4, None])
 def test_each_sequence_gets_the_tokens_it_gets_alone(pair, width):
-    """Plain ones alongside those that draft, budgets of all sizes, more of them than slots."""
     texts = prompts(9)
     with scheduler_of(pair, 5, width) as scheduler:
         modes = [SPECULATIVE if i % 3 else PLAIN for i in range(len(texts))]

@@ -75,7 +75,6 @@ HYBRID_CUTS = [cuts for n in (1, 2, 3) for cuts in combinations((1, 2, 3), n)]
 
 
 def test_every_cut_of_a_hybrid(tmp_path):
-    """Segments without attention and without recurrent states among them; widths 1 to 16, drafts of dflash in between."""
     target, draft = write_pair(tmp_path, "qwen35")
     widths = list(range(1, 17))
     with loaded(target, draft) as session:
@@ -110,7 +109,6 @@ def test_chains_of_drafts(tmp_path, own):
 
 
 def test_layers_that_read_what_earlier_ones_wrote_stay_together(tmp_path):
-    """gemma4's last layers have no K/V rows of their own; its inputs of each layer cross the cuts too."""
     target = write_gemma4(tmp_path / "t.gguf", Shape(n_layer=8), n_own=4)
     with loaded(target) as session:
         last, alone = session.target.last_cut(), trace(session, (1, 5))
@@ -166,7 +164,6 @@ def test_slots_and_snapshots(tmp_path, name):
 
 
 def test_rings_wrap_around_on_every_device(tmp_path):
-    """A window of 24 in a context of 1,024: rows of sliding layers are written over, twice."""
     ids, seen = np.random.default_rng(5).integers(0, 256, 900).tolist(), []
     target, draft = write_pair(tmp_path, "laguna")
     for cuts in ((), (1,), (2,)):
@@ -430,7 +427,6 @@ def test_pipelined_groups_give_the_bits_of_whole_steps(tmp_path, arch, cuts, slo
 
 
 def test_what_an_indexer_chose_crosses_a_cut(tmp_path):
-    """Layers that have no indexer see what the last one before them chose, on whatever device; groups have a choice each."""
     target, found = write_glm_dsa(tmp_path / "t.gguf", Shape(), "Q8_0", full=(True, False, True, False)), []
     for cuts in ((), (1, 2)):
         with loaded(target, cuts=cuts, draft_width=8, spec=["suffix"]) as session:

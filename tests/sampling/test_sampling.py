@@ -285,7 +285,6 @@ def llama_choice(chain, logits):
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 def test_same_tokens_as_llama_cpps_chain(chain):
-    """Order, parameters, history and random numbers, over a vocabulary that takes libllama's large-array paths."""
     n, rng = 3000, np.random.default_rng(1)
     values = {**CHAINS[chain], "repeat_last_n": 16}
     sampling = Sampling(**values, seed=42)
@@ -306,7 +305,6 @@ FILLING = ("top_k", "top_p", "infill")  # as llama.vim and llama.vscode ask for 
 
 @pytest.mark.slow
 def test_filling_in_chooses_as_llama_cpp_does(demo):
-    """An end that is likely enough, else beginnings of one another together; from what the device sends, too."""
     tokenizer, rng, n = demo.tokenizer, np.random.default_rng(4), demo.tokenizer.n_vocab
     sampling, ends = Sampling(samplers=FILLING, seed=3), 0
     few, count, ours = Sampler(sampling, tokenizer, n), sampling.candidates(), Sampler(sampling, tokenizer, n)
@@ -373,7 +371,6 @@ def test_what_needs_whole_rows_asks_for_them():
 
 @pytest.mark.slow
 def test_the_same_text_as_llama_cpp_for_the_same_seed(demo):
-    """Logits, chain and random numbers all together: plain decoding here, llama_decode and libllama's chain there."""
     sampling = Sampling(seed=7, repeat_penalty=1.1)
     ids = demo.tokenizer.encode("class Stack:\n    def ")
     ours = [t for event in demo.steps(ids, 40, mode="plain", sampling=sampling) for t in event.tokens]
@@ -505,7 +502,6 @@ def test_probabilities_after_the_samplers_are_those_of_the_draw(demo):
 
 @pytest.mark.slow
 def test_the_greedy_path_never_sees_a_sampler(demo):
-    """Greedy decoding reads argmax ids as before: no logits leave the device for it."""
     list(demo.steps("def f(", 20))
     assert demo.engine.slots[0].candidates == 0 and demo._sampler(None, False) is None
 
@@ -571,7 +567,6 @@ def test_parameters_out_of_range_are_refused(values, words):
     "last, prompt, chosen", [(2, [1, 2, 3, 4], 1), (2, [4, 3, 2, 1], 4), (3, [0, 4, 2, 3], 1), (64, [4], 1), (1, [4, 1], 4)]
 )
 def test_penalties_see_the_end_of_the_prompt(last, prompt, chosen):
-    """Of a prompt that is longer than what they look at, its last tokens, not its first ones. Tokens 4 and 1 are the likeliest, 4 by a little."""
     sampler = Sampler(Sampling(temperature=0, repeat_penalty=2.0, repeat_last_n=last), None, 5)
     sampler.accept_prompt(prompt)
     assert sampler.choose(None, np.array([0.0, 2.9, 0.0, 0.0, 3.0], np.float32)) == chosen
@@ -580,7 +575,6 @@ def test_penalties_see_the_end_of_the_prompt(last, prompt, chosen):
 
 @pytest.mark.parametrize("biased", [31, 32, 100])
 def test_tokens_that_a_bias_forbids_are_made_up_for_by_more_candidates(biased):
-    """The likeliest tokens are all forbidden: what the device sends holds others all the same, and the choice is that among all tokens."""
     sampling = Sampling(temperature=0, logit_bias=dict.fromkeys(range(biased), -math.inf))
     logits = np.linspace(5, -5, 400).astype(np.float32)
     count = sampling.candidates()

@@ -301,7 +301,6 @@ def test_bodies_of_unauthorised_requests_are_not_kept(limited_server):
 
 
 def test_watchers_of_the_slots_have_a_limit(limited_server):
-    """Each costs the event loop five turns a second; one that leaves makes room."""
     assert limited_server.http.head("/pyspec/live").status_code == 200  # no state, and no end to wait for
     for _ in range(2):
         with contextlib.ExitStack() as watching:

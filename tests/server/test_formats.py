@@ -170,7 +170,6 @@ def hermes(templates, tmp_path_factory):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 def test_arguments_are_json_in_every_dialect(hermes, name):
-    """With reasoning on, so that no grammar holds the text."""
     word = WRITTEN[name][1]
     assert json.loads(hermes.message(name, tools=TOOLS)["tool_calls"][0]["function"]["arguments"]) == {"word": word}
     assert json.loads(hermes.streamed(name, tools=TOOLS)["tool_calls"][0]["function"]["arguments"]) == {"word": word}
@@ -183,7 +182,6 @@ def test_arguments_are_json_in_every_dialect(hermes, name):
 
 
 def test_a_cut_call_is_told_as_cut(hermes):
-    """However few tokens it may take: there is no call, or the whole one."""
     tools, seen = [{"name": "look_up", "input_schema": {"type": "object"}}], set()
     for n in range(1, 20):
         choice = hermes.post("whole", tools=TOOLS, max_tokens=n).json()["choices"][0]
@@ -480,7 +478,6 @@ def test_a_schema_in_its_place_is_held_to_and_brings_no_further_keys(server, pat
 
 
 def test_further_keys_come_only_where_they_are_asked_for(server):
-    """The bias wants a comma behind the first value, which JSON Schema allows and the default does not."""
     comma = {"logit_bias": [[",", 100]], "json_schema": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}}
     assert json.loads(server.ok("/completion", **asked("/completion", comma))["content"]) == {"a": 1}
     further = server.ok("/completion", **asked("/completion", {**comma, "additional_properties": True}))["content"]

@@ -56,7 +56,6 @@ def test_every_field_of_llama_server_is_known():
 
 
 def test_what_asks_for_nothing_is_taken():
-    """Clients send every field that they have, at its default."""
     body = {name: nothing[0] for name, (nothing, _) in bodies.REFUSED.items() if nothing}
     assert bodies.unknown_fields(body, bodies.Chat) == []
     for name in bodies.REFUSED:
@@ -99,8 +98,6 @@ def test_what_means_nothing_is_named(server, path, stream):
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_tools_that_others_run_are_refused(server, path):
-    """Those that the client runs, and a type that is null, are not."""
-
     def post(*tools):
         return server.post(path, messages=[{"role": "user", "content": "x"}], max_tokens=1, tools=list(tools))
 
@@ -115,7 +112,6 @@ def test_tools_that_others_run_are_refused(server, path):
 
 
 def test_whether_it_thinks_by_every_name():
-    """OpenAI's, Anthropic's, which others have taken over for chats, and that of templates."""
     off: list[dict] = [
         {"enable_thinking": False}, {"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"},
         {"thinking": {"type": "enabled"}, "reasoning_effort": "none"},
@@ -150,7 +146,6 @@ def test_what_anthropics_clients_send_is_obeyed():
 
 
 def test_tool_results_come_before_the_text_of_the_same_turn():
-    """They answer the turn before; clients put reminders behind them."""
     blocks = [{"type": "text", "text": "go on"}, {"type": "tool_result", "tool_use_id": "t", "content": "eggs"}]
     for content in (blocks, blocks[::-1]):
         told = _chat({"messages": [{"role": "user", "content": content}]}).messages

@@ -120,7 +120,6 @@ def test_structured_output(client):
     ],
 )
 def test_types_that_a_schema_leaves_out(server, schema, right):
-    """As llama.cpp means them: an object where there are properties, an array where there are items; as a response format and in a tool."""
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
     asked = {"messages": CHAT, "max_tokens": 200, "temperature": 0, "logit_bias": {str(i): -3 for i in range(15, 25)}}
     (choice,) = server.ok("/v1/chat/completions", **asked, response_format=form)["choices"]

@@ -169,8 +169,6 @@ def test_the_slots_move(server, browser):
 
 @browsers
 def test_dark_and_light_have_contrast(server, browser):
-    """WCAG's ratio of at least 4.5 for every kind of text, and no message in the console."""
-
     def luminance(colour):
         parts = [int(v) / 255 for v in re.findall(r"\d+", colour)[:3]]
         linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]

@@ -179,8 +179,6 @@ async def test_bodies_have_bytes_together():
     ],
 )
 async def test_json_that_takes_long_is_refused_before_it_is_whole(data, words):
-    """In whatever pieces it comes; commas and brackets in texts are text."""
-
     async def read(data):
         starts = itertools.count(0, 60_001)
 
@@ -198,7 +196,6 @@ async def test_json_that_takes_long_is_refused_before_it_is_whole(data, words):
 
 
 async def test_what_is_slow_and_long_but_comes_is_answered(monkeypatch):
-    """Heads in pieces, bodies and several requests on one connection, each longer together than what may come without an end."""
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 5)
     one = [HEAD + b"a: ", LONG, b"\r\ncontent-length: 150000\r\n\r\n", LONG, LONG, LONG]
     chunks = [HEAD + b"transfer-encoding: chunked\r\n\r\n", *[b"c350\r\n" + LONG + b"\r\n"] * 3, b"0\r\n\r\n"]
@@ -314,8 +311,6 @@ def test_a_client_that_has_closed_its_half_gets_its_answer(version, requests):
 
 @pytest.mark.parametrize("sent", [HEAD + b"content-length: 2\r\n\r\n{}", HEAD + b"content-length: 2\r\n\r\n{"])
 def test_a_client_that_is_gone_is_found_out(sent):
-    """Its end looks like that of one that still reads: what an answer begins with says which of them it is."""
-
     async def main():
         left = asyncio.get_running_loop().create_future()
 

@@ -59,7 +59,6 @@ def answered(sock):
 
 
 async def test_what_does_not_fit_the_queue_is_turned_away(queue_server):
-    """2 run, 2 more are at the engine's door, 3 wait: of 12, 5 get 429 with the time after which to ask again; the others their text."""
     async with httpx.AsyncClient(base_url=queue_server.url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
         answers = await asyncio.gather(*(client.post("/completion", json=ask(120)) for _ in range(12)))
     done, refused = [a for a in answers if a.status_code == 200], [a for a in answers if a.status_code == 429]
@@ -85,7 +84,6 @@ def test_a_client_that_leaves_frees_its_slot(queue_server, stream):
 
 
 def test_queued_clients_that_leave_touch_no_others_answer(queue_server):
-    """That their places are free at once is shown in test_jobs.py, where those that run do not end meanwhile."""
     before = came(queue_server)
     with standing_still(queue_server):
         running = [sent(queue_server, ask(1900)) for _ in range(2)]
@@ -131,7 +129,6 @@ def leave(server, body, seconds, path="/completion"):
 
 
 def test_random_disconnects_do_not_change_other_texts(queue_server):
-    """60 clients that leave at any moment, beside one that stays."""
     want = queue_server.ok("/completion", **ask(300))["content"]
     rng, got = random.Random(5), []
     stays = threading.Thread(target=lambda: got.extend(queue_server.post("/completion", **ask(300)).json()["content"] for _ in range(3)))
@@ -150,7 +147,6 @@ def test_random_disconnects_do_not_change_other_texts(queue_server):
 
 
 def test_keys_take_turns(tmp_path):
-    """A key that sends many does not keep another one waiting behind all of them; among a key's own, higher priority goes first."""
     with Running("--slots", 1, "--queue", 40, "--api-key", "one,two") as running:
         running.http.headers["x-api-key"] = "one"  # for the figures
         socks = {"a0": sent(running, ask(1900), key="one")}  # has the slot until all of them wait

@@ -39,7 +39,6 @@ def test_a_stream_is_read_again_from_any_byte(server):
 
 
 def test_readers_come_and_go(server):
-    """The text is whole, and behind it the slot is free."""
     want = server.ok("/completion", **ASKED | {"stream": False})["content"]
     with httpx.Client(base_url=server.url, timeout=120) as client:
         with client.stream("POST", "/completion", json=ASKED, headers={resumable.HEADER: "left"}) as response:
@@ -241,7 +240,6 @@ async def test_only_streams_with_the_header_are_kept():
 
 
 def test_a_stream_belongs_to_the_key_that_it_came_with():
-    """Another key reads, ends and finds none of it, and its own stream of the same id is another one."""
     with Running("--slots", 2, "--api-key", "one,two") as running:
 
         def stream(key, prompt):

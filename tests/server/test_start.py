@@ -297,7 +297,6 @@ def test_readers_have_the_rest_of_the_time(monkeypatch):
 
 
 def test_help_names_no_library():
-    """`pyspec --help` and `pyspec serve --help` work without the extra."""
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.modules.update(dict.fromkeys(['uvicorn', 'msgspec', 'starlette', 'prometheus_client', 'anyio']))\nfrom pyggml_spec.cli import main; main(['serve', '--help'])"],
         capture_output=True, text=True, env=environment(),
@@ -306,7 +305,6 @@ def test_help_names_no_library():
 
 
 def test_the_outside_check_is_told_as_it_was():
-    """The page's counts are those of the file, and what does not pass has a reason."""
     told = json.loads((Path(__file__).parent / "llama_server_tests.json").read_text("utf-8"))
     page = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
     passing = [case for case, how in told["cases"].items() if how == "passes"]
@@ -318,7 +316,6 @@ def test_the_outside_check_is_told_as_it_was():
 
 
 def test_a_server_whose_worker_is_lost_says_so():
-    """Whoever balances several servers asks for their health."""
     need_library()
     with Worker() as worker, Running("--device", worker.device, "--slots", 1, "--draft-width", 2) as running:
         assert running.ok("/v1/completions", prompt="x", max_tokens=2) and running.http.get("/health").status_code == 200

@@ -145,7 +145,6 @@ async def test_no_step_for_a_while_is_stuck_only_while_there_is_work(monkeypatch
 
 
 async def test_limits_of_the_queue():
-    """Of sequences, of the tokens of their prompts, and of the time that they wait."""
     async with queued(hangs, requests=2, tokens=100, seconds=0.2) as queue:
         held = [queue.enter([TaskRequest([1] * 10)]) for _ in range(3)]  # one slot, and two ahead
         waits = queue.enter([TaskRequest([1] * 10)])
@@ -164,7 +163,6 @@ async def test_limits_of_the_queue():
 
 
 async def test_without_a_queue_nothing_waits():
-    """`--queue 0` let two wait: those that the engine is given ahead of time."""
     async with queued(hangs, requests=0) as queue:
         held = queue.enter([TaskRequest([1])])
         with pytest.raises(ApiError, match="every slot is taken, and nothing waits") as full:
@@ -179,7 +177,6 @@ async def test_without_a_queue_nothing_waits():
 
 
 async def test_one_that_waits_and_is_left_is_out_at_once():
-    """Its place is free while those that run still do; the one behind it comes next."""
     came = []
 
     def keeps(engine, sink, stats):

@@ -148,7 +148,6 @@ def test_429_reaches_the_client_when_all_are_full(workers):
 
 
 def test_a_killed_worker_loses_no_response(workers):
-    """The last test: one of the two is gone afterwards. Then all are told to end while one streams: the stream comes whole, through a router that is there."""
     os.kill(workers.workers[0][0], signal.SIGKILL)
     for i in range(6):
         response = workers.chat(f"{i} items in a list", 4, session=f"after {i}")

@@ -227,7 +227,6 @@ def test_a_context_shorter_than_a_block_loads_and_generates(pair, n_ctx):
 
 
 def test_blocks_of_routed_models_are_measured_with_varied_rows(tmp_path):
-    """Behind the tokens that measuring starts with, a drafter drafts one token sixteen times, and all rows choose the same few experts."""
     model, draft = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
     with ps.load(model, draft, device="CPU", threads=1, n_ctx=128, draft_width=16) as session:
         engine, seen = session.engine, []
@@ -252,7 +251,6 @@ def test_a_wrong_cost_is_measured_again_once(pair, tmp_path, monkeypatch):
 
 
 def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path):
-    """A container's user that no passwd names: pathlib raises a RuntimeError."""
     for name in ("PYSPEC_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pathlib.Path.home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))

@@ -60,7 +60,6 @@ def milliseconds(
 @pytest.mark.parametrize("name", ["copy", "json", "prose"])
 @pytest.mark.parametrize("chance", [0.0, 0.6, 0.85])
 def test_never_more_than_three_percent_below_the_best_alone(name, machine, chance):
-    """Of plain decoding, a drafter alone, and suffix drafts alone, over 2,000 tokens."""
     costs, drafter = COSTS[machine], DRAFTER[machine] if chance else 0.0
     alone = [2000 * costs[1], milliseconds(name, costs)]
     if drafter:
@@ -175,7 +174,6 @@ def test_what_is_found_is_judged_whether_it_was_drafted_or_not():
 
 
 def test_the_step_that_wins_most_is_taken():
-    """Against the pace of the last steps: a plain token is worth more where a match is likely to follow it, a dear block where none is."""
     control = NgramMethod("suffix", {1: 10.0, 4: 12.0, 16: 20.0})
     sequence = control.begin([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3])
     choice = control.choose(1, [sequence], [1.0], 10.0, 1)

@@ -146,7 +146,6 @@ def test_in_slots_each_text_is_its_own(session, plains, slots):
 
 
 def test_any_architecture_and_rings(tmp_path):
-    """gemma4 keeps a ring of rows for sliding layers, and nobody drafts for it here."""
     target = write_gemma4(tmp_path / "t.gguf", Shape())
     prompt = [1, 2, 3, 4, 5, 6, 7, 8] * 30
     with ps.load(target, device="CPU", threads=1, n_ctx=1024, spec=["suffix"]) as session:
@@ -204,7 +203,6 @@ def test_near_ties_are_named_where_kernels_depend_on_the_shape(implied):
 
 
 def test_nothing_is_verified_before_plain_steps_were_timed():
-    """Costs are estimates of those steps, on the dear side."""
     control = NgramMethod.unmeasured("suffix", (2, 4, 8))
     sequence = control.begin([1, 2, 3, 4] * 8)
     for _ in range(PLAIN_STEPS + 1):

@@ -38,7 +38,6 @@ def _gains(texts, machine, suites):
 @pytest.mark.slow
 @pytest.mark.parametrize("texts", ["recorded 160", "recorded 400", "two drafters", "workloads 500"])
 def test_recorded_texts_are_within_two_percent_of_the_best_fixed_plan(texts, suites):
-    """On average over machines; no text is much slower than plain decoding."""
     shares = []
     for machine in replay.MACHINES.values():
         gains = _gains(texts, machine, suites)
@@ -147,7 +146,6 @@ def test_close_to_the_best_fixed_plan_and_never_slower_than_plain(costs, p):
 
 
 def test_two_unlucky_blocks_at_the_start_do_not_decide_a_text():
-    """A 4B pair on one H200 that emits six tokens per block fell to plain decoding for 60 steps in one of twelve runs."""
     costs = {1: 2.84, 2: 3.93, 4: 5.05, 8: 7.3, 16: 6.24}
     for seed in range(100):
         one = One(costs)
@@ -157,7 +155,6 @@ def test_two_unlucky_blocks_at_the_start_do_not_decide_a_text():
 @pytest.mark.slow
 @pytest.mark.parametrize("p, costs", [(0.6, {1: 10.0, 2: 10.7, 4: 14.6}), (0.8, {1: 10.0, 4: 19.8, 8: 28.0})])
 def test_plans_of_the_same_speed_are_not_exchanged_all_the_time(p, costs):
-    """Each change takes a graph that commits."""
     for seed in range(4):
         one = One(costs)
         one.run(4000, _geometric(p, seed))
@@ -266,7 +263,6 @@ def test_between_known_numbers_of_slots_nothing_is_tried():
 
 
 def test_of_two_drafters_the_better_one_drafts():
-    """A cheap drafter that is seldom right, and a dear one that mostly is."""
     costs = {PLAIN_STEP: 10.0, StepPlan.of("a", 4): 11.0, StepPlan.of("a", 8): 12.0, StepPlan.of("b", 2): 14.0, StepPlan.of("b", 4): 18.0}
     for right, want in (({"a": 3, "b": 3}, "a"), ({"a": 0, "b": 3}, "b"), ({"a": 0, "b": 0}, "")):
         policy, used = SpeculationPolicy(costs, costs), []
@@ -291,7 +287,6 @@ def test_a_chain_is_verified_in_the_rows_that_cost_least():
 
 
 def test_what_a_drafter_has_to_catch_up_with_is_paid_for():
-    """Blocks after plain steps take two of them more, and one of three is right."""
     costs, spent, tokens, blocks, waiting = {1: 1.0, 2: 1.6, 4: 1.9}, 0.0, 0, 0, False
     policy = SpeculationPolicy.measured_for(DRAFTER, costs)
     state = policy.begin()
@@ -460,7 +455,6 @@ def test_blocks_that_are_cut_where_their_drafter_doubts_take_less_time():
 
 
 def test_what_cuts_save_is_an_average_over_blocks():
-    """Half of the blocks are cut to their first row; a narrower block is cut as far as it reaches beyond, a wider one no further."""
     confidence = Confidence(STEP_COSTS)
     assert confidence.saved_ms(8) == 0
     for i in range(200):
@@ -538,7 +532,6 @@ class Always(SpeculationPolicy):
 
 @pytest.mark.parametrize("bias, widths", [(-30.0, {1}), (30.0, {8})])
 def test_a_session_verifies_what_the_head_believes_in(session, bias, widths):
-    """The text stays the target's, and nothing is built for it behind the first steps."""
     want = session.generate("def f(", 40, mode="plain", ignore_end=True)[0]
     weight = session.drafter.weights["conf_proj.bias"]
     lib.ggml_backend_tensor_set(weight, ffi.new("float[]", [bias]), 0, 4)

@@ -184,7 +184,6 @@ def test_a_drafter_that_becomes_right_is_found_despite_ngram_drafts(wrong, monke
 
 
 def test_a_copy_does_not_pay_for_a_drafter_that_rests(monkeypatch):
-    """With room for 64 rows it caught up every fourth block: 4 % of the time of a text in which it drafts once."""
     one = "embedded pair, one core"
     alone = milliseconds("copy", one, monkeypatch, suffix=True)
     assert milliseconds("copy", one, monkeypatch, drafter=True, suffix=True, most=64) > 1.03 * alone

@@ -160,7 +160,6 @@ def test_reasoning():
 
 
 def test_reasoning_of_gemma_4():
-    """It may come again, empty too, and its markers alone."""
     empty = "<|channel>thought\n<channel|>"
     for text in (f"{empty}Hi<channel|>", f"{empty}Hi{empty}", f"{empty}Hi{empty}<channel|>", f"<|channel>{empty}Hi"):
         assert whole(text, "gemma 4", tools=()) == ("Hi", "", [])
@@ -256,7 +255,6 @@ def strict(text):
     ],
 )  # fmt: skip
 def test_arguments_are_always_json(written, value):
-    """Also where the model writes what is none, or what cannot be sent."""
     tools = [{"function": {"name": "look_up", "parameters": {"type": "object", "properties": {"word": {}, "n": {}}}}}]
     as_json = f'{{"word": {written}, "n": 3}}'
     texts = {"Hermes": f'<tool_call>{{"name": "look_up", "arguments": {as_json}}}</tool_call>', "Kimi K2": CALLS["Kimi K2"].replace(AS_JSON, as_json),

@@ -77,7 +77,6 @@ def test_lone_surrogates_become_question_marks(tokenizer):
 
 
 def test_control_tokens_are_only_recognised_when_asked_for(tokenizer):
-    """A prompt that contains the text of an end token must not end anything."""
     end = tokenizer.n_vocab - 2
     assert tokenizer.encode("a<|end|>b", special=True) == [97, end, 98]
     assert end not in tokenizer.encode("a<|end|>b") and tokenizer.decode(tokenizer.encode("a<|end|>b")) == "a<|end|>b"
@@ -91,7 +90,6 @@ def test_control_tokens_are_silent_unless_asked_for(tokenizer):
 
 
 def test_ids_outside_the_vocabulary_have_no_bytes(tokenizer):
-    """llama.cpp throws a C++ exception through the C call, which ends the process."""
     assert [tokenizer.piece(i) for i in (-1, tokenizer.n_vocab, 1 << 30)] == [b""] * 3
 
 
@@ -238,7 +236,6 @@ def test_a_stop_string_ends_the_text_before_it(pieces, stops, text):
 
 
 def test_any_split_of_any_bytes_gives_the_same_text():
-    """Against the definition: decode everything, cut at the first stop string."""
     rng = random.Random(3)
     for _ in range(4000):
         alphabet = rng.choice([b"ab", b"a\xe2\x82\xac", bytes(range(256))])

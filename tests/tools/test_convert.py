@@ -143,8 +143,6 @@ def test_the_block_direction_is_written(tmp_path, change, causal):
 
 
 def test_sliding_window_follows_layer_types(tmp_path):
-    """llama.cpp's converter drops the pattern unless use_sliding_window is set; an explicit false switches it off."""
-
     def sliding(use):
         def change(config, tensors):
             config.update(layer_types=["sliding_attention", "full_attention"], sliding_window=64, use_sliding_window=use)
@@ -159,7 +157,6 @@ def test_sliding_window_follows_layer_types(tmp_path):
 
 
 def test_gemma_targets_get_an_embedding_scale_and_their_soft_cap(tmp_path):
-    """Configs do not mention either; a drafter without the scale reads embeddings that are sqrt(n_embd) too small."""
     model = Model(DEMO_TARGET)
     model.keys = {key.replace("qwen35.", "gemma4."): value for key, value in model.keys.items()}
     model.keys["general.architecture"] = (8, b"gemma4")
@@ -206,7 +203,6 @@ def _set(**values):
 
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_a_dflash2_comes_back_bit_by_bit(tmp_path, prefix):
-    """Convolutions, whose kernels stay F32, and the selector; with another type the matrices alone are in it."""
     target = write_qwen3(tmp_path / "t.gguf", Shape())
     before = write_dflash2(tmp_path / "d.gguf", Shape(), taps=3)
     folder = export(before, tmp_path / "checkpoint", as_dflash2(before), prefix)
@@ -438,13 +434,11 @@ def test_layers_that_an_eagle3_reads_when_it_does_not_say(tmp_path, target):
 
 
 def test_an_eagle3_by_another_name(tmp_path, target):
-    """Some call themselves by their target's class; the layer's name says what they are."""
     found, _ = meta(tmp_path, target, _set(architectures=["LlamaForCausalLM"]))
     assert found["general.architecture"] == "eagle3"
 
 
 def test_stretched_positions(tmp_path, target):
-    """llama3: factors of frequencies, from 1 for short waves to the whole factor for long ones; yarn: the keys of llama.cpp's converter."""
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     meta(tmp_path, target, _set(rope_scaling=rope, rope_theta=500000.0))
     factors = floats(tmp_path / "o.gguf")["rope_freqs.weight"]
@@ -470,7 +464,6 @@ def test_stretched_positions(tmp_path, target):
     ],
 )
 def test_a_dspark_comes_back_bit_by_bit(tmp_path, nested, options):
-    """The ids of such files equal llama.cpp's (tests/drafters/test_parity.py)."""
     target = write_qwen35(tmp_path / "t.gguf", SMALL)
     before = write_dspark(tmp_path / "d.gguf", SMALL, **options)
     source = export(before, tmp_path / "checkpoint", as_dspark(before, nested))

@@ -124,7 +124,6 @@ def test_copies_of_experts_for_prompts(tmp_path, write):
 
 
 def test_copies_of_layers_are_planned(tmp_path):
-    """Two places for the weights, and the layers' own rows and states on the device that computes chunks with them; the host has the layers twice."""
     path, options = write_qwen35(tmp_path / "t.gguf", Shape(), "Q4_K"), {"device": "CPU,CPU", "n_ctx": 300, "tensor_split": [3, 1]}
     without, planned = plan(path, **options), _assert_exact(path, None, offload_prompts=1, **options)
     assert 0 < planned.copied == planned.memory["weights"] - without.memory["weights"]
@@ -181,7 +180,6 @@ def test_every_architecture_with_everything_at_once(tmp_path, arch):
 
 @pytest.mark.parametrize("write", [write_qwen35, write_gemma4])
 def test_the_width_of_passes_and_the_threads(tmp_path, write):
-    """`pyspec plan` knew neither -ub nor -t: rings and the buffers of prompts grow with the one, nothing with the other."""
     shape = Shape(window=12, n_ctx=1280)
     pair = write(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)
     plans = [_assert_exact(*pair, n_ctx=1100, chunk=chunk) for chunk in (16, 512, 1024)]
