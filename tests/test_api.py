@@ -84,14 +84,11 @@ def test_a_type_checker_knows_the_options(tmp_path):
     assert '"n_ctx"' in errors[2] and "n_context" in errors[3], done.stdout
 
 
-def test_many_prompts_come_back_in_their_order(demo):
+def test_many_prompts(demo):
     got = demo.generate_all(iter(TEXTS), 9, slots=2, ignore_end=True)
     assert [text for text, _ in got] == [demo.generate(text, 9, mode="plain", ignore_end=True)[0] for text in TEXTS]
     assert [stats.emitted for _, stats in got] == [9] * len(TEXTS)
     assert demo.generate_all([]) == []
-
-
-def test_one_text_is_no_list_of_prompts_and_one_bad_prompt_ends_all(demo):
     with pytest.raises(ContextError, match="one text"):
         demo.generate_all("def f(x):", 5)
     with pytest.raises(ContextError, match="does not fit"):
@@ -277,15 +274,12 @@ def test_widths_and_rows(engine):
     refused(engine.step_graph, "verify", 1.5)
 
 
-def test_a_sequence_cannot_go_on_from_nowhere(engine):
+def test_sequences_from_nowhere(engine):
     for length, last_token in ((-1, 1), (129, 1), (1.5, 1), ("x", 1), (5, -1), (5, OUTSIDE), (5, NAN), (5, HUGE)):
         engine.reset()
         refused(engine.resume, length, last_token)
     assert engine.cursor.committed == 0
     refused(engine.plain_step), refused(engine.fused_step), refused(engine.verify_step, [1])
-
-
-def test_rows_of_a_block_that_a_prompt_came_after_cannot_be_accepted(engine):
     engine.fused_step()
     engine.prefill([5])
     refused(engine.accept, 3, 1)

@@ -82,15 +82,12 @@ def test_a_build_shows_its_steps_and_keeps_its_wheel(cache, source):
     assert "llama_cpp/lib/libllama.so" in zipfile.ZipFile(wheel).namelist() or sys.platform != "linux"
 
 
-def test_a_build_that_fails_says_why_and_keeps_nothing(cache, source):
+def test_builds_that_fail(cache, source):
     (source / "llama.c").write_text('#error "no such luck"\n')
     with pytest.raises(BuildError, match="llama-cpp-python could not be built: .*no such luck") as caught:
         building.build_wheel(building.build_key(), source=source)
     assert any("no such luck" in line for line in caught.value.log) and building.kept_wheel(building.build_key()) is None
     assert not list((cache / "pyggml_spec" / "wheels").glob("building-*"))
-
-
-def test_cmakes_errors_are_quoted_with_what_they_mean():
     lines = ["-- Found", "  CMake Error at ggml-cuda/CMakeLists.txt:178 (target_link_libraries):", '    Target "ggml-cuda" links to:', "", "      CUDA::cublas", "",
              "    but the target was not found.  Possible reasons include:", "ERROR: Failed to build"]  # fmt: skip
     assert building.failure_reason(lines).endswith(
@@ -416,7 +413,7 @@ def test_a_build_that_fails_says_why_and_leaves_nothing(empty_cache, monkeypatch
     assert raised.value.log and rpc_library.kept() is None and not list(rpc_library.place().parent.iterdir())
 
 
-def test_it_is_built_once_and_alone():
+def test_the_rpc_library_is_built_alone():
     need_library()
     path = rpc_library.kept()
     before = path.stat().st_mtime_ns
@@ -425,9 +422,6 @@ def test_it_is_built_once_and_alone():
     for other in (["--cuda"], ["--arch", "90"], ["--no-patches"], ["--out", "x"]):
         done = CliRunner().invoke(command, ["--rpc", *other])
         assert done.exit_code == 2 and "give it alone" in done.output
-
-
-def test_its_patch_changes_nothing_else():
     files = {name for patch in rpc_library.rpc_patches() for name in patch.files}
     assert files and all(name.startswith(rpc_library.FOLDER) or name == "ggml/include/ggml-rpc.h" for name in files)
 

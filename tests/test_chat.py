@@ -109,13 +109,10 @@ def test_what_a_user_or_an_answer_says_is_never_a_control_token(talker, source):
         assert count(evil, evil, evil) == harmless, evil
 
 
-def test_thinking_changes_the_prompt(talker):
+def test_thinking_and_failed_turns(talker):
     template, _ = chat_template(talker)
     lengths = {thinking: say(Chat(talker, template, thinking=thinking), "he", 2)[1].prompt_tokens for thinking in (None, True, False)}
     assert lengths[None] == lengths[True] < lengths[False]
-
-
-def test_a_turn_that_fails_leaves_the_conversation_as_it_was(talker):
     chat = Chat(talker, chat_template(talker)[0])
     say(chat, "he", 3)
     before = list(chat.messages)

@@ -66,13 +66,10 @@ def test_asyncio(server, want):
     assert asyncio.run(main()) == want
 
 
-def test_a_result_without_reading(server, want):
+def test_results_stop_texts_and_limits(server, want):
     handles = [server.submit(prompt, 20) for prompt in PROMPTS]
     assert [handle.result(WAIT)[0] for handle in reversed(handles)] == [want[prompt] for prompt in reversed(PROMPTS)]
     assert handles[0].result(WAIT) == (want[PROMPTS[0]], handles[0].stats)  # asked again, the same
-
-
-def test_stop_text_and_limits(server, want):
     text = want[PROMPTS[0]]
     got, stats = server.submit(PROMPTS[0], 20, stop=[text[4:7]]).result(WAIT)
     assert got == text[: text.index(text[4:7])] and stats.stop_reason == "stop"
@@ -114,15 +111,12 @@ def test_where_no_block_can_pay_requests_do_not_draft_either(session, monkeypatc
             assert any(slot.drafting for slot in server.engine.runner.slots) == drafts  # one of the two was the plain one's last
 
 
-def test_sampling_repeats_with_its_seed(server):
+def test_seeds_and_cancelling(server, want):
     sampled = Sampling(temperature=1.0, seed=7, logprobs=2)
     a, b = (server.submit(PROMPTS[0], 20, sampling=sampled) for _ in range(2))
     events = list(a)
     assert "".join(event.text for event in events) == b.result(WAIT)[0]
     assert sum(len(event.logprobs) for event in events) == a.stats.emitted and a.stats.seed == 7
-
-
-def test_cancelling_frees_the_slot_for_the_next(server, want):
     with server.submit(PROMPTS[0], ignore_end=True) as endless:
         next(endless)
     handles = [server.submit(prompt, 20) for prompt in PROMPTS[:3]]

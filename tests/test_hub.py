@@ -67,15 +67,12 @@ def test_which_file_a_name_means(quant, drafter, name):
     assert _chosen(FILES, quant, drafter) == name
 
 
-def test_which_drafter_is_taken_of_several():
+def test_which_drafter_and_which_quantisation():
     names = ["mtp-m-Q8_0.gguf", "eagle3-m-F16.gguf", "dspark-m-Q8_0.gguf", "sub/dflash-m-F16.gguf", "m-F16.gguf"]
     for kind in ("sub/dflash-m-F16.gguf", "dspark-m-Q8_0.gguf", "eagle3-m-F16.gguf", "mtp-m-Q8_0.gguf"):
         assert _chosen(names, None, True) == kind and _chosen(names, None, False) == "m-F16.gguf"
         names.remove(kind)
     assert _chosen(names, None, True) == "m-F16.gguf"
-
-
-def test_defaults_when_the_usual_quantisations_are_missing():
     assert _chosen(["a-F16.gguf", "a-Q8_0.gguf"], None, False) == "a-Q8_0.gguf"
     assert _chosen(["mmproj-a.gguf", "a-Q5_1.gguf", "a-F16.gguf"], None, False) == "a-Q5_1.gguf"
     assert _chosen(["a-Q4_K_M.gguf"], None, True) == "a-Q4_K_M.gguf"  # a drafter's own repository

@@ -20,7 +20,7 @@ FIRST, SECOND = "def quicksort(items):\n", "import os\n"
 session = loaded(pair=True, n_ctx=256, draft_width=4)
 
 
-def test_a_generation_that_another_one_interrupts_says_so(session):
+def test_generations_exclude_each_other(session):
     """It went on in the other one's caches, with text that looks right."""
     want = session.generate(SECOND, 20)[0]
     left = session.steps(FIRST, 20)
@@ -30,9 +30,6 @@ def test_a_generation_that_another_one_interrupts_says_so(session):
     with pytest.raises(EngineError, match="ended by the next one"):
         next(left)
     assert begun + "".join(event.text for event in other) == want
-
-
-def test_a_half_read_generation_does_not_step_during_requests(session):
     left = session.steps(FIRST, 20)
     next(left)
     with session.concurrent(slots=1) as server:
@@ -42,10 +39,7 @@ def test_a_half_read_generation_does_not_step_during_requests(session):
             session.calibrate_plain()
         assert server.submit(SECOND, 5).result(120)[1].emitted == 5
 
-
-def test_a_generation_inside_of_another_one_is_refused(session):
-    """As from a second thread: two would step one engine at the same time."""
-
+    # As from a second thread: two would step one engine at the same time.
     def inside(done, total):
         with pytest.raises(EngineError, match="generating already"):
             session.generate(SECOND, 1)
@@ -221,7 +215,7 @@ def test_a_session_is_not_closed_under_a_step(pair):
         session.generate(SECOND, 3)
 
 
-def test_the_statistics_of_an_event_are_those_of_its_moment(session):
+def test_statistics_of_events_and_of_early_ends(session):
     """All events shared one object, which said "20 emitted" in the first of them."""
     events = list(session.steps(FIRST, 20))
     done = 0
@@ -231,9 +225,6 @@ def test_the_statistics_of_an_event_are_those_of_its_moment(session):
         assert sum(event.stats.widths.values()) == event.stats.steps
     assert [bool(event.stats.stop_reason) for event in events] == [False] * (len(events) - 2) + [True] * 2  # the last tokens, and the end
     assert sorted(event.stats.seconds["decode"] for event in events) == [event.stats.seconds["decode"] for event in events]
-
-
-def test_own_statistics_are_complete_when_a_generation_is_closed_early(session):
     stats = session.new_stats()
     left = session.steps(FIRST, 20, stats=stats)
     next(left), next(left)

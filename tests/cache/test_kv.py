@@ -67,17 +67,11 @@ def test_contexts_are_rounded_up_to_whole_spans(n, rounded):
     assert padded(n) == rounded
 
 
-def test_every_layer_has_its_own_shape_and_trash_rows(cache):
+def test_shapes_and_creation(cache):
     assert [(k.ne[0], k.ne[1], v.ne[0], v.ne[1]) for k, v, *_ in cache.layers] == [(128, 528, 128, 528), (32, 528, 32, 528)]
     assert cache.nbytes >= 2 * 2 * 528 * (128 + 32)
-
-
-def test_everything_is_zero_at_creation(cache):
-    """0 * NaN is NaN: a masked row of whatever was in memory before would poison every attention."""
+    # 0 * NaN is NaN: a masked row of whatever was in memory before would poison every attention.
     assert all(not content(t, np.uint8).any() for layer in cache.layers for t in (layer.k, layer.v))
-
-
-def test_filling_leaves_the_mask_constant_alone(cache):
     cache.fill(0xFF)
     assert (content(cache.layers[1].k, np.uint8) == 0xFF).all()
     assert (content(cache.mask_base, np.float32) == 0.5 - np.arange(528)).all()
@@ -90,13 +84,10 @@ def test_rows_are_written_at_their_positions_and_others_to_trash_rows(cache, fir
     assert len(set(written)) == min(count, live + TRASH)
 
 
-def test_a_model_without_attention_layers_has_a_cache_of_nothing(backend):
+def test_caches_without_attention_and_the_newest_rows_of_rings(backend):
     cache = KVCache(backend, [], 16, TRASH)
     assert cache.layers == () and (content(cache.mask_base, np.float32) == 0.5 - np.arange(KV_BUCKET + TRASH)).all()
     cache.close()
-
-
-def test_a_ring_shows_its_newest_rows_and_hides_what_was_never_written(backend):
     cache = KVCache(backend, [KVShape(1, 32, sliding=True)], 4 * KV_BUCKET, TRASH, window=100, widest=16)
     try:
         assert 0 < cache.ring < cache.live
@@ -140,15 +131,12 @@ def test_the_rotation_is_its_own_inverse(n):
     assert np.allclose(hadamard(n) @ hadamard(n), np.eye(n), atol=1e-6) and hadamard(n).shape == (n, n)
 
 
-def test_poisoning_rows_leaves_the_rotation_alone(backend):
+def test_rotations_and_heads_of_quantised_rows(backend):
     cache = KVCache(backend, [KVShape(2, 64)], 256, TRASH, types=KVTypes("q8_0", "q4_0"))
     cache.fill(0xFF)
     layer = cache.layers[0]
     assert (content(layer.rotation_k, np.float32).reshape(64, 64) == hadamard(64)).all() and (content(layer.v, np.uint8) == 0xFF).all()
     cache.close()
-
-
-def test_heads_that_are_not_whole_blocks(backend):
     with pytest.raises(ModelError, match="the target's heads of 80 values.*blocks of 32.*q8_0.*`cache_type_v` f16"):
         check_types(KVTypes("f16", "q8_0"), [KVShape(2, 80)], backend, draft=False)
     with pytest.raises(ModelError, match="the drafter's.*`draft_cache_type_k`"):
@@ -179,16 +167,13 @@ def test_an_indexers_rows_of_a_type_that_a_device_cannot_score(backend, monkeypa
         check_types(KVTypes("iq4_nl", "iq4_nl"), [shape], backend, draft=False)
 
 
-def test_a_pair_whose_drafter_cannot(tmp_path):
+def test_pairs_and_contexts_at_their_limits(tmp_path):
     target, draft = write_qwen35(tmp_path / "t.gguf", Shape()), write_dflash(tmp_path / "d.gguf", Shape(draft_head_size=80))
     with pytest.raises(ModelError, match="the drafter's heads of 80"):
         ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_cache_type_k="q8_0")
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, cache_type_k="q8_0", cache_type_v="q4_0") as session:
         assert session.configuration().kv_type == "K q8_0 V q4_0, drafter f16"
-
-
-def test_a_position_sees_itself_and_not_the_next_in_the_longest_context():
-    """Masks are computed in F32 from 0.5 - position; from 2^23 on the half is lost, and tokens did not see themselves."""
+    # Masks are computed in F32 from 0.5 - position; from 2^23 on the half is lost, and tokens did not see themselves.
     last = np.float32(MOST_CONTEXT - 1)
     assert last + (np.float32(0.5) - last) > 0 > last + np.float32(0.5 - MOST_CONTEXT)
 
@@ -197,7 +182,7 @@ def state(cursor):
     return cursor.committed, cursor.last_token, cursor.room
 
 
-def test_advance_and_reset():
+def test_the_cursor_moves_within_the_context():
     cursor = Cursor(10)
     assert state(cursor) == (0, None, 10)
     cursor.advance(4, 7)
@@ -205,9 +190,6 @@ def test_advance_and_reset():
     assert state(cursor) == (5, 8, 5)
     cursor.reset()
     assert state(cursor) == (0, None, 10)
-
-
-def test_a_refused_move_changes_nothing():
     cursor = Cursor(4)
     cursor.advance(4, 1)
     cursor.advance(0, 1)
@@ -215,9 +197,6 @@ def test_a_refused_move_changes_nothing():
         with pytest.raises(EngineError, match=f"{rows}"):
             cursor.advance(rows, 2)
         assert state(cursor) == (4, 1, 0)
-
-
-def test_the_error_names_all_three_numbers_and_the_remedy():
     cursor = Cursor(100, 30)
     cursor.check_fits(70)
     with pytest.raises(ContextError) as caught:

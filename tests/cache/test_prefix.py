@@ -90,7 +90,7 @@ def cache(engine):
 
 
 @pytest.mark.slow
-def test_a_prompt_repeated(engine, cache):
+def test_reuse_by_one_sequence(engine, cache):
     prompt = tokens(1, 330)
     want = answer(engine, prompt)
     first, *others = [answer(engine, prompt, cache) for _ in range(3)]
@@ -98,21 +98,13 @@ def test_a_prompt_repeated(engine, cache):
     for got in (first, *others):
         assert_same(got, want)
     assert all(got.reused == 320 and got.where == {"in place": 10, "memory": 0, "disk": 0} for got in others)
-
-
-@pytest.mark.slow
-def test_prompts_that_share_a_beginning(engine, cache):
     shared, stateful = tokens(2, 300), engine.sequence.stateful
     prompts = [shared + tokens(seed, 150) for seed in (3, 4, 5)]
     runs = [answer(engine, prompt, cache) for prompt in prompts]
     assert [run.reused for run in runs] == [0, 256 if stateful else 288, 288]
     for run, prompt in zip(runs, prompts):
         assert_same(run, answer(engine, prompt))
-
-
-@pytest.mark.slow
-def test_conversation(engine, cache):
-    """Every turn is the prompt before, the answer to it, and more: what was generated is computed again, as without a cache."""
+    # Every turn is the prompt before, the answer to it, and more: what was generated is computed again, as without a cache.
     prompt, prompts, runs = tokens(6, 70), [], []
     for turn in range(4):
         runs.append(answer(engine, prompt, cache))
@@ -124,7 +116,7 @@ def test_conversation(engine, cache):
 
 
 @pytest.mark.slow
-def test_rows_that_were_overwritten_come_back_from_memory(engine, cache):
+def test_rows_that_were_overwritten(engine, cache):
     one, two = tokens(7, 200), tokens(8, 260)
     want = answer(engine, one), answer(engine, two)
     answer(engine, one, cache), answer(engine, two, cache)
@@ -132,11 +124,7 @@ def test_rows_that_were_overwritten_come_back_from_memory(engine, cache):
         run = answer(engine, prompt, cache)
         assert_same(run, fresh)
         assert run.where == {"in place": 0, "memory": (len(prompt) - 1) // CHUNK, "disk": 0}
-
-
-@pytest.mark.slow
-def test_another_use_of_the_engine_invalidates_rows_in_place(engine, cache):
-    """Measuring step costs, for instance, overwrites what was in place."""
+    # Measuring step costs, for instance, overwrites what was in place.
     prompt = tokens(9, 100)
     want = answer(engine, prompt)
     answer(engine, prompt, cache)
@@ -159,7 +147,7 @@ def test_a_prompt_always_leaves_a_token_to_compute(engine, cache, length):
 
 
 @pytest.mark.slow
-def test_plain_and_speculative_prompts_are_kept_apart(engine, cache):
+def test_prompts_of_each_kind_and_interrupted_ones(engine, cache):
     """A plain sequence has no drafter rows: drafting after it would be blind."""
     prompt = tokens(11, 100)
     want = answer(engine, prompt), answer(engine, prompt, mode=PLAIN)
@@ -168,10 +156,6 @@ def test_plain_and_speculative_prompts_are_kept_apart(engine, cache):
     assert plain.reused == speculative.reused == 0
     assert_same(speculative, want[0])
     assert_same(answer(engine, prompt, cache, PLAIN), want[1])
-
-
-@pytest.mark.slow
-def test_an_interrupted_prompt_is_reused_as_far_as_it_came(engine, cache):
     prompt = tokens(12, 330)
     want = answer(engine, prompt)
     cache.begin(prompt)
@@ -337,39 +321,27 @@ def held(copies: ChunkStore) -> set[int]:
     return {key[0] for key, chunk in copies.chunks.items() if chunk.data}
 
 
-def test_a_key_depends_on_every_token_before_it_and_on_the_seed():
-    """Equal chunks after different ones have other K/V rows. Without this every test of reuse passed: few prompts have a chunk in common only."""
+def test_keys_and_budgets_of_chunks():
+    # Equal chunks after different ones have other K/V rows. Without this every test of reuse passed: few prompts have a chunk in common only.
     a, b = np.arange(12), np.r_[np.arange(3), 99, np.arange(4, 12)]
     one, other = chunk_keys(a, 4, b"seed"), chunk_keys(b, 4, b"seed")
     assert len(set(one + other)) == 6 and chunk_keys(a[:8], 4, b"seed") == one[:2] != chunk_keys(a[:8], 4, b"other")
     assert len({*end_keys(a[:3], one[0]), *end_keys(a[:3], other[0])}) == 6
-
-
-def test_what_is_kept_stays_within_the_budget():
-    """With the budget ignored the whole suite passed."""
+    # With the budget ignored the whole suite passed.
     copies = ChunkStore(100)
     assert kept(copies, 0, 60) and kept(copies, 1, 40) and copies.used_bytes == 100
     assert kept(copies, 2, 30) and copies.used_bytes <= 100 and 2 in held(copies)
     assert not kept(copies, 3, 101) and 2 in held(copies)  # what never fits drives nothing out
-
-
-def test_the_longest_unused_goes_first_and_of_equals_the_deepest():
     copies = ChunkStore(100)
     for number in range(4):
         assert kept(copies, number, 25)
     copies.chunks[b"\0"].used[ROWS] = copies.chunks[b"\3"].used[ROWS] = 5
     assert kept(copies, 4, 25) and held(copies) == {0, 1, 3, 4}
     assert kept(copies, 5, 25) and held(copies) == {0, 1, 3, 5}
-
-
-def test_what_is_spared_stays_even_if_the_new_part_does_not_fit_then():
     copies = ChunkStore(100)
     assert kept(copies, 0, 50) and kept(copies, 1, 50)
     spared = [copies.chunks[b"\0"], copies.chunks[b"\1"]]
     assert not kept(copies, 2, 10, spare=spared) and held(copies) == {0, 1} and copies.used_bytes == 100
-
-
-def test_a_device_without_memory_costs_no_account():
     copies = ChunkStore(100)
     assert not copies.keep(copies.chunk(b"a", 0, 1), ROWS, Part(10, memory=False)) and copies.used_bytes == 0
 

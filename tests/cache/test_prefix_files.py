@@ -137,7 +137,7 @@ def test_random_bit_flips_never_change_the_answer(engine, want, tmp_path):
         assert len(notes) == 1 or (path.suffix == ".state" and not notes)  # only the deepest state is read
 
 
-def test_another_model_or_layout_is_said_and_not_used(engine, want, tmp_path):
+def test_files_of_another_model_or_name(engine, want, tmp_path):
     cached(engine, tmp_path)
     run, notes = cached(engine, tmp_path, layout="model: two")
     assert run.reused == 0 and len(notes) == 1 and "'model: one' there, 'model: two' here" in notes[0]
@@ -149,9 +149,6 @@ def test_another_model_or_layout_is_said_and_not_used(engine, want, tmp_path):
     name = next(name for name in os.listdir(tmp_path) if name.endswith(".rows"))
     with pytest.raises(Refused, match="another prefix|another model or layout"):
         files.read(open(tmp_path / name, "rb"), tmp_path / name, KEY, "rows", 1)
-
-
-def test_a_file_under_another_name_is_refused(tmp_path):
     files = PrefixFiles(tmp_path, "model: one", MANY)
     files.store(KEY, "rows", np.arange(10, dtype=np.uint8))
     os.rename(files.path_of(KEY, "rows"), files.path_of(KEY[::-1], "rows"))
@@ -266,15 +263,12 @@ def open_umask():
     os.umask(old)
 
 
-def test_files_and_the_folder_that_is_made_are_the_users_alone(tmp_path, open_umask):
+def test_files_are_the_users_alone(tmp_path, open_umask):
     """Rows are what a prompt becomes: they were readable for everybody, as the umask had it."""
     files = PrefixFiles(tmp_path / "a" / "b", "model: one", MANY)
     files.store(KEY, "rows", np.zeros(10, np.uint8))
     assert stat.S_IMODE(os.stat(tmp_path / "a" / "b").st_mode) == 0o700 and files.notes == []
     assert [stat.S_IMODE(path.stat().st_mode) for path in files.folder.iterdir()] == [0o600]
-
-
-def test_a_folder_that_others_can_list_is_said_and_its_files_are_closed_to_them(tmp_path):
     files = PrefixFiles(tmp_path, "model: one", MANY)
     files.store(KEY, "rows", np.zeros(10, np.uint8))
     files.path_of(KEY, "rows").chmod(0o644)

@@ -105,15 +105,12 @@ def test_another_owner_finds_nothing(pair, scheduler):
         assert stream.stats.reused_tokens == reused, owner
 
 
-def test_identical_prompts(pair, scheduler):
+def test_identical_prompts_and_cancelled_ones(pair, scheduler):
     streams = [scheduler.submit(tokens(6, 330), OPTIONS) for _ in range(4)]
     scheduler.run()
     check(pair, streams)
     assert [s.stats.reused_tokens for s in streams] == [0, 329, 329, 329]  # all but the last token, also within a chunk
     assert scheduler.stats.prompt_tokens == 333
-
-
-def test_the_sequence_that_computes_a_prefix_may_be_cancelled(pair, scheduler):
     prompt = tokens(7, 400)
     first, second, third = (scheduler.submit(prompt, OPTIONS) for _ in range(3))
     scheduler.step(), scheduler.step()
@@ -124,7 +121,7 @@ def test_the_sequence_that_computes_a_prefix_may_be_cancelled(pair, scheduler):
     assert first.shares == second.shares == third.shares == []  # no chain of old requests stays in memory
 
 
-def test_reuse_while_another_sequence_decodes(pair, scheduler):
+def test_reuse_beside_others_and_by_kind(pair, scheduler):
     shared = tokens(8, 260)
     a = scheduler.submit(tokens(9, 20), GenerationOptions(60, SPECULATIVE))
     scheduler.step()
@@ -132,10 +129,7 @@ def test_reuse_while_another_sequence_decodes(pair, scheduler):
     scheduler.run()
     check(pair, [b, c])
     assert a.tokens == pair.solo(a.prompt, 60) and c.stats.reused_tokens == 256
-
-
-def test_plain_and_speculative_prompts_are_kept_apart(pair, scheduler):
-    """A plain sequence leaves no drafter rows: drafting after them would be blind."""
+    # A plain sequence leaves no drafter rows: drafting after them would be blind.
     prompt = tokens(11, 200)
     streams = [scheduler.submit(prompt, GenerationOptions(12, PLAIN)), scheduler.submit(prompt, OPTIONS)]
     scheduler.run()
@@ -241,7 +235,7 @@ def test_the_next_turn_reuses_the_answer(any_pair, slots, mode):
             assert again.stats.reused_tokens >= before - 100 - 2 * CHUNK - 45  # a state was kept within the long prompt too
 
 
-def test_an_end_inside_a_block(any_pair):
+def test_ends_within_blocks_and_without_reuse(any_pair):
     """A token limit and a stop in the middle of an accepted block: only what counts is kept."""
     with make(any_pair) as scheduler:
         prompt = tokens(21, 100)
@@ -254,9 +248,6 @@ def test_an_end_inside_a_block(any_pair):
             following = run(scheduler, [*fresh, *ended.tokens, 7], 8)
             assert following.stats.reused_tokens == 99 + count
             assert any_pair.agrees([*fresh, *ended.tokens, 7], following.tokens)
-
-
-def test_reuse_false_uses_nothing_and_leaves_nothing(any_pair):
     with make(any_pair) as scheduler:
         prompt = tokens(22, 200)
         first = run(scheduler, prompt, reuse=False)
@@ -351,7 +342,7 @@ def test_the_next_process_goes_on_where_the_last_one_was(any_pair, tmp_path):
         assert second.stats.reused_from == {"in place": 0, "memory": 0, "disk": 4} and not second.stats.notes
 
 
-def test_a_damaged_file_costs_a_sentence_and_its_part_of_the_prompt(any_pair, tmp_path):
+def test_damaged_files_and_files_of_one_slot(any_pair, tmp_path):
     prompt = tokens(63, 3 * CHUNK + 20)
     with with_files(any_pair, tmp_path) as scheduler:
         first = run(scheduler, prompt)
@@ -364,9 +355,6 @@ def test_a_damaged_file_costs_a_sentence_and_its_part_of_the_prompt(any_pair, tm
         assert any("cut short" in note for note in second.stats.notes)
     with with_files(any_pair, tmp_path) as scheduler:  # written again
         assert run(scheduler, following).stats.reused_tokens >= 3 * CHUNK
-
-
-def test_one_slots_files_and_shared_ones_are_not_mixed(any_pair, tmp_path):
     engine = any_pair.batch(1, chunk=CHUNK)
     assert layout_of(engine, versions()) != layout_of(engine, versions(), shared=True)
     assert layout_of(engine, versions(), shared=True) == layout_of(any_pair.batch(2, chunk=CHUNK), versions(), shared=True)
@@ -418,7 +406,7 @@ def test_what_waits_for_the_disk_is_bounded(any_pair, tmp_path, monkeypatch):
     assert not writer.wants(bytes(32), "rows", 1000) and not writer.wants(bytes(31) + b"1", "rows", 1)
 
 
-def test_nothing_is_kept_of_a_sequence_whose_drafter_gave_nan(any_pair):
+def test_nothing_is_kept_of_what_is_not_finite(any_pair):
     """Its rows went into the cache: what continued after them had no drafts, without a note."""
     with make(any_pair) as scheduler:
         prompt = tokens(71, 100)
@@ -431,9 +419,6 @@ def test_nothing_is_kept_of_a_sequence_whose_drafter_gave_nan(any_pair):
         turn = run(scheduler, prompt + stream.tokens + tokens(72, 20), 12)
         assert turn.stats.nan_drafts == 0 and turn.stats.reused_tokens <= len(prompt) and turn.stats.drafted > 8
         assert any_pair.agrees(turn.prompt, turn.tokens)
-
-
-def test_nothing_is_kept_of_a_prompt_whose_end_is_not_finite(any_pair):
     with make(any_pair) as scheduler:
         prompt, used = tokens(73, 4 * CHUNK + 9), 0
         stream = scheduler.submit(prompt, GenerationOptions(4, PLAIN))

@@ -118,7 +118,7 @@ def test_three_turns_through_a_terminal_with_drafts_in_each(terminal, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_the_answer_and_twice_the_chat(terminal):
+def test_ctrl_c_and_the_end_of_input(terminal):
     chat = terminal(*DEMO, "-n", 400, "-l", "4094-inf", "--temp", 1, "-s", 1)
     chat.until("> ")
     chat.type("import os\r")
@@ -131,17 +131,13 @@ def test_ctrl_c_stops_the_answer_and_twice_the_chat(terminal):
     chat.until("> ")
     chat.interrupt_until("Ctrl-C again")
     assert chat.ends_by_interrupt() == 130
-
-
-@pytest.mark.slow
-def test_end_of_input_ends_the_chat(terminal):
     chat = terminal(*DEMO)
     chat.until("> ")
     chat.type("\x04")
     assert chat.ends() == 0
 
 
-def test_piped_lines_are_turns_and_stdout_is_the_answers(talker):
+def test_piped_lines_and_defaults(talker):
     lines = "he\n\n /not a command\nhe\\\nhe\n/stats\n"
     done = pyspec("chat", *talker, "-n", 6, stdin=lines.encode())
     assert done.returncode == 0 and "conversation: 3 answers" in done.stderr and "> " not in done.stdout.decode("utf-8", "replace")
@@ -149,31 +145,22 @@ def test_piped_lines_are_turns_and_stdout_is_the_answers(talker):
     assert "\x1b" not in done.stderr and "thinking on, the default" in done.stderr
     quiet = pyspec("chat", *talker, "-n", 6, "-q", stdin=b"he\n")
     assert quiet.stderr == "" and done.stdout.startswith(quiet.stdout)
-
-
-def test_the_embedded_pair_chats_without_a_model_or_a_template():
     done = pyspec("chat", "-t", 1, "-n", 8, stdin=b"def add(a, b):\n")
     assert done.returncode == 0 and done.stdout.strip() and "ended by" in done.stderr
 
 
-def test_thinking_is_shown_and_switched(talker):
+def test_names_of_the_template_and_full_contexts(talker):
     done = pyspec("chat", *talker, "-n", 2, "--no-think", stdin=b"he\n/think on\nhe\n/think\n/think maybe\n")
     assert "thinking off;" in done.stderr and done.stderr.count("thinking on\n") == 2
     assert done.returncode == 1 and "use /think on or /think off" in done.stderr
     one_sentence(pyspec("chat", *DEMO, "--think", "-q", stdin=b""), "no thinking mode")
     named = pyspec("chat", *talker, "-n", 2, "--chat-template-kwargs", '{"enable_thinking": false}', stdin=b"he\n/think\n")
     assert "thinking off;" in named.stderr and named.stderr.endswith("thinking off\n")
-
-
-def test_names_that_the_template_knows_reach_it(talker):
     template = "{{ raise_exception(effort) if effort else '' }}{{ messages[-1].content }}"
     options = "chat", *talker, "-n", 2, "-q", "--chat-template", template
     assert pyspec(*options, stdin=b"he\n").returncode == 0
     done = pyspec(*options, "--chat-template-kwargs", '{"effort": "low"}', stdin=b"he\n")
     assert done.returncode == 1 and "refuses this conversation: 'low'" in done.stderr
-
-
-def test_a_full_context_is_said_and_reset_makes_room():
     done = pyspec("chat", *DEMO, "-c", 64, stdin=b"def f(a):\nx\n/reset\ndef f(a):\n")
     assert done.stderr.count("is full: /reset begins anew") == 2 and "/reset forgets the conversation" in done.stderr
     assert done.returncode == 1 and done.stderr.count("ended by: context") == 2
@@ -236,14 +223,10 @@ def test_a_template_that_fails_fails_the_turn_and_not_the_chat(talker, template)
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_ends_the_chat(talker):
+def test_readers_that_leave_and_piped_ctrl_c(talker):
     process = start("chat", *talker, "-n", 400, "-q", stdin=subprocess.PIPE)
     process.stdout.close()
     assert process.communicate(b"he\nhe\n", timeout=100)[1] == b"" and process.returncode == 141
-
-
-@pytest.mark.slow
-def test_piped_ctrl_c_is_130(talker):
     process = start("chat", *talker, "-q", stdin=subprocess.PIPE)
     process.stdin.write(b"he\n")
     assert process.stdout.read(1)  # the answer has begun

@@ -32,15 +32,12 @@ def test_every_command_has_help(command):
     assert done.returncode == 0 and not done.stderr and f"Usage: pyspec {command}" in done.stdout.decode()
 
 
-def test_help_lists_every_command_with_its_purpose():
+def test_the_list_of_commands():
     listed = pyspec("--help").stdout.decode()
     assert all(f"\n  {name} " in listed for name in Commands.names)
     assert "..." not in listed.split("Commands:")[1]
     assert pyspec("-h").stdout.decode() == listed
-
-
-def test_the_list_of_commands_needs_no_ggml():
-    """It is what a user with a wrong llama-cpp-python sees first."""
+    # It is what a user with a wrong llama-cpp-python sees first.
     code = "import sys; from pyggml_spec.cli.main import cli; cli.main(['--help'], standalone_mode=False); sys.exit('llama_cpp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
@@ -55,42 +52,30 @@ def test_long_help_is_grouped_and_complete(command):
     assert all(option.opts[0] in shown for options in groups.values() for option in options)
 
 
-def test_help_begins_with_what_is_typed_first():
+def test_help_and_version():
     """It began with the stretching of positions."""
     first = [params.opts[0] for params in grouped(run.command.params)["Options"]]
     assert first[:3] == ["-p", "-f", "-n"]
-
-
-def test_groups_name_options_that_exist():
     modules = [__import__(f"pyggml_spec.cli.{command}", fromlist=["command"]) for command in ("run", "chat", "bench", "serve")]
     assert {name for names in GROUPS.values() for name in names} <= {p.name for module in modules for p in module.command.params}
-
-
-def test_version_and_unknown_commands():
     assert pyspec("--version").stdout.startswith(b"pyspec, version ")
     done = pyspec("fly")
     assert done.returncode == 2 and "fly" in done.stderr
 
 
 # -- inspect
-def test_inspect_shows_metadata_tensors_and_use(pair):
+def test_inspect_as_text_and_json(pair, tmp_path):
     target, drafter = (pyspec("inspect", path).stdout.decode() for path in pair)
     assert "a qwen35 target of 4 layers" in target and "give it with -m" in target
     assert "qwen35.block_count" in target and "blk.0.ffn_up.weight" in target and "f32" in target
     assert "a dflash drafter with blocks of 16 that reads the inputs of target layers 1, 2, 3" in drafter
     assert "blk.0" not in pyspec("inspect", "--no-tensors", pair[0]).stdout.decode()
-
-
-def test_inspect_json_is_one_object(pair):
     seen = json.loads(pyspec("inspect", pair[0], "--json").stdout)
     assert seen["usable"] and seen["version"] == 3 and seen["nbytes"] == pair[0].stat().st_size
     assert seen["metadata"]["qwen35.block_count"] == "4"
     tensor = next(t for t in seen["tensors"] if t["name"] == "output.weight")
     assert tensor == {"name": "output.weight", "type": "f32", "shape": [256, 320], "bytes": 4 * 256 * 320}
     assert sum(seen["bytes_by_type"].values()) == sum(t["bytes"] for t in seen["tensors"])
-
-
-def test_inspect_of_another_architecture_says_so(tmp_path):
     (tmp_path / "x.gguf").write_bytes(gguf([key("general.architecture", STR, "mamba9")], [info("t")], bytes(128)))
     done = pyspec("inspect", tmp_path / "x.gguf")
     assert done.returncode == 0 and "cannot be run: it has the architecture 'mamba9', which does not run here yet" in done.stdout.decode()
@@ -110,13 +95,9 @@ def test_inspect_writes_what_the_locale_cannot(pair):
     assert pyspec("inspect", pair[0], env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}).returncode == 0
 
 
-def test_inspect_refuses_what_is_no_gguf(tmp_path):
+def test_devices_and_files_that_are_no_gguf(tmp_path, pair):
     (tmp_path / "x").write_bytes(b"hello")
     one_sentence(pyspec("inspect", tmp_path / "x"), "not a GGUF")
-
-
-# -- devices
-def test_devices_names_the_cpu():
     assert any(line.startswith("CPU ") for line in pyspec("devices").stdout.decode().splitlines())
     done = pyspec("devices", "--json")
     listed = [json.loads(line) for line in done.stdout.splitlines()]
@@ -125,14 +106,16 @@ def test_devices_names_the_cpu():
     )  # a CPU build on a GPU's machine is not silent
     cpu = next(d for d in listed if d["name"] == "CPU")
     assert cpu["kind"] == "cpu" and cpu["memory_total"] > 0
-
-
-# -- compare
-def test_compare_ends_with_one_json_line(pair):
     done = pyspec("compare", "--logits", pair[0], "--tokens", 16, "--device", "CPU", "-t", 1, "--kernels", "ggml", "--json")
     result = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0 and {"nmse", "max_abs", "argmax_agree", "greedy_agree", "tokens"} <= set(result)
     assert result["tokens"] == 16 and result["nmse"] <= 1e-10 and result["argmax_agree"] == 1.0
+
+
+# -- devices
+
+
+# -- compare
 
 
 @pytest.mark.slow
@@ -207,7 +190,7 @@ def _run(*args):
     return pyspec("convert", *args)
 
 
-def test_one_line_and_a_file(demo, tmp_path):
+def test_convert_from_outside(demo, tmp_path):
     out = tmp_path / "o.gguf"
     done = _run(demo, "-m", DEMO_TARGET, "-o", out, "-t", 1)
     assert done.returncode == 0 and done.stderr == "" and out.exists()
@@ -216,9 +199,6 @@ def test_one_line_and_a_file(demo, tmp_path):
     assert again.returncode == 1 and again.stderr.count("\n") == 1 and "--force" in again.stderr
     assert _run(demo, "-m", DEMO_TARGET, "-o", out, "--force", "-t", 1).returncode == 0
     assert list(tmp_path.iterdir()) == [out]
-
-
-def test_usage_and_errors(demo, tmp_path):
     assert _run(demo, "-o", tmp_path / "o.gguf").returncode == 2
     bad = _run(demo, "-m", DEMO_DRAFTER, "-o", tmp_path / "o.gguf", "--type", "int3")
     assert bad.returncode == 1 and bad.stderr.startswith("pyspec: 'int3' is not a type")
@@ -255,7 +235,7 @@ ON_CPU = ("--device", "CPU", "-t", 1, "-c", 256)
 
 
 @pytest.mark.slow
-def test_a_failed_check_is_exit_code_3(pair):
+def test_doctors_exit_codes(pair, tmp_path):
     """The random drafter was never trained for its random target: nothing it reads helps it."""
     done = pyspec("doctor", "-m", pair[0], "-md", pair[1], *ON_CPU)
     assert done.returncode == 3, done.stderr
@@ -263,19 +243,11 @@ def test_a_failed_check_is_exit_code_3(pair):
     assert text.startswith(f"target {pair[0]}\ndrafter {pair[1]}\n") and "no check failed" not in text
     assert "fit to this target" in text and "FAIL" in text and "\nfit to this target: use the drafter that was made for" in text
     assert done.stderr.splitlines() == [done.stderr.strip()] and "checks failed" in done.stderr
-
-
-@pytest.mark.slow
-def test_json_is_one_object(pair, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc def ghi"}\n\n{"name": "x", "prompt": "jkl"}\n')
     done = pyspec("doctor", "-m", pair[0], "-md", pair[1], *ON_CPU, "--prompts", prompts, "--json")
     report = json.loads(done.stdout)
     assert report["passed"] is (done.returncode == 0) and report["prompts"] == 2 and report["checks"]
-
-
-@pytest.mark.slow
-def test_what_cannot_be_examined_is_one_sentence(pair, tmp_path):
     bad = tmp_path / "bad.jsonl"
     one_sentence(pyspec("doctor", "-m", pair[0]), "-md")
     one_sentence(pyspec("doctor", "-m", pair[1], "-md", pair[0]), "drafter")
@@ -306,7 +278,7 @@ def prompts(tmp_path):
 
 
 @pytest.mark.slow
-def test_lengths_in_every_form(pinned):
+def test_bench_of_lengths(pinned):
     done = pyspec("bench", *pinned, "-p", "8,16", "-n", 4, "-r", 2, "--json")
     assert done.returncode == 0 and "configuration: " in done.stderr
     lines = done.stdout.decode().splitlines()
@@ -314,11 +286,7 @@ def test_lengths_in_every_form(pinned):
     assert [row["test"] for row in json.loads(lines[-1])["rows"]] == ["pp8", "pp16", "tg4", "spec4"]
     table = list(csv.DictReader(pyspec("bench", *pinned, "-p", "8", "-n", 4, "-r", 1, "-o", "csv").stdout.decode().splitlines()))
     assert [row["test"] for row in table] == ["pp8", "tg4", "spec4"] and all(float(row["tok/s"]) > 0 for row in table)
-
-
-@pytest.mark.slow
-def test_nothing_to_measure_is_an_error_of_usage():
-    """It loaded the pair and printed an empty table."""
+    # It loaded the pair and printed an empty table.
     done = pyspec("bench", "-p", 0, "-n", 0)
     assert done.returncode == 2 and "there is nothing to measure" in done.stderr and not done.stdout
 

@@ -46,16 +46,13 @@ def test_a_fork_ends_as_a_process_does(forks, code):
     assert run(forks, code, b"given") == (own.returncode, own.stdout, own.stderr.encode())
 
 
-def test_a_full_output_is_status_120(forks):
+def test_full_outputs_and_long_texts(forks):
     code = (
         "import os, sys; sys.stdout.reconfigure(write_through=False); sys.stdout.write('a'); os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
     )
     status, _, err = run(forks, code)
     own = subprocess.run([sys.executable, "-c", code], capture_output=True)
     assert status == own.returncode == 120 and b"Exception ignored" in err and b"Exception ignored" in own.stderr
-
-
-def test_texts_longer_than_a_pipe_holds_go_both_ways(forks):
     text = bytes(range(256)) * 2000
     assert run(forks, "import sys; sys.stdout.buffer.write(sys.stdin.buffer.read())", text) == (0, text, b"")
     assert run(forks, "pass", text) == (0, b"", b"")  # nor need it be read
@@ -114,14 +111,11 @@ def test_an_interrupted_command_is_ended_and_the_next_gets_its_own_status(forks,
     assert run(forks, "import sys; sys.exit(5)") == (5, b"", b"")
 
 
-def test_where_the_forked_process_has_died_another_is_started(forks):
+def test_dead_parents_and_variables(forks):
     run(forks, "pass")
     forks.process.kill()
     os.waitid(os.P_PID, forks.process.pid, os.WEXITED | os.WNOWAIT)
     assert run(forks, "import sys; sys.exit(6)") == (6, b"", b"")
-
-
-def test_variables_that_a_user_has_set_for_pyspec_are_not_there():
     code = "from cli import process; print([name for name in process._forks._env if name.startswith('PYSPEC_')])"
     env = {**os.environ, "PYSPEC_THREADS": "7", "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)

@@ -65,37 +65,25 @@ def test_the_locale_does_not_change_the_text(pinned, text):
     assert done.stdout.decode() == text
 
 
-def test_prompt_from_a_file_and_from_stdin(pinned, text, tmp_path):
+def test_prompts_of_every_source(pinned, text, tmp_path):
     (tmp_path / "prompt").write_text(PROMPT)
     assert pyspec("run", *pinned, "-f", tmp_path / "prompt", "-n", 40, "-q").stdout.decode() == text
     assert pyspec("run", *pinned, "-n", 40, "-q", stdin=PROMPT.encode()).stdout.decode() == text
-
-
-def test_a_prompt_that_is_no_utf8_runs(pinned):
     done = pyspec("run", *pinned, "-n", 2, "-q", stdin=b"\xff\xfe\xf7\xbf\xbf\xbf\0")
     assert done.returncode == 0 and done.stdout
     assert pyspec("run", *pinned, "-n", 2, "-q", "-p", os.fsdecode(b"caf\xe9")).returncode == 0
-
-
-def test_modes_and_aliases_give_the_same_text(pinned, text):
     for more in (["--mode", "reference"], ["--reference-shape"]):
         done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, *more)
         assert done.stdout.decode() == text and "unused (reference mode: the text is that of --draft-width 4)" in done.stderr
-
-
-def test_a_stop_string_ends_the_text(pinned, text):
     stop = text[10:14]
     done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, "--stop", "not in it", "--stop", stop)
     assert done.stdout.decode() == text[: text.index(stop)] and "ended by: stop" in done.stderr
-
-
-def test_no_tokens_is_no_text(pinned, tmp_path):
     done = pyspec("run", *pinned, "-p", PROMPT, "-n", 0, "--stats", tmp_path / "s.json")
     assert (done.returncode, done.stdout) == (0, b"") and json.loads((tmp_path / "s.json").read_text())["emitted"] == 0
 
 
 # -- statistics
-def test_statistics_have_the_documented_keys_and_add_up(pinned, tmp_path):
+def test_statistics_files(pinned, tmp_path, text):
     pyspec("run", *pinned, "-p", PROMPT, "-n", 40, "-q", "--stats", tmp_path / "s.json")
     s = json.loads((tmp_path / "s.json").read_text())
     assert set(s) >= DOCUMENTED and set(s["seconds"]) == {"load", "prefill", "decode"}
@@ -107,24 +95,17 @@ def test_statistics_have_the_documented_keys_and_add_up(pinned, tmp_path):
     assert {"pyggml_spec", "llama_cpp_python", "ggml"} <= set(s["versions"])
     assert len(s["matched_per_position"]) == 3
     assert os.listdir(tmp_path) == ["s.json"]
-
-
-def test_statistics_that_cannot_be_written_cost_neither_the_text_nor_the_footer(pinned, text):
-    """A disk that is full by then. A folder that is missing, or in the file's place, is said at once: test_usage.py."""
+    # A disk that is full by then. A folder that is missing, or in the file's place, is said at once: test_usage.py.
     done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, "--stats", "/dev/full")
     assert (done.returncode, done.stdout.decode()) == (1, text)
     assert "ended by: length" in done.stderr and "statistics cannot be written" in done.stderr.splitlines()[-1]
-
-
-def test_old_statistics_are_replaced(pinned, tmp_path):
     (tmp_path / "s.json").write_text("old")
     pyspec("run", *pinned, "-p", PROMPT, "-n", 3, "-q", "--stats", tmp_path / "s.json")
     assert json.loads((tmp_path / "s.json").read_text())["emitted"] == 3
+    assert pyspec("run", *pinned, "-p", PROMPT, "-n", 5, "--require-spec").returncode == 0
 
 
 # -- requirements
-def test_require_spec_passes_when_drafts_were_verified(pinned):
-    assert pyspec("run", *pinned, "-p", PROMPT, "-n", 5, "--require-spec").returncode == 0
 
 
 @pytest.mark.slow
@@ -137,18 +118,14 @@ def test_require_spec_fails_with_the_reason(pinned, more, words):
     assert done.returncode == 3 and words in done.stderr
 
 
-def test_require_spec_without_a_drafter(pair):
+def test_outputs_that_end_early(pair, pinned, tmp_path):
     run = ["run", "-m", pair[0], "--device", "CPU", "-t", 1, "-p", PROMPT, "-n", 3, "--require-spec"]
     done = pyspec(*run)
     assert done.returncode == 3 and done.stdout and "| n-gram drafts (suffix) where the text repeats |" in done.stderr
     assert "only suffix could draft, and nothing in the text repeated" in done.stderr and "-md" in done.stderr
     done = pyspec(*run, "--spec-type", "none")
     assert done.returncode == 3 and "no drafter: plain decoding" in done.stderr and "--spec-type none takes all drafts away" in done.stderr
-
-
-# -- an output that goes away
-def test_a_reader_that_stops_reading_ends_the_run_quietly(pinned, tmp_path):
-    """`| head -c 10`: no traceback, no 'Exception ignored' at the end of the interpreter."""
+    # `| head -c 10`: no traceback, no 'Exception ignored' at the end of the interpreter.
     process = start("run", *pinned, "-p", PROMPT, "--ignore-eos", "--stats", tmp_path / "s.json")
     head = process.stdout.read(10)
     process.stdout.close()
@@ -156,12 +133,12 @@ def test_a_reader_that_stops_reading_ends_the_run_quietly(pinned, tmp_path):
     assert process.wait(60) == 141 and 0 < len(head) <= 10
     assert "Traceback" not in err and "Exception" not in err and "Broken" not in err
     assert json.loads((tmp_path / "s.json").read_text())["steps"] > 0
-
-
-def test_a_full_disk_is_one_sentence(pinned):
     with open("/dev/full", "wb") as full:
         done = pyspec("run", *pinned, "-p", PROMPT, "-n", 5, "-q", stdout=full)
     assert done.returncode == 1 and done.stderr == "pyspec: the output cannot be written: No space left on device\n"
+
+
+# -- an output that goes away
 
 
 @pytest.mark.slow
@@ -175,7 +152,7 @@ def test_closed_standard_streams_are_no_crash(pinned, tmp_path):
 
 
 # -- what cannot be run
-def test_usage_errors_are_2(pinned, pair):
+def test_usage_errors_and_prompts(pinned, pair):
     for more, words in (
         (["-p", "a", "-f", "b"], "not with both"),
         (["--unknown"], "--unknown"),
@@ -185,29 +162,20 @@ def test_usage_errors_are_2(pinned, pair):
     ):
         done = pyspec("run", *pinned, *more)
         assert done.returncode == 2 and not done.stdout and words in done.stderr
-
-
-def test_an_empty_prompt_is_one_sentence(pinned):
     one_sentence(pyspec("run", *pinned, "-q", "-p", ""), "prompt is empty")
     one_sentence(pyspec("run", *pinned, "-q", stdin=b""), "no prompt")
-
-
-def test_a_prompt_longer_than_the_context_is_one_sentence(pinned):
     one_sentence(pyspec("run", *pinned, "-q", "-c", 64, "-p", "x" * 65), "65", "64", "-c")
     assert pyspec("run", *pinned, "-q", "-c", 64, "-p", "x" * 64).returncode == 0
 
 
-def test_a_file_that_is_a_device_or_a_pipe_is_written_to_and_not_replaced(pinned, tmp_path):
+def test_files_of_devices_and_links(pinned, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     done = pyspec("run", *pinned, "-p", PROMPT, "-n", 3, "-q", "--stats", tmp_path / "pipe")
     assert done.returncode == 0 and json.loads(os.read(reader, 1 << 16))["emitted"] == 3 and (tmp_path / "pipe").is_fifo()
     os.close(reader)
     assert pyspec("run", *pinned, "-p", PROMPT, "-n", 3, "-q", "--stats", "/dev/full").returncode == 1 and not os.path.isfile("/dev/full")
-
-
-def test_a_statistics_file_is_written_through_no_link(tmp_path):
-    """A link with the name that the part file was going to have, by the process id, sent the statistics into another file."""
+    # A link with the name that the part file was going to have, by the process id, sent the statistics into another file.
     victim, path = tmp_path / "victim", tmp_path / "s.json"
     victim.write_text("mine")
     (tmp_path / f".s.json.{os.getpid()}.part").symlink_to(victim)
@@ -248,25 +216,16 @@ def _stats(**more) -> Stats:
     return stats
 
 
-def test_speculation_that_never_drafted_is_not_called_speculative():
+def test_speeds_in_the_footer():
     """Width control may take plain steps throughout: their speed is not that of speculation."""
     assert "decoded plainly at 4.5 tok/s" in footer(_stats(), 100.0) and "speedup" not in footer(_stats(), 100.0)
-
-
-def test_the_speed_of_this_text_is_told_from_plain_decoding_in_general():
-    """It said "plain 10.0 tok/s (calibrated) | plain 4.5 tok/s"."""
+    # It said "plain 10.0 tok/s (calibrated) | plain 4.5 tok/s".
     stats = _stats()
     stats.mode = "plain"
     assert "plain 10.0 tok/s (calibrated) | decoded plainly at 4.5 tok/s" in footer(stats, 100.0)
-
-
-def test_no_step_has_no_widths():
-    """`-n 0` said "steps: ; plain decoding: 3024 tok/s expected"."""
+    # `-n 0` said "steps: ; plain decoding: 3024 tok/s expected".
     assert "steps:" not in footer(Stats(mode="speculative", device="CPU", width_reason="plain decoding: 3 tok/s expected"), None)
-
-
-def test_a_drafter_that_will_not_draft_is_called_idle():
-    """It said "width chosen from 1" where no block width pays."""
+    # It said "width chosen from 1" where no block width pays.
     memory = {"weights": 1, "kv": 1, "compute": 1}
     lines = {
         widths: configuration_line(Configuration("t", "d", None, "CPU", 1, 16, widths, 256, "", "f16", "ggml", memory, ()), None)
@@ -303,15 +262,12 @@ def _drafted(**more) -> Stats:
     return drafted
 
 
-def test_a_speedup_over_a_busy_moment_is_not_claimed():
+def test_speeds_that_are_not_claimed():
     assert "plain 2.0 tok/s (calibrated)" in (line := footer(_drafted(), 500.0)) and "speedup 1.50x" in line
     for line in (footer(_drafted(), 500.0, True), footer(_drafted(contended_s=0.5), 500.0)):
         assert "plain 2.0" not in line and "speedup" not in line and "expected" not in line
         assert "no speed of plain decoding to compare with: other work had the processor" in line
-
-
-def test_no_speed_is_printed_that_the_same_run_contradicts():
-    """It said "plain 0.4 tok/s (measured on a busy processor) | decoded plainly at 109.0 tok/s"."""
+    # It said "plain 0.4 tok/s (measured on a busy processor) | decoded plainly at 109.0 tok/s".
     plainly = _stats()
     for _ in range(40):
         plainly.add_time(1, 10_000_000, 2, True)
@@ -324,9 +280,6 @@ def test_no_speed_is_printed_that_the_same_run_contradicts():
     for n in range(60):
         drafted.add_time(1 if n % 10 else 4, 10_000_000, 2, True)
     assert "speedup" in footer(drafted, 10.0) and "speedup" not in footer(drafted, 30.0)
-
-
-def test_few_plain_steps_say_nothing_of_what_they_take():
     stats = _stats()
     for _ in range(5):
         for rows in (4, 1, 1, 1, 1):  # the first ones after a block find caches cold
@@ -337,36 +290,27 @@ def test_few_plain_steps_say_nothing_of_what_they_take():
 N = ["-p", PROMPT, "-n", 30]
 
 
-def test_a_seed_gives_its_text_again_in_both_modes(pinned):
+def test_seeds_and_defaults_of_sampling(pinned, text, tmp_path):
     options = ["--temp", 1.2, "--seed", 5, "--repeat-penalty", 1.1]
     first, again, plain = (pyspec("run", *pinned, *N, *options, *more) for more in ([], [], ["--reference-shape"]))
     assert first.returncode == 0 and first.stdout == again.stdout == plain.stdout
     assert "temperature 1.2" in first.stderr.splitlines()[0] and "--seed 5" in first.stderr
     assert pyspec("run", *pinned, *N, "--temp", 1.2, "-s", 6, "-q").stdout != first.stdout
-
-
-def test_without_options_it_is_greedy_and_temperature_0_is_the_same(pinned, text):
     done = pyspec("run", *pinned, *N, "--temp", 0)
     assert text.startswith(done.stdout.decode()) and "| greedy |" in done.stderr and "--seed" not in done.stderr
-
-
-def test_one_sampling_option_brings_llama_cpps_defaults_and_says_so(pinned, tmp_path):
     done = pyspec("run", *pinned, *N, "--top-k", 7, "--stats", tmp_path / "s.json")
     assert "top-k 7, top-p 0.95, min-p 0.05, temperature 0.8" in done.stderr.splitlines()[0]
     stats = json.loads((tmp_path / "s.json").read_text())
     assert f"--seed {stats['seed']}" in done.stderr and "top-k 7" in stats["sampling"]
 
 
-def test_log_probabilities_of_every_token(pinned, tmp_path):
+def test_constraints_and_log_probabilities(pinned, tmp_path):
     done = pyspec("run", *pinned, *N, "--temp", 0, "--logprobs", tmp_path / "p.jsonl", "--n-probs", 2)
     lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     assert done.returncode == 0 and len(lines) == 30
     assert all(line["top"][0]["token"] == line["token"] and len(line["top"]) == 2 and line["logprob"] <= 0 for line in lines)
     missing = pyspec("run", *pinned, *N, "-q", "--logprobs", "/dev/full")
     assert missing.returncode == 1 and missing.stdout and "log probabilities cannot be written" in missing.stderr
-
-
-def test_bias_grammar_and_schema(tmp_path):
     demo = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-c", 512, "-q", "-p", "x = "]
     (tmp_path / "g").write_text('root ::= "[" [0-9]{3,3} "]"')
     assert pyspec("run", *demo, "--grammar-file", tmp_path / "g").stdout.decode().strip("[]").isdigit()
@@ -376,9 +320,6 @@ def test_bias_grammar_and_schema(tmp_path):
     assert pyspec("run", *demo, "--lark-file", tmp_path / "l").stdout.decode().strip("<>") in set("456789")
     plain, biased = (pyspec("run", *demo, "-n", 8, *more).stdout for more in ([], ["-l", "319-inf", "--logit-bias", "15+20.5"]))
     assert plain != biased
-
-
-def test_what_a_constraint_did_is_in_the_footer():
     demo = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-c", 512, "-p", "x = ", "-j", '{"enum": [{"a_rather_long_name": 1}]}']
     whole, cut = pyspec("run", *demo, "-n", 40), pyspec("run", *demo, "-n", 4)
     assert json.loads(whole.stdout) == {"a_rather_long_name": 1}
@@ -453,12 +394,9 @@ def test_a_bar_while_loading_and_none_while_text_streams(pinned, text):
     assert "\x1b" not in seen[seen.index(" tok/s") :]
 
 
-def test_no_color(pinned):
+def test_terminals_without_colour(pinned):
     _, seen = on_a_terminal("run", *pinned, "-p", PROMPT, "-n", 3, NO_COLOR="1")
     assert "weights" in seen and not COLOUR.search(seen)
-
-
-def test_a_dumb_terminal_gets_plain_lines(pinned):
     _, seen = on_a_terminal("run", *pinned, "-p", PROMPT, "-n", 3, TERM="dumb")
     assert "\x1b" not in seen and "configuration: " in seen
 
@@ -482,7 +420,7 @@ def run(pinned, tmp_path):
     return run
 
 
-def test_the_second_run_reuses_the_first(run, tmp_path):
+def test_prefix_cache_over_two_runs(run, tmp_path):
     folder = tmp_path / "made" / "on the way"
     (first, a), (second, b), (without, c) = (
         run("return 1", "--prefix-cache", folder),
@@ -494,9 +432,6 @@ def test_the_second_run_reuses_the_first(run, tmp_path):
     assert f"{b['reused_tokens']} of them from the prefix cache" in second.stderr and "prefix cache" not in first.stderr
     assert second.stdout == without.stdout
     assert [b[k] for k in ("drafted", "matched_at", "steps")] == [c[k] for k in ("drafted", "matched_at", "steps")] and b["drafted"] > 0
-
-
-def test_a_damaged_folder_costs_a_sentence(run, tmp_path):
     folder = tmp_path / "cache"
     want, _ = run("return 1", "--prefix-cache", folder)
     for path in folder.iterdir():
@@ -506,29 +441,20 @@ def test_a_damaged_folder_costs_a_sentence(run, tmp_path):
     assert stats["notes"] and "cut short" in stats["notes"][0] and f"note: {stats['notes'][0]}" in done.stderr
     done, stats = run("return 1", "--prefix-cache", folder)  # what was refused has been written again
     assert done.stdout == want.stdout and stats["reused_tokens"] > 0 and not stats["notes"]
-
-
-def test_a_folder_made_for_something_else_is_said(run, tmp_path):
     folder = tmp_path / "cache"
     run("return 1", "--prefix-cache", folder)
     done, stats = run("return 1", "--prefix-cache", folder, "-ub", 64)
     assert "was made for this model and layout ('chunk: 32' there, 'chunk: 64' here)" in done.stderr and stats["reused_tokens"] == 0
-
-
-def test_the_disk_limit_is_kept(run, tmp_path):
     run("return 1", "--prefix-cache", tmp_path / "cache", "--prefix-disk", 0)
     assert not os.listdir(tmp_path / "cache")
 
 
-def test_limits_of_a_cache_that_is_not_there_are_refused(pinned):
+def test_prefix_cache_folders_that_cannot_be(pinned, tmp_path):
     """They were dropped without a word."""
     for option in ("--prefix-disk", "--prefix-memory"):
         done = pyspec("run", *pinned, "-q", "-p", "x", "-n", 1, option, 100)
         assert done.returncode == 2 and f"{option} is a limit of the prefix cache" in done.stderr
     assert pyspec("run", *pinned, "-q", "-p", "x", "-n", 1, "--cache-ram", 0).returncode == 0
-
-
-def test_a_folder_that_cannot_be_made(pinned, tmp_path):
     done = pyspec("run", *pinned, "-q", "-p", "x", "--prefix-cache", "")
     assert done.returncode == 2 and "the name that --prefix-cache gives is empty" in done.stderr  # it was the current folder
     (tmp_path / "file").write_text("")

@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_a_model_is_loaded(monkey
 
 
 @pytest.mark.slow
-def test_require_spec_names_what_took_the_drafter_away(said):
+def test_notes_on_options(said, tmp_path):
     run = ["run", *CPU, "-n", "2", "-p", "def", "-q", "-c", "256", "--require-spec"]
     for options, words in (
         (["--no-spec", "draft-dflash"], "give a drafter with -md, or leave --no-spec out"),
@@ -117,10 +117,6 @@ def test_require_spec_names_what_took_the_drafter_away(said):
     ):
         code, text = said(*run, *options)
         assert code == 3 and words in text and "there is no drafter" not in text, text
-
-
-@pytest.mark.slow
-def test_stretched_positions_and_options_without_effect_are_said(said, tmp_path):
     run = ["run", *CPU, "-m", write_qwen3(tmp_path / "t.gguf"), "-n", "1", "-p", "a", "-c", "256"]
     for options, words in (
         (["--rope-scale", "2"], "note: positions are stretched 2 times"),
@@ -131,10 +127,6 @@ def test_stretched_positions_and_options_without_effect_are_said(said, tmp_path)
         code, text = said(*run, *options)
         assert code == 0 and words in text, text
     assert "positions are" not in said(*run)[1]
-
-
-@pytest.mark.slow
-def test_a_vocabulary_of_drafts_beyond_the_vocabulary_is_said(said):
     code, text = said("run", *CPU, "-n", "1", "-p", "a", "-c", "256", "--draft-vocab", "99999999")
     assert code == 0 and "--draft-vocab 99999999 changes nothing: the vocabulary has" in text, text
 
@@ -173,31 +165,22 @@ def test_an_error_of_the_system_is_called_what_it_is(said, monkeypatch, error, w
     assert said("run", "-p", "a") == (1, f"pyspec: {words}\n")
 
 
-def test_compare_names_its_own_options(said, pair):
+def test_options_of_compare_and_prompts(said, pair):
     code, text = said("compare", "--logits", pair[0], "--tolerance", "nan")
     assert code == 2 and "--tolerance is nan" in text
     code, text = said("compare", "--logits", pair[1])
     assert code == 1 and "is a drafter" in text and "-m" not in text.split() and "-md" not in text.split(), text
-
-
-def test_a_prompt_that_does_not_fit_is_told_of_a_context_not_of_slots(said):
     code, text = said("run", *CPU, "-q", "-c", "64", "-p", "x" * 65)
     assert code == 1 and "the context of 64; raise -c to 321 or more" in text, text
-
-
-def test_biases_of_one_token_add_up():
     from pyggml_spec.cli.sampling import take_sampling
 
     options = {"logit_bias": ("5+1", "5+2.5", "7-1"), "samplers": None, "seed": None}
     assert take_sampling(options).sampling()[0].logit_bias == {5: 3.5, 7: -1.0}
 
 
-def test_json_has_no_nan():
+def test_no_nan_in_json(tmp_path):
     value = {"a": [1.5, math.nan, (math.inf,)], "b": {"c": -math.inf, "d": "NaN"}}
     assert json.loads(json_line(value), parse_constant=pytest.fail) == {"a": [1.5, None, [None]], "b": {"c": None, "d": "NaN"}}
-
-
-def test_statistics_in_a_file_have_no_nan(tmp_path):
     stats = Stats(seconds={"load": math.nan, "prefill": math.inf, "decode": 1.0})
     assert write_stats(str(tmp_path / "s.json"), stats) is None
     text = (tmp_path / "s.json").read_text()
@@ -210,14 +193,11 @@ def run(target, draft=None, *more):
     return pyspec("run", "-m", target, *drafter, "--device", "CPU", "-t", 1, "-p", "a", "-n", 2, *more)
 
 
-def test_missing_files(pair, tmp_path):
+def test_missing_and_foreign_files(pair, tmp_path):
     one_sentence(run(tmp_path / "none.gguf"), "none.gguf does not exist")
     one_sentence(run(pair[0], tmp_path / "none.gguf"), "none.gguf does not exist")
     done = pyspec("run", "-m", pair[0], "-f", tmp_path / "none.txt")
     one_sentence(done, "none.txt", "No such file")
-
-
-def test_files_that_are_no_gguf(tmp_path):
     (tmp_path / "x").write_bytes(b"PK\3\4 not a model")
     one_sentence(run(tmp_path / "x"), "not a GGUF")
     one_sentence(run(tmp_path), "not a file")
@@ -360,35 +340,26 @@ def test_escapes_are_read_where_that_is_asked_for(said):
 PASTED = ["-ngl", 99, "-ngld", "all", "-fa", "on", "--spec-type", "draft-dflash", "--spec-draft-n-max", 3]
 
 
-def test_a_pasted_line_is_the_same_run(pair, pinned):
+def test_llama_cpps_lines_and_limits(pair, pinned):
     files = ["-m", pair[0], "--spec-draft-model", pair[1]]
     pasted = pyspec("run", *files, "-t", 1, "--device", "CPU", *PASTED, "-p", PROMPT, "-n", 20)
     ours = pyspec("run", *pinned, "-p", PROMPT, "-n", 20)
     assert pasted.returncode == 0 and pasted.stdout == ours.stdout and "width 4 " in pasted.stderr
     assert pasted.stderr.splitlines()[0] == ours.stderr.splitlines()[0]
-
-
-def test_a_limit_of_drafts_that_no_block_reaches(pair):
-    """llama.cpp's number is a limit, ours a width: the one is cut to the block, the other refused."""
+    # llama.cpp's number is a limit, ours a width: the one is cut to the block, the other refused.
     run = ["run", "-m", pair[0], "-md", pair[1], "-t", 1, "--device", "CPU", "-p", PROMPT, "-n", 2]
     done, refused = pyspec(*run, "--spec-draft-n-max", 99), pyspec(*run, "--draft-width", 100)
     assert done.returncode == 0 and "drafts are made where 99 may be" in done.stderr
     assert refused.returncode == 1 and "wider than the block" in refused.stderr
-
-
-def test_a_limit_of_drafts_where_nothing_drafts(pair):
-    """A command line with the limit and without a drafter was told that a draft width needs one."""
+    # A command line with the limit and without a drafter was told that a draft width needs one.
     run = ["run", "-m", pair[0], "-t", 1, "--device", "CPU", "-p", PROMPT, "-n", 4]
     for more in ([], ["--spec-type", "none"]):
         assert pyspec(*run, *more, "--draft-max", 8).returncode == 0
 
 
-def test_no_layers_on_the_device_is_the_cpu(pair):
+def test_layers_on_no_device(pair):
     done = pyspec("run", "-m", pair[0], "-t", 1, "-ngl", 0, "-p", PROMPT, "-n", 2)
     assert done.returncode == 0 and " on CPU " in done.stderr
-
-
-def test_some_layers_only_where_everything_is_on_the_cpu_anyway(pair):
     done = pyspec("run", "-m", pair[0], "-t", 1, "-ngl", 2, "-p", PROMPT, "-n", 2)
     assert done.returncode == 0 and " on CPU " in done.stderr
 
@@ -418,11 +389,8 @@ def test_what_they_cannot_have(options, words):
     assert done.returncode == 2 and words in done.stderr and not done.stdout
 
 
-def test_they_are_not_in_the_help():
+def test_hidden_options(tmp_path):
     assert "-ngl" not in pyspec("run", "--help").stdout.decode()
-
-
-def test_positions_can_be_stretched(tmp_path):
     run = ["run", "-m", write_qwen3(tmp_path / "t.gguf"), "-t", 1, "-p", PROMPT * 4, "-n", 24, "--ignore-eos"]
     plain, same = pyspec(*run), pyspec(*run, "--rope-scaling", "linear", "--rope-scale", 1)
     other = pyspec(*run, "--rope-scaling", "yarn", "--rope-scale", 16, "--yarn-orig-ctx", 64)
@@ -463,7 +431,7 @@ def test_no_sentence_of_the_library_names_an_option(path):
 
 
 @pytest.mark.slow
-def test_an_argument_is_said_as_the_option_of_the_running_command():
+def test_arguments_are_named_as_options():
     run, convert = (next(c for c in _commands() if c.name == name) for name in ("run", "convert"))
     assert (
         in_options("raise `n_ctx`, or `draft_width`; `cache_type_k` and `nothing`", run) == "raise -c, or --draft-width; -ctk and `nothing`"
@@ -473,10 +441,6 @@ def test_an_argument_is_said_as_the_option_of_the_running_command():
     with pytest.raises(ContextError, match="`n_ctx`"), ps.load(device="CPU", threads=1, n_ctx=64) as session:
         session.generate([1] * 65)
     one_sentence(pyspec("run", *CPU, "-q", "-c", 64, "-p", "x" * 65), "raise -c")
-
-
-@pytest.mark.slow
-def test_words_that_belong_to_no_option_get_a_hint():
     for command, hint in (("run", "with -p"), ("chat", "piped in")):
         done = pyspec(command, "Write a poem")
         assert done.returncode == 2 and "unexpected argument 'Write a poem'" in done.stderr and hint in done.stderr

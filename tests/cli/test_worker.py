@@ -42,7 +42,7 @@ def test_a_signal_ends_it_and_its_server(number):
     assert not listens(worker.port) and not os.path.exists(f"/proc/{server}")
 
 
-def test_its_server_ends_with_it_however_it_ended():
+def test_servers_that_end_and_break():
     worker = Worker()
     worker.process.kill()
     worker.process.communicate(timeout=20)
@@ -50,10 +50,7 @@ def test_its_server_ends_with_it_however_it_ended():
     while listens(worker.port):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_a_server_that_is_broken_is_started_anew():
-    """Who waits meanwhile is served by the next one."""
+    # Who waits meanwhile is served by the next one.
     with Worker() as worker:
         peer = Peer(worker)
         with peer.socket:
@@ -164,7 +161,7 @@ def test_weights_are_sent_once_with_a_cache(tmp_path, monkeypatch):
         assert run(worker)[1] == again[1]
 
 
-def test_what_cannot_be_served_is_a_sentence():
+def test_what_is_wrong_is_a_sentence():
     port = free_port()
     with fake_server(lambda connection: None) as taken:
         one_sentence(pyspec("worker", "--port", taken), f"cannot listen at 127.0.0.1:{taken}", "pick another --port or --host")
@@ -172,16 +169,10 @@ def test_what_cannot_be_served_is_a_sentence():
     one_sentence(pyspec("worker", "--port", port, "--device", "CPU,cpu"), "not a list of different names")
     one_sentence(pyspec("worker", "--port", port, "--host", "nowhere.invalid"), "'nowhere.invalid' is not known")
     one_sentence(pyspec("worker", "--port", port, env={"XDG_CACHE_HOME": "/nonexistent"}), "was not built yet; run `pyspec build --rpc`")
-
-
-def test_what_is_wrong_with_a_worker_is_a_sentence_of_run():
     one_sentence(pyspec("run", "--device", f"RPC:127.0.0.1:{free_port()}", *ARGUMENTS), "nothing listens at")
     one_sentence(pyspec("run", "--device", "RPC:nowhere.invalid:1", *ARGUMENTS), "'nowhere.invalid' is not known")
     with fake_server(lambda connection: connection.sendall(b"220 mail.example ready, and more than eight bytes\r\n")) as port:
         one_sentence(pyspec("run", "--device", f"RPC:127.0.0.1:{port}", *ARGUMENTS), "does not respond as a worker")
-
-
-def test_commands_take_a_worker_as_a_device():
     with Worker() as worker:
         done = pyspec("run", "--device", worker.device, *ARGUMENTS)
         assert done.returncode == 0 and f"on {worker.device}" in done.stderr and "is not encrypted" in done.stderr

@@ -75,15 +75,12 @@ def test_the_output_matches_and_equals_plain_decoding(demo, values):
     assert text == demo.generate("import os\n\n", 120, sampling=sampling, mode="reference")[0]
 
 
-def test_json_by_schema(demo):
+def test_schemas_and_dead_ends(demo):
     text, stats = demo.generate("config = ", 200, sampling=Sampling(json_schema=json.dumps(SCHEMA), temperature=0.6, seed=4))
     value = json.loads(text)
     assert set(value) == {"name", "kind", "sizes"} and value["kind"] in ("list", "dict") and all(type(n) is int for n in value["sizes"])
     assert stats.stop_reason == "end" and stats.drafted > 0
-
-
-def test_a_grammar_that_no_token_continues_is_said(demo):
-    """Nothing is left after the bias; llama.cpp would end the process when it is told to accept a token that does not fit."""
+    # Nothing is left after the bias; llama.cpp would end the process when it is told to accept a token that does not fit.
     with pytest.raises(ps.EngineError, match="no token"):
         demo.generate(
             "a", 5, sampling=Sampling(temperature=0, grammar="root ::= [a-z]+", logit_bias={i: float("-inf") for i in range(4090)})
@@ -264,7 +261,7 @@ def test_texts_of_a_grammar(tokenizer, grammar, good, bad):
         assert (whole and state.complete) is fits, text
 
 
-def test_tokens_are_named_by_id_or_by_text(tokenizer):
+def test_tokens_and_classes(tokenizer):
     name, token = next((name, token) for name, token in tokenizer.control_tokens().items() if not tokenizer.is_end(token))
     assert name.startswith("<")
     assert name.endswith(">")
@@ -272,9 +269,6 @@ def test_tokens_are_named_by_id_or_by_text(tokenizer):
         assert Grammar("grammar", grammar, tokenizer).fits([token, *tokenizer.encode("a", bos=False)]) == 2
     assert not Grammar("grammar", f'root ::= !{name} "a"', tokenizer).allows(token)
     assert not Grammar("grammar", "root ::= .*", tokenizer).allows(token), "the name of a control token is no text"
-
-
-def test_classes_hold_what_they_say():
     (part,) = parse(r"root ::= [^b-y\U00000061-\u0063]").values()
     assert part == Characters(((0, 0x60), (0x7A, 0xD7FF), (0xE000, 0x10FFFF)))
 
@@ -451,7 +445,7 @@ def test_every_cut_of_a_text_is_held_to_the_same(tokenizer):
                 one.accept(tokens[taken])
 
 
-def test_before_the_trigger_everything_may_come(tokenizer):
+def test_triggers_of_text_and_tokens(tokenizer):
     lazy = LazyGrammar("grammar", TOOL_CALL, [WORD], tokenizer)
     assert lazy.complete and lazy.forced(8) == [] and not lazy.ended
     for token in tokenizer.encode("def f(x):\n    return <tool", bos=False):
@@ -461,9 +455,6 @@ def test_before_the_trigger_everything_may_come(tokenizer):
     assert len(path) == 5 and len(bits) == 6
     lazy.accept(end(tokenizer))
     assert lazy.ended and lazy.complete
-
-
-def test_a_token_as_trigger(tokenizer):
     brace = tokenizer.encode("{", bos=False)[-1]
     lazy = LazyGrammar("grammar", 'root ::= "{" [0-9]+ "}"', [brace], tokenizer)
     lazy.accept(tokenizer.encode("a", bos=False)[-1])
@@ -524,7 +515,7 @@ def test_what_a_trigger_forbids_is_found_once(tokenizer, monkeypatch):
     assert len(lazy_module.known_states[Vocabulary.of(tokenizer)]) == KEPT
 
 
-def test_many_long_triggers_are_no_burden(tokenizer):
+def test_long_triggers(tokenizer):
     """64 words of 256 characters have 16,000 ends; each token was compared with all of them, minutes for a large vocabulary."""
     words = [f"{i:02}" + "ab" * 127 for i in range(64)]
     grammar = "root ::= (" + " | ".join(f'"{word}"' for word in words) + ") [0-9]+"
@@ -534,10 +525,7 @@ def test_many_long_triggers_are_no_burden(tokenizer):
     for token in tokenizer.encode("x" + words[7][:-1], bos=False):
         lazy.accept(token)
     assert lazy.fits(tokenizer.encode("b7", bos=False)) == 2 and lazy.fits(tokenizer.encode("bx", bos=False)) < 2
-
-
-def test_a_slow_constraint_after_a_long_trigger_is_an_error(tokenizer):
-    """All that a pattern has found is given to the constraint at once: of an ambiguous one that would take seconds."""
+    # All that a pattern has found is given to the constraint at once: of an ambiguous one that would take seconds.
     words = " | ".join(" ".join("s" * n) for n in range(2, 7))
     lazy = LazyGrammar("grammar", f"root ::= s\ns ::= {words} | [a-z]", [Pattern("(a[a-z]*)!")], tokenizer)
     began = time.thread_time()

@@ -66,15 +66,12 @@ def test_what_the_file_gives_away_is_named(glance, tmp_path, name):
     json.dumps(report.as_dict(), allow_nan=False)
 
 
-def test_a_causal_block_is_read_as_one(glance, tmp_path):
+def test_causal_blocks_and_wide_hidden_states(glance, tmp_path):
     """No failure here: the embedded drafter drafts as well either way (3.64 against 3.75 tokens per block, likelihood unchanged)."""
     model = Model(DEMO_DRAFTER)
     model.keys["dflash.attention.causal"] = (BOOL, True)
     report = examine_drafter(glance, model.write(tmp_path / "drafter.gguf"))
     assert report.check("block direction").found.startswith("causal block")
-
-
-def test_hidden_states_beyond_f16_are_named(tmp_path):
     write_loud_target(tmp_path / "target.gguf", 2.0**14)
     write_own_embedding(tmp_path / "drafter.gguf")
     subject = Subject(tmp_path / "target.gguf", device="CPU", threads=1, effort=EFFORT)

@@ -38,7 +38,7 @@ def test_the_probe_drafts_what_the_engine_drafts(session):
     assert measured.matched.max() > 3
 
 
-def test_likelihood_is_that_of_the_text(session):
+def test_likelihoods_and_captured_layers(session):
     engine, layers = session.engine, session.drafter.hp.target_layers
     prompts = [session.tokenizer.encode(text) for text in (PROMPT, "import os\n\n")]
     passages = write_passages(engine, prompts, layers, 60)
@@ -46,9 +46,6 @@ def test_likelihood_is_that_of_the_text(session):
         right, wrong = probe.measure(Reading(session.drafter.hp)), probe.measure(Reading(session.drafter.hp, features_of=1))
     assert right.likelihood.mean() > wrong.likelihood.mean() + 1
     assert right.likelihood.max() <= 0 and np.isfinite(wrong.likelihood).all()
-
-
-def test_captured_layers_are_those_of_the_target(session):
     engine = session.engine
     ids = session.tokenizer.encode(PROMPT)
     engine.reset(drafting=False)
@@ -77,24 +74,16 @@ def test_mask_shows_each_block_itself_and_what_was_committed():
 
 
 @pytest.mark.slow
-def test_a_target_with_a_layer_needs_no_drafter(tmp_path):
+def test_targets_that_draft_for_themselves(tmp_path):
     target = write_mtp_target(tmp_path / "t.gguf", Shape())
     report = examine(target, device="CPU", threads=1, n_ctx=256, prompts=["def f(x):\n    return x"])
     names = [check.name for check in report.checks]
     assert {"drafter weights", "target weights", "micro-batches", "cache hit", "repeated prompt", "acceptance", "break-even"} <= set(names)
     assert "mask embedding" not in names and not [check for check in report.failed if check.name != "tokenizer"]
-
-
-@pytest.mark.slow
-def test_a_layer_of_another_model_is_named(tmp_path):
     target, other = write_qwen35(tmp_path / "t.gguf", Shape()), write_mtp(tmp_path / "d.gguf", Shape(n_embd=128))
     report = examine(target, other, device="CPU", threads=1, n_ctx=256, prompts=["def f(x):\n    return x"])
     check = report.check("pair")
     assert check.verdict == FAIL and "hidden states of 128 values" in check.found
-
-
-@pytest.mark.slow
-def test_a_target_alone_is_no_pair(tmp_path):
     with pytest.raises(PyspecError, match="examines a pair"):
         examine(write_qwen35(tmp_path / "t.gguf", Shape()), device="CPU")
 
@@ -152,17 +141,11 @@ def test_the_shares_are_those_of_the_drafter(second, next_right):
     assert f"second choice in {100 * second:.0f} % of 400 blocks" in check.found
 
 
-def test_siblings_fill_the_rows_that_the_path_leaves():
+def test_second_choices():
     assert sum(trees.leaves(15)) == 16 and trees.leaves(15)[:2] == [2, 1] and trees.leaves(3) == [BEST - 1] * 3
-
-
-def test_without_a_wrong_draft_there_is_nothing_to_say():
     nothing = Measured(np.array([3]), np.empty(0, np.int32), np.empty((0, 0)), True, np.array([-1]), np.array([-1]))
     assert trees.check(nothing, COSTS).verdict == "n/a"
     assert trees.check(Measured(np.array([3]), np.empty(0, np.int32), np.empty((0, 0)), True), COSTS).verdict == "n/a"  # a chain's
-
-
-def test_the_embedded_pair_has_second_choices():
     with ps.load(DEMO_TARGET, DEMO_DRAFTER, device="CPU", threads=1, n_ctx=512, draft_width=16) as session:
         ids = session.tokenizer.encode("class Stack:\n    def __init__(self):\n")
         passage = write_passages(session.engine, [ids], session.drafter.hp.target_layers, 80)[0]

@@ -33,14 +33,11 @@ def failed(*checks: Check) -> list[str]:
     return [check.name for check in causes_only(list(checks)) if check.verdict == FAIL]
 
 
-def test_an_earlier_stage_explains_a_later_one():
+def test_causes_of_readings():
     weights, features = Check("weights", FAIL, "", stage=FILES), Check("fit", FAIL, "", stage=FIT)
     assert failed(weights, features) == ["weights"]
     assert failed(features) == ["fit"]
     assert failed(weights, Check("tokenizer", FAIL, "", stage=FILES)) == ["weights", "tokenizer"]  # neither explains the other
-
-
-def test_of_several_readings_the_strongest_is_named():
     few, many = (Check(name, FAIL, "", stage=READING, data={"gain": g}) for name, g in (("base", 0.4), ("layers", 2.0)))
     demoted = causes_only([few, many])[0]
     assert failed(few, many) == ["layers"]
@@ -52,7 +49,7 @@ def measured(matched, likelihood) -> Measured:
     return Measured(matched, np.zeros(0), np.full((len(matched), 6), likelihood, np.float32), True)
 
 
-def test_noise_is_no_cause():
+def test_noise_late_graphs_and_break_even():
     rng, base = np.random.default_rng(0), measured(np.full(30, 3), -2.0)
     for _ in range(200):
         other = measured(np.full(30, 3), -2.0)
@@ -60,19 +57,13 @@ def test_noise_is_no_cause():
         assert not better(base, other)
     assert better(base, measured(np.full(30, 4), -1.5))
     assert gain(base, measured(np.full(30, 4), -1.5))[0] == pytest.approx(0.5)
-
-
-def test_graphs_built_late_and_nan_drafts_fail():
     good, late, nan = Stats(computes=100), Stats(computes=100, graphs_built_after_warmup=2), Stats(nan_drafts=1)
     assert replay([good]).verdict == OK and replay([good, late]).verdict == FAIL
     eager = Stats(computes=100, cuda_graphs={"warmup": 4, "captured": 1, "replayed": 10, "eager": 90})
     assert replay([eager]).verdict == WARN and "10.0 %" in replay([eager]).found
     assert loop_acceptance([nan], measured([3, 3], -1)).verdict == FAIL
 
-
-def test_break_even_by_hand():
-    """Three drafts of three accepted: a block of 4 yields 4 tokens; at 2 plain steps it doubles the speed, at 5 it loses."""
-
+    # Three drafts of three accepted: a block of 4 yields 4 tokens; at 2 plain steps it doubles the speed, at 5 it loses.
     def leg(tokens, seconds):
         return Stats(emitted=tokens + 1, seconds={"decode": seconds})
 
@@ -82,9 +73,6 @@ def test_break_even_by_hand():
     assert speed.verdict == OK and speed.data["measured"] == pytest.approx(1 / 0.55)
     even, speed = pays({1: 1.0, 4: 5.0}, base, [leg(100, 1.0)], [leg(100, 2.0)])
     assert even.verdict == WARN and speed.verdict == WARN
-
-
-def test_error_of_types_orders_as_their_bits():
     errors = [relative_error(type_id(name)) for name in ("f32", "f16", "q8_0", "q6_K", "q4_K", "q2_K")]
     assert errors == sorted(errors) and errors[0] == 0 and 0.004 < errors[2] < 0.008 and errors[-1] > 0.2
 
@@ -110,15 +98,12 @@ def test_a_whole_examination():
     assert said[-1] == "generations"
 
 
-def test_of_readings_that_gain_about_the_same_the_first_is_the_cause():
+def test_equal_gains_and_caps():
     def named(*gains):
         checks = [Check(name, FAIL, "", "", READING, {"gain": gain}) for name, gain in zip(("block size", "block direction"), gains)]
         return [check.name for check in causes_only(checks) if check.verdict == FAIL]
 
     assert named(1.01, 0.98) == named(0.98, 1.01) == ["block size"] and named(0.2, 1.0) == ["block direction"]
-
-
-def test_cap_of_no_file_is_not_applicable():
     from pyggml_spec.doctor.readings import soft_cap
 
     drafter = SimpleNamespace(hp=SimpleNamespace(softcap=0.0))

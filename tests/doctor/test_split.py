@@ -42,7 +42,7 @@ def session(tmp_path_factory):
         yield made
 
 
-def test_a_split_is_taken_apart(session):
+def test_splits_are_taken_apart(session, tmp_path):
     checks = {check.name: check for check in split.examine(session.engine)}
     assert list(checks) == CHECKS
     assert all(check.verdict in (OK, WARN) for check in checks.values())
@@ -53,15 +53,9 @@ def test_a_split_is_taken_apart(session):
     assert all(ms > 0 for ms in waits.data["layer_ms"])
     assert checks["prompts on devices"].data["rows"] == 128 and len(checks["device copies"].data["copies"]) == 2
     assert session.engine.io.lane is None
-
-
-def test_measuring_a_chunk_leaves_no_state(session):
     chunk = split_chunk(session.engine)
     assert chunk.width == 128 and all(d.compute_ms > 0 for d in chunk.devices) and chunk.devices[0].copies >= 1
     assert session.engine.cursor.committed == 0
-
-
-def test_one_device_has_no_such_checks(tmp_path):
     target, drafter = write_pair(tmp_path, "qwen3")
     with ps.load(target, drafter, device="CPU", threads=1, n_ctx=256, draft_width=4) as alone:
         assert list(split.examine(alone.engine)) == []
@@ -71,7 +65,7 @@ def layers(*each, room=100, count=8):
     return [Layers(f"D{i}", count, ms, room) for i, ms in enumerate(each)]
 
 
-def test_layers_go_to_the_faster_device_as_far_as_it_has_memory():
+def test_layers_and_devices_that_could_be_moved():
     assert faster_step(layers(3.0, 1.0), 15) == Move((1, 15), 14.0, "D0")
     assert faster_step(layers(3.0, 1.0, room=5), 15) == Move((3, 13), 10.0)
     assert faster_step(layers(1.0, 3.0), 15) == Move((15, 1), 14.0)
@@ -79,10 +73,7 @@ def test_layers_go_to_the_faster_device_as_far_as_it_has_memory():
     assert faster_step(layers(3.0, 1.0, room=0), 15) is None
     assert faster_step(layers(2.0, 1.0, 4.0), 23).counts == (8, 15, 1)  # of two cuts the one that saves most
 
-
-def test_devices_that_could_be_left_out():
-    """The last device has the head and the drafter: their bytes were not counted. The first has the embedding, and of the others only a neighbour was asked."""
-
+    # The last device has the head and the drafter: their bytes were not counted. The first has the embedding, and of the others only a neighbour was asked.
     def spare(*rooms, slow, next_layers=0):
         devices = [Layers(f"D{i}", 8, 3.0 if i == slow else 1.0, room, next_layers if i == 0 else 0) for i, room in enumerate(rooms)]
         return faster_step(devices, 8 * len(rooms) - 1).spare
@@ -109,15 +100,12 @@ def test_room_is_that_of_the_largest_layer(session, monkeypatch):
     assert first.next_layers == -(-engine.target.file.tensors["token_embd.weight"].nbytes // each) and last.next_layers == 0
 
 
-def test_copies_that_go_through_the_host_have_a_remedy():
+def test_remedies_of_copies_and_chunks():
     ways = {"directly": "", "without peer access: PYSPEC_PEER_COPIES=0 is set": "start without PYSPEC_PEER_COPIES=0",
             "without peer access: the driver offers none": "nvidia-smi topo -m"}  # fmt: skip
     for way, words in ways.items():
         check = split.device_copies([CopySpeed("CUDA0", "CUDA1", 50.0, 1e9, way)])
         assert (check.verdict == WARN) == bool(words) == bool(check.remedy) and words in check.remedy and way in check.found
-
-
-def test_chunks_are_levelled():
     assert level_chunks(layers(3.0, 1.0), 15) == Move((4, 12), 12.0)
     assert level_chunks(layers(1.0, 1.0), 15) is None
     assert level_chunks(layers(3.0, 1.0, room=3), 15) is None

@@ -128,7 +128,7 @@ def test_the_text_does_not_depend_on_slots(team, values):
     assert values == "regex" or {*BOTH} <= {name for _, stats in results for name in stats.drafters}
 
 
-def test_two_of_one_kind_and_missing_ones_are_named(files):
+def test_names_and_steps_of_two_drafters(files, team):
     both = {"device": "CPU", "threads": 1, "n_ctx": 256}
     with pytest.raises(PairError, match="both draft blocks"):
         ps.load(files["plain"], [files["blocks"], files["blocks"]], **both)
@@ -136,9 +136,6 @@ def test_two_of_one_kind_and_missing_ones_are_named(files):
         ps.load(files["plain"], files["blocks"], spec=BOTH, **both)
     with ps.load(files["plain"], [files["layer"], files["blocks"]], draft_width=4, **both) as session:
         assert session.methods == (CHAIN, BLOCKS) and session.configuration().drafter == "layer.gguf and dflash.gguf"
-
-
-def test_one_drafter_drafts_in_a_step(team):
     with team.batch(2) as scheduler:
         engine = scheduler.runner
         for slot in (engine.admit(), engine.admit()):

@@ -38,13 +38,10 @@ def scripts(monkeypatch):
     return importlib.import_module
 
 
-def test_the_page_has_the_table(scripts):
+def test_the_table_is_that_of_the_pages(scripts):
     rows = scripts("pairs_table").rows()
     assert len(rows) == len(PUBLISHED) + 2 and "\n".join(rows) in (ROOT / "docs" / "pairs.md").read_text("utf-8")
-
-
-def test_the_shapes_of_the_benchmarks_are_those_of_the_table(scripts):
-    """Two lists of published sizes that contradict each other would name a drafter of another model, or none."""
+    # Two lists of published sizes that contradict each other would name a drafter of another model, or none.
     models = scripts("make_random_gguf").MODELS
     for name, target in NAMES.items():
         shape = models[name].shape
@@ -61,7 +58,7 @@ def of_shape(path, write, arch, **keys):
     return model.write(path)
 
 
-def test_a_target_is_told_its_drafters(tmp_path):
+def test_drafters_of_a_target(tmp_path):
     path = of_shape(tmp_path / "t.gguf", write_qwen35, "qwen35", block_count=65, nextn_predict_layers=1, embedding_length=5120)
     drafters = {p.drafter for p in inspect_file(path).drafters}
     assert {"z-lab/Qwen3.5-27B-DFlash", "z-lab/Qwen3.6-27B-DFlash", "incoai/Qwen3.8-27B-DFlash2"} <= drafters
@@ -72,9 +69,6 @@ def test_a_target_is_told_its_drafters(tmp_path):
     assert line in shown.splitlines()
     listed = json.loads(CliRunner().invoke(command, [str(path), "--json"]).output)["drafters"]
     assert [one["drafter"] for one in listed] == ["z-lab/Qwen3-Coder-30B-A3B-DFlash"] and listed[0]["refused"] == ""
-
-
-def test_a_routed_model_gets_none_of_a_dense_one_and_a_drafter_none_at_all(tmp_path):
     assert not inspect_file(write_llama(tmp_path / "a.gguf")).drafters and not inspect_file(write_dflash(tmp_path / "d.gguf")).drafters
     path = of_shape(tmp_path / "t.gguf", write_llama, "llama", block_count=32, embedding_length=4096, expert_count=8)
     assert not inspect_file(path).drafters

@@ -271,13 +271,10 @@ def test_a_drafter_that_does_not_fit_is_refused(tmp_path, method, arch, shape, o
 
 
 # -- of single methods
-def test_assistant_reads_quantised_rows(tmp_path):
+def test_rows_and_rings_of_assistants(tmp_path):
     """The target's K/V are stored rotated then."""
     with both("assistant", *write_files(tmp_path, "assistant"), list(range(40)), kv=KVTypes("q8_0", "q8_0")) as (session, oracle):
         assert disagreement(session, oracle, 20) is None
-
-
-def test_ring_positions_are_those_of_the_masks(tmp_path):
     with ps.load(write_gemma4(tmp_path / "t.gguf", Shape()), device="CPU", threads=1, n_ctx=2048) as session:
         kv, near = session.engine.kv, np.empty(256, np.float32)
         assert kv.ring
@@ -416,12 +413,19 @@ def test_so_they_do_where_ggml_packs_the_head(tmp_path, kind):
 
 
 @pytest.mark.slow
-def test_a_head_that_ends_within_a_group_of_packed_outputs(tmp_path):
+def test_vocabularies_of_drafts(tmp_path, files):
     """296 outputs are packed by eight; the next 32 after the first 290 would be 320."""
     every, text = drafted(write(tmp_path, "dflash", "Q4_0", Shape(n_vocab=296)), "ggml", steps=8)
     few, same = drafted((tmp_path / "t.gguf", tmp_path / "d.gguf"), "ggml", 290, steps=8)
     assert same == text and all(token < 290 for drafts in few for token in drafts)
     assert all(a == b for a, b in zip(every, few, strict=True) if max(a) < 290)
+    target, draft = write_llama(tmp_path / "t.gguf", Shape(), "F32"), write_eagle3(tmp_path / "d.gguf", Shape(), "F32", tokens=90)
+    with pytest.raises(PairError, match="reduced vocabulary of 90 tokens"):
+        ps.load(target, draft, device="CPU", threads=1, n_ctx=64, draft_vocab=80)
+    with pytest.raises(PyspecError, match="draft_vocab"):
+        ps.load(*files, device="CPU", threads=1, n_ctx=64, draft_vocab=3)
+    with pytest.raises(PairError, match="`draft_vocab` is for drafters that are models"):
+        ps.load(device="CPU", threads=1, n_ctx=64, spec=["suffix"], draft_vocab=80)
 
 
 def check(files, kernels):
@@ -433,25 +437,6 @@ def check(files, kernels):
     for a, b in zip(every, few):
         if a[0] < 100:
             assert a[0] == b[0]  # the largest of all is the largest of those
-
-
-@pytest.mark.slow
-def test_a_head_that_knows_few_tokens_is_not_cut(tmp_path):
-    target, draft = write_llama(tmp_path / "t.gguf", Shape(), "F32"), write_eagle3(tmp_path / "d.gguf", Shape(), "F32", tokens=90)
-    with pytest.raises(PairError, match="reduced vocabulary of 90 tokens"):
-        ps.load(target, draft, device="CPU", threads=1, n_ctx=64, draft_vocab=80)
-
-
-@pytest.mark.slow
-def test_an_impossible_vocabulary_is_refused(files):
-    with pytest.raises(PyspecError, match="draft_vocab"):
-        ps.load(*files, device="CPU", threads=1, n_ctx=64, draft_vocab=3)
-
-
-@pytest.mark.slow
-def test_without_a_drafter_that_is_a_model_it_is_refused():
-    with pytest.raises(PairError, match="`draft_vocab` is for drafters that are models"):
-        ps.load(device="CPU", threads=1, n_ctx=64, spec=["suffix"], draft_vocab=80)
 
 
 LAGUNA_PROMPT = np.random.default_rng(8).integers(0, 256, 128).tolist()
@@ -753,9 +738,9 @@ def test_an_unused_tensor_is_named(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_gemma4_scale_omitted_applied_twice_and_applied_once(tmp_path):
-    """Only a block embedded with the target's scale, once, drafts what llama.cpp drafts with the scale in the file. Leaving it out was a
-    public bug, and so was applying it again to rows that already had it. A file without the key gets the target's scale."""
+def test_scales_and_caps_of_gemma_targets(tmp_path):
+    # Only a block embedded with the target's scale, once, drafts what llama.cpp drafts with the scale in the file. Leaving it out was a
+    # public bug, and so was applying it again to rows that already had it. A file without the key gets the target's scale.
     shape = Shape(n_layer=4)
     target, scale = write_gemma4(tmp_path / "t.gguf", shape), shape.n_embd**0.5
     scales = (scale, 0.0, 1.0, scale * scale)
@@ -765,11 +750,7 @@ def test_gemma4_scale_omitted_applied_twice_and_applied_once(tmp_path):
     right = drafts(target, once)
     assert drafts(target, absent) == right
     assert drafts(target, omitted) != right and drafts(target, twice) != right
-
-
-@pytest.mark.slow
-def test_draft_logits_of_a_gemma_target_are_capped_once(tmp_path):
-    """By the target's head; a cap in the drafter's file is for a head of its own. The verifier's logits are capped besides."""
+    # By the target's head; a cap in the drafter's file is for a head of its own. The verifier's logits are capped besides.
     shape, caps = Shape(n_layer=4), {}
     target = write_gemma4(tmp_path / "t.gguf", shape, softcap=5.0)
     cases = {"borrowed": {}, "borrowed, in the file": {"softcap": 5.0}, "own, no cap": {"own": ("head",)}}

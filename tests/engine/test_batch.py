@@ -324,16 +324,13 @@ def test_rollback_to_every_length_of_a_block(hybrid, keep):
     assert _continues(batch, [*rows[: len(text) + keep], batch.slots[0].cursor.last_token], hybrid)
 
 
-def test_rollback_twice_and_forwards_again(hybrid):
+def test_rollback_and_its_limits(hybrid):
     text = prompts(3, seed=4)[2]
     first = hybrid.solo(text, 1)[0]
     batch = _after_block(hybrid, text, DRAFTS)
     for keep in (12, 3, 9):
         batch.rollback(len(text) + keep, 0)
     assert _continues(batch, [*text, first, *DRAFTS[:9]], hybrid)
-
-
-def test_rollback_is_refused_outside_the_block_without_side_effects(hybrid):
     text = prompts(3, seed=4)[2]
     first = hybrid.solo(text, 1)[0]
     batch = _after_block(hybrid, text, DRAFTS)

@@ -68,7 +68,7 @@ def test_speculative_text_is_plain_text_at_every_width(tmp_path, arch):
             assert run(engine, prompt, 40, width=width)[0] == text[:40], width
 
 
-def test_the_embedded_pairs_text_with_width_control():
+def test_the_embedded_pair_and_continued_answers(tmp_path):
     texts = set()
     for threads in (1, 2):
         with ps.load(device="CPU", threads=threads, n_ctx=1024) as session:
@@ -76,10 +76,7 @@ def test_the_embedded_pairs_text_with_width_control():
                 text, _ = session.generate("def merge(left, right):\n", 200, mode=mode, ignore_end=True)
                 texts.add(text)
     assert len(texts) == 1
-
-
-def test_an_answer_that_continues_generated_tokens(tmp_path):
-    """``append``: rows that steps wrote are those that a prefill would write, so going on and starting afresh give the same text."""
+    # ``append``: rows that steps wrote are those that a prefill would write, so going on and starting afresh give the same text.
     target, draft = TARGETS["qwen35"](tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=512, draft_width=8, prefix_memory=0) as session:
         first = prompt_of(50)

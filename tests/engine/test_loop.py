@@ -96,7 +96,7 @@ def test_the_end_of_the_context_inside_a_block(pair, mode):
             small.engine.plain_step()
 
 
-def test_an_interrupt_between_steps_leaves_a_sequence_that_can_go_on(session, text):
+def test_interrupted_and_abandoned_generations(session, text):
     seen = []
     tokens, stats = run(session.engine, PROMPT, N, drafts=oracle(PROMPT, text), interrupted=lambda: len(seen) > 3 or seen.append(1))
     assert stats.stop_reason == "interrupt" and tokens == text[: len(tokens)] and 1 <= len(tokens) < N
@@ -107,9 +107,6 @@ def test_an_interrupt_between_steps_leaves_a_sequence_that_can_go_on(session, te
         engine.accept(1, int(result.ids[0]))
         more.append(int(result.ids[0]))
     assert more == text[len(tokens) : len(tokens) + 8]
-
-
-def test_an_abandoned_generator_leaves_a_usable_engine(session, text):
     for event in session.steps(PROMPT, 60):
         if event.stats.emitted > 5:
             break
@@ -151,14 +148,11 @@ def test_rows_of_nan_are_gone_when_the_next_sequence_begins(pair, weights, name,
             assert np.isfinite(pieces.read().view(np.float16)).all()
 
 
-def test_a_stop_string_across_blocks_ends_the_text_before_it(session):
+def test_stop_strings_and_widths(session, pair):
     whole, _ = session.generate("abc", 60, mode="reference")
     stop = whole[20:24]
     shown, stats = session.generate("abc", 60, stop=[stop])
     assert shown == whole[: whole.index(stop)] and stats.stop_reason == "stop"
-
-
-def test_blocks_wider_than_planned_and_accepting_nonsense_are_refused(session, pair):
     engine = session.engine
     engine.reset()
     with pytest.raises(EngineError, match="prefill"):
@@ -362,36 +356,24 @@ def counted(*blocks: tuple[int, int], prompt_token: bool = True) -> Stats:
     return stats
 
 
-def test_emitted_is_one_from_the_prompt_and_one_per_step_and_the_accepted_drafts():
+def test_counts_of_steps():
     stats = counted((4, 3), (4, 0), (1, 0), (8, 5))
     assert stats.emitted == 1 + stats.steps + stats.matched == 1 + 4 + 8
     assert sum(n * count for n, count in stats.block_sizes.items()) == stats.emitted - 1
-
-
-def test_the_pending_token_is_neither_drafted_nor_accepted():
     stats = counted((4, 0))
     assert (stats.drafted, stats.matched, stats.tokens_per_step) == (3, 0, 1.0)
-
-
-def test_plain_steps_draft_nothing():
     stats = counted((1, 0), (1, 0))
     assert (stats.steps, stats.drafted, stats.draft_forwards, stats.tokens_per_step, stats.acceptance) == (2, 0, 0, 1.0, 0.0)
 
 
-def test_acceptance_by_position_is_per_draft_that_was_offered_there():
+def test_acceptance_widths_and_speed():
     """With changing widths, a late position is offered less often; dividing by steps would make it look worse than it is."""
     stats = counted((3, 2), (3, 1), (5, 4), (2, 0))
     assert stats.offered_at == [4, 3, 1, 1] and stats.matched_at == [3, 2, 1, 1]
     assert stats.matched_per_position == [3 / 4, 2 / 3, 1.0, 1.0]
     assert sum(stats.matched_at) == stats.matched and sum(stats.offered_at) == stats.drafted
-
-
-def test_widths_and_block_sizes_are_counted():
     stats = counted((4, 3), (4, 3), (1, 0))
     assert stats.widths == {4: 2, 1: 1} and stats.block_sizes == {4: 2, 1: 1}
-
-
-def test_speed_counts_the_tokens_after_the_first():
     stats = counted((4, 3))
     stats.seconds["decode"] = 2.0
     assert stats.tokens_per_second == 2.0
@@ -403,13 +385,10 @@ def test_no_division_by_zero(stats):
     assert out["tokens_per_second"] == 0.0 and out["acceptance"] == 0.0 and out["matched_per_position"] == []
 
 
-def test_as_dict_is_json_with_the_derived_figures_and_ordered_counts():
+def test_statistics_as_dicts():
     out = json.loads(json.dumps(counted((4, 3), (1, 0), (4, 1)).as_dict(), allow_nan=False))
     assert out["block_sizes"] == {"1": 1, "2": 1, "4": 1} and list(out["block_sizes"]) == ["1", "2", "4"]
     assert out["tokens_per_step"] == 7 / 3 and out["matched_per_position"] == [1.0, 0.5, 0.5]
-
-
-def test_two_statistics_share_nothing():
     one, other = Stats(), Stats()
     one.seconds["load"] = 1.0
     one.add_step(4, 2, True)

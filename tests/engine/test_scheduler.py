@@ -141,7 +141,7 @@ def test_a_full_context_ends_a_sequence_with_its_last_token(pair, mode):
         assert stream.stats.stop_reason == "context" and stream.stats.emitted == 9
 
 
-def test_decoding_sequences_wait_for_a_bounded_chunk_of_a_long_prompt(pair, scheduler):
+def test_long_and_short_prompts(pair, scheduler):
     a = scheduler.submit(prompts(1)[0], GenerationOptions(60, PLAIN))
     scheduler.step()
     long = scheduler.submit([3] * 700, GenerationOptions(1, PLAIN))
@@ -154,9 +154,6 @@ def test_decoding_sequences_wait_for_a_bounded_chunk_of_a_long_prompt(pair, sche
     gaps = [j - i for i, j in itertools.pairwise(emitted)]
     assert sum(gaps) >= len(gaps) // 2 and not any(x == y == 0 for x, y in itertools.pairwise(gaps))
     assert scheduler.stats.longest_wait > 0
-
-
-def test_short_prompts_share_a_step(scheduler):
     for text in prompts(3):
         scheduler.submit(text, GenerationOptions(1, PLAIN))
     scheduler.run()
@@ -250,7 +247,7 @@ def test_synthetic_acceptance_is_per_sequence(scheduler):
     assert 1.2 < low < 3.5 and 4 < high < 13
 
 
-def test_samplers_are_per_sequence_and_seeded(pair, scheduler):
+def test_samplers_and_wrong_requests(pair, scheduler):
     """Speculation, neighbours and slots do not change what a seed gives."""
     session, text = pair.session, prompts(2)[1]
 
@@ -261,9 +258,6 @@ def test_samplers_are_per_sequence_and_seeded(pair, scheduler):
     streams = [sampled(1, SPECULATIVE), sampled(2, SPECULATIVE), sampled(1, PLAIN)]
     scheduler.run()
     assert streams[0].tokens == streams[2].tokens != streams[1].tokens
-
-
-def test_wrong_requests_are_refused_when_they_are_made(pair, scheduler):
     for prompt, options, error, words in (
         ([], DRAFT, ContextError, "empty"),
         ([1] * 800, DRAFT, ContextError, "800 tokens does not fit"),

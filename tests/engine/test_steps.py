@@ -143,7 +143,7 @@ def test_generation_prepares_the_spans_ahead(session):
     assert (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
 
 
-def test_roles_never_share_live_memory(session):
+def test_uploads_and_live_memory(session):
     ranges = {}
     for key, step in session.engine.graphs.steps().items():
         begin, end = step.graph.memory()
@@ -152,9 +152,6 @@ def test_roles_never_share_live_memory(session):
     assert len(ranges) >= 4
     ordered = sorted(ranges.values())
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(ordered))
-
-
-def test_a_step_is_one_upload_and_one_read(session):
     engine = session.engine
     engine.reset()
     engine.prefill([1, 2, 3])
@@ -164,14 +161,11 @@ def test_a_step_is_one_upload_and_one_read(session):
     assert (engine.io.uploads - before[0], engine.io.reads - before[1]) == (11, 10)  # one upload more: the way into the first block
 
 
-def test_closing_twice_is_fine(pair):
+def test_closed_sessions(pair):
     session = ps.load(*pair, device="CPU", n_ctx=300)
     session.close()
     session.close()
-
-
-def test_a_closed_session_says_so(pair):
-    """A generator that outlives its session gets a sentence, not a crash in freed memory."""
+    # A generator that outlives its session gets a sentence, not a crash in freed memory.
     session = ps.load(*pair, device="CPU", threads=1, n_ctx=300)
     steps = session.steps([1, 2, 3], 20)
     next(steps)
@@ -294,15 +288,12 @@ def test_masks_of_more_values_than_a_gpu_counts_are_refused(kind, slots, chunk, 
 SLOTS = SlotRange(0, 2)
 
 
-def test_equal_values_are_one_object_with_one_hash():
+def test_graph_keys():
     key = GraphKey.of("fused", 4, 256, SLOTS, "draft-dflash", drafting=True)
     assert key is GraphKey.of("fused", 4, 256, SLOTS, "draft-dflash", drafting=True)
     made = GraphKey("fused", 4, 256, SLOTS, "draft-dflash", drafting=True)
     assert made == key and hash(made) == hash(key) and len({made, key}) == 1
     assert key.at(512) == GraphKey("fused", 4, 512, SLOTS, "draft-dflash", drafting=True) != key
-
-
-def test_every_field_distinguishes_graphs():
     key = GraphKey.of("verify", 4, 256, SLOTS)
     others = {
         "kind": "fused", "verify_len": 8, "kv_bucket": 512, "slots": SlotRange(0, 1), "method": "mtp", "n_drafts": 2, "streamed": True,
@@ -310,15 +301,9 @@ def test_every_field_distinguishes_graphs():
     }  # fmt: skip
     values = {name: getattr(key, name) for name in others}
     assert len({key, *(GraphKey.of(**(values | {name: other})) for name, other in others.items())}) == 1 + len(others)
-
-
-def test_families_ignore_bucket_slots_and_sampling():
     key = GraphKey.of("verify", 4, 256, SLOTS, deferred=True, drafting=True, candidates=64, masked=True)
     assert key.family is GraphKey.of("verify", 4, 1024, SlotRange(0, 1), deferred=True).family
     assert key.family is not GraphKey.of("verify", 4, 256, SLOTS).family
-
-
-def test_a_batch_knows_its_graph():
     batch = Batch({0: Draft(4), 1: Verify([5])}, kind="fused", verify_len=4, kv_bucket=256, slots=SLOTS, method="mtp", drafting=True)
     key = batch.make_key()
     assert key is batch.key and key.drafts == 3 and key.total == 8
@@ -483,23 +468,17 @@ def test_a_graph_that_is_reserved_when_it_is_asked_for_is_captured_before_it_run
         assert recorder.events.index(("capture", launched)) < recorder.events.index(("launch", launched))
 
 
-def test_graphs_of_several_devices_are_left_to_their_calls(pair, recorder):
+def test_replays_and_graphs_without_capture(pair, recorder, tmp_path):
     with ps.load(*pair, device="CPU,CPU", threads=1, n_ctx=256, draft_width=4) as session:
         run(session.engine, [1, 2, 3], 12, width=4)
         assert not recorder.of("capture")
-
-
-def test_the_first_call_of_a_graph_that_was_captured_ahead_is_a_replay():
     counters = ReplayCounters()
     for call, us in enumerate([90, 80, 80], 1):
         assert counters.count(call, us, 1800, captured=True)
     assert (counters.warmup, counters.replayed, counters.eager) == (0, 3, 0)
     assert not counters.count(1, 90, 1800, captured=False) and not counters.count(2, 90, 1800)
     assert counters.warmup == 2
-
-
-def test_a_graph_that_the_host_takes_part_in_is_not_captured(tmp_path, recorder):
-    """It is computed in parts, which are other graphs to a device."""
+    # It is computed in parts, which are other graphs to a device.
     path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q4_K")
     with ps.load(path, device="CPU", threads=1, n_ctx=256, prefix_memory=0, experts=ExpertOptions(-1)) as session:
         session.generate([1, 2, 3], 4, ignore_end=True)

@@ -58,7 +58,7 @@ def test_background_load_of_an_idle_machine_takes_no_thread(seed):
     assert {threads for _ in range(100) for threads in machine.runs(POLL_S, rng.random() * 0.3)} == {2}
 
 
-def test_work_that_gives_way_is_tried_seldom_where_it_does_not():
+def test_threads_stay_where_they_should():
     """A nice process has a core for itself where one thread computes, and a part of it where two do: they took turns for ever."""
     machine = Machine(ThreadRule(2), 2)
     seen = machine.runs(20, nice=6)
@@ -66,17 +66,11 @@ def test_work_that_gives_way_is_tried_seldom_where_it_does_not():
     idle = Machine(ThreadRule(2), 2)
     idle.runs(1, busy=2)
     assert idle.runs(2, nice=0.9)[-10:] == [2] * 10  # what gives way indeed keeps no thread away
-
-
-def test_others_that_come_and_go_cannot_have_threads_added_at_each_look():
     machine = Machine(ThreadRule(2), 2)
     seen = [machine.runs(POLL_S, busy=2 * (n % 2))[0] for n in range(100)]
     assert sum(a < b for a, b in itertools.pairwise(seen)) <= 1
     slower = [threads for n in range(20) for threads in machine.runs(0.4, busy=2 * (n % 2))]
     assert sum(a < b for a, b in itertools.pairwise(slower)) <= 10
-
-
-def test_a_number_that_was_asked_for_stays():
     machine = Machine(ThreadRule(2, adapts=False), 2)
     assert set(machine.runs(1, busy=4)) == {2} and machine.rule.busy
     machine.runs(1)
@@ -113,7 +107,7 @@ def test_looks_are_seldom_and_cost_little_of_the_time():
     assert not looks
 
 
-def test_a_forked_process_does_not_take_its_parents_time_for_its_own():
+def test_times_of_forks_and_cores(tmp_path):
     readings = iter([CpuUsage(0.0, 0.0, 0.0, 50.0, 2, 1), CpuUsage(1.0, 0.0, 0.0, 0.1, 2, 2), CpuUsage(2.0, 0.0, 0.0, 2.1, 2, 2)])
     at, rule = [0.0], ThreadRule(2)
     known = CoreMonitor(lambda: next(readings), lambda: at[0])
@@ -121,18 +115,15 @@ def test_a_forked_process_does_not_take_its_parents_time_for_its_own():
     for at[0] in (1.0, 2.0):
         known.poll()
     assert rule.threads == 2 and known.polls == 1
-
-
-STAT = "cpu  {all}\ncpu0 100 20 3 400 5 0 1 0 0 0\ncpu1 10 2 3 40 6 0 1 0 0 0\ncpu2 1 0 0 7 0 0 0 0 0 0\nintr 5 0 1\nctxt 9\n"
-
-
-def test_what_the_system_counts_is_that_of_the_cores_in_use(tmp_path):
     stat, second = tmp_path / "stat", os.sysconf("SC_CLK_TCK")
     stat.write_text(STAT.format(all="111 22 6 447 11 0 2 0 0 0"))
     every, some = READ(None, stat), READ({0, 2}, stat)
     assert (every.idle * second, every.cores) == (pytest.approx(458), 3) and (some.idle * second, some.cores) == (pytest.approx(412), 2)
     assert every.nice_s * second == pytest.approx(22 if os.getpriority(os.PRIO_PROCESS, 0) <= 0 else 0)
     assert every.own > 0 and every.process == os.getpid()
+
+
+STAT = "cpu  {all}\ncpu0 100 20 3 400 5 0 1 0 0 0\ncpu1 10 2 3 40 6 0 1 0 0 0\ncpu2 1 0 0 7 0 0 0 0 0 0\nintr 5 0 1\nctxt 9\n"
 
 
 @pytest.mark.parametrize("text", ["", "cpu  0 0 0 0 0 0\ncpu0 0 0 0 0 0 0\n", "cpu  1 2\ncpu0 1 2\n", "nothing\n", None])

@@ -226,15 +226,11 @@ def test_a_buffer_type_whose_products_end_the_process_is_not_used(fake, tmp_path
 
 
 @linux
-def test_the_environment_variable_does_without(fake, tmp_path):
+def test_fakes_and_children_that_were_ended(fake, tmp_path):
     """And shows that the others were saved by the probe, not by a harmless fake."""
     done = pyspec(fake, tmp_path, *RUN, FAKE_SIGNAL=str(int(signal.SIGILL)), PYSPEC_NO_PROBE="1")
     assert done.returncode == -signal.SIGILL and not list(tmp_path.glob("probe-*"))
-
-
-@linux
-def test_a_child_that_something_outside_ended_proves_nothing(fake, tmp_path):
-    """A child killed for memory is not used now, and is tried again at the next start."""
+    # A child killed for memory is not used now, and is tried again at the next start.
     done = pyspec(fake, tmp_path, "devices", FAKE_SIGNAL=str(int(signal.SIGKILL)))
     assert "FAKE is not used" in done.stderr and "SIGKILL" in done.stderr and not list(tmp_path.glob("probe-*"))
 
@@ -293,7 +289,7 @@ def test_a_child_that_was_ended_before_the_first_buffer_type_does_not_condemn_th
     assert len(asked) == 2 and not list((folder.parent / "cache").glob("*"))
 
 
-def test_another_build_or_processor_is_examined_again(children, folder):
+def test_builds_for_other_processors(children, folder):
     answers, asked = children
     answers += 3 * [(0, "at start\nfeatures avx2\nat plain\ndone\n")]
     probe.check(folder, WITH)
@@ -301,10 +297,7 @@ def test_another_build_or_processor_is_examined_again(children, folder):
     (folder / "libggml-cpu.so").write_bytes(b"another build")
     probe.check(folder, WITH)
     assert len(asked) == 3
-
-
-def test_a_build_for_another_processor_is_one_sentence(children, folder):
-    """A venv carried to another machine: SIGILL, or worse, a crash in the middle of a text."""
+    # A venv carried to another machine: SIGILL, or worse, a crash in the middle of a text.
     answers, _ = children
     answers += [(0, FEATURES + "at plain\ndone\n"), (-4, "at start\n")]
     with pytest.raises(
@@ -340,16 +333,13 @@ def test_no_child_no_verdict(folder, monkeypatch, tmp_path):
     assert probe.check(folder, WITH) == probe.Fitness() and not (tmp_path / "cache").exists()
 
 
-def test_this_build_runs_here_and_says_what_it_uses():
+def test_the_build_in_use(folder):
     done = probe.run_child(installed_libraries(), {})
     lines = done.stdout.splitlines()
     assert done.returncode == 0 and lines[-1] == "done", done.stderr
     features = next(tuple(line.split()[1:]) for line in lines if line.startswith("features"))
     assert features and probe.missing(features, probe.processor()) == []
     assert not library.FITNESS.refused or library.FITNESS.notes
-
-
-def test_what_changes_by_the_minute_is_no_other_processor(folder):
     steady = {"model name": "x", "flags": "avx2"}
     keys = {
         probe.cache_key([folder / "libggml-cpu.so"], {**steady, "cpu MHz": mhz, "processor": core})
@@ -389,38 +379,26 @@ def test_another_version_is_refused_with_the_command_that_fixes_it(installed):
     assert "pip install" in message
 
 
-def test_a_missing_llama_cpp_python_is_refused_with_the_command_that_fixes_it():
+def test_wrong_libraries_are_refused():
     message = refused(library.check_distribution, None)
     assert "not installed" in message and "pip install" in message
-
-
-def test_another_ggml_than_compiled_is_refused():
     message = refused(library.check_version, "0.9.1", "0.9.4")
     assert "0.9.1" in message and "0.9.4" in message and "pip install" in message
-
-
-def test_two_copies_of_ggml_in_one_process_are_refused_with_both_paths():
     two = library.mapped_ggml(MAPS.format(a="/opt/one", b="/opt/two with spaces"))
     assert two == {"/opt/one/libggml-base.so.0", "/opt/two with spaces/libggml-base.so.0"}
     message = refused(library.check_single, two)
     assert "/opt/one" in message and "/opt/two with spaces" in message
     library.check_single(library.mapped_ggml(MAPS.format(a="/opt/one", b="/opt/one")))
     library.check_single(set())
-
-
-def test_this_process_has_exactly_one_copy():
     with open("/proc/self/maps") as maps:
         assert len(library.mapped_ggml(maps.read())) == 1
 
 
-def test_the_pin_in_the_code_is_the_pin_of_the_package():
+def test_the_pin_is_checked_at_import(tmp_path):
     from importlib.metadata import requires
 
     pins = [re.match(r"llama[-_]cpp[-_]python==([\w.]+)", line) for line in requires("pyggml_spec")]
     assert [pin[1] for pin in pins if pin] == [library.LLAMA_CPP_PYTHON]
-
-
-def test_the_import_itself_checks(tmp_path):
     script = """if True:
         import importlib.metadata as m
         version = m.version

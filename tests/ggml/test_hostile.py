@@ -139,30 +139,21 @@ def test_a_graph_that_is_none_is_refused(kept, command):
     peer.socket.close()
 
 
-def test_a_graph_deeper_than_the_stack_is_refused(kept):
+def test_sizes_and_sources_are_bounded(kept):
     """Tensors are made by a function that calls itself for their sources."""
     peer = Peer(kept)
     with peer.socket:
         peer.send(CHECK_GRAPH, graph([peer.tensor(i, op=ADD, sources=(i + 1, i + 1)) for i in range(1, 11000)] + [peer.tensor(11000)], [1]))
         assert peer.closed()
-
-
-def test_sources_that_are_none_are_refused(kept):
     peer = Peer(kept)
     with peer.socket:
         peer.send(ALLOC_SIZE, struct.pack("<I", 0) + peer.tensor(op=ADD) + peer.tensor(2, kind=250) + bytes(296 * 9))
         assert peer.closed()
-
-
-def test_allocations_are_bounded_by_the_memory(kept):
     peer = Peer(kept)
     with peer.socket:
         for size in (1 << 46, (1 << 64) - 1):
             assert struct.unpack("<QQ", peer.ask(ALLOC, struct.pack("<IQ", 0, size))) == (0, 0)
-
-
-def test_a_copy_to_a_tensor_of_another_size_is_refused(kept):
-    """Bytes after it were written."""
+    # Bytes after it were written.
     peer = Peer(kept)
     with peer.socket:
         peer.send(COPY, peer.tensor(1) + peer.tensor(2, 64, ne=(4, 1, 1, 1)))
@@ -222,16 +213,12 @@ def test_who_stops_in_the_middle_of_a_message_is_not_waited_for(kept):
 
 
 @pytest.mark.slow
-def test_who_is_silent_between_messages_is_waited_for(kept):
+def test_silence_and_nonsense(kept):
     peer = Peer(kept)
     with peer.socket:
         time.sleep(2.5)
         assert peer.ask(COUNT, b"") == struct.pack("<I", 1)
-
-
-@pytest.mark.slow
-def test_no_nonsense_ends_the_server(kept):
-    """Every kind of message, spoiled; graphs are looked at, not computed (docs/workers.md says why)."""
+    # Every kind of message, spoiled; graphs are looked at, not computed (docs/workers.md says why).
     rng = random.Random(5)
     answers(kept)
     before = resident(kept.server())

@@ -491,7 +491,7 @@ def test_what_is_not_finite_stays_in_its_row_of_experts(level, name, bad):
 
 
 @on_every_level
-def test_experts_that_do_not_exist(level):
+def test_unknown_and_repeated_experts(level):
     """A damaged choice reads no memory that is not the weights', and the engine notices NaN."""
     weights, x, chosen = experts_of("q8_0", 64, 20, 4), activations(9, 1, 64), choices(9, 2, 4)
     clean = routed(level, "q8_0", weights, x, chosen)
@@ -502,10 +502,6 @@ def test_experts_that_do_not_exist(level):
         wrong[2, 1] = wrong[7, 0] = True
         assert np.isnan(got[wrong]).all()
         assert np.array_equal(got[~wrong], clean[~wrong])
-
-
-@on_every_level
-def test_a_token_may_use_an_expert_twice(level):
     weights, x = experts_of("q4_0", 64, 20, 4), activations(6, 1, 64)
     got = routed(level, "q4_0", weights, x, np.full((6, 3), 2))
     assert np.array_equal(got[:, 0], got[:, 1]) and np.array_equal(got[:, 0], got[:, 2])
@@ -602,17 +598,13 @@ def test_attention_has_the_same_bits_at_every_level(size, heads, heads_kv):
 
 
 @on_every_level
-def test_slots(level):
+def test_attention_over_slots_and_hidden_rows(level):
     a, b = inputs(64, 4, 2, 256, 3, seed=1), inputs(64, 4, 2, 256, 3, seed=2)
     both = attention(level, np.concatenate([a[0], b[0]]), [np.concatenate([a[1][i], b[1][i]]) for i in (0, 2)],
                      np.concatenate([a[2], b[2]]), 2, 256, slots=2)  # fmt: skip
     for part, (q, caches, mask) in zip((both[:3], both[3:]), (a, b), strict=True):
         assert np.array_equal(part, attention(level, q, (caches[0], caches[2]), mask, 2, 256))
-
-
-@on_every_level
-def test_what_the_mask_hides_may_hold_anything(level):
-    """Rows that no query sees: NaN and Inf in them change nothing. A query that sees nothing gives 0."""
+    # Rows that no query sees: NaN and Inf in them change nothing. A query that sees nothing gives 0.
     q, (k, _, v, _), mask = inputs(64, 4, 2, 256, 4)
     clean = attention(level, q, (k, v), mask, 2, 256)
     wide = np.concatenate([mask, np.full((4, 32), -np.inf, np.float16)], axis=1)
@@ -620,19 +612,11 @@ def test_what_the_mask_hides_may_hold_anything(level):
     assert np.array_equal(attention(level, q, dirty, wide, 2, 288), clean)
     mask[2] = -np.inf
     assert not attention(level, q, (k, v), mask, 2, 256)[2].any()
-
-
-@on_every_level
-def test_nan_in_a_query_stays_in_its_row(level):
     q, (k, _, v, _), mask = inputs(64, 4, 2, 256, 4)
     clean = attention(level, q, (k, v), mask, 2, 256)
     q[1, :, 5] = np.nan
     got = attention(level, q, (k, v), mask, 2, 256)
     assert np.isnan(got[1]).all() and np.array_equal(np.delete(got, 1, 0), np.delete(clean, 1, 0))
-
-
-@on_every_level
-def test_scores_far_apart(level):
     q, (k, k_values, v, v_values), mask = inputs(64, 4, 2, 256, 3)
     q *= 300
     assert np.abs(attention(level, q, (k, v), mask, 2, 256) - exact_attention(q, k_values, v_values, mask)).max() < 1e-3

@@ -77,11 +77,8 @@ def test_logits_are_those_of_llama_cpp_with_weights_as_they_are(worker, tmp_path
     assert (result.nmse, result.max_abs) == (0.0, 0.0)
 
 
-def test_text_is_that_of_one_cpu(worker, expected):
+def test_text_over_workers(worker, expected, second):
     assert texts(worker.device) == expected
-
-
-def test_text_is_the_same_where_the_server_is_llama_cpps(worker, expected):
     seen = set()
 
     def watched(command, body, answer):
@@ -91,9 +88,6 @@ def test_text_is_the_same_where_the_server_is_llama_cpps(worker, expected):
     with fake_server(between(worker, watched)) as port:
         assert texts(f"RPC:127.0.0.1:{port}") == expected
     assert GRAPH_COMPUTE in seen and not any(command >= CHECK_GRAPH for command in seen)
-
-
-def test_text_is_the_same_over_two_workers(worker, second, expected):
     assert texts(f"{worker.device},{second.device}") == expected
     assert texts(f"CPU,{worker.device}", "ggml") == expected
 
@@ -218,18 +212,12 @@ def test_a_lost_worker_ends_the_sessions_that_use_it_and_no_other(worker, expect
             lost.generate(PROMPT, 40, ignore_end=True)
 
 
-def test_a_worker_is_a_segment_once(worker):
+def test_segments_bytes_and_encryption(worker):
     with pytest.raises(DeviceError, match=r"is named twice"):
         ps.load(device=f"{worker.device},{worker.device}", **OPTIONS)
-
-
-def test_what_is_engaged_says_that_nothing_is_encrypted(worker):
     with ps.load(device=worker.device, **OPTIONS) as session:
         assert rpc.UNENCRYPTED in session.configuration().notes and rpc.UNCHECKED not in session.configuration().notes
         assert session.configuration().device == worker.device
-
-
-def test_steps_send_kilobytes_and_no_graphs(worker):
     with ps.load(device=worker.device, **OPTIONS) as session:
         engine = session.engine
         engine.prefill(session.prompt_ids(PROMPT))
@@ -320,7 +308,7 @@ def op_number(name: bytes) -> int:
     return next(op for op in range(128) if base.ggml_op_name(op) == name)
 
 
-def test_a_worker_calls_no_function_that_a_program_names(worker):
+def test_functions_connections_and_memory_of_workers(worker, expected):
     """A custom node carries an address; ggml's server jumped to it."""
     client = Raw(worker)
     with client.socket:
@@ -329,15 +317,9 @@ def test_a_worker_calls_no_function_that_a_program_names(worker):
         assert client.closed()
     again = Raw(worker)  # it is there, and was not started anew
     again.socket.close()
-
-
-def test_two_sessions_share_a_connection(worker, expected):
     with ps.load(device=worker.device, **OPTIONS) as first, ps.load(device=worker.device, **OPTIONS) as second:
         assert first.generate(PROMPT, 40, ignore_end=True)[0] == second.generate(PROMPT, 40, ignore_end=True)[0] == expected[0]
         assert first.generate(PROMPT, 24, mode="plain", ignore_end=True)[0] == expected[1]
-
-
-def test_memory_is_the_workers(worker):
     device = pick_device(worker.device)
     backend = Backend(device)
     try:
@@ -345,9 +327,6 @@ def test_memory_is_the_workers(worker):
         assert present(device).memory_total == device.memory_total
     finally:
         backend.close()
-
-
-def test_own_kernels_are_refused_by_name(worker):
     with pytest.raises(DeviceError, match=r"native kernels run on CPUs, and this device is a worker"):
         Backend(pick_device(worker.device), kernels="native")
 

@@ -126,13 +126,10 @@ def test_operands_that_do_not_fit_are_shown(g, verb):
             call(g, t)
 
 
-def test_every_verb_is_looked_at():
+def test_descriptions_of_tensors(g):
     """A new verb needs a case above, or has to be one that cannot be given wrong shapes."""
     verbs = {name for name, value in vars(Graph).items() if callable(value) and not name.startswith("_")}
     assert verbs == set(WRONG) | (ANY_SHAPE & verbs) and not set(WRONG) & ANY_SHAPE
-
-
-def test_how_a_tensor_is_described(g):
     t = Tensors(g)
     assert described(t.f16(64, 5)) == "F16 [64, 5]" and described(t.f32(1)) == "F32 [1]" and described(t.i32(3, 1, 2)) == "I32 [3, 1, 2]"
 

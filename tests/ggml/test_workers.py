@@ -55,19 +55,13 @@ def test_what_is_no_address_is_named(name):
         parse(name)
 
 
-def test_an_unknown_host_is_named():
+def test_addresses_of_workers():
     with pytest.raises(DeviceError, match=r"host 'nowhere\.invalid' is not known"):
         parse("RPC:nowhere.invalid:50052")
-
-
-def test_a_worker_says_what_it_has():
     with fake_server(answers(devices=2)) as port:
         assert probe(at(port, 1)) == WorkerInfo(PROTOCOL, ((5, 9), (6, 9)), False)
     with fake_server(answers(flags=1)) as port:
         assert probe(at(port)).extended
-
-
-def test_a_closed_port_is_refused_with_the_command_that_opens_it():
     port = free_port()
     with pytest.raises(DeviceError, match=rf"nothing listens at 127\.0\.0\.1:{port}; start `pyspec worker --port {port}` there"):
         probe(at(port))
@@ -82,12 +76,9 @@ def test_another_version_is_named(version):
         probe(at(port))
 
 
-def test_a_newer_patch_version_is_fine():
+def test_versions_and_devices_of_workers():
     with fake_server(answers((7, 0, 9))) as port:
         assert probe(at(port)).version == (7, 0, 9)
-
-
-def test_a_device_that_is_not_there_is_named():
     with fake_server(answers(devices=2)) as port, pytest.raises(DeviceError, match=r"has 2 devices, and /2 is none of them"):
         probe(at(port, 2))
 
@@ -136,16 +127,13 @@ def test_a_server_that_hangs_is_given_up(serve):
 NODES = 1800  # a 4B step
 
 
-def test_the_launch_times_of_a_real_run_are_told_apart():
+def test_replay_told_by_launch_times():
     on, off = ReplayCounters(), ReplayCounters()
     for call, us in enumerate([4400, 6700, 160, 80, 80, 80], 1):
         on.count(call, us, NODES)
         off.count(call, 3200, NODES)
     assert (on.warmup, on.replayed, on.eager) == (2, 4, 0)
     assert (off.warmup, off.replayed, off.eager) == (2, 0, 4)
-
-
-def test_graphs_too_small_to_tell_are_not_counted():
     counters = ReplayCounters()
     assert not counters.count(3, 1, 10)
     assert counters == ReplayCounters()

@@ -116,15 +116,12 @@ def test_broken_structure_is_refused_by_name(name, tmp_path):
     assert words in message and "x.gguf" in message, message
 
 
-def test_paths_that_are_no_files_are_refused(tmp_path):
+def test_paths_and_long_keys(tmp_path):
     """open() of a named pipe waits for a writer that never comes."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
         assert "not a file" in refused(path)
     assert "does not exist" in refused(tmp_path / "none") and "cannot be read" in refused("a\0b")
-
-
-def test_errors_stay_short_whatever_the_file_calls_its_keys(tmp_path):
     path = tmp_path / "x.gguf"
     long = "k" * 60000
     path.write_bytes(gguf([key(long, U8, 1), key(long, U8, 1)]))

@@ -54,45 +54,33 @@ def test_arrays_become_numpy_arrays_that_outlive_the_file(opened, kind):
     assert file.metadata["k"].tolist() == [SCALARS[kind], 0] and len(file.metadata["empty"]) == 0
 
 
-def test_string_arrays_are_read_on_demand(opened):
+def test_strings_bools_and_alignments(opened):
     strings = opened(build([key("k", ARR, (STR, ["a", "", "Ġé", b"\xff"]))])).metadata["k"]
     assert len(strings) == 4 and list(strings) == ["a", "", "Ġé", "\ufffd"]
     assert strings.raw(3) == b"\xff" and strings[-1] == "\ufffd"
     with pytest.raises(IndexError):
         strings.raw(4)
-
-
-def test_a_string_longer_than_a_mebibyte_stays_in_the_file(opened):
-    """Some converters embed a whole tokenizer.json of 30 MB."""
+    # Some converters embed a whole tokenizer.json of 30 MB.
     long = opened(build([key("k", STR, "x" * ((1 << 20) + 1)), key("after", U8, 7)]))
     assert isinstance(long.metadata["k"], StringArray) and len(long.metadata["k"].raw(0)) == (1 << 20) + 1
     assert long.metadata["after"] == 7
     with pytest.raises(ps.GGUFError, match="'k' holds"):
         long.get("k", str)
-
-
-def test_a_bool_byte_other_than_0_and_1_is_true(opened):
-    """numpy would keep the 2, and `== True` would be False."""
+    # numpy would keep the 2, and `== True` would be False.
     content = build([key("k", ARR, (U8, [0, 1, 2]))])
     at = content.index(b"k") + 1 + 4
     assert opened(content[:at] + bytes([BOOL]) + content[at + 1 :]).metadata["k"].tolist() == [False, True, True]
-
-
-def test_version_2_and_other_alignments_are_read(opened):
     data = np.arange(8, dtype=np.float32).tobytes()
     for alignment in (1, 8, 64, 4096):
         content = build([key("general.alignment", U32, alignment)], [info("t", (8,))], data, alignment)
         for version in (2, 3):
             file = opened(content[:4] + bytes([version]) + content[5:])
             assert (file.version, bytes(file.read("t"))) == (version, data)
-
-
-def test_gaps_between_tensors_and_any_order_are_allowed(opened):
     file = opened(build([], [info("b", (8,), 0, 64), info("a", (8,), 0, 0)], bytes(64) + b"\1" * 32))
     assert bytes(file.read("b")) == b"\1" * 32 and bytes(file.read("a")) == bytes(32)
 
 
-def test_reads_what_the_gguf_package_reads(pair):
+def test_contents_as_the_gguf_package_has_them(pair):
     for path in pair:
         other = gguf.GGUFReader(path)
         with GGUFFile(path) as file:
@@ -106,15 +94,12 @@ def test_reads_what_the_gguf_package_reads(pair):
                 if not name.startswith("GGUF."):
                     value, expected = file.metadata[name], field.contents()
                     assert (list(value) if isinstance(value, StringArray | np.ndarray) else value) == expected
-
-
-def test_the_test_builder_rebuilds_a_model_byte_by_byte(pair):
-    """The hostile files are changes of valid ones; a builder that damages more than it says would hide what is tested."""
+    # The hostile files are changes of valid ones; a builder that damages more than it says would hide what is tested.
     for path in pair:
         assert Model(path).bytes() == path.read_bytes()
 
 
-def test_get_refuses_another_type_by_name_and_value(opened):
+def test_types_names_and_closing(opened, tmp_path, pair):
     nan = key("f", F32, float("nan"))
     file = opened(build([key("n", U32, 3), key("b", BOOL, True), key("s", STR, "3"), nan, key("a", ARR, (U32, [1]))]))
     assert file.get("n", int) == 3 and file.get("n", float) == 3.0 and file.get("none", int, 9) == 9
@@ -125,21 +110,12 @@ def test_get_refuses_another_type_by_name_and_value(opened):
     for name in ("n", "s"):
         with pytest.raises(ps.GGUFError, match=f"'{name}'"):
             file.array(name)
-
-
-def test_brief_is_one_printable_line():
     for value in ("a\nb\x1b[2J" * 50, np.arange(10_000), 1.5, -3, True):
         assert brief(value).isprintable() and len(brief(value)) <= 72
-
-
-def test_names_that_are_not_utf8_open(tmp_path, pair):
     path = tmp_path / os.fsdecode(b"caf\xe9.gguf")
     path.write_bytes(pair[0].read_bytes())
     with ps.load(path, device="CPU", threads=1, n_ctx=32) as session:
         assert session.generate("a", max_tokens=2)[1].emitted == 2
-
-
-def test_close_twice_and_with_a_reader_left_over(opened):
     file = opened(build([], [info("t", (8,))], b"\7" * 32))
     data = file.read("t")
     file.close()
@@ -281,24 +257,18 @@ def test_what_is_wrong_with_parts_is_said(copied, harm, named, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_commands_take_any_part(parts):
+def test_parts_in_commands_and_views(parts):
     whole = pyspec("inspect", parts[1])
     assert whole.returncode == 0 and parts[0].name.encode() in whole.stdout, whole.stderr
     run = ["-t", 1, "--device", "CPU", "-c", 64, "-p", "ab", "-n", 4]
     assert pyspec("run", "-m", parts[2], *run).returncode == 0
     one_sentence(pyspec("run", "-m", parts[0].with_name("none-00001-of-00002.gguf"), *run), "does not exist")
-
-
-def test_files_of_closed_models_are_closed(parts):
     import os
 
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         GGUFFile(parts[1]).close()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_view_reads_the_parts(parts):
     with GGUFFile(parts[0]) as file:
         last = list(file.tensors)[-1]
         view = file.under_other_names(file.metadata, {"x": file.tensors[last]})
@@ -319,7 +289,7 @@ def _entry(**change) -> bytes:
     return _header(json.dumps({"a": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64], **change}}).encode())
 
 
-def test_reads_rows_of_every_float_type(tmp_path):
+def test_rows_of_checkpoints(tmp_path):
     values = np.arange(-6, 6, dtype=np.float32).reshape(3, 4) / 4
     halves = (values.view(np.uint32) >> 16).astype(np.uint16)
     tensors = {"f32": values, "f16": values.astype(np.float16), "f64": values.astype(np.float64), "bf16": halves, "vector": values[0]}
@@ -327,9 +297,6 @@ def test_reads_rows_of_every_float_type(tmp_path):
         for name in ("f32", "f16", "f64", "bf16"):
             assert np.array_equal(file.rows(name, 1, 2), values[1:]), name
         assert np.array_equal(file.rows("vector", 0, 1), values[:1])
-
-
-def test_integers_are_no_weights(tmp_path):
     with SafetensorsFile(_file(tmp_path, safetensors({"a": np.zeros((2, 2), np.int8)}))) as file:
         with pytest.raises(ConvertError, match="stored as I8"):
             file.rows("a", 0, 1)
@@ -368,13 +335,10 @@ def test_lies_are_sentences(tmp_path, data, names):
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
-def test_overlap(tmp_path):
+def test_overlaps_and_missing_files(tmp_path):
     entries = {name: {"dtype": "F32", "shape": [8], "data_offsets": [at, at + 32]} for name, at in (("a", 0), ("b", 16))}
     with pytest.raises(ConvertError, match="overlap"):
         SafetensorsFile(_file(tmp_path, _header(json.dumps(entries).encode())))
-
-
-def test_a_folder_and_a_missing_file(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(ConvertError):
             SafetensorsFile(path)

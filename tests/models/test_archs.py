@@ -326,7 +326,7 @@ def test_heads_without_a_rotation(tmp_path):
 
 
 @pytest.mark.slow
-def test_yarn_keys_that_are_not_followed_are_said(tmp_path):
+def test_yarn_keys_and_layouts(tmp_path):
     model = Model(write_laguna(tmp_path / "t.gguf"))
     key = "laguna.rope.scaling.yarn_"
     right = 1.25 * (1 + 0.1 * np.log(4))
@@ -334,10 +334,6 @@ def test_yarn_keys_that_are_not_followed_are_said(tmp_path):
         model.keys |= {key + name: (F32, value) for name, value in keys.items()}
         with ps.load(model.write(tmp_path / "o.gguf"), device="CPU", threads=1, n_ctx=64) as session:
             assert len([note for note in session.notes if "llama.cpp does not read" in note]) == said
-
-
-@pytest.mark.slow
-def test_qwen3next_needs_one_layout_in_all_layers(tmp_path):
     model, other = (Model(write_qwen3next(tmp_path / "t.gguf", joined=joined)) for joined in (False, True))
     model.tensors["blk.1.ssm_in.weight"] = other.tensors["blk.1.ssm_in.weight"]
     assert_equal(model.write(tmp_path / "o.gguf"), 37)  # both: llama.cpp takes those that are apart
@@ -377,8 +373,8 @@ def open_engine(path, chunk, n_ctx, kernels=None):
         yield engine
 
 
-def test_muse_glimmer_stretches_no_position(tmp_path):
-    """Linear scaling is of the full layers, which rotate nothing; yarn is refused, because llama.cpp would stretch the sliding ones by half of it."""
+def test_rows_of_latent_and_muse_models(tmp_path):
+    # Linear scaling is of the full layers, which rotate nothing; yarn is refused, because llama.cpp would stretch the sliding ones by half of it.
     model = Model(write_muse_glimmer(tmp_path / "t.gguf"))
     model.keys["muse-glimmer.rope.scaling.factor"] = (F32, 4.0)
     assert_equal(model.write(tmp_path / "o.gguf"), 70)
@@ -386,20 +382,11 @@ def test_muse_glimmer_stretches_no_position(tmp_path):
         file.metadata["muse-glimmer.rope.scaling.type"] = "yarn"
         with pytest.raises(ModelError, match="rope scaling of the type 'yarn'"):
             open_target(file)
-
-
-def test_k_and_v_of_one_row_have_one_type(tmp_path):
     with pytest.raises(ModelError, match="K and V are one row, which cannot be f16 and q8_0"):
         ps.load(write_deepseek2(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, cache_type_v="q8_0")
-
-
-def test_a_latent_row_is_stored_once(tmp_path):
     with open_engine(write_deepseek2(tmp_path / "t.gguf", Shape()), 64, 256) as engine:
         rows = engine.kv.live + engine.kv.trash
         assert engine.kv.nbytes - 4 * rows - 4 * 2 * 96 * rows in range(4 * 256)  # positions, rows, alignment
-
-
-def test_an_mtp_layer_of_deepseek2_is_named(tmp_path):
     model = Model(write_deepseek2(tmp_path / "t.gguf", Shape(n_layer=5)))
     model.keys["deepseek2.nextn_predict_layers"] = (U32, 1)
     path = model.write(tmp_path / "o.gguf")
@@ -408,23 +395,17 @@ def test_an_mtp_layer_of_deepseek2_is_named(tmp_path):
         assert target.n_layer == 4 and "MTP layer" in target.unused_in_file()["blk.4.attn_kv_a_mqa.weight"]
 
 
-def test_glm_dsa_scores_nothing_where_all_is_chosen(tmp_path):
+def test_indexers_of_glm_dsa(tmp_path):
     """The first top_k positions of a context cost what deepseek2's do, and the rows that later ones are chosen by are there then."""
     path = write_glm_dsa(tmp_path / "t.gguf", Shape(top_k=256, **LEAN))
     with ps.load(path, device="CPU", threads=1, n_ctx=512) as session:
         counts = [session.engine.graphs.get(session.engine.graphs.key("plain", 1, span)).graph.op_counts() for span in (256, 512)]
     assert ["LIGHTNING_INDEXER" in ops for ops in counts] == ["TOP_K" in ops for ops in counts] == [False, True]
-
-
-def test_glm_dsa_rotates_no_more_values_than_an_indexers_heads_have(tmp_path):
     with (
         GGUFFile(write_glm_dsa(tmp_path / "t.gguf", Shape(head_size=192, n_rot=96))) as file,
         pytest.raises(ModelError, match="key_length is 64, .* and no less than the 96 values that are rotated"),
     ):
         open_target(file)
-
-
-def test_glm_dsa_has_no_multiplier_of_yarn(tmp_path):
     model = Model(write_glm_dsa(tmp_path / "t.gguf", Shape(**LEAN), yarn=8.0))
     model.keys["glm-dsa.rope.scaling.yarn_log_multiplier"] = (F32, 0.1)
     assert_equal(model.write(tmp_path / "o.gguf"), 40)

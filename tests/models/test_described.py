@@ -149,13 +149,10 @@ def test_as_many_layers_as_llama_cpp_takes_are_equal(tmp_path):
     assert_equal(write_qwen3(tmp_path / "t.gguf", replace(TINY, n_layer=512, n_ctx=256)), 37)
 
 
-def test_more_layers_are_refused(tmp_path):
+def test_more_layers_than_graphs_hold(tmp_path):
     path = write_qwen3(tmp_path / "t.gguf", replace(TINY, n_layer=1025))
     with pytest.raises(ModelError, match="block_count is 1025, but it has to be between 1 and 1024"):
         ps.load(path, device="CPU", threads=1, n_ctx=64)
-
-
-def test_a_graph_that_outgrows_its_arena_says_so():
     with ExitStack() as stack:
         backend = stack.enter_context(closing(Backend(pick_device("CPU"), 1)))
         allocator = stack.enter_context(closing(GraphAllocator(backend, "small", SPARE + 100)))
@@ -327,15 +324,13 @@ def test_an_unknown_tensor_is_refused_by_name(tmp_path, arch, name):
     assert not inspect_file(path).usable and name in inspect_file(path).verdict
 
 
-def test_an_architecture_cannot_leave_the_rule_out():
+def test_tensors_that_are_left_aside(tmp_path):
     with pytest.raises(TypeError, match="refuses unknown tensors"):
 
         class Lax(Decoder):
             def specs(self):
                 return self.tensors()
 
-
-def test_what_is_left_aside_has_a_reason(tmp_path):
     parts = Parts(TARGETS["qwen35"](tmp_path / "t.gguf"))
     parts.keys |= {"qwen35.block_count": (4, LAYERS + 1), "qwen35.nextn_predict_layers": (4, 1)}
     path = with_tensor(parts, f"blk.{LAYERS}.nextn.eh_proj.weight", np.ones(4)).write(tmp_path / "m.gguf")

@@ -123,7 +123,7 @@ def test_speculative_text_is_the_same_at_any_residency(tmp_path, arch):
     assert rates[0] is rates[3] is None and rates[1] == 0.0 < rates[2] < 1.0
 
 
-def test_a_profile_counts_every_choice_once_and_finds_the_hottest(tmp_path):
+def test_profiles_and_hit_rates(tmp_path):
     path = write_laguna(tmp_path / "t.gguf")
     with ps.load(path, device="CPU", threads=1, n_ctx=64, experts=ExpertOptions(count=True)) as session:
         result = profile(session, (IDS * 6)[:330])
@@ -135,9 +135,6 @@ def test_a_profile_counts_every_choice_once_and_finds_the_hottest(tmp_path):
         np.testing.assert_array_equal(row, result.seen.counts[layer] + result.held_out.counts[layer])
         assert row[result.routing.hottest(layer, 1)[0]] == row.max()
     assert result.hit_rate(0.0) == 0.0 and result.hit_rate(1.0) == 1.0 and 0 < result.hit_rate(0.25) < result.hit_rate(0.75) < 1
-
-
-def test_hit_rates_are_those_of_the_other_text():
     seen = Routing("m", 2, {0: np.array([5, 1, 0, 4])})
     other = Routing("m", 2, {0: np.array([1, 7, 1, 1])})
     assert seen.hottest(0, 2) == (0, 3)

@@ -81,7 +81,7 @@ def test_a_rollback_to_before_the_block_drafts_the_same_again(pair):
 
 
 @pytest.mark.slow
-def test_a_slot_begins_with_nothing_of_the_one_before(pair):
+def test_slots_and_prompts_of_every_length(pair):
     """Its first row is paired with zeros, not with what the last sequence there left."""
     text, batch = prompts(2)[1][:1], pair.batch(2)
     want = alone(pair, text, 3)
@@ -90,11 +90,7 @@ def test_a_slot_begins_with_nothing_of_the_one_before(pair):
         batch.step({slot: Prefill(text)})
         assert [drafts_of(batch, slot, i) for i in range(3)] == want
         batch.release(slot)
-
-
-@pytest.mark.slow
-def test_prompts_of_any_length_draft_alike(pair):
-    """In one chunk, in several, and with its last token alone: the hidden state of the token before is carried from chunk to chunk."""
+    # In one chunk, in several, and with its last token alone: the hidden state of the token before is carried from chunk to chunk.
     engine, rng = pair.session.engine, np.random.default_rng(4)
     text = rng.integers(0, 256, 120).tolist()
     want = alone(pair, text, 3)

@@ -99,7 +99,7 @@ def test_wherever_the_others_are(tmp_path, quant):
             np.testing.assert_array_equal(seen(session)[0], want[0])
 
 
-def test_each_chunk_copies_each_layer_once_and_what_is_there_stays(tmp_path):
+def test_wide_and_narrow_chunks(tmp_path):
     """After a chunk that another one follows, its first layers are on their way; two layers and fewer are copied once for all."""
     path = write_qwen35moe(tmp_path / "t.gguf", Shape(n_layer=5))
     for layers, first, then in ((1, 1, 0), (2, 2, 0), (3, 3, 2), (5, 5, 5)):
@@ -114,9 +114,6 @@ def test_each_chunk_copies_each_layer_once_and_what_is_there_stays(tmp_path):
             session.engine.reset()
             session.engine.prefill(IDS)
             assert counts(session) == [((first + 4 * then) * one, 5)]
-
-
-def test_narrow_chunks_are_the_hosts(tmp_path):
     path = write_qwen35moe(tmp_path / "t.gguf")
     with loaded(path, rows=64) as session:
         session.engine.prefill(IDS[:130])  # 64, 64 and 2

@@ -64,7 +64,7 @@ def test_requests_at_random(pair, seed):
     assert serve(pair, seed, groups=2) == []
 
 
-def test_requests_from_threads_are_grouped(pair):
+def test_requests_from_threads_and_samplers(pair):
     """Events are handed over while a group's step is under way."""
     texts = prompts(6)
     with pair.session.concurrent(4, groups=2, prefix_memory=0) as server:
@@ -72,9 +72,6 @@ def test_requests_from_threads_are_grouped(pair):
         stats = [handle.result(120)[1] for handle in handles]
         assert server.stats.pipelined > 0 and [s.emitted for s in stats] == [40] * 6
         assert [handle.sequence.tokens for handle in handles] == [pair.solo(text, 40) for text in texts]
-
-
-def test_samplers_are_per_sequence_and_seeded(pair):
     tokenizer = pair.session.tokenizer
 
     def sampled(groups):
@@ -145,7 +142,7 @@ def test_a_group_is_launched_again_before_its_callers_have_its_tokens(pair):
     assert [s.tokens for s in streams[1:]] == [pair.solo(s.prompt, len(s.tokens)) for s in streams[1:]]
 
 
-def test_closing_and_cancelling_wait_for_steps_under_way(pair):
+def test_closing_and_sharing(pair):
     scheduler = scheduler_of(pair, 4, 4)
     streams = [scheduler.submit(text, GenerationOptions(40, SPECULATIVE)) for text in prompts(4)]
     while scheduler.stats.pipelined < 3:
@@ -157,10 +154,7 @@ def test_closing_and_cancelling_wait_for_steps_under_way(pair):
     scheduler.step()
     scheduler.close()
     assert [s.stats.stop_reason for s in streams] == ["cancelled"] * 4
-
-
-def test_who_has_to_share_steps_is_not_grouped(pair):
-    """Reference blocks have widths of their own, and a caller that is asked before each step is asked before each step."""
+    # Reference blocks have widths of their own, and a caller that is asked before each step is asked before each step.
     for options, asked in ((GenerationOptions(6, REFERENCE), None), (GenerationOptions(6, PLAIN), lambda: False)):
         with scheduler_of(pair, 3) as scheduler:
             streams = [scheduler.submit(text, options, interrupted=asked) for text in prompts(3)]
@@ -284,7 +278,7 @@ def rounds(control, costs, n, kind=PLAIN_STEP):
     return out
 
 
-def test_groups_are_used_where_they_were_faster_and_looked_at_again():
+def test_groups_only_where_they_pay(pair):
     control = PipelinePolicy()
     assert rounds(control, {False: 8.0, True: 5.0}, 2 * TRIES) == [False] * TRIES + [True] * TRIES
     assert control.gain(8, PLAIN_STEP) == pytest.approx(1.6)
@@ -294,10 +288,7 @@ def test_groups_are_used_where_they_were_faster_and_looked_at_again():
     assert not any(rounds(PipelinePolicy(), {False: 5.0, True: 4.95}, 2 * TRIES + 100)[2 * TRIES :])  # not worth a change
     assert rounds(control, {False: 8.0, True: 5.0}, 1, StepPlan.of("d", 4)) == [False]  # another kind of step has costs of its own
     assert all(rounds(PipelinePolicy(True), {True: 9.0}, 5))
-
-
-def test_there_are_none_unless_they_are_asked_for(pair):
-    """They take buffers, and no gain of theirs has been measured on GPUs."""
+    # They take buffers, and no gain of theirs has been measured on GPUs.
     for groups, there in ((1, 0), (2, 2), ("auto", 2)):
         with pair.session.batch(4, groups=groups) as scheduler:
             assert scheduler.runner.devices.groups == there

@@ -163,7 +163,7 @@ def test_slots_and_snapshots(tmp_path, name):
             assert equal(alone, of_slots(session)), cuts
 
 
-def test_rings_wrap_around_on_every_device(tmp_path):
+def test_rings_and_prefixes_on_devices(tmp_path):
     ids, seen = np.random.default_rng(5).integers(0, 256, 900).tolist(), []
     target, draft = write_pair(tmp_path, "laguna")
     for cuts in ((), (1,), (2,)):
@@ -171,10 +171,7 @@ def test_rings_wrap_around_on_every_device(tmp_path):
             assert session.engine.kv.ring and (not cuts or len(session.engine.kv.mask_bases) == 2)
             seen.append(trace(session, (1, 4)) + list(session.engine.logits(ids)[-3:]))
     assert all(equal(seen[0], other) for other in seen[1:])
-
-
-def test_prefix_reuse_and_files(tmp_path):
-    """The second prompt continues after a state that is kept on every device, the third session after files of the second."""
+    # The second prompt continues after a state that is kept on every device, the third session after files of the second.
     target, draft = write_pair(tmp_path, "qwen35")
     ids = np.random.default_rng(5).integers(0, 256, 200).tolist()
     texts = []
@@ -207,17 +204,14 @@ def test_experts_in_host_memory(tmp_path, residency):
             assert (counts["chosen"], counts["hits"]) == (chosen["chosen"], chosen["hits"])
 
 
-def test_drafts_of_what_came_before(tmp_path):
+def test_drafts_and_schedulers_over_devices(tmp_path):
     target, _ = write_pair(tmp_path, "qwen35")
     texts = []
     for cuts in ((), (2,)):
         with loaded(target, None, cuts, spec=["suffix"], draft_width=8) as session:
             texts.append(session.generate(PROMPT * 2, 60, ignore_end=True)[0])
     assert texts[0] == texts[1]
-
-
-def test_text_of_a_scheduler(tmp_path):
-    """Many requests at once, with what is drafted and accepted left to the scheduler."""
+    # Many requests at once, with what is drafted and accepted left to the scheduler.
     target, draft = write_pair(tmp_path, "qwen35")
     texts = []
     for cuts in ((), (1, 2)):
@@ -226,15 +220,9 @@ def test_text_of_a_scheduler(tmp_path):
             scheduler.run()
             texts.append([list(stream.tokens) for stream in streams])
     assert texts[0] == texts[1]
-
-
-def test_what_is_in_use_names_the_split(tmp_path):
     target, draft = write_pair(tmp_path, "qwen35")
     with loaded(target, draft, (3,)) as session:
         assert session.configuration().device == "layers 0 to 2 on CPU, layer 3 on CPU"
-
-
-def test_what_cannot_be_split(tmp_path):
     target, draft = write_pair(tmp_path, "qwen35")
     for device, shares, error, words in (
         ("CPU,CPU", (1,), EngineError, "proportions 1 do not fit 2 devices"),

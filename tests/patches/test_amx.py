@@ -57,22 +57,14 @@ def stored(folder: Path, *flags: str, before: str = "") -> list[int]:
 
 
 @x86
-def test_the_forced_include_stores_the_whole_configuration(tmp_path):
+def test_the_configuration_is_stored_whole(tmp_path, with_headers):
     """GCC 12.2 stored none of the rows and columns: "Illegal instruction" with the first product on every processor with AMX."""
     assert stored(tmp_path, "-include", str(COMPILER_FIX)) == STORED
-
-
-@x86
-def test_so_does_the_patch(tmp_path, with_headers):
-    """0011's line, as it stands in the patched tree."""
+    # 0011's line, as it stands in the patched tree.
     patched = (with_headers / "ggml/src/ggml-cpu/amx/mmq.cpp").read_text()
     line = re.search(r'^ *(__asm__ volatile\("" :: "m"\(tc\)\);)\n#endif\n *_tile_loadconfig\(&tc\);', patched, re.MULTILINE)
     assert stored(tmp_path, before=line[1].replace("tc", "c")) == STORED
-
-
-@x86
-def test_the_forced_include_is_nothing_where_there_is_no_amx(tmp_path):
-    """It goes before every C++ file of the build: no header is read for it, on no compiler's account."""
+    # It goes before every C++ file of the build: no header is read for it, on no compiler's account.
     command = ["c++", "-mno-amx-tile", "-E", "-P", "-x", "c++", "-include", str(COMPILER_FIX), "/dev/null"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == ""
 

@@ -70,21 +70,15 @@ def test_switches_that_change_numbers_tell_kept_prompts_apart():
     assert len(read) > 8 and read - same_numbers <= set(SWITCHES)
 
 
-def test_apply_is_all_or_nothing_and_repeatable(tree: Path):
+def test_patches_apply_or_nothing_does(tree):
     assert patches.n_applied(tree) == 0
     assert patches.apply(tree) == SERIES
     after = contents(tree)
     assert patches.n_applied(tree) == len(SERIES)
     assert patches.apply(tree) == []
     assert contents(tree) == after
-
-
-def test_continues_a_tree_that_has_the_first_patches(tree: Path):
     patches.apply(tree, SERIES[:1])
     assert patches.apply(tree) == SERIES[1:]
-
-
-def test_a_hunk_that_does_not_fit_is_named_and_nothing_is_written(tree: Path):
     file = tree / "src" / "llama-memory-recurrent.cpp"
     file.write_text(file.read_text().replace("rollback <= (llama_pos) n_rs_seq", "rollback < (llama_pos) n_rs_seq"))
     before = contents(tree)
@@ -95,18 +89,12 @@ def test_a_hunk_that_does_not_fit_is_named_and_nothing_is_written(tree: Path):
     assert contents(tree) == before
 
 
-def test_a_tree_inside_another_repository_is_not_skipped(tree: Path):
+def test_trees_and_sdists_that_are_others(tree, tmp_path):
     subprocess.run(["git", "init", "-q", str(tree.parent)], check=True)
     patches.apply(tree)
     assert "llama_perf_counters" in (tree / "include" / "llama.h").read_text()
-
-
-def test_something_else_is_refused(tmp_path: Path):
     with pytest.raises(PatchError, match="no llama.cpp source tree"):
         patches.check(tmp_path)
-
-
-def test_a_damaged_sdist_is_named(tmp_path: Path):
     (tmp_path / patches.SDIST).write_bytes(b"\x1f\x8b not an archive")
     with pytest.raises(PatchError, match="cannot be unpacked"):
         patches.unpack(tmp_path / patches.SDIST, tmp_path)

@@ -402,15 +402,11 @@ def test_speculative_text_equals_reference_text_for_the_same_seed(demo, chain):
 
 
 @pytest.mark.slow
-def test_temperature_0_is_greedy(demo):
+def test_seeds_and_greedy_draws(demo):
     greedy, _ = demo.generate("def f(", 60)
     for sampling in (Sampling(temperature=0), Sampling(temperature=0, logprobs=0), Sampling(temperature=0, logit_bias={1: 0.0}, top_k=0)):
         text, stats = demo.generate("def f(", 60, sampling=sampling)
         assert text == greedy and stats.matched > 0 and stats.seed is None
-
-
-@pytest.mark.slow
-def test_a_drawn_seed_is_told_and_repeats_the_text(demo):
     text, stats = demo.generate("def f(", 40, sampling=Sampling(temperature=1.5))
     assert demo.generate("def f(", 40, sampling=Sampling(temperature=1.5, seed=stats.seed))[0] == text
 
@@ -586,13 +582,10 @@ def test_tokens_that_a_bias_forbids_are_made_up_for_by_more_candidates(biased):
     every.close()
 
 
-def test_a_bias_for_a_token_that_does_not_exist_is_refused(demo):
+def test_biases_and_recommendations(demo):
     with pytest.raises(SamplingError, match="4096"):
         demo.generate("a", 4, sampling=Sampling(logit_bias={4096: 1.0}))
     assert demo.generate("a", 4)[1].emitted == 4
-
-
-def test_what_the_converter_writes():
     keys = {
         "temp": 0.6000000238418579,
         "top_k": 20,

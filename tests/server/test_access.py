@@ -285,7 +285,7 @@ def test_an_unauthorised_request_is_refused_before_its_body(limited_server, path
         sock.sendall(b"x" * 1000)  # what it sends is thrown away
 
 
-def test_bodies_of_unauthorised_requests_are_not_kept(limited_server):
+def test_memory_and_watchers_of_strangers(limited_server):
     before = limited_server.resident_mib
     socks = [head(limited_server, "/completion", "none") for _ in range(8)]
     for sock in socks:
@@ -298,9 +298,6 @@ def test_bodies_of_unauthorised_requests_are_not_kept(limited_server):
     assert limited_server.resident_mib - before < 8
     for sock in socks:
         sock.close()
-
-
-def test_watchers_of_the_slots_have_a_limit(limited_server):
     assert limited_server.http.head("/pyspec/live").status_code == 200  # no state, and no end to wait for
     for _ in range(2):
         with contextlib.ExitStack() as watching:
@@ -345,17 +342,13 @@ def test_what_is_too_much_is_refused_before_it_costs(limited_server, path, body,
 
 
 @pytest.mark.slow
-def test_what_is_large_and_fits_is_answered(limited_server):
+def test_large_requests_that_fit(limited_server):
     tokens = limited_server.ok("/tokenize", content="a b " * 100_000)["tokens"]
     pieces = limited_server.ok("/tokenize", content="a b " * 100_000, with_pieces=True)["tokens"]
     assert [piece["id"] for piece in pieces] == tokens and len(tokens) > 100_000
     assert limited_server.ok("/detokenize", tokens=tokens)["content"] == "a b " * 100_000
     assert limited_server.ok("/detokenize", tokens=[])["content"] == ""
-
-
-@pytest.mark.slow
-def test_log_probabilities_of_a_whole_answer_are_those_of_its_stream(limited_server):
-    """A thousand of each token are made while they are sent; all at once they took the event loop for seconds."""
+    # A thousand of each token are made while they are sent; all at once they took the event loop for seconds.
     asked = {"prompt": "import os\n", "n_predict": 60, "temperature": 0, "ignore_eos": True, "n_probs": 1000}
     whole = limited_server.ok("/completion", **asked)["completion_probabilities"]
     told = [json.loads(data) for data in events(limited_server.post("/completion", **asked, stream=True))]

@@ -47,15 +47,12 @@ def _thinks(**body):
     return _template_arguments(served, bodies.convert(body, bodies.Chat))
 
 
-def test_every_field_of_llama_server_is_known():
+def test_fields_of_llama_server():
     """Those of its server-schema.cpp and of its chats; and what has no effect, or is refused, is in the guide."""
     known = bodies.NO_EFFECT | set(bodies.REFUSED).union(*map(bodies.field_names, BODIES))
     assert not [name for name in LLAMA_SERVER if name not in known]
     page = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
     assert not [name for name in (*bodies.NO_EFFECT, *bodies.REFUSED) if f"`{name}`" not in page]
-
-
-def test_what_asks_for_nothing_is_taken():
     body = {name: nothing[0] for name, (nothing, _) in bodies.REFUSED.items() if nothing}
     assert bodies.unknown_fields(body, bodies.Chat) == []
     for name in bodies.REFUSED:
@@ -145,14 +142,11 @@ def test_what_anthropics_clients_send_is_obeyed():
     assert bodies.unknown_fields({"n_probs": 3, "timings_per_token": True}, bodies.Messages) == ["n_probs", "timings_per_token"]
 
 
-def test_tool_results_come_before_the_text_of_the_same_turn():
+def test_tools_and_their_results():
     blocks = [{"type": "text", "text": "go on"}, {"type": "tool_result", "tool_use_id": "t", "content": "eggs"}]
     for content in (blocks, blocks[::-1]):
         told = _chat({"messages": [{"role": "user", "content": content}]}).messages
         assert [m["role"] for m in told] == ["tool", "user"] and told[1]["content"] == [{"type": "text", "text": "go on"}]
-
-
-def test_tools_that_are_allowed_are_the_only_ones():
     tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b", "c")]
     allowed = [{"type": "function", "function": {"name": "c"}}, {"type": "function", "name": "a"}]
     for choice in ({"mode": "required", "tools": allowed}, {"allowed_tools": {"mode": "required", "tools": allowed}}):

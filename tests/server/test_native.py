@@ -73,16 +73,13 @@ def test_prompts_of_every_kind_are_the_same_prompt(server, prompt):
     assert [(b["index"], b["content"]) for b in both] == [(0, got["content"]), (1, got["content"])]
 
 
-def test_the_same_seed_gives_the_same_text_and_is_told(server):
+def test_seeds_and_fields_of_responses(server):
     first = server.ok("/completion", prompt=PROMPT, n_predict=16, temperature=1.2)
     seed = first["generation_settings"]["seed"]
     assert seed < (1 << 32) - 1
     assert server.ok("/completion", prompt=PROMPT, n_predict=16, temperature=1.2, seed=seed)["content"] == first["content"]
     texts = {server.ok("/completion", prompt=PROMPT, n_predict=16, temperature=1.2, seed=s)["content"] for s in range(4)}
     assert len(texts) > 1
-
-
-def test_fields_and_probabilities_of_a_response(server):
     told = [json.loads(e) for e in events(server.post("/completion", prompt=PROMPT, n_predict=10, temperature=0, n_probs=3, stream=True))]
     assert [len(e["completion_probabilities"]) for e in told[:-1]] == [1] * 10
     assert all(len(e["completion_probabilities"][0]["top_logprobs"]) == 3 for e in told[:-1])
@@ -183,17 +180,14 @@ def test_paths_that_are_not_there(server, method, path, status):
     assert response.status_code == response.json()["error"]["code"] == status
 
 
-def test_bodies_that_are_none(server):
+def test_bodies_that_are_none_or_too_large(server):
     for body, status in ((b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b"[" * 100_000, 400), (b'"x"', 400), (b"", 400)):
         response = server.http.post("/v1/completions", content=body)
         assert response.status_code == status and response.json()["error"]["message"], body[:20]
     assert server.http.post("/completion", content=b"a=b", headers={"content-type": "image/png"}).status_code == 415
     too_long = server.http.post("/completion", content=b" " * ((32 << 20) + 1))
     assert too_long.status_code == 413 and too_long.json()["error"]["type"] == "invalid_request_error"
-
-
-def test_a_prompt_of_megabytes_is_refused_before_it_is_encoded(server):
-    """18 MB took a thread of two 100 s. No token is longer than the longest one of the vocabulary."""
+    # 18 MB took a thread of two 100 s. No token is longer than the longest one of the vocabulary.
     for path, body in (
         ("/completion", {"prompt": "x = 1\n" * 300_000}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x = 1\n" * 300_000}]}),

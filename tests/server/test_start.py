@@ -296,15 +296,12 @@ def test_readers_have_the_rest_of_the_time(monkeypatch):
     assert asyncio.run(main([10**9, 2], 0.5)) == 1 and len(cut) == 1 and 0.45 < sum(slept) < 0.6
 
 
-def test_help_names_no_library():
+def test_help_and_the_outside_check():
     done = subprocess.run(
         [sys.executable, "-c", "import sys; sys.modules.update(dict.fromkeys(['uvicorn', 'msgspec', 'starlette', 'prometheus_client', 'anyio']))\nfrom pyggml_spec.cli import main; main(['serve', '--help'])"],
         capture_output=True, text=True, env=environment(),
     )  # fmt: skip
     assert done.returncode == 0 and "--queue" in done.stdout, done.stderr
-
-
-def test_the_outside_check_is_told_as_it_was():
     told = json.loads((Path(__file__).parent / "llama_server_tests.json").read_text("utf-8"))
     page = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
     passing = [case for case, how in told["cases"].items() if how == "passes"]

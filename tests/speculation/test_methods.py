@@ -86,7 +86,7 @@ def test_one_name_is_no_list_of_letters(options):
         ps.load(device="CPU", threads=1, n_ctx=256, **options)
 
 
-def test_equal_ends_of_a_layers_file_are_not_loaded_twice(files, tmp_path):
+def test_plans_and_ends_of_files(files, tmp_path):
     """Its embedding, norm and head are compared with the target's byte by byte."""
     same = write_mtp(tmp_path / "same.gguf", Shape(), seed=1)  # the seed of the target: the first numbers drawn are those of the ends
     sizes = []
@@ -94,9 +94,6 @@ def test_equal_ends_of_a_layers_file_are_not_loaded_twice(files, tmp_path):
         with ps.load(files["plain"], layer, device="CPU", threads=1, n_ctx=256) as session:
             sizes.append(session.engine.memory()["draft_weights"])
     assert sizes[1] - sizes[0] >= 2 * 256 * 320 * 4
-
-
-def test_what_a_plan_says_is_what_is_loaded(files):
     from pyggml_spec.tools.plan import check
 
     done = check(files["own"], device="CPU", threads=1, n_ctx=256, draft_width=4)

@@ -76,25 +76,22 @@ def test_a_copy_is_faster_and_prose_is_not_slower():
     assert milliseconds("prose", COSTS["two cores"], gate=False) > 1.2 * 2000 * COSTS["two cores"][1]  # what the gate is for
 
 
-def test_the_longest_match_wins_and_of_equal_ones_the_last():
+def test_the_longest_match():
     pool = NgramPool(Lookup(least=2))
     assert pool.sequence([9, 1, 2, 3, 50, 1, 2, 3, 60, 7, 2, 3, 70, 9, 1, 2, 3]).find() == Match(
         4, True, _over(50, 1, 2, 3, 60, 7, 2, 3, 70, 9, 1, 2, 3)
     )
     assert pool.sequence([1, 2, 50, 1, 2, 60, 1, 2]).find().drafts[:3] == [60, 1, 2]
     assert pool.sequence([1, 2, 3, 4]).find() is None
+    match = NgramPool(Lookup(least=2)).sequence([5, 6, 7, 5, 6, 7, 5, 6]).find()
+    assert match.drafts[:7] == [7, 5, 6, 7, 5, 6, 7]
 
 
 def _over(*tokens):
     return [tokens[i % len(tokens)] for i in range(15)]
 
 
-def test_a_match_that_reaches_the_end_is_one_period():
-    match = NgramPool(Lookup(least=2)).sequence([5, 6, 7, 5, 6, 7, 5, 6]).find()
-    assert match.drafts[:7] == [7, 5, 6, 7, 5, 6, 7]
-
-
-def test_ended_sequences_are_repeated_by_others_and_borders_are_not_crossed():
+def test_other_sequences_and_bounds():
     pool = NgramPool(Lookup(least=3))
     pool.sequence([1, 2, 3, 4, 5]).end()
     pool.sequence([30, 31, 32, 33]).end()
@@ -106,9 +103,6 @@ def test_ended_sequences_are_repeated_by_others_and_borders_are_not_crossed():
     own = NgramPool(Lookup(least=3, shared=False))
     own.sequence([1, 2, 3, 4, 5]).end()
     assert own.sequence([9, 1, 2, 3]).find() is None
-
-
-def test_the_corpus_is_bounded_and_forgets_the_oldest():
     corpus = Corpus(3, most=1000)
     for i in range(100):
         corpus.add([10 * i, 10 * i + 1, 10 * i + 2, 10 * i + 3] * 5)

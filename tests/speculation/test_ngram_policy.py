@@ -189,14 +189,11 @@ def test_the_text_is_that_of_plain_decoding(implied, sampling):
     assert sampling is not None or stats.matched > 10
 
 
-def test_so_are_texts_of_several_slots(implied):
+def test_implied_drafts_in_slots(implied):
     prompts = [PROMPT, PROMPT[30:], "import os\n"]
     plains = [implied.generate(prompt, 60, mode="plain", ignore_end=True)[0] for prompt in prompts]
     found = implied.generate_all(prompts, 60, slots=3, ignore_end=True)
     assert [text for text, _ in found] == plains and sum(stats.matched for _, stats in found) > 10
-
-
-def test_near_ties_are_named_where_kernels_depend_on_the_shape(implied):
     assert implied.batch_invariant and not any("near-tie" in note for note in implied.notes)
     with ps.load(DEMO_TARGET, kernels="ggml", **CPU) as loaded:
         assert not loaded.batch_invariant and any("near-tie" in note for note in loaded.notes)
@@ -216,14 +213,11 @@ def test_memory_is_planned(slots):
     assert check(DEMO_TARGET, device="CPU", n_ctx=512, slots=slots).error < 0.01
 
 
-def test_blocks_of_many_slots_are_narrow(implied):
+def test_narrow_blocks_and_bench(implied):
     with implied.batch(32, n_ctx=128) as scheduler:
         assert scheduler.runner.options.width == 2 and scheduler.ngram is not None and scheduler.ngram.widths == (2,)
     with implied.batch(4, n_ctx=128) as scheduler:
         assert scheduler.ngram is not None and scheduler.ngram.widths == (2, 4, 8, 16)
-
-
-def test_bench_takes_it_and_no_run_repeats_the_one_before(implied):
     template, _ = chat_template(implied)
     (row,) = bench_prompts(implied, [Prompt("list", "1", text=PROMPT)], PromptsOptions(40, 2), template)
     steps = [spec.steps for run in row.runs for _, spec in run]

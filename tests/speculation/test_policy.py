@@ -161,24 +161,18 @@ def test_plans_of_the_same_speed_are_not_exchanged_all_the_time(p, costs):
         assert one.policy.changes < 150
 
 
-def test_plans_that_can_never_be_best_are_left_out():
+def test_plans_and_assumptions():
     assert useful_widths(H200_27B) == [1, 2, 4, 16]
     assert useful_widths({1: 5.0, 2: 10.5, 4: 21.0}) == [1]
     policy = SpeculationPolicy.measured_for(DRAFTER, {1: 1.0, 2: 2.5, 4: 4.6})
     assert policy.never_pays and not policy.should_disable()
     assert policy.choose(1, [policy.begin(disabled=True)]) == policy.choose(1, [policy.begin()]) == PLAIN_STEP
-
-
-def test_an_acceptance_that_was_never_observed_is_called_an_assumption():
     one = One({1: 1.0, 2: 1.9, 4: 3.9})
     one.policy.choose(1, [one.state])
     one.policy._phases[1].plan = PLAIN_STEP
     assert "no draft yet, 80 % of the first ones assumed right" in one.policy.reason(one.state)
     one.run(200, lambda drafts: 0)
     assert "assumed" not in one.policy.reason(one.state) and "first draft accepted" in one.policy.reason(one.state)
-
-
-def test_later_texts_begin_with_what_earlier_ones_showed():
     one = One(SLOW_BLOCKS)
     one.run(1000, lambda drafts: min(drafts, 2))
     later, fresh = one.policy.begin().acceptance[DRAFTER].tokens(), One(SLOW_BLOCKS).state.acceptance[DRAFTER].tokens()
@@ -243,14 +237,11 @@ def test_plain_decoding_of_many_is_left_again_when_drafts_become_right():
     assert sum(FOUR[n] - FOUR[1] for n in used[:1000] if n > 1) < 0.03 * 1000 * FOUR[1]
 
 
-def test_one_stalled_step_changes_nothing():
+def test_stalls_and_slots():
     policy = learnt()
     policy.observe(4, plan(16), 5000.0, [], [])
     assert policy.choose(4, [seen(policy, 15) for _ in range(4)]).tokens == 16
-
-
-def test_between_known_numbers_of_slots_nothing_is_tried():
-    """Costs of 3 slots lie between those of 2 and 4 until steps say otherwise."""
+    # Costs of 3 slots lie between those of 2 and 4 until steps say otherwise.
     policy = learnt(4)
     while not policy.calibrated(2):
         chosen = policy.choose(2, [policy.begin()])
@@ -262,7 +253,7 @@ def test_between_known_numbers_of_slots_nothing_is_tried():
     assert policy.cost(3, plan(16)) == 60.0
 
 
-def test_of_two_drafters_the_better_one_drafts():
+def test_drafters_and_chains():
     costs = {PLAIN_STEP: 10.0, StepPlan.of("a", 4): 11.0, StepPlan.of("a", 8): 12.0, StepPlan.of("b", 2): 14.0, StepPlan.of("b", 4): 18.0}
     for right, want in (({"a": 3, "b": 3}, "a"), ({"a": 0, "b": 3}, "b"), ({"a": 0, "b": 0}, "")):
         policy, used = SpeculationPolicy(costs, costs), []
@@ -272,10 +263,7 @@ def test_of_two_drafters_the_better_one_drafts():
             policy.observe(1, chosen, costs[chosen], [state], [min(right.get(chosen.method, 0), chosen.draft_tokens)])
             used.append(chosen.method)
         assert used[-100:].count(want) > 80
-
-
-def test_a_chain_is_verified_in_the_rows_that_cost_least():
-    """27B on one H200: 16 rows cost less than 8, so that six draft tokens go through the graph of 16 rows; two through that of 4."""
+    # 27B on one H200: 16 rows cost less than 8, so that six draft tokens go through the graph of 16 rows; two through that of 4.
     verify, draft = {1: 11.1, 2: 12.4, 4: 18.0, 8: 26.5, 16: 21.5}, 0.75
     plans = chain_plans(CHAIN, (2, 4, 8, 16))
     assert {StepPlan.of(CHAIN, 6, 8), StepPlan.of(CHAIN, 8, 16), StepPlan.of(CHAIN, 3, 4), StepPlan.of(CHAIN, 16)} <= {*plans}
@@ -337,7 +325,7 @@ class Told:
         return {width: self.control.costs[1, PLAIN_STEP if width == 1 else StepPlan.of(DFLASH, width)] for width in COSTS}
 
 
-def test_costs_of_a_busy_machine_end_with_it():
+def test_busy_machines_and_fewer_threads():
     """Blocks had become dear while others had the cores, and nothing but blocks says what blocks cost."""
     told = Told()
     told.steps(CALM, 60, 1.0, 4)
@@ -351,17 +339,11 @@ def test_costs_of_a_busy_machine_end_with_it():
     assert told.costs() == pytest.approx(before, rel=0.05)
     told.steps(BUSY, 2, 30.0, 4)  # and those of a busy machine are known the next time
     assert told.costs()[4] > 10 * before[4]
-
-
-def test_kinds_that_were_not_seen_with_fewer_threads_are_as_much_slower_as_those_that_were():
     told = Told()
     told.steps(FEW, 12, 1.8)
     assert told.costs() == pytest.approx({width: 1.8 * ms for width, ms in COSTS.items()}, rel=0.05)
     told.steps(FEW, 12, 1.2, 4)
     assert told.costs()[1] == pytest.approx(1.8, rel=0.05) and told.costs()[4] == pytest.approx(1.2 * COSTS[4], rel=0.1)
-
-
-def test_a_text_may_try_blocks_again_when_others_have_gone():
     told = Told()
     told.steps(CALM, 10, 1.0)
     told.steps(BUSY, 10, 1.0)
@@ -417,14 +399,11 @@ def test_costs_of_what_came_before_end_with_other_work_too():
 STEP_COSTS = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.2, 16: 3.6}
 
 
-def test_as_many_as_win_more_than_they_cost():
+def test_drafts_by_confidence():
     confidence, pace = Confidence(STEP_COSTS), 1.5
     assert confidence.worth({0: [0.99] * 15}, pace) == 15 and confidence.worth({0: [0.01] * 15}, pace) == 0
     assert confidence.worth({0: [0.99, 0.99, 0.99, 0.1, *[0.99] * 11]}, pace) == 3
     assert confidence.worth({0: []}, pace) == 0 and confidence.worth({0: [float("nan")] * 3}, pace) == 0
-
-
-def test_what_is_said_is_weighed_by_how_often_it_was_right():
     confidence = Confidence(STEP_COSTS)
     for _ in range(60):
         confidence.worth({0: [0.95, 0.95, 0.25]}, 0.1)
@@ -493,14 +472,11 @@ def decoded(seed, counted, tokens=2000):
     return done / spent
 
 
-def test_width_control_counts_what_doubts_save():
-    """Blocks of eight rows bring 3.8 tokens: whole ones for 2.7 plain steps, cut ones for 1.9. As whole ones they were hardly ever in use."""
+def test_doubts_and_first_costs():
+    # Blocks of eight rows bring 3.8 tokens: whole ones for 2.7 plain steps, cut ones for 1.9. As whole ones they were hardly ever in use.
     told, untold = (sum(decoded(seed, counted) for seed in range(6)) / 6 for counted in (True, False))
     assert told > 1.7 > 1.15 * untold
-
-
-def test_a_plan_has_a_cost_before_plain_steps_do():
-    """N-gram drafts compare themselves with it while the steps of several slots are measured: KeyError."""
+    # N-gram drafts compare themselves with it while the steps of several slots are measured: KeyError.
     plan = StepPlan.of("draft-dspark", 4)
     control = SpeculationPolicy([plan])
     control.confidence = {plan.method: Confidence(GIVEN)}
@@ -543,7 +519,7 @@ def test_a_session_verifies_what_the_head_believes_in(session, bias, widths):
     assert (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
 
 
-def test_blocks_of_several_sequences_are_cut_together():
+def test_rows_of_several_sequences():
     """The rows of one are the rows of all: a sequence whose drafts are doubtful has them verified beside one whose are not."""
     confidence, sure, doubted = Confidence(STEP_COSTS), [0.99] * 15, [0.01] * 15
     assert confidence.worth({0: sure, 3: sure}, 1.5, 2) == 15 and confidence.worth({0: doubted, 3: doubted}, 1.5, 2) == 0
@@ -551,9 +527,6 @@ def test_blocks_of_several_sequences_are_cut_together():
     confidence.worth({0: [0.95] * 7, 3: [0.25] * 7}, 0.1, 2)
     confidence.observe({0: (7, 0), 3: (7, 7)}, 2)
     assert confidence.chance(0.95) < 0.95 and confidence.chance(0.25) > 0.5
-
-
-def test_what_rows_of_several_sequences_take_is_learnt():
     confidence = Confidence(STEP_COSTS)
     guessed = confidence.cost(4, 4)
     assert guessed == STEP_COSTS[16] and confidence.cost(4, 16) == pytest.approx(4 * STEP_COSTS[16])

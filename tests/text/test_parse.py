@@ -93,7 +93,7 @@ def test_messages_of_gpt_oss(call):
     assert whole(f"{call.removesuffix('<|call|>')}<|call|><|start|>assistant{call}", "gpt-oss")[2] == [("look_up", WANTED)] * 2
 
 
-def test_slips_of_gpt_oss():
+def test_slips_and_bare_calls():
     said = "<|channel|>final<|message|>Hello."
     assert whole("<|channel|>commentary to=assistant" + said, "gpt-oss") == ("Hello.", "", [])
     assert whole("<|channel|>commentary to=python <|constrain|>code<|message|>print(1)", "gpt-oss", tools=()) == ("", "", [])
@@ -104,9 +104,6 @@ def test_slips_of_gpt_oss():
     raw = "<|channel|>analysis<|message|>Hm<|end|>"
     assert whole(f"{raw}<|start|>assistant{said}<|return|>", "gpt-oss", reasoning=False, tools=()) == (raw + "Hello.", "", [])
     assert whole(f"{raw[:-7]}<|return|>", "gpt-oss", reasoning=False, tools=()) == (raw[:-7], "", [])
-
-
-def test_messages_of_muse_glimmer():
     end, thought = "<|eom|><|start|>assistant", " to=self<|message|>Hm,\nwell."
     assert whole(" to=user<|message|>Hello.<|eot|>", "muse-glimmer") == ("Hello.", "", [])
     assert whole(f"{thought}{end} to=user<|message|>Hello.", "muse-glimmer", tools=()) == ("Hello.", "Hm,\nwell.", [])
@@ -115,9 +112,6 @@ def test_messages_of_muse_glimmer():
     markup = ATEM.partition("<|message|>")[2]  # quoted in another message it calls nothing
     assert whole(f" to=user<|message|>Write\n{markup}", "muse-glimmer") == (f"Write\n{markup}", "", [])
     assert whole(f" to=self<|message|>{markup}{end} to=user<|message|>Yes", "muse-glimmer") == ("Yes", markup, [])
-
-
-def test_a_bare_call():
     for said in (BARE_CALL, f"<|python_tag|>{BARE_CALL}", f"{BARE_CALL}; {BARE_CALL}"):
         assert whole(said, "JSON") == ("", "", [("look_up", WANTED)] * said.count("name"))
     for other in ('{"name": "other", "parameters": {}}', '{"a": 1}', "{ no JSON", BARE_CALL + " and more", BARE_CALL[:-1]):
@@ -141,25 +135,16 @@ def test_what_calls_nothing_is_content(form, text):
     assert whole(text, form) == (text, "", [])
 
 
-def test_a_failed_call_hides_no_later_call():
+def test_reasoning_and_markers_as_text():
     assert whole(f"See <tool_call>{{oh}} {HERMES}") == ("See <tool_call>{oh}", "", [("look_up", WANTED)])
-
-
-def test_without_tools_markers_are_text():
     assert parsed(HERMES, tools=()) == (HERMES, "", [])
     assert parsed(" <think>a</think> b", tools=(), reasoning=False) == (" <think>a</think> b", "", [])
-
-
-def test_reasoning():
     assert whole("\n why \n</think>\n\nso", inside="reasoning") == ("so", "why", [])
     assert whole("never ends", inside="reasoning") == ("", "never ends", [])
     assert whole("never ends ", inside="reasoning") == ("", "never ends", [])
     assert whole("\n<think></think>x") == ("x", "", [])
     assert whole("a <think>b</think>") == ("a <think>b</think>", "", [])  # only at the beginning
     assert whole("why</think>so", inside="reasoning", reasoning=False, tools=()) == ("<think>\nwhy</think>so", "", [])
-
-
-def test_reasoning_of_gemma_4():
     empty = "<|channel>thought\n<channel|>"
     for text in (f"{empty}Hi<channel|>", f"{empty}Hi{empty}", f"{empty}Hi{empty}<channel|>", f"<|channel>{empty}Hi"):
         assert whole(text, "gemma 4", tools=()) == ("Hi", "", [])
@@ -269,18 +254,15 @@ def test_arguments_are_always_json(written, value):
         assert strict(call.arguments) == {"word": value, "n": 3}, form
 
 
-def test_numbers_of_thousands_of_digits_end_nothing():
+def test_long_numbers_and_missing_tags():
     assert len(parsed(HERMES.replace("3}", "9" * 5000 + "}"))[2]) == 1
-
-
-# -- slips that llama-server takes
-
-
-def test_a_call_without_its_opening_tag():
     text = CALLS["Qwen3-Coder"].removeprefix("<tool_call>\n")
     assert whole(f"Let me call it.\n{text}", "Qwen3-Coder") == ("Let me call it.", "", [("look_up", WANTED)])
     assert whole(f"{text}\n{CALLS['Qwen3-Coder']}", "Qwen3-Coder")[2] == [("look_up", WANTED)] * 2
     assert whole(text.removesuffix("\n</tool_call>"), "Qwen3-Coder")[2] == [("look_up", WANTED)]
+
+
+# -- slips that llama-server takes
 
 
 @pytest.mark.parametrize("form", ["Qwen3-Coder", "Kimi K2"])
@@ -291,11 +273,8 @@ def test_a_call_within_open_reasoning_ends_it(form):
     assert whole(f"{other} is none</think>So", form, inside="reasoning") == ("So", f"{other} is none", [])
 
 
-def test_calls_in_the_reasoning_of_others_are_thoughts():
+def test_calls_of_kimi_and_deepseek():
     assert whole(f"{HERMES}</think>So", inside="reasoning") == ("So", HERMES, [])
-
-
-def test_kimi_leaves_out_sections_and_ends():
     inside = f"<|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{AS_JSON}"
     assert whole(inside, "Kimi K2")[2] == [("look_up", WANTED)]
     assert whole(f"Two of them{inside}{inside.replace(':0<', ':1<')}", "Kimi K2", inside="reasoning") == (
@@ -303,14 +282,8 @@ def test_kimi_leaves_out_sections_and_ends():
         "Two of them",
         [("look_up", WANTED)] * 2,
     )
-
-
-def test_calls_of_deepseek_r1():
     text = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{AS_JSON}```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     assert whole(text, "DeepSeek") == ("", "", [("look_up", WANTED)])
-
-
-def test_calls_without_arguments():
     texts = {"GLM": "<tool_call>stop</tool_call>", "Qwen3-Coder": "<tool_call>\n<function=stop>\n</function>\n</tool_call>", "Hermes": '<tool_call>{"name": "stop"}</tool_call>',
              "MiniMax-M2": '<minimax:tool_call>\n<invoke name="stop">\n</invoke>\n</minimax:tool_call>', "gemma 4": "<|tool_call>call:stop{}<tool_call|>"}  # fmt: skip
     for form, text in texts.items():

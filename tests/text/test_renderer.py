@@ -240,7 +240,7 @@ def test_the_child_ends_with_its_parent(busy):
     assert not running(child)
 
 
-def test_ctrl_c_is_the_parents_alone():
+def test_ctrl_c_and_quiet_ends():
     """It ends the rendering, prints nothing of the child's, and leaves nothing that the next rendering could take for its answer."""
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     parent = script(
@@ -253,9 +253,6 @@ def test_ctrl_c_is_the_parents_alone():
     time.sleep(0.3)
     os.killpg(parent.pid, signal.SIGINT)  # as a terminal does: the whole group
     assert parent.communicate(timeout=60) == ("next\n", "") and parent.returncode == 0
-
-
-def test_what_ends_the_child_prints_nothing():
     parent = script(
         'for source in ("{{ \'a\' * 10 ** 9 }}", "{{ 10 ** (10 ** 10) }}"):\n'
         "    try:\n        ChatTemplate(source, seconds=0.3).render(TALK)\n    except Exception as error:\n        print(type(error).__name__)"
@@ -263,24 +260,18 @@ def test_what_ends_the_child_prints_nothing():
     assert parent.communicate(timeout=60) == ("TemplateError\n" * 2, "")
 
 
-def test_the_limit_of_time_holds_whatever_the_parent_does_with_its_signals():
+def test_limits_and_forks():
     parent = script(
         "signal.signal(signal.SIGPROF, signal.SIG_IGN)\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})\n"
         "try:\n    ChatTemplate(\"{{ 1 | round(300000000, 'floor') }}\", seconds=0.3).render(TALK)\nexcept Exception as error:\n    print(error)"
     )
     assert "more than 0.3 s" in parent.communicate(timeout=60)[0]
-
-
-def test_a_fork_has_a_child_of_its_own():
     parent = script(
         "ask = lambda text: ChatTemplate(text).render(TALK)\nask('before')\nfirst, forked = RENDERER.pid, os.fork()\n"
         "if not forked:\n    ok = RENDERER.pid is None and ask('in the fork') == 'in the fork' and RENDERER.pid != first\n    os._exit(0 if ok else 1)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]), ask('after'), RENDERER.pid == first)"
     )
     assert parent.communicate(timeout=60)[0] == "0 after True\n"
-
-
-def test_the_limits_are_those_of_the_page():
     text = " ".join((Path(__file__).parents[2] / "docs" / "chat.md").read_text().split())
     assert f"at {SECONDS:g} s of CPU time, at {OWN_MEMORY // MIB} MiB of memory plus {MEMORY_PER_CHARACTER} bytes per character" in text
     assert f"at {OWN_CHARACTERS:,} characters of output plus four times" in text

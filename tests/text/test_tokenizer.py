@@ -59,37 +59,22 @@ def test_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_merges_happen(tokenizer):
+def test_bytes_and_merges(tokenizer):
     assert tokenizer.encode("he") == [300] and tokenizer.encode("  ") == [256]
-
-
-def test_pieces_are_bytes_of_characters_that_may_be_split(tokenizer):
     ids = tokenizer.encode("😀")
     assert len(ids) == 4 and [tokenizer.piece(i) for i in ids] == [bytes([b]) for b in "😀".encode()]
-
-
-def test_bytes_that_are_no_utf8_become_replacement_characters(tokenizer):
     assert tokenizer.decode(tokenizer.encode(b"a\xffb\xe2\x82")) == "a\ufffdb\ufffd"
-
-
-def test_lone_surrogates_become_question_marks(tokenizer):
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
 
 
-def test_control_tokens_are_only_recognised_when_asked_for(tokenizer):
+def test_control_tokens_and_ids_outside(tokenizer):
     end = tokenizer.n_vocab - 2
     assert tokenizer.encode("a<|end|>b", special=True) == [97, end, 98]
     assert end not in tokenizer.encode("a<|end|>b") and tokenizer.decode(tokenizer.encode("a<|end|>b")) == "a<|end|>b"
     assert tokenizer.is_end(end) and not tokenizer.is_end(97)
-
-
-def test_control_tokens_are_silent_unless_asked_for(tokenizer):
     end = tokenizer.n_vocab - 2
     assert (tokenizer.piece(end), tokenizer.piece(end, special=True)) == (b"", b"<|end|>")
     assert tokenizer.decode([97, end, 98]) == "ab"
-
-
-def test_ids_outside_the_vocabulary_have_no_bytes(tokenizer):
     assert [tokenizer.piece(i) for i in (-1, tokenizer.n_vocab, 1 << 30)] == [b""] * 3
 
 

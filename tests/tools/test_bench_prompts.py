@@ -62,14 +62,12 @@ def test_figures_are_those_of_the_generations(talker):
         assert seen["speedup"]["runs"] == [spec / plain for spec, plain in zip(row.speed, row.plain_speed)]
 
 
-def test_several_categories_have_a_row_for_all(talker):
+def test_categories_and_means(talker):
     prompts = [Prompt("a", "1", text="he"), Prompt("b", "2", text="she"), Prompt("b", "3", text="it")]
     rows = bench_prompts(talker, prompts, PromptsOptions(4, 1), chat_template(talker)[0])
     assert [(row.category, row.prompts) for row in rows] == [("a", 1), ("b", 2), ("all", 3)]
     assert rows[2].runs[0] == rows[0].runs[0] + rows[1].runs[0]
 
-
-def test_mean_and_deviation_are_over_runs():
     def spec(drafted, matched):
         return Stats(drafted=drafted, matched=matched, steps=10, emitted=11 + matched, seconds={"decode": 2.0})
 
@@ -110,15 +108,12 @@ def test_what_cannot_be_measured_is_refused(talker, pair):
         bench_prompts(alone, PROMPTS, PromptsOptions(4, 1), template)
 
 
-def test_included_prompts_are_the_same_number_of_each_category():
+def test_included_prompts_and_files(tmp_path):
     prompts = included_prompts()
     assert [sum(p.category == c for p in prompts) for c in CATEGORIES] == [6, 6, 6] and len(prompts) == 18
     assert len({(p.category, p.name) for p in prompts}) == 18
     assert all(p.text is None and p.messages[-1]["role"] == "user" for p in prompts)
     assert [p.category for p in included_prompts(("chat",))] == ["chat"] * 6
-
-
-def test_prompt_files(tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "b"}], "category": "c", "name": "d"}\n')
     assert read_prompts(file) == [Prompt("prompts", "1", "a"), Prompt("c", "d", None, ({"role": "user", "content": "b"},))]
@@ -139,13 +134,10 @@ def test_prompt_files_of_another_form_are_refused_by_line(tmp_path, content, wor
         read_prompts(tmp_path / "p.jsonl")
 
 
-def test_prompt_files_that_cannot_be_read(tmp_path):
+def test_bad_prompt_files_and_seeds(tmp_path):
     for path in (tmp_path, tmp_path / "no", "a\0b"):
         with pytest.raises(PyspecError, match="cannot be read"):
             read_prompts(path)
-
-
-def test_seeds_count_up_and_around():
     assert PromptsOptions(repetitions=3, sampling=ps.Sampling(seed=(1 << 32) - 2)).seeds == [(1 << 32) - 2, 0, 1]
     assert PromptsOptions(repetitions=3).seeds == []
 
@@ -153,7 +145,7 @@ def test_seeds_count_up_and_around():
 session = loaded(n_ctx=512, draft_width=4)
 
 
-def test_a_plain_step_reads_every_weight_once_and_one_row_of_a_tied_embedding_not_twice(session):
+def test_bytes_of_a_step(session):
     engine = session.engine
     engine.reset(drafting=False)
     engine.prefill([1, 2, 3])
@@ -161,9 +153,6 @@ def test_a_plain_step_reads_every_weight_once_and_one_row_of_a_tied_embedding_no
     weights = session.target.weights.nbytes
     state = engine.delta.nbytes
     assert weights <= moved <= weights + engine.kv.nbytes + 3 * state
-
-
-def test_a_longer_span_moves_its_rows_more(session):
     engine = session.engine
     engine.reset(drafting=False)
     engine.prefill([1] * 100)
@@ -174,15 +163,12 @@ def test_a_longer_span_moves_its_rows_more(session):
     assert engine.step_graph("plain", 1).traffic() - short == rows + (256 * 4 if session.backend.level is None else 0)
 
 
-def test_the_phases_of_a_step_add_up_and_widths_that_do_not_fit_are_left_out(session):
+def test_phases_and_bandwidths(session):
     plain, block = anatomy(session, (1, 4, 512))
     assert (plain.width, block.width) == (1, 4)
     assert plain.draft_ms == plain.commit_ms == 0 and block.step_ms == pytest.approx(block.draft_ms + block.verify_ms)
     assert block.bytes > plain.bytes and block.nodes > plain.nodes
     assert plain.bandwidth_share > 0
-
-
-def test_the_copy_bandwidth_is_one_that_a_machine_can_have(session):
     assert 1e7 < copy_bandwidth(session.backend) < 1e13
 
 
@@ -196,7 +182,7 @@ def test_one_slot_uses_the_engine_for_one_sequence(slots_session, monkeypatch):
     assert (plain.test, drafted.test) == ("tg12x1", "spec12x1") and plain.widths.keys() == {1} and drafted.tokens_per_step > 1
 
 
-def test_several_slots(slots_session):
+def test_slots_and_short_contexts(slots_session):
     plain, drafted = bench_slots(slots_session, (3,), OPTIONS)
     assert plain.slots == drafted.slots == 3 and plain.tokens_per_step == 1.0
     assert drafted.widths.keys() == {16} and drafted.tokens_per_step > 1.5
@@ -204,9 +190,6 @@ def test_several_slots(slots_session):
         assert row.mean == pytest.approx(3000 * row.tokens_per_step / row.ms_per_step, rel=0.01)
         assert row.used == 1.0
         assert row.slot_bytes > 0 and row.as_dict()["mean"] == row.mean
-
-
-def test_a_context_that_is_too_short_is_said_before_anything_is_measured(slots_session):
     with pytest.raises(ContextError, match="use `n_ctx`"):
         bench_slots(slots_session, (2,), BenchOptions(prompts=(), tokens=200, repetitions=1))
 
@@ -230,7 +213,7 @@ def engine(new_graphs: list[bool]) -> SimpleNamespace:
     return out
 
 
-def test_a_kind_that_ran_in_one_round_alone_and_in_a_new_graph_has_a_cost():
+def test_costs_of_new_graphs():
     """Only the last round's new graphs were looked at: KeyError, where a text has a drafter's block tried once."""
     watched = Watched(engine([True, False, False]))
     watched.begin()
@@ -241,9 +224,6 @@ def test_a_kind_that_ran_in_one_round_alone_and_in_a_new_graph_has_a_cost():
     assert [kind for kind, _ in watched.new] == [] and watched.first.keys() == {BLOCK}
     costs = step_costs([watched])
     assert costs.keys() == {BLOCK, PLAIN} and costs[BLOCK] == watched.first[BLOCK][0]
-
-
-def test_graphs_that_were_new_say_nothing_where_others_are_known():
     one, other = (
         SimpleNamespace(took={}, first={BLOCK: [90.0]}),
         SimpleNamespace(took={BLOCK: [3.0, 2.0, 9.0, 1.0]}, first={PLAIN: [7.0]}),
@@ -263,7 +243,7 @@ def split_session(files):
 
 
 @pytest.mark.slow
-def test_each_devices_part_of_a_step_is_measured(split_session):
+def test_parts_of_a_split_step(split_session):
     engine = split_session.engine
     plain, block = split_steps(split_session.engine, (1, 8))
     for step, width in ((plain, 1), (block, 8)):
@@ -278,9 +258,6 @@ def test_each_devices_part_of_a_step_is_measured(split_session):
     assert plain.devices[1].copies == 0 and block.devices[1].copies == 1  # drafts go from the last device to the first
     assert engine.io.lane is None
 
-
-@pytest.mark.slow
-def test_steps_part_by_part_give_the_same_bits(split_session):
     def trace():
         engine, out = split_session.engine, []
         engine.reset()

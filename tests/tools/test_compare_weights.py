@@ -73,14 +73,11 @@ def test_vectors_are_compared_too(tmp_path):
     assert [t.name for t in result.flagged] == ["output_norm.weight"] and "is equal" in result.flagged[0].flag
 
 
-def test_missing_tensors_are_flagged(tmp_path):
+def test_missing_tensors_and_other_files(tmp_path):
     model = Model(DEMO_DRAFTER)
     model.tensors["extra.weight"] = model.tensors.pop(ODD)
     result = compare_weights(DEMO_DRAFTER, model.write(tmp_path / "b.gguf"))
     assert {t.name: t.flag for t in result.flagged} == {ODD: "only in drafter.gguf", "extra.weight": "only in b.gguf"}
-
-
-def test_files_of_different_models_and_no_files(tmp_path):
     model = Model(DEMO_DRAFTER)
     model.tensors = {"x" + name: t for name, t in model.tensors.items()}
     with pytest.raises(ModelError, match="no tensor in common"):
@@ -165,14 +162,11 @@ def test_bytes_that_are_too_few(data, kind, count):
         dequantise(data, type_id(kind), count)
 
 
-def test_nan_and_huge_values_do_not_end_the_process():
+def test_quantised_values_and_types(tmp_path):
     values = np.full((1, 256), np.nan, np.float32)
     values[0, :64] = 3e38
     for name in TYPES:
         assert dequantise(quantise(values, type_id(name)).tobytes(), type_id(name), 256).shape == (256,)
-
-
-def test_q4_k_m_gives_more_bits_to_the_head_to_qkv_and_to_some_layers(tmp_path):
     path = write_qwen35(tmp_path / "mixed.gguf", Shape(n_layer=8), "Q4_K_M")
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
     assert kinds["output.weight"] == "Q6_K" and kinds["token_embd.weight"] == "Q4_K"
@@ -180,7 +174,4 @@ def test_q4_k_m_gives_more_bits_to_the_head_to_qkv_and_to_some_layers(tmp_path):
     down = [kinds[f"blk.{i}.ffn_down.weight"] for i in range(8)]
     assert down == ["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]  # the first and last eighth, and every third between
     assert kinds["blk.3.attn_v.weight"] == "Q6_K" and kinds["blk.3.attn_k.weight"] == "Q4_K"
-
-
-def test_of_a_tensor_outside_layers_the_name_decides():
     assert MIXES["Q5_K_M"].of("token_embd.weight", 32) == "q5_K" and MIXES["Q5_K_M"].of("output.weight", 32) == "q6_K"

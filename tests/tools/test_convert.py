@@ -43,7 +43,7 @@ def _matched(draft, tokens=120):
     return text, stats.drafted, stats.matched, list(stats.matched_per_position)
 
 
-def test_f32_round_trip_is_bit_equal(f32):
+def test_f32_round_trips(f32, tmp_path):
     """Every tensor, and every key that decides what is computed."""
     before, after = floats(DEMO_DRAFTER), floats(f32)
     assert before.keys() == after.keys()
@@ -58,9 +58,6 @@ def test_f32_round_trip_is_bit_equal(f32):
                 else:
                     assert np.array_equal(left, right), key
         assert [int(v) for v in b.metadata["dflash.target_layers"]] == [1, 4, 6, 7]  # config.json says 0, 3, 5, 6
-
-
-def test_f32_drafts_as_a_gguf_of_the_same_values(f32, tmp_path):
     model = Model(DEMO_DRAFTER)
     for name, values in floats(DEMO_DRAFTER).items():
         model.tensors[name][1:] = [0, values.tobytes()]
@@ -100,16 +97,13 @@ def test_other_types_are_near(demo, kind, error):
         assert rms <= (error if values.ndim > 1 else 0), (name, rms)
 
 
-def test_q8_0_accepts_as_much(f32, demo):
+def test_other_types_of_checkpoints(f32, demo, tmp_path):
     """Within a fifth of the accepted drafts of one greedy text; a wrong layer id or scale costs far more than half of them."""
     out = demo.parent / "accept.gguf"
     convert_drafter(demo, DEMO_TARGET, out, "q8_0", threads=1)
     (text, _, exact, _), (same, _, quantised, _) = _matched(f32), _matched(out)
     assert text == same and abs(quantised - exact) <= 0.2 * exact
-
-
-def test_bf16_and_f16_checkpoints_are_read_exactly(demo, tmp_path):
-    """BF16 values are the upper halves of floats; F16 ones are converted by numpy."""
+    # BF16 values are the upper halves of floats; F16 ones are converted by numpy.
     kept = {}
 
     def halve(config, tensors):
@@ -142,7 +136,7 @@ def test_the_block_direction_is_written(tmp_path, change, causal):
     assert _meta(tmp_path, lambda config, tensors: config.update(change))[0]["attention.causal"] is causal
 
 
-def test_sliding_window_follows_layer_types(tmp_path):
+def test_windows_scales_and_caps(tmp_path):
     def sliding(use):
         def change(config, tensors):
             config.update(layer_types=["sliding_attention", "full_attention"], sliding_window=64, use_sliding_window=use)
@@ -154,9 +148,6 @@ def test_sliding_window_follows_layer_types(tmp_path):
         assert meta["attention.sliding_window"] == 64 and meta["attention.sliding_window_pattern"].tolist() == [True, False] and not notes
     meta, notes = _meta(tmp_path, sliding(False))
     assert "attention.sliding_window" not in meta and "use_sliding_window" in notes[0]
-
-
-def test_gemma_targets_get_an_embedding_scale_and_their_soft_cap(tmp_path):
     model = Model(DEMO_TARGET)
     model.keys = {key.replace("qwen35.", "gemma4."): value for key, value in model.keys.items()}
     model.keys["general.architecture"] = (8, b"gemma4")
@@ -172,15 +163,12 @@ def test_gemma_targets_get_an_embedding_scale_and_their_soft_cap(tmp_path):
     assert (meta["embedding_scale"], meta["final_logit_softcapping"], notes) == (2.5, 7.0, ())
 
 
-def test_rope_sections_only_for_multi_axis_targets(tmp_path):
+def test_rope_sections_and_odd_rows(tmp_path, pair):
     model = Model(DEMO_TARGET)
     del model.keys["qwen35.rope.dimension_sections"]
     assert _meta(tmp_path)[0]["rope.dimension_sections"].tolist() == [32, 0, 0, 0]
     assert "rope.dimension_sections" not in _meta(tmp_path, target=model.write(tmp_path / "t.gguf"))[0]
-
-
-def test_rows_that_no_block_divides_take_another_type(tmp_path, pair):
-    """Feed-forward rows of 512 are whole q4_K blocks, heads of 4 x 64 too; a drafter with 3 heads of 32 is not."""
+    # Feed-forward rows of 512 are whole q4_K blocks, heads of 4 x 64 too; a drafter with 3 heads of 32 is not.
     from random_gguf.model import Shape, write_dflash
 
     small = write_dflash(tmp_path / "d.gguf", Shape(draft_heads=3, draft_heads_kv=1, draft_head_size=32))
@@ -297,16 +285,13 @@ def test_an_interrupt_leaves_no_file_and_an_existing_one_as_it_was(demo, tmp_pat
     assert out.read_bytes() == b"before" and list(tmp_path.iterdir()) == [out]
 
 
-def test_what_is_read_is_never_replaced(demo, tmp_path):
+def test_files_are_replaced_whole(demo, tmp_path):
     """`-o target.gguf --force` took the target's place."""
     (tmp_path / "target.gguf").symlink_to(DEMO_TARGET)
     for out in (tmp_path / "target.gguf", demo / "config.json", *demo.glob("*.safetensors")):
         with pytest.raises(ConvertError, match=rf"the output \S+{out.name} is also an input \(\S+{out.name}\)"):
             convert_drafter(demo, tmp_path / "target.gguf", out, replace=True)
     assert (tmp_path / "target.gguf").is_symlink()
-
-
-def test_progress_reaches_the_end(demo, tmp_path):
     seen = []
     convert_drafter(demo, DEMO_TARGET, tmp_path / "out.gguf", progress=lambda what, done, total: seen.append((done, total)))
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0

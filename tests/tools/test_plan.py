@@ -306,21 +306,15 @@ def test_memory_of_a_slot_is_what_the_page_says(tmp_path):
     assert 0 <= planned["recurrent"] - 4 * slots * delta_layers * floats - 4 * s < 700
 
 
-def test_too_many_slots_are_refused(pair):
+def test_slots_and_contexts_that_are_planned(pair, tmp_path):
     with pytest.raises(EngineError, match="number of slots is 65"):
         plan(*pair, device="CPU", slots=65)
-
-
-def test_nothing_large_is_allocated(tmp_path):
-    """A context of 8 million tokens is planned on a machine that has no room for it."""
+    # A context of 8 million tokens is planned on a machine that has no room for it.
     target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 23))
     planned = plan(target, device="CPU", n_ctx=1 << 23, slots=64)
     assert planned.slots_memory["kv"] > 60 * planned.memory["kv"]
     assert planned.memory["kv"] >= (1 << 23) * planned.kv_per_token and 0 < planned.largest_context <= 1 << 23
-
-
-def test_the_trained_context_may_be_longer_than_there_is_one(tmp_path):
-    """A context of 0, which stands for it, was refused with a number that was not given."""
+    # A context of 0, which stands for it, was refused with a number that was not given.
     target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 24))
     planned = plan(target, device="CPU", n_ctx=0)
     assert (planned.n_ctx, planned.trained_context) == (1 << 23, 1 << 24)
@@ -331,13 +325,10 @@ def test_the_trained_context_may_be_longer_than_there_is_one(tmp_path):
         assert loader.notes == ["the context is 8388608, the longest there is: the model was trained with 16777216 tokens"]
 
 
-def test_every_device_of_the_machine():
+def test_devices_commands_and_refusals(pair, tmp_path):
     plans = plan_everywhere()
     assert [p.device for p in plans] == [d.name for d in devices()]
     assert not any(isinstance(p, NoPlan) and p.device == "CPU" for p in plans)
-
-
-def test_what_cannot_be_loaded_cannot_be_planned(pair, tmp_path):
     for error, args in (
         (GGUFError, (tmp_path / "none.gguf", None)),
         (ModelError, (pair[1], None)),
@@ -350,9 +341,6 @@ def test_what_cannot_be_loaded_cannot_be_planned(pair, tmp_path):
         plan(device="CPU", n_ctx=-1)
     with pytest.raises(PairError, match="wider than the block"):
         plan(device="CPU", draft_width=17)
-
-
-def test_the_command():
     shown = pyspec("plan", "--device", "CPU", "-c", "512")
     assert shown.returncode == 0 and shown.stderr == "" and b"longest context that fits: 2048" in shown.stdout
     seen = json.loads(pyspec("plan", "--device", "CPU", "--json").stdout)
