@@ -8,51 +8,15 @@ import time
 from workers import Worker, exactly
 
 (
-    ALLOC,
-    ALIGNMENT,
-    MAX_SIZE,
-    BASE,
-    FREE,
-    CLEAR,
-    SET,
-    SET_HASH,
-    GET,
-    COPY,
-    COMPUTE,
-    MEMORY,
-    INIT,
-    ALLOC_SIZE,
-    HELLO,
-    COUNT,
-    RECOMPUTE,
+    ALLOC, ALIGNMENT, MAX_SIZE, BASE, FREE, CLEAR, SET, SET_HASH, GET, COPY, COMPUTE, MEMORY, INIT, ALLOC_SIZE, HELLO, COUNT, RECOMPUTE,
     MEMSET,
-) = range(18)
+) = range(18)  # fmt: skip
 CHECK_GRAPH, COMPUTE_SLOT, RECOMPUTE_SLOT = 64, 65, 66
 F32, ADD, COMPUTED = 0, 2, 16  # the last one: GGML_TENSOR_FLAG_COMPUTE
 NUMBERS = (
-    0,
-    1,
-    2,
-    3,
-    7,
-    8,
-    31,
-    32,
-    63,
-    64,
-    65,
-    255,
-    256,
-    4096,
-    1 << 20,
-    1 << 31,
-    (1 << 31) - 1,
-    (1 << 32) - 1,
-    1 << 40,
-    1 << 62,
-    1 << 63,
+    0, 1, 2, 3, 7, 8, 31, 32, 63, 64, 65, 255, 256, 4096, 1 << 20, 1 << 31, (1 << 31) - 1, (1 << 32) - 1, 1 << 40, 1 << 62, 1 << 63,
     (1 << 64) - 1,
-)
+)  # fmt: skip
 TENSOR = "<QIQ4I4II64si10QQQQ64sI"  # rpc_tensor, packed
 
 

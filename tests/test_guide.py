@@ -14,13 +14,8 @@ from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 
 pytestmark = pytest.mark.slow
 ELSEWHERE = (
-    "bench",
-    "build",
-    "doctor",
-    "convert",
-    "experts",
-    "compare --weights",
-)  # take long or need files of their own; run in tests/cli
+    "bench", "build", "doctor", "convert", "experts", "compare --weights",
+)  # take long or need files of their own; run in tests/cli  # fmt: skip
 
 
 @pytest.fixture(scope="module")

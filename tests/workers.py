@@ -21,19 +21,8 @@ from pyggml_spec.errors import BuildError
 
 HELLO, COUNT, MEMORY, CHECK_GRAPH, GRAPH_COMPUTE = 14, 15, 11, 64, 10
 ANSWERED = {
-    0: 16,
-    1: 8,
-    2: 8,
-    3: 8,
-    7: 1,
-    8: None,
-    9: 1,
-    11: 16,
-    13: 8,
-    14: 28,
-    15: 4,
-    64: 4,
-}  # bytes of the answers; None: as many as asked for
+    0: 16, 1: 8, 2: 8, 3: 8, 7: 1, 8: None, 9: 1, 11: 16, 13: 8, 14: 28, 15: 4, 64: 4,
+}  # bytes of the answers; None: as many as asked for  # fmt: skip
 
 
 def need_library() -> None:

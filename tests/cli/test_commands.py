@@ -156,14 +156,10 @@ def test_compare_above_the_tolerance_is_3(pair, monkeypatch):
 @pytest.mark.parametrize(
     "kind, kernels, nmse, code",
     [
-        ("cpu", "ggml", 0.0, 0),
-        ("cpu", "ggml", 4e-6, 3),
-        ("gpu", "ggml", 4e-6, 0),
-        ("gpu", "ggml", 0.09, 3),
-        ("cpu", "native", 9e-5, 0),
-        ("cpu", "native", 0.09, 3),
+        ("cpu", "ggml", 0.0, 0), ("cpu", "ggml", 4e-6, 3), ("gpu", "ggml", 4e-6, 0), ("gpu", "ggml", 0.09, 3),
+        ("cpu", "native", 9e-5, 0), ("cpu", "native", 0.09, 3),
     ],
-)
+)  # fmt: skip
 def test_compare_allows_other_kernels_their_order_of_sums(pair, monkeypatch, kind, kernels, nmse, code):
     """The embedded target itself was 4e-6 off on an H200, and was called wrong at the CPU's tolerance."""
     if kernels == "native" and not levels():

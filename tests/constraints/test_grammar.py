@@ -106,21 +106,14 @@ def test_a_grammar_and_ignored_end_tokens_contradict_each_other(demo):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("", "empty"),
-        ("root ::= [a-z", "end of input"),
-        ('root ::= "a" (', "expecting '\\)'"),
-        ("start ::= [a-z]", "root"),
-        ("root ::= root", "derives no finite text"),
-        ("root ::= other", "no rule named 'other'"),
-        ("root ::= [a-z]{5,2}", "smaller"),
-        ("root ::= [a-z]{0000000000000000000000000005,2}", "smaller"),
-        ("root ::= [a-z]{99999999}", "repetitions"),
-        ("root ::= [a-z]{99999999999999999999999999}", "repetitions"),
-        ("root ::= [a]\0", "NUL"),
+        ("", "empty"), ("root ::= [a-z", "end of input"), ('root ::= "a" (', "expecting '\\)'"), ("start ::= [a-z]", "root"),
+        ("root ::= root", "derives no finite text"), ("root ::= other", "no rule named 'other'"), ("root ::= [a-z]{5,2}", "smaller"),
+        ("root ::= [a-z]{0000000000000000000000000005,2}", "smaller"), ("root ::= [a-z]{99999999}", "repetitions"),
+        ("root ::= [a-z]{99999999999999999999999999}", "repetitions"), ("root ::= [a]\0", "NUL"),
         ("root ::= " + "(" * (MAX_DEPTH + 1) + "[a]" + ")" * (MAX_DEPTH + 1), "parentheses"),
         ("root ::= [a]" + " " * MAX_TEXT, "characters"),
     ],
-)
+)  # fmt: skip
 def test_wrong_grammars_are_one_sentence(demo, text, words, capfd):
     with pytest.raises(SamplingError, match=words):
         Grammar("grammar", text, demo.tokenizer)

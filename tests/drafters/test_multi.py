@@ -20,13 +20,9 @@ from pyggml_spec.speculation.policy import PLAIN_STEP, SpeculationPolicy, StepPl
 BLOCKS, CHAIN, BOTH = "draft-dflash", "draft-mtp", ["draft-dflash", "draft-mtp"]
 PROMPTS = ["def quicksort(items):\n", "import os\n", "class Queue:\n    ", "x = [", "for i in range("]
 KINDS = [
-    StepPlan.of(BLOCKS, 4),
-    StepPlan.of(CHAIN, 3, 4),
-    StepPlan.of(CHAIN, 2),
-    PLAIN_STEP,
-    StepPlan.of(BLOCKS, 8),
+    StepPlan.of(BLOCKS, 4), StepPlan.of(CHAIN, 3, 4), StepPlan.of(CHAIN, 2), PLAIN_STEP, StepPlan.of(BLOCKS, 8),
     StepPlan.of(CHAIN, 5, 8),
-]
+]  # fmt: skip
 VALUES = {
     "greedy": {},
     "sampled": {"sampling": ps.Sampling(seed=7, temperature=0.8)},

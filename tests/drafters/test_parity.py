@@ -506,12 +506,9 @@ class Drafter:
 
 
 VARIANTS = {
-    "an ordinary one": {},
-    "feature norms": {"feature_norms": True},
-    "gate per head": {"gate": "head"},
-    "gate per output": {"gate": "output"},
-    "as published": LIKE_PUBLISHED,
-}
+    "an ordinary one": {}, "feature norms": {"feature_norms": True}, "gate per head": {"gate": "head"},
+    "gate per output": {"gate": "output"}, "as published": LIKE_PUBLISHED,
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -566,15 +563,10 @@ DFLASH_VARIANTS = {
     "own head": {"own": ("head",), "softcap": 2.0},
     "causal": {"causal": True},
     "everything": {
-        "causal": True,
-        "value_scale": 1.7,
-        "gelu": True,
-        "post_norms": True,
-        "shared_kv": True,
-        "own": ("embedding", "head"),
+        "causal": True, "value_scale": 1.7, "gelu": True, "post_norms": True, "shared_kv": True, "own": ("embedding", "head"),
         "softcap": 2.0,
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

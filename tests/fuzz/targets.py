@@ -497,16 +497,9 @@ class SelfTest(Target):
 
 
 TARGETS = {
-    "gguf": Gguf,
-    "pair": Pair,
-    "layers": Layers,
-    "template": Template,
-    "prompt": Prompt,
-    "grammar": GrammarText,
-    "prefix": Prefix,
-    "json": Json,
-    "selftest": SelfTest,
-}
+    "gguf": Gguf, "pair": Pair, "layers": Layers, "template": Template, "prompt": Prompt, "grammar": GrammarText, "prefix": Prefix,
+    "json": Json, "selftest": SelfTest,
+}  # fmt: skip
 EXPECTED = (ps.PyspecError, ConvertError, TemplateError)
 
 

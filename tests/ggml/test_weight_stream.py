@@ -16,12 +16,9 @@ from pyggml_spec.ggml.library import ffi, lib
 ROOT = Path(__file__).parents[2]
 STREAM = ROOT / "csrc" / "weight_stream.c"
 LEFT_OUT = (
-    "ggml_backend_event_wait(s->device, s->arrived[layer % 2]);",
-    "ggml_backend_event_wait(s->queue, s->used[place]);",
-    "ggml_backend_event_record(s->used[place], s->device);",
-    "want(s, 1);",
-    "want(s, layer + 2);",
-)
+    "ggml_backend_event_wait(s->device, s->arrived[layer % 2]);", "ggml_backend_event_wait(s->queue, s->used[place]);",
+    "ggml_backend_event_record(s->used[place], s->device);", "want(s, 1);", "want(s, layer + 2);",
+)  # fmt: skip
 
 
 def built(folder: Path, source: str) -> Path:

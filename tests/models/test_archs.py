@@ -187,16 +187,9 @@ def test_qwen3moe_with_yarn_and_without_the_size_of_an_expert(tmp_path):
 
 REAL = {"head_size": 192, "n_rot": 64, "n_latent": 512, "head_size_v": 128, "n_lora_q": 192, "n_layer": 2}  # heads of every published one
 DEEP = {
-    "n_lora_q": 0,
-    "n_embd": 64,
-    "n_ff": 64,
-    "n_head": 2,
-    "head_size": 32,
-    "n_rot": 8,
-    "n_latent": 32,
-    "head_size_v": 32,
+    "n_lora_q": 0, "n_embd": 64, "n_ff": 64, "n_head": 2, "head_size": 32, "n_rot": 8, "n_latent": 32, "head_size_v": 32,
     "n_ff_expert": 32,
-}
+}  # fmt: skip
 GEMMA = (
     {"n_per_layer": 0, "shared": False}, {"n_per_layer": 0, "shared": False, "routed": True}, {"softcap": 0.0}, {"softcap": None}, {"softcap": 5.0},
 )  # fmt: skip

@@ -301,12 +301,8 @@ def test_others_are_refused(tmp_path, arch, quant, tensors, named):
 LAYERS = Shape().n_layer
 ALL = {**TARGETS, "dflash": write_dflash}
 UNKNOWN = (
-    "unheard.weight",
-    "blk.0.attn_q.unheard",
-    f"blk.{LAYERS - 1}.unheard.weight",
-    f"blk.{LAYERS}.attn_q.weight",
-    "blk.x.attn_q.weight",
-)
+    "unheard.weight", "blk.0.attn_q.unheard", f"blk.{LAYERS - 1}.unheard.weight", f"blk.{LAYERS}.attn_q.weight", "blk.x.attn_q.weight",
+)  # fmt: skip
 
 
 def test_every_architecture_is_covered():

@@ -44,14 +44,9 @@ CHAINS = {
     "presence and frequency": {**OFF, "presence_penalty": 0.8, "frequency_penalty": 0.5, "repeat_last_n": 2},
     "temperature first": {"temperature": 1.4, "top_p": 0.85, "samplers": ("temperature", "top_p", "top_k"), "top_k": 4},
     "everything": {
-        "typical_p": 0.9,
-        "repeat_penalty": 1.3,
-        "presence_penalty": 0.2,
-        "repeat_last_n": 2,
-        "logit_bias": {3: 0.5},
-        "min_keep": 2,
+        "typical_p": 0.9, "repeat_penalty": 1.3, "presence_penalty": 0.2, "repeat_last_n": 2, "logit_bias": {3: 0.5}, "min_keep": 2,
     },
-}
+}  # fmt: skip
 
 
 def beyond(distance: float, freedom: int) -> float:
@@ -618,16 +613,10 @@ def test_orders_by_llama_cpps_names(order, samplers):
 @pytest.mark.parametrize(
     "key, value",
     [
-        ("temp", -1.0),
-        ("temp", "warm"),
-        ("temp", float("nan")),
-        ("top_k", -1),
-        ("top_p", 1.5),
-        ("penalty_last_n", -1),
-        ("xtc_probability", 0.5),
-        ("mirostat", 2),
+        ("temp", -1.0), ("temp", "warm"), ("temp", float("nan")), ("top_k", -1), ("top_p", 1.5), ("penalty_last_n", -1),
+        ("xtc_probability", 0.5), ("mirostat", 2),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_named_and_left_out(key, value):
     values, refused = recommended(
         {f"general.sampling.{key}": value, "general.sampling.top_p": 0.9} if key != "top_p" else {"general.sampling.top_p": value}

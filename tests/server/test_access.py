@@ -155,22 +155,14 @@ ASK = {"prompt": "a", "n_predict": 1}
 @pytest.mark.parametrize(
     "headers, status",
     [
-        ({"origin": "http://evil.com"}, 403),
-        ({"origin": "http://localhost.evil.com"}, 403),
-        ({"origin": "null"}, 403),
-        ({"origin": "http://["}, 403),
-        ({"origin": ""}, 403),
-        ({"sec-fetch-site": "cross-site"}, 403),
-        ({"sec-fetch-site": "same-site"}, 403),
-        ({"origin": "http://evil.com", "sec-fetch-site": "cross-site"}, 403),
-        ({}, 200),
-        ({"sec-fetch-site": "none"}, 200),
-        ({"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}, 200),
-        ({"origin": "http://127.0.0.1"}, 200),
-        ({"origin": "http://[::1]:1"}, 200),
+        ({"origin": "http://evil.com"}, 403), ({"origin": "http://localhost.evil.com"}, 403), ({"origin": "null"}, 403),
+        ({"origin": "http://["}, 403), ({"origin": ""}, 403), ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403), ({"origin": "http://evil.com", "sec-fetch-site": "cross-site"}, 403), ({}, 200),
+        ({"sec-fetch-site": "none"}, 200), ({"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}, 200),
+        ({"origin": "http://127.0.0.1"}, 200), ({"origin": "http://[::1]:1"}, 200),
         ({"origin": "https://behind.a.proxy", "sec-fetch-site": "same-origin"}, 200),
     ],
-)
+)  # fmt: skip
 def test_pages_of_other_sites_compute_nothing(server, headers, status):
     """A page needs no permission to send a POST: it was computed, though its answer could not be read."""
     for path, body in (("/completion", ASK), ("/tokenize", {"content": "a"}), ("/v1/streams/lookup", {"conversation_ids": []})):
@@ -201,21 +193,12 @@ def test_origins_that_are_let_in():
 @pytest.mark.parametrize(
     "kind, status",
     [
-        ("text/plain", 415),
-        ("TEXT/plain; charset=utf-8", 415),
-        ("application/x-www-form-urlencoded", 415),
-        ("multipart/form-data; boundary=x", 415),
-        ("application/jsonp", 415),
-        ("image/png", 415),
-        ("text/json+json", 415),
-        ("application/json; charset=utf-16", 415),
-        ("application/json", 200),
-        ('Application/JSON; charset="UTF-8"', 200),
-        ("application/vnd.api+json", 200),
-        (None, 200),
-        ("", 200),
+        ("text/plain", 415), ("TEXT/plain; charset=utf-8", 415), ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415), ("application/jsonp", 415), ("image/png", 415), ("text/json+json", 415),
+        ("application/json; charset=utf-16", 415), ("application/json", 200), ('Application/JSON; charset="UTF-8"', 200),
+        ("application/vnd.api+json", 200), (None, 200), ("", 200),
     ],
-)
+)  # fmt: skip
 def test_bodies_are_json(server, kind, status):
     """Types that a page of any site may send without being asked (text/plain, forms) were computed."""
     headers = {} if kind is None else {"content-type": kind}

@@ -149,14 +149,9 @@ def test_a_conversation_with_a_tool(templates, tmp_path, name):  # noqa: F811
 
 
 WRITTEN = {  # what the model writes, and what clients get
-    "surrogate": ('"\\ud83d"', "\ufffd"),
-    "large": ("1e400", "1e400"),
-    "many": (str(7**480), str(7**480)),
-    "nan": ("NaN", "NaN"),
-    "marker": ('"see </tool_call> here"', "see </tool_call> here"),
-    "whole": ('"ab cd"', "ab cd"),
-    "control": ('"a\x01b\n"', "a\x01b\n"),
-}
+    "surrogate": ('"\\ud83d"', "\ufffd"), "large": ("1e400", "1e400"), "many": (str(7**480), str(7**480)), "nan": ("NaN", "NaN"),
+    "marker": ('"see </tool_call> here"', "see </tool_call> here"), "whole": ('"ab cd"', "ab cd"), "control": ('"a\x01b\n"', "a\x01b\n"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -336,13 +331,10 @@ def written(call, name, arguments):
 @pytest.mark.parametrize(
     "arguments, fits",
     [
-        ({"city": "Rome <b>\n\n</b> </tool_call>"}, True),
-        ({"city": "Rome", "days": "3", "unit": "F"}, True),
-        ({"city": "Rome", "days": "0"}, False),
-        ({"city": "Rome", "unit": "K"}, False),
-        ({"days": "3"}, False),
+        ({"city": "Rome <b>\n\n</b> </tool_call>"}, True), ({"city": "Rome", "days": "3", "unit": "F"}, True),
+        ({"city": "Rome", "days": "0"}, False), ({"city": "Rome", "unit": "K"}, False), ({"days": "3"}, False),
     ],
-)
+)  # fmt: skip
 def test_calls_whose_name_stands_before_the_arguments(tokenizer, form, arguments, fits):
     """What the grammar lets out is a call for the parser, with the arguments that were written."""
     tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}

@@ -232,19 +232,10 @@ def _names(value):
 
 FOREIGN = {
     *[
-        "messages",
-        "max_tokens",
-        "response_format",
-        "reasoning_effort",
-        "tool_calls",
-        "stop",
-        "parameters",
-        "function",
-        "n_predict",
-        "input",
-        "json_schema",
+        "messages", "max_tokens", "response_format", "reasoning_effort", "tool_calls", "stop", "parameters", "function", "n_predict",
+        "input", "json_schema",
     ]
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -18,16 +18,10 @@ from pyggml_spec.text.stream import TextStream
 from pyggml_spec.text.tokenizer import Tokenizer, check_vocabulary, first_difference
 
 TEXTS = [
-    "def quicksort(items):\n    return items\n",
-    "  two  spaces\t\ttabs \r\n\r\n  ",
-    "Grüße, κόσμε, 日本語, हिन्दी, עברית",
-    "emoji 😀 👨‍👩‍👧‍👦 🏳️‍🌈 and a combining e\u0301",
-    "zero\0byte and \x1b[31mescape\x07",
-    "\u2028\u00a0\ufeff\ufffd\U0010ffff",
-    "12345678901234567890 'don't' I'LL \"quoted\" <|im_start|> </s>",
-    "a" * 5000,
-    "",
-]
+    "def quicksort(items):\n    return items\n", "  two  spaces\t\ttabs \r\n\r\n  ", "Grüße, κόσμε, 日本語, हिन्दी, עברית",
+    "emoji 😀 👨‍👩‍👧‍👦 🏳️‍🌈 and a combining e\u0301", "zero\0byte and \x1b[31mescape\x07", "\u2028\u00a0\ufeff\ufffd\U0010ffff",
+    "12345678901234567890 'don't' I'LL \"quoted\" <|im_start|> </s>", "a" * 5000, "",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -127,13 +127,8 @@ def test_there_and_back(name):
 
 
 NO_BLOCKS = [
-    np.zeros((2, 33)),
-    np.zeros((0, 32)),
-    np.float32(1),
-    np.zeros((2, 32), object),
-    np.array([["a"] * 32]),
-    np.zeros((2, 32), complex),
-]
+    np.zeros((2, 33)), np.zeros((0, 32)), np.float32(1), np.zeros((2, 32), object), np.array([["a"] * 32]), np.zeros((2, 32), complex),
+]  # fmt: skip
 TOO_FEW = [(bytes(33), "q8_0", 32), (bytes(34), "q8_0", 31), (bytes(34), "q8_0", -32), (bytes(3), "f32", 1), (b"", "f16", 1 << 40)]
 
 

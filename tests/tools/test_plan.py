@@ -152,14 +152,9 @@ def test_experts_are_placed_by_the_same_options_as_in_run(tmp_path, capsys):
 
 
 EXPERTS = {
-    "qwen35moe": ExpertOptions(1, 0.5),
-    "qwen3moe": ExpertOptions(2),
-    "laguna": ExpertOptions(-1),
-    "gpt-oss": ExpertOptions(1, 0.5),
-    "qwen3next": ExpertOptions(1, 0.5),
-    "deepseek2": ExpertOptions(1, 0.5),
-    "glm-dsa": ExpertOptions(1, 0.5),
-}
+    "qwen35moe": ExpertOptions(1, 0.5), "qwen3moe": ExpertOptions(2), "laguna": ExpertOptions(-1), "gpt-oss": ExpertOptions(1, 0.5),
+    "qwen3next": ExpertOptions(1, 0.5), "deepseek2": ExpertOptions(1, 0.5), "glm-dsa": ExpertOptions(1, 0.5),
+}  # fmt: skip
 QUANTISED = {"cache_type_k": "q8_0", "cache_type_v": "q4_0", "draft_cache_type_k": "q8_0"}
 
 
