@@ -130,24 +130,21 @@ def test_the_file_recommends_to_the_api_what_it_recommends_to_the_command_line(r
         recommending.sampling(temp=0.5)
 
 
-@pytest.mark.parametrize(
-    "call, says",
-    [
-        (lambda: ps.load(5), "`target` is 5, but it has to be a path"),
-        (lambda: ps.load(b"t.gguf"), "`target` is b't.gguf', but it has to be a path"),
-        (lambda: ps.load(""), "`target` is '', but it has to be a path"),
-        (lambda: ps.load(prefix_cache="", n_ctx=64, draft_width=2), "the folder of the prefix cache (`prefix_cache`) is '', but it has to be a path"),
-        (lambda: ps.load("t.gguf", 5), "the drafter (`draft`) is 5, but it has to be a path"),
-        (lambda: ps.load("t.gguf", ["d.gguf", None]), "the drafter (`draft`) is None, but it has to be a path"),
-        (lambda: ps.load(experts=5), "`experts` is 5, but it has to be ExpertOptions or None"),
-        (lambda: ps.load(rope="yarn"), "`rope` is 'yarn', but it has to be RopeOptions or None"),
-        (lambda: ps.load(device="CPU,CPU", tensor_split="1,3"), "the proportions (`tensor_split`) are '1,3', but they have to be numbers in a row"),
-        (lambda: ps.load(device="CPU,CPU", tensor_split=[1, "x"]), "the proportions (`tensor_split`) are [1, 'x'], but they have to be numbers in a row"),
-        (lambda: ps.load(prefix_cache=5, n_ctx=64, draft_width=2), "the folder of the prefix cache (`prefix_cache`) is 5, but it has to be a path"),
-        (lambda: plan(5), "`target` is 5, but it has to be a path"),
-        (lambda: plan(tensor_split=5), "the proportions (`tensor_split`) are 5, but they have to be numbers in a row"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("call, says", [
+    (lambda: ps.load(5), "`target` is 5, but it has to be a path"),
+    (lambda: ps.load(b"t.gguf"), "`target` is b't.gguf', but it has to be a path"),
+    (lambda: ps.load(""), "`target` is '', but it has to be a path"),
+    (lambda: ps.load(prefix_cache="", n_ctx=64, draft_width=2), "the folder of the prefix cache (`prefix_cache`) is '', but it has to be a path"),
+    (lambda: ps.load("t.gguf", 5), "the drafter (`draft`) is 5, but it has to be a path"),
+    (lambda: ps.load("t.gguf", ["d.gguf", None]), "the drafter (`draft`) is None, but it has to be a path"),
+    (lambda: ps.load(experts=5), "`experts` is 5, but it has to be ExpertOptions or None"),
+    (lambda: ps.load(rope="yarn"), "`rope` is 'yarn', but it has to be RopeOptions or None"),
+    (lambda: ps.load(device="CPU,CPU", tensor_split="1,3"), "the proportions (`tensor_split`) are '1,3', but they have to be numbers in a row"),
+    (lambda: ps.load(device="CPU,CPU", tensor_split=[1, "x"]), "the proportions (`tensor_split`) are [1, 'x'], but they have to be numbers in a row"),
+    (lambda: ps.load(prefix_cache=5, n_ctx=64, draft_width=2), "the folder of the prefix cache (`prefix_cache`) is 5, but it has to be a path"),
+    (lambda: plan(5), "`target` is 5, but it has to be a path"),
+    (lambda: plan(tensor_split=5), "the proportions (`tensor_split`) are 5, but they have to be numbers in a row"),
+])  # fmt: skip
 def test_arguments_of_another_kind_are_sentences(call, says):
     """They were a TypeError of whatever looked at them first."""
     with pytest.raises(ps.PyspecError) as caught:

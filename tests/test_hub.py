@@ -49,14 +49,11 @@ def asked(hub, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    "quant, drafter, name",
-    [
-        (None, False, "m-q4_k_m.gguf"), ("q8_0", False, "m-Q8_0.gguf"), ("bf16", False, "sub/m-BF16.gguf"),
-        ("Q6_K", False, "m-Q6_K-00001-of-00002.gguf"), ("F16", False, None), ("Q4_K", False, None), (None, True, "dflash-m-Q8_0.gguf"),
-        ("Q4_K_M", True, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("quant, drafter, name", [
+    (None, False, "m-q4_k_m.gguf"), ("q8_0", False, "m-Q8_0.gguf"), ("bf16", False, "sub/m-BF16.gguf"),
+    ("Q6_K", False, "m-Q6_K-00001-of-00002.gguf"), ("F16", False, None), ("Q4_K", False, None), (None, True, "dflash-m-Q8_0.gguf"),
+    ("Q4_K_M", True, None),
+])  # fmt: skip
 def test_which_file_a_name_means(quant, drafter, name):
     """As llama.cpp chooses: the quantisation in any case and whole, never a projector, an importance matrix or a drafter for a target."""
     assert _chosen(FILES, quant, drafter) == name

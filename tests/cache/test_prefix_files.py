@@ -88,13 +88,10 @@ def damage(path, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rows", "state"])
-@pytest.mark.parametrize(
-    "how",
-    [
-        "cut in the header", "cut", "longer", "empty", "zeros", "folder", "pipe", "header bit", "words bit", "first bit", "last bit",
-        "version", "size",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("how", [
+    "cut in the header", "cut", "longer", "empty", "zeros", "folder", "pipe", "header bit", "words bit", "first bit", "last bit",
+    "version", "size",
+])  # fmt: skip
 def test_a_damaged_file_is_refused_with_a_sentence_and_the_request_completes(engine, want, tmp_path, kind, how):
     cached(engine, tmp_path)
     files = PrefixFiles(tmp_path, "model: one", MANY)

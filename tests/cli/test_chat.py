@@ -191,14 +191,11 @@ def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (["--chat-template", "{% if %}"], ["chat template"]), (["--chat-template", ""], ["is empty"]), (["--chat-template-file", "/nowhere"], ["/nowhere"]),
-        (["--grammar", "root ::= ("], ["grammar is wrong"]), (["-j", "{"], ["no JSON"]), (["--chat-template-kwargs", "{"], ["--chat-template-kwargs '{' is no JSON"]), (["--chat-template-kwargs", "[]"], ["no JSON object"]), (["-l", "999999+1"], ["token 999999"]),
-        (["-m", "/nowhere.gguf"], ["nowhere.gguf"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options, words", [
+    (["--chat-template", "{% if %}"], ["chat template"]), (["--chat-template", ""], ["is empty"]), (["--chat-template-file", "/nowhere"], ["/nowhere"]),
+    (["--grammar", "root ::= ("], ["grammar is wrong"]), (["-j", "{"], ["no JSON"]), (["--chat-template-kwargs", "{"], ["--chat-template-kwargs '{' is no JSON"]), (["--chat-template-kwargs", "[]"], ["no JSON object"]), (["-l", "999999+1"], ["token 999999"]),
+    (["-m", "/nowhere.gguf"], ["nowhere.gguf"]),
+])  # fmt: skip
 def test_what_cannot_start_is_one_sentence(options, words):
     one_sentence(pyspec("chat", *DEMO, "-q", *options, stdin=b""), *words)
 

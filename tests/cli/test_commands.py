@@ -153,13 +153,10 @@ def test_compare_above_the_tolerance_is_3(pair, monkeypatch):
     assert json.loads(done.stdout.splitlines()[-1])["passed"] is False
 
 
-@pytest.mark.parametrize(
-    "kind, kernels, nmse, code",
-    [
-        ("cpu", "ggml", 0.0, 0), ("cpu", "ggml", 4e-6, 3), ("gpu", "ggml", 4e-6, 0), ("gpu", "ggml", 0.09, 3),
-        ("cpu", "native", 9e-5, 0), ("cpu", "native", 0.09, 3),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind, kernels, nmse, code", [
+    ("cpu", "ggml", 0.0, 0), ("cpu", "ggml", 4e-6, 3), ("gpu", "ggml", 4e-6, 0), ("gpu", "ggml", 0.09, 3),
+    ("cpu", "native", 9e-5, 0), ("cpu", "native", 0.09, 3),
+])  # fmt: skip
 def test_compare_allows_other_kernels_their_order_of_sums(pair, monkeypatch, kind, kernels, nmse, code):
     """The embedded target itself was 4e-6 off on an H200, and was called wrong at the CPU's tolerance."""
     if kernels == "native" and not levels():
@@ -412,14 +409,11 @@ def test_ctrl_c_keeps_what_was_measured(pinned, output):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (["--prompts", "all", "-p", "8"], "--n-prompt and --prompts do not go together"), (["--prompts", "all", "--slots", "2"], "--slots and"),
-        (["--prompts", "all", "-n", "0"], "needs tokens"), (["--temp", "1"], "--temperature needs --prompts"), (["--no-think"], "--think needs --prompts"),
-        (["--slots", "0"], "from 1 up"), (["-p", "x"], "'x'"), (["-r", "0"], "x>=1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options, words", [
+    (["--prompts", "all", "-p", "8"], "--n-prompt and --prompts do not go together"), (["--prompts", "all", "--slots", "2"], "--slots and"),
+    (["--prompts", "all", "-n", "0"], "needs tokens"), (["--temp", "1"], "--temperature needs --prompts"), (["--no-think"], "--think needs --prompts"),
+    (["--slots", "0"], "from 1 up"), (["-p", "x"], "'x'"), (["-r", "0"], "x>=1"),
+])  # fmt: skip
 def test_options_that_contradict_each_other(options, words):
     done = pyspec("bench", *options)
     assert done.returncode == 2 and words in done.stderr and not done.stdout

@@ -28,15 +28,12 @@ def run(forks, code: str, stdin: bytes | None = None):
     return done
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import sys; sys.exit('some words')", "import sys; sys.exit()", "import sys; sys.exit(7)",
-        "import sys; print('a'); sys.stdout.close(); sys.exit(3)", "import sys; sys.stderr.close()",
-        "import sys; print(sys.argv, sys.stdin.read())", "import os; print('a', flush=True); os.kill(os.getpid(), 9)",
-        "import atexit; atexit.register(print, 'last'); print('first')",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("code", [
+    "import sys; sys.exit('some words')", "import sys; sys.exit()", "import sys; sys.exit(7)",
+    "import sys; print('a'); sys.stdout.close(); sys.exit(3)", "import sys; sys.stderr.close()",
+    "import sys; print(sys.argv, sys.stdin.read())", "import os; print('a', flush=True); os.kill(os.getpid(), 9)",
+    "import atexit; atexit.register(print, 'last'); print('first')",
+])  # fmt: skip
 def test_a_fork_ends_as_a_process_does(forks, code):
     own = pyspec("-c", code, stdin=b"given", stdout=subprocess.PIPE)
     assert run(forks, code, b"given") == (own.returncode, own.stdout, own.stderr.encode())

@@ -344,13 +344,10 @@ def test_what_the_file_recommends_counts_where_nothing_was_asked_for(pair, pinne
     assert asked.stdout == same.stdout and asked.stderr == ""
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (["--grammar", "root ::= ("], ["grammar is wrong"]), (["-j", "{"], ["no JSON"]), (["-l", "999999+1"], ["token 999999"]),
-        (["--grammar-file", "/nowhere"], ["/nowhere"]), (["-j", '{"not": {}}'], ["'not'"]), (["--regex", "("], ["regular expression"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options, words", [
+    (["--grammar", "root ::= ("], ["grammar is wrong"]), (["-j", "{"], ["no JSON"]), (["-l", "999999+1"], ["token 999999"]),
+    (["--grammar-file", "/nowhere"], ["/nowhere"]), (["-j", '{"not": {}}'], ["'not'"]), (["--regex", "("], ["regular expression"]),
+])  # fmt: skip
 def test_what_cannot_be_sampled_is_one_sentence(pinned, options, words):
     one_sentence(pyspec("run", *pinned, *N, "-q", *options), *words)
 

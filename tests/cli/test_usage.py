@@ -44,34 +44,31 @@ def said(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (["--spec-type", "draft-dflash", "--no-spec", "draft-dflash"], "draft-dflash is asked for as a way of drafting and ruled out"),
-        (["--spec-type", ","], "--spec-type ',' names no drafting method"),
-        (["--mode", "plain", "--reference-shape"], "--mode plain contradicts it"),
-        (["--mode", "speculative", "--spec-type", "none"], "--spec-type none takes them away"),
-        (["--ignore-eos", "-j", "{}"], "--ignore-eos would go on"),
-        (["--n-probs", "3"], "--n-probs 3 limits what --logprobs writes"),
-        (["--temp", "nan"], "--temp is nan"),
-        (["--top-p", "1.5"], "--top-p is 1.5"),
-        (["--samplers", "top_k;dry"], "dry"),
-        (["--json-schema", "{}", "--grammar", "root ::= [a]"], "give one of them"),
-        (["--grammar", "root ::= [a]", "--ignore-eos"], "--ignore-eos would go on"),
-        (["--typical", "nan"], "--typical is nan"),
-        (["--repeat-penalty", "0"], "--repeat-penalty is 0.0"),
-        (["-l", "5+inf"], "the logit bias inf for token 5"),
-        (["--rope-scale", "nan"], "--rope-scale is nan"),
-        (["--rope-scale", "inf"], "--rope-scale is inf"),
-        (["--rope-freq-base", "nan"], "--rope-freq-base is nan"),
-        (["--rope-scaling", "none", "--rope-scale", "4"], "stretches nothing, so --rope-scale"),
-        (["--stop", ""], "--stop is empty"),
-        (["--stats", "x.json", "--logprobs", "./x.json"], "--stats and --logprobs both name x.json"),
-        (["-n", "-3"], "-3 is not in the range -1 or x>=0"),
-        (["-m", ""], "the name that -m gives is empty"),
-        (["-m", "a.gguf", "-md", ""], "the name that -md gives is empty"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options, words", [
+    (["--spec-type", "draft-dflash", "--no-spec", "draft-dflash"], "draft-dflash is asked for as a way of drafting and ruled out"),
+    (["--spec-type", ","], "--spec-type ',' names no drafting method"),
+    (["--mode", "plain", "--reference-shape"], "--mode plain contradicts it"),
+    (["--mode", "speculative", "--spec-type", "none"], "--spec-type none takes them away"),
+    (["--ignore-eos", "-j", "{}"], "--ignore-eos would go on"),
+    (["--n-probs", "3"], "--n-probs 3 limits what --logprobs writes"),
+    (["--temp", "nan"], "--temp is nan"),
+    (["--top-p", "1.5"], "--top-p is 1.5"),
+    (["--samplers", "top_k;dry"], "dry"),
+    (["--json-schema", "{}", "--grammar", "root ::= [a]"], "give one of them"),
+    (["--grammar", "root ::= [a]", "--ignore-eos"], "--ignore-eos would go on"),
+    (["--typical", "nan"], "--typical is nan"),
+    (["--repeat-penalty", "0"], "--repeat-penalty is 0.0"),
+    (["-l", "5+inf"], "the logit bias inf for token 5"),
+    (["--rope-scale", "nan"], "--rope-scale is nan"),
+    (["--rope-scale", "inf"], "--rope-scale is inf"),
+    (["--rope-freq-base", "nan"], "--rope-freq-base is nan"),
+    (["--rope-scaling", "none", "--rope-scale", "4"], "stretches nothing, so --rope-scale"),
+    (["--stop", ""], "--stop is empty"),
+    (["--stats", "x.json", "--logprobs", "./x.json"], "--stats and --logprobs both name x.json"),
+    (["-n", "-3"], "-3 is not in the range -1 or x>=0"),
+    (["-m", ""], "the name that -m gives is empty"),
+    (["-m", "a.gguf", "-md", ""], "the name that -md gives is empty"),
+])  # fmt: skip
 def test_what_options_alone_say_is_wrong_is_usage(said, monkeypatch, options, words):
     monkeypatch.setattr("pyggml_spec.cli.run.load", lambda *a, **k: pytest.fail("a model was loaded"))
     code, text = said("run", "-p", "a", "-n", "1", *options)
@@ -375,15 +372,12 @@ def test_fewer_layers_than_there_are_leave_the_first_to_the_cpu(pair, monkeypatc
         _place_layers(1, values, pair[0])
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (["-fa", "off"], "always flash attention"), (["--spec-type", "draft-simple"], "would be a second engine"), (["-ngl", "some"], "'some'"),
-        (["--spec-draft-n-max", 0], "x<=1023"), (["--spec-draft-n-max", 3, "--draft-width", 8], "contradict"), (["-ngl", 0, "--device", "CUDA0"], "contradict"),
-        (["-ngld", 0], "another device"), (["-sm", "row"], "whole layers are on one device"), (["-sm", "none", "--device", "CPU,CPU"], "contradict"),
-        (["-ts", "1,x"], "'1,x' is not a list of proportions"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("options, words", [
+    (["-fa", "off"], "always flash attention"), (["--spec-type", "draft-simple"], "would be a second engine"), (["-ngl", "some"], "'some'"),
+    (["--spec-draft-n-max", 0], "x<=1023"), (["--spec-draft-n-max", 3, "--draft-width", 8], "contradict"), (["-ngl", 0, "--device", "CUDA0"], "contradict"),
+    (["-ngld", 0], "another device"), (["-sm", "row"], "whole layers are on one device"), (["-sm", "none", "--device", "CPU,CPU"], "contradict"),
+    (["-ts", "1,x"], "'1,x' is not a list of proportions"),
+])  # fmt: skip
 def test_what_they_cannot_have(options, words):
     done = pyspec("run", "-p", PROMPT, *options)
     assert done.returncode == 2 and words in done.stderr and not done.stdout

@@ -103,17 +103,14 @@ def test_a_grammar_and_ignored_end_tokens_contradict_each_other(demo):
         demo.generate("a", 5, sampling=Sampling(grammar=CALL), ignore_end=True)
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("", "empty"), ("root ::= [a-z", "end of input"), ('root ::= "a" (', "expecting '\\)'"), ("start ::= [a-z]", "root"),
-        ("root ::= root", "derives no finite text"), ("root ::= other", "no rule named 'other'"), ("root ::= [a-z]{5,2}", "smaller"),
-        ("root ::= [a-z]{0000000000000000000000000005,2}", "smaller"), ("root ::= [a-z]{99999999}", "repetitions"),
-        ("root ::= [a-z]{99999999999999999999999999}", "repetitions"), ("root ::= [a]\0", "NUL"),
-        ("root ::= " + "(" * (MAX_DEPTH + 1) + "[a]" + ")" * (MAX_DEPTH + 1), "parentheses"),
-        ("root ::= [a]" + " " * MAX_TEXT, "characters"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text, words", [
+    ("", "empty"), ("root ::= [a-z", "end of input"), ('root ::= "a" (', "expecting '\\)'"), ("start ::= [a-z]", "root"),
+    ("root ::= root", "derives no finite text"), ("root ::= other", "no rule named 'other'"), ("root ::= [a-z]{5,2}", "smaller"),
+    ("root ::= [a-z]{0000000000000000000000000005,2}", "smaller"), ("root ::= [a-z]{99999999}", "repetitions"),
+    ("root ::= [a-z]{99999999999999999999999999}", "repetitions"), ("root ::= [a]\0", "NUL"),
+    ("root ::= " + "(" * (MAX_DEPTH + 1) + "[a]" + ")" * (MAX_DEPTH + 1), "parentheses"),
+    ("root ::= [a]" + " " * MAX_TEXT, "characters"),
+])  # fmt: skip
 def test_wrong_grammars_are_one_sentence(demo, text, words, capfd):
     with pytest.raises(SamplingError, match=words):
         Grammar("grammar", text, demo.tokenizer)
@@ -231,16 +228,13 @@ def test_the_same_tokens_are_allowed_as_by_libllama(tokenizer, name, seed):
     assert length > 0
 
 
-@pytest.mark.parametrize(
-    "grammar, good, bad",
-    [
-        ('root ::= "a"*', ["", "a", "aaaaa"], ["b", "ab", "aab", "ba"]), ('root ::= "a"+', ["a", "aaa"], ["", "b", "ab"]), ('root ::= "a"?', ["", "a"], ["b", "aa"]),
-        ('root ::= "a"{4}', ["aaaa"], ["", "aaa", "aaaaa", "b"]), ('root ::= "a"{2,}', ["aa", "aaaaa"], ["", "a", "b"]), ('root ::= "a"{,3}', [], [""]),
-        ('root ::= "a"{0,3}', ["", "a", "aaa"], ["aaaa", "b"]), ('root ::= ("0" | "1"){2,4}', ["00", "0101", "110"], ["0", "01010", "2"]),
-        ("root ::= .{3}", ["abc", "é\n\x00", "😀b "], ["ab", "abcd"]), (r'root ::= ... "abc" ...', ["aaaabcccc", "☀☂☃abc❤☕✨"], ["abcabc", "aaabcccc"]),
-        ('root ::= n\nn ::= "(" n ")" | ""', ["", "()", "((((()))))"], ["(", "())", ")("]), (VALUES, ['{"a": [1, -0.5e+3, null], "é": {}}', "{}"], ["{a: 1}", '{"a":}', "[]"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("grammar, good, bad", [
+    ('root ::= "a"*', ["", "a", "aaaaa"], ["b", "ab", "aab", "ba"]), ('root ::= "a"+', ["a", "aaa"], ["", "b", "ab"]), ('root ::= "a"?', ["", "a"], ["b", "aa"]),
+    ('root ::= "a"{4}', ["aaaa"], ["", "aaa", "aaaaa", "b"]), ('root ::= "a"{2,}', ["aa", "aaaaa"], ["", "a", "b"]), ('root ::= "a"{,3}', [], [""]),
+    ('root ::= "a"{0,3}', ["", "a", "aaa"], ["aaaa", "b"]), ('root ::= ("0" | "1"){2,4}', ["00", "0101", "110"], ["0", "01010", "2"]),
+    ("root ::= .{3}", ["abc", "é\n\x00", "😀b "], ["ab", "abcd"]), (r'root ::= ... "abc" ...', ["aaaabcccc", "☀☂☃abc❤☕✨"], ["abcabc", "aaabcccc"]),
+    ('root ::= n\nn ::= "(" n ")" | ""', ["", "()", "((((()))))"], ["(", "())", ")("]), (VALUES, ['{"a": [1, -0.5e+3, null], "é": {}}', "{}"], ["{a: 1}", '{"a":}', "[]"]),
+])  # fmt: skip
 def test_texts_of_a_grammar(tokenizer, grammar, good, bad):
     if not good:
         with pytest.raises(Exception, match="repetitions"):

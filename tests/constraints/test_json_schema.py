@@ -109,20 +109,17 @@ def test_what_forbids_nothing_is_no_keyword_to_refuse():
     )
 
 
-@pytest.mark.parametrize(
-    "schema, words",
-    [
-        ("", "no JSON"), ("[]", "object"), ('{"$ref": "https://example.com/a.json"}', "https://example.com"), ('{"$ref": "#/nothing"}', "no schema"),
-        ('{"$ref": "#/default", "default": {"minWidth": 1}}', "no schema"), ('{"type": "unheard of"}', "Invalid type"), ("[" * 100000, "no JSON"),
-        ('{"items": {"$ref": 5}}', "must be a string"), ('{"minimum": NaN}', "no JSON"), ('{"const": 9007199254740993}', "double"),
-        ('{"type": "string", "format": "iri"}', "iri"), ('{"format": "unknown"}', "unknown"), ('{"oneOf": [{"minimum": 1}, {"maximum": 5}]}', "oneOf"),
-        ('{"minProperties": 2}', "minProperties"), ('{"properties": {"a": {"$id": "b"}}}', "#/properties/a"), ('{"type": "string", "pattern": "a(?=b)"}', "look-ahead"),
-        ('{"prefixItems": [{"type": "integer"}], "additionalItems": false}', "additionalItems"), ('{"additionalItems": false}', "additionalItems"),
-        ('{"allOf": [{"multipleOf": 97}, {"multipleOf": 89}]}', "8633"), ('{"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
-        ('{"enum": ["' + "x" * MAX_TEXT + '"]}', "characters"), ("false", "false"), ('{"required": ["a"], "additionalProperties": false, "type": "object"}', "'a'"),
-        ('{"anyOf": ' + '[{"anyOf": ' * 5000 + "[]" + "}]" * 5000 + "}", "JSON"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("schema, words", [
+    ("", "no JSON"), ("[]", "object"), ('{"$ref": "https://example.com/a.json"}', "https://example.com"), ('{"$ref": "#/nothing"}', "no schema"),
+    ('{"$ref": "#/default", "default": {"minWidth": 1}}', "no schema"), ('{"type": "unheard of"}', "Invalid type"), ("[" * 100000, "no JSON"),
+    ('{"items": {"$ref": 5}}', "must be a string"), ('{"minimum": NaN}', "no JSON"), ('{"const": 9007199254740993}', "double"),
+    ('{"type": "string", "format": "iri"}', "iri"), ('{"format": "unknown"}', "unknown"), ('{"oneOf": [{"minimum": 1}, {"maximum": 5}]}', "oneOf"),
+    ('{"minProperties": 2}', "minProperties"), ('{"properties": {"a": {"$id": "b"}}}', "#/properties/a"), ('{"type": "string", "pattern": "a(?=b)"}', "look-ahead"),
+    ('{"prefixItems": [{"type": "integer"}], "additionalItems": false}', "additionalItems"), ('{"additionalItems": false}', "additionalItems"),
+    ('{"allOf": [{"multipleOf": 97}, {"multipleOf": 89}]}', "8633"), ('{"x-guidance": {"lenient": true}, "not": {}}', "x-guidance"),
+    ('{"enum": ["' + "x" * MAX_TEXT + '"]}', "characters"), ("false", "false"), ('{"required": ["a"], "additionalProperties": false, "type": "object"}', "'a'"),
+    ('{"anyOf": ' + '[{"anyOf": ' * 5000 + "[]" + "}]" * 5000 + "}", "JSON"),
+])  # fmt: skip
 def test_wrong_schemas_are_one_sentence(tokenizer, schema, words):
     with pytest.raises(SamplingError, match=words) as caught:
         Grammar("json_schema", schema, tokenizer)

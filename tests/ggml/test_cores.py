@@ -149,23 +149,20 @@ def _tree(tmp_path, own: str, **limits: str):
     return cores.quota(groups, tmp_path / "own")
 
 
-@pytest.mark.parametrize(
-    "own, limits, most",
-    [
-        ("0::/\n", {"cpu_max": "200000 100000"}, 2),
-        ("0::/a/b\n", {"a__cpu_max": "150000 100000", "a__b__cpu_max": "max 100000", "cpu_max": "max 100000"}, 1.5),
-        ("0::/a/b\n", {"a__cpu_max": "400000 100000", "a__b__cpu_max": "300000 100000"}, 3),
-        ("0::/x\n", {"cpu_max": "50000 100000"}, 0.5),  # a container sees its own group as the top one
-        ("4:cpu,cpuacct:/a\n", {"cpu,cpuacct__a__cfs_quota_us": "250000", "cpu,cpuacct__a__cfs_period_us": "100000"}, 2.5),
-        ("4:cpuacct,cpu:/a\n", {"cpu__cfs_quota_us": "100000", "cpu__cfs_period_us": "50000", "cpu__a__cfs_quota_us": "-1", "cpu__a__cfs_period_us": "50000"}, 2),
-        ("2:cpuacct:/\n1:cpu:/\n0::/\n", {"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000"}, math.inf),
-        ("1:cpu:/\n0::/g\n", {"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000", "unified__g__cpu_max": "100000 100000"}, 1),
-        ("0::/\n", {"cpu_max": "max 100000"}, math.inf),
-        ("0::/\n", {"cpu_max": "what"}, math.inf),
-        ("0::/\n", {"cpu_max": "100000 0"}, math.inf),
-        ("", {}, math.inf),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("own, limits, most", [
+    ("0::/\n", {"cpu_max": "200000 100000"}, 2),
+    ("0::/a/b\n", {"a__cpu_max": "150000 100000", "a__b__cpu_max": "max 100000", "cpu_max": "max 100000"}, 1.5),
+    ("0::/a/b\n", {"a__cpu_max": "400000 100000", "a__b__cpu_max": "300000 100000"}, 3),
+    ("0::/x\n", {"cpu_max": "50000 100000"}, 0.5),  # a container sees its own group as the top one
+    ("4:cpu,cpuacct:/a\n", {"cpu,cpuacct__a__cfs_quota_us": "250000", "cpu,cpuacct__a__cfs_period_us": "100000"}, 2.5),
+    ("4:cpuacct,cpu:/a\n", {"cpu__cfs_quota_us": "100000", "cpu__cfs_period_us": "50000", "cpu__a__cfs_quota_us": "-1", "cpu__a__cfs_period_us": "50000"}, 2),
+    ("2:cpuacct:/\n1:cpu:/\n0::/\n", {"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000"}, math.inf),
+    ("1:cpu:/\n0::/g\n", {"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000", "unified__g__cpu_max": "100000 100000"}, 1),
+    ("0::/\n", {"cpu_max": "max 100000"}, math.inf),
+    ("0::/\n", {"cpu_max": "what"}, math.inf),
+    ("0::/\n", {"cpu_max": "100000 0"}, math.inf),
+    ("", {}, math.inf),
+])  # fmt: skip
 def test_a_quota_counts_as_cores(tmp_path, own, limits, most):
     """`docker run --cpus 2` on a machine of 64 cores was given 16 threads."""
     assert _tree(tmp_path, own, **limits) == most

@@ -302,21 +302,18 @@ def test_rows_of_checkpoints(tmp_path):
             file.rows("a", 0, 1)
 
 
-@pytest.mark.parametrize(
-    "data, names",
-    [
-        (b"", "cannot be read"), (b"abc", "3 bytes"), (struct.pack("<Q", 1 << 62), "claims 4611686018427387904"),
-        (_header(b"{"), "no valid JSON"), (_header(b"[" * 200000), "no valid JSON"), (_header(b"[]"), "no JSON object"),
-        (_header(b'{"a": 1, "a": 2}'), "twice"), (_header(b"\xff\xfe"), "no valid JSON"),
-        (_header(b'{"a": 1' + b"1" * 5000 + b"}"), "no valid JSON"), (_header(b'{"a": 1}'), "no dtype"),
-        (_header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [1]}}'), "no dtype"), (_entry(dtype="Q4"), "unknown type 'Q4'"),
-        (_entry(dtype=[]), "unknown type"), (_entry(shape=[4, -4]), "impossible shape"), (_entry(shape=[1 << 50]), "impossible shape"),
-        (_entry(shape=[4.0, 4]), "impossible shape"), (_entry(shape=[True, 16]), "impossible shape"),
-        (_entry(shape=[4, 5]), "has 64 bytes instead of 80"), (_entry(data_offsets=[0, 65]), "outside"),
-        (_entry(data_offsets=[-64, 0]), "outside"), (_entry(data_offsets=[64, 0]), "outside"),
-        (_entry(data_offsets=["0", 64]), "outside"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("data, names", [
+    (b"", "cannot be read"), (b"abc", "3 bytes"), (struct.pack("<Q", 1 << 62), "claims 4611686018427387904"),
+    (_header(b"{"), "no valid JSON"), (_header(b"[" * 200000), "no valid JSON"), (_header(b"[]"), "no JSON object"),
+    (_header(b'{"a": 1, "a": 2}'), "twice"), (_header(b"\xff\xfe"), "no valid JSON"),
+    (_header(b'{"a": 1' + b"1" * 5000 + b"}"), "no valid JSON"), (_header(b'{"a": 1}'), "no dtype"),
+    (_header(b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [1]}}'), "no dtype"), (_entry(dtype="Q4"), "unknown type 'Q4'"),
+    (_entry(dtype=[]), "unknown type"), (_entry(shape=[4, -4]), "impossible shape"), (_entry(shape=[1 << 50]), "impossible shape"),
+    (_entry(shape=[4.0, 4]), "impossible shape"), (_entry(shape=[True, 16]), "impossible shape"),
+    (_entry(shape=[4, 5]), "has 64 bytes instead of 80"), (_entry(data_offsets=[0, 65]), "outside"),
+    (_entry(data_offsets=[-64, 0]), "outside"), (_entry(data_offsets=[64, 0]), "outside"),
+    (_entry(data_offsets=["0", 64]), "outside"),
+])  # fmt: skip
 def test_lies_are_sentences(tmp_path, data, names):
     with pytest.raises(ConvertError, match=names) as error:
         SafetensorsFile(_file(tmp_path, data))

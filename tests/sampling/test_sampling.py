@@ -537,18 +537,15 @@ def test_nothing_left_to_choose_from_is_said():
     sampler.close()
 
 
-@pytest.mark.parametrize(
-    "values, words",
-    [
-        ({"temperature": -1}, "temperature is -1"), ({"temperature": math.nan}, "temperature is nan"), ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"top_k": 2.5}, "top_k is 2.5.*whole"), ({"top_k": True}, "top_k is True"), ({"min_p": -0.1}, "min_p"),
-        ({"repeat_penalty": 0}, "repeat_penalty is 0"), ({"seed": 1 << 32}, "seed"), ({"logit_bias": {-1: 1.0}}, "token -1"),
-        ({"logit_bias": {1: math.nan}}, "nan"), ({"samplers": ("top_k", "mirostat")}, "mirostat"), ({"samplers": ("top_k", "top_k")}, "once"),
-        ({"samplers": ("top_k",), "temperature": 0}, "temperature of 0"), ({"grammar": "root ::= [a]", "json_schema": "{}"}, "one of them"),
-        ({"logprobs": -1}, "logprobs is -1"), ({"logprobs_after": True}, "logprobs_after is True and logprobs None"),
-        ({"logprobs_after": 3, "logprobs": 1}, "logprobs_after is 3"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("values, words", [
+    ({"temperature": -1}, "temperature is -1"), ({"temperature": math.nan}, "temperature is nan"), ({"top_p": 1.5}, "top_p is 1.5"),
+    ({"top_k": 2.5}, "top_k is 2.5.*whole"), ({"top_k": True}, "top_k is True"), ({"min_p": -0.1}, "min_p"),
+    ({"repeat_penalty": 0}, "repeat_penalty is 0"), ({"seed": 1 << 32}, "seed"), ({"logit_bias": {-1: 1.0}}, "token -1"),
+    ({"logit_bias": {1: math.nan}}, "nan"), ({"samplers": ("top_k", "mirostat")}, "mirostat"), ({"samplers": ("top_k", "top_k")}, "once"),
+    ({"samplers": ("top_k",), "temperature": 0}, "temperature of 0"), ({"grammar": "root ::= [a]", "json_schema": "{}"}, "one of them"),
+    ({"logprobs": -1}, "logprobs is -1"), ({"logprobs_after": True}, "logprobs_after is True and logprobs None"),
+    ({"logprobs_after": 3, "logprobs": 1}, "logprobs_after is 3"),
+])  # fmt: skip
 def test_parameters_out_of_range_are_refused(values, words):
     with pytest.raises(SamplingError, match=words):
         Sampling(**values)
@@ -597,26 +594,20 @@ def test_biases_and_recommendations(demo):
     assert recommended({"general.name": "x"}) == ({}, [])
 
 
-@pytest.mark.parametrize(
-    "order, samplers",
-    [
-        ("top_k;top_p;temperature", ("top_k", "top_p", "temperature")), ("penalties; dry;top-k;typ;nucleus;minp;xtc;temp", ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")),
-        ("top_k;mirostat", None), ("top_k;top_k", None), (7, None), ("", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("order, samplers", [
+    ("top_k;top_p;temperature", ("top_k", "top_p", "temperature")), ("penalties; dry;top-k;typ;nucleus;minp;xtc;temp", ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")),
+    ("top_k;mirostat", None), ("top_k;top_k", None), (7, None), ("", None),
+])  # fmt: skip
 def test_orders_by_llama_cpps_names(order, samplers):
     values, refused = recommended({"general.sampling.sequence": order})
     assert values == ({"samplers": samplers} if samplers is not None else {}) and bool(refused) == (samplers is None)
     Sampling(**values)
 
 
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("temp", -1.0), ("temp", "warm"), ("temp", float("nan")), ("top_k", -1), ("top_p", 1.5), ("penalty_last_n", -1),
-        ("xtc_probability", 0.5), ("mirostat", 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("key, value", [
+    ("temp", -1.0), ("temp", "warm"), ("temp", float("nan")), ("top_k", -1), ("top_p", 1.5), ("penalty_last_n", -1),
+    ("xtc_probability", 0.5), ("mirostat", 2),
+])  # fmt: skip
 def test_what_cannot_be_is_named_and_left_out(key, value):
     values, refused = recommended(
         {f"general.sampling.{key}": value, "general.sampling.top_p": 0.9} if key != "top_p" else {"general.sampling.top_p": value}

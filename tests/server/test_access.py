@@ -152,17 +152,14 @@ ASK = {"prompt": "a", "n_predict": 1}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "headers, status",
-    [
-        ({"origin": "http://evil.com"}, 403), ({"origin": "http://localhost.evil.com"}, 403), ({"origin": "null"}, 403),
-        ({"origin": "http://["}, 403), ({"origin": ""}, 403), ({"sec-fetch-site": "cross-site"}, 403),
-        ({"sec-fetch-site": "same-site"}, 403), ({"origin": "http://evil.com", "sec-fetch-site": "cross-site"}, 403), ({}, 200),
-        ({"sec-fetch-site": "none"}, 200), ({"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}, 200),
-        ({"origin": "http://127.0.0.1"}, 200), ({"origin": "http://[::1]:1"}, 200),
-        ({"origin": "https://behind.a.proxy", "sec-fetch-site": "same-origin"}, 200),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("headers, status", [
+    ({"origin": "http://evil.com"}, 403), ({"origin": "http://localhost.evil.com"}, 403), ({"origin": "null"}, 403),
+    ({"origin": "http://["}, 403), ({"origin": ""}, 403), ({"sec-fetch-site": "cross-site"}, 403),
+    ({"sec-fetch-site": "same-site"}, 403), ({"origin": "http://evil.com", "sec-fetch-site": "cross-site"}, 403), ({}, 200),
+    ({"sec-fetch-site": "none"}, 200), ({"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}, 200),
+    ({"origin": "http://127.0.0.1"}, 200), ({"origin": "http://[::1]:1"}, 200),
+    ({"origin": "https://behind.a.proxy", "sec-fetch-site": "same-origin"}, 200),
+])  # fmt: skip
 def test_pages_of_other_sites_compute_nothing(server, headers, status):
     """A page needs no permission to send a POST: it was computed, though its answer could not be read."""
     for path, body in (("/completion", ASK), ("/tokenize", {"content": "a"}), ("/v1/streams/lookup", {"conversation_ids": []})):
@@ -190,15 +187,12 @@ def test_origins_that_are_let_in():
 
 
 # -- bodies
-@pytest.mark.parametrize(
-    "kind, status",
-    [
-        ("text/plain", 415), ("TEXT/plain; charset=utf-8", 415), ("application/x-www-form-urlencoded", 415),
-        ("multipart/form-data; boundary=x", 415), ("application/jsonp", 415), ("image/png", 415), ("text/json+json", 415),
-        ("application/json; charset=utf-16", 415), ("application/json", 200), ('Application/JSON; charset="UTF-8"', 200),
-        ("application/vnd.api+json", 200), (None, 200), ("", 200),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind, status", [
+    ("text/plain", 415), ("TEXT/plain; charset=utf-8", 415), ("application/x-www-form-urlencoded", 415),
+    ("multipart/form-data; boundary=x", 415), ("application/jsonp", 415), ("image/png", 415), ("text/json+json", 415),
+    ("application/json; charset=utf-16", 415), ("application/json", 200), ('Application/JSON; charset="UTF-8"', 200),
+    ("application/vnd.api+json", 200), (None, 200), ("", 200),
+])  # fmt: skip
 def test_bodies_are_json(server, kind, status):
     """Types that a page of any site may send without being asked (text/plain, forms) were computed."""
     headers = {} if kind is None else {"content-type": kind}
@@ -249,13 +243,10 @@ def head(server, path, key="one", length=8 << 20, method="POST"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path, key, method, status",
-    [
-        ("/completion", "none", "POST", 401), ("/nowhere", "one", "POST", 404), ("/nowhere", "none", "POST", 401), ("/health", "one", "POST", 405),
-        ("/v1/embeddings", "one", "POST", 501),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("path, key, method, status", [
+    ("/completion", "none", "POST", 401), ("/nowhere", "one", "POST", 404), ("/nowhere", "none", "POST", 401), ("/health", "one", "POST", 405),
+    ("/v1/embeddings", "one", "POST", 501),
+])  # fmt: skip
 @pytest.mark.parametrize("length", [1000, 8 << 20])
 def test_an_unauthorised_request_is_refused_before_its_body(limited_server, path, key, method, status, length):
     """Bodies were read first: 24 connections of strangers took 720 MiB."""

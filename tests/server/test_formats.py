@@ -233,17 +233,14 @@ def test_prefilled_messages_are_continued(thinking):
             assert (answer["reasoning_content"], answer["content"]) == (" well.", "Hi.")
 
 
-@pytest.mark.parametrize(
-    "last, more, says",
-    [
-        ({"role": "user", "content": "x"}, {"continue_final_message": True}, "needs a last message of the assistant"),
-        ({"role": "assistant", "content": "x", "reasoning_content": "y"}, {"continue_final_message": "reasoning_content"}, "has content after it"),
-        ({"role": "assistant", "content": "x"}, {"continue_final_message": True, "add_generation_prompt": True}, "cannot both be true"),
-        ({"role": "assistant", "content": "x"}, {"continue_final_message": "no"}, "continue_final_message is"),
-        ({"role": "assistant", "content": "x", "reasoning_content": ["y"]}, {}, "reasoning_content"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}, {"continue_final_message": True}, "calls tools cannot be continued"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("last, more, says", [
+    ({"role": "user", "content": "x"}, {"continue_final_message": True}, "needs a last message of the assistant"),
+    ({"role": "assistant", "content": "x", "reasoning_content": "y"}, {"continue_final_message": "reasoning_content"}, "has content after it"),
+    ({"role": "assistant", "content": "x"}, {"continue_final_message": True, "add_generation_prompt": True}, "cannot both be true"),
+    ({"role": "assistant", "content": "x"}, {"continue_final_message": "no"}, "continue_final_message is"),
+    ({"role": "assistant", "content": "x", "reasoning_content": ["y"]}, {}, "reasoning_content"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}, {"continue_final_message": True}, "calls tools cannot be continued"),
+])  # fmt: skip
 def test_what_cannot_be_continued_is_refused_by_name(thinking, last, more, says):
     response = thinking.post("goes on", [USER, last], **more)
     assert response.status_code == 400 and says in response.json()["error"]["message"]
@@ -328,13 +325,10 @@ def written(call, name, arguments):
 
 
 @pytest.mark.parametrize("form", ["Qwen3-Coder", "GLM", "MiniMax-M2", "Kimi K2", "DeepSeek"])
-@pytest.mark.parametrize(
-    "arguments, fits",
-    [
-        ({"city": "Rome <b>\n\n</b> </tool_call>"}, True), ({"city": "Rome", "days": "3", "unit": "F"}, True),
-        ({"city": "Rome", "days": "0"}, False), ({"city": "Rome", "unit": "K"}, False), ({"days": "3"}, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("arguments, fits", [
+    ({"city": "Rome <b>\n\n</b> </tool_call>"}, True), ({"city": "Rome", "days": "3", "unit": "F"}, True),
+    ({"city": "Rome", "days": "0"}, False), ({"city": "Rome", "unit": "K"}, False), ({"days": "3"}, False),
+])  # fmt: skip
 def test_calls_whose_name_stands_before_the_arguments(tokenizer, form, arguments, fits):
     """What the grammar lets out is a call for the parser, with the arguments that were written."""
     tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
@@ -347,14 +341,11 @@ def test_calls_whose_name_stands_before_the_arguments(tokenizer, form, arguments
     assert {name: str(value) for name, value in json.loads(call.arguments).items()} == arguments
 
 
-@pytest.mark.parametrize(
-    "schema, right, wrong",
-    [
-        ({"type": ["string", "null"]}, "any <text>", None), ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12 cm", None), ({"$ref": "#/$defs/text"}, "a", None),
-        ({"oneOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]}, "null", None), ({"const": "x"}, "x", "y"), ({"enum": ["x", None]}, "null", "nil"),
-        ({"anyOf": [{"enum": ["x", "y"]}, {"type": "null"}]}, "y", "z"), ({"type": ["integer", "null"]}, "12", "x"), (True, "any", None), ({}, "any", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("schema, right, wrong", [
+    ({"type": ["string", "null"]}, "any <text>", None), ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12 cm", None), ({"$ref": "#/$defs/text"}, "a", None),
+    ({"oneOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]}, "null", None), ({"const": "x"}, "x", "y"), ({"enum": ["x", None]}, "null", "nil"),
+    ({"anyOf": [{"enum": ["x", "y"]}, {"type": "null"}]}, "y", "z"), ({"type": ["integer", "null"]}, "12", "x"), (True, "any", None), ({}, "any", None),
+])  # fmt: skip
 def test_texts_among_other_types_keep_the_grammar(tokenizer, schema, right, wrong):
     parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "$defs": {"text": {"type": "string"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}

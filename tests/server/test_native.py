@@ -168,13 +168,10 @@ def test_metrics_are_what_requests_came_to(server):
     assert after["llamacpp:requests_processing",] == after["llamacpp:requests_deferred",] == 0
 
 
-@pytest.mark.parametrize(
-    "method, path, status",
-    [
-        ("GET", "/nowhere", 404), ("POST", "/nowhere", 404), ("GET", "/completion", 405), ("POST", "/props", 405), ("DELETE", "/v1/models", 405),
-        ("POST", "/v1/embeddings", 501), ("POST", "/rerank", 501), ("POST", "/lora-adapters", 501),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("method, path, status", [
+    ("GET", "/nowhere", 404), ("POST", "/nowhere", 404), ("GET", "/completion", 405), ("POST", "/props", 405), ("DELETE", "/v1/models", 405),
+    ("POST", "/v1/embeddings", 501), ("POST", "/rerank", 501), ("POST", "/lora-adapters", 501),
+])  # fmt: skip
 def test_paths_that_are_not_there(server, method, path, status):
     response = server.http.request(method, path, json={})
     assert response.status_code == response.json()["error"]["code"] == status
@@ -357,22 +354,19 @@ def test_models_that_fill_in_backwards_and_those_that_do_not(model, encode, tmp_
     assert refused.value.status == 501
 
 
-@pytest.mark.parametrize(
-    "body, param",
-    [
-        ({"input_prefix": "x"}, "input_suffix"),
-        ({"input_suffix": "x"}, "input_prefix"),
-        ({**AROUND, "input_prefix": {}}, "input_prefix"),
-        ({**AROUND, "input_prefix": [1.5]}, "input_prefix"),
-        ({**AROUND, "input_prefix": [99999]}, "input_prefix"),
-        ({**AROUND, "input_suffix": ["x", 99999]}, "input_suffix"),
-        ({**AROUND, "prompt": ["x"]}, "prompt"),
-        ({**AROUND, "prompt": "value = 1\n" * 300}, "prompt"),
-        *(({**AROUND, "input_extra": extra}, "input_extra") for extra in ({}, ["x"], [{}], [{"filename": "ok"}], [{"filename": 1, "text": "x"}], [{"text": 1}])),
-        ({**AROUND, "n_indent": -1}, "n_indent"),
-        ({**AROUND, "t_max_predict_ms": "soon"}, "t_max_predict_ms"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("body, param", [
+    ({"input_prefix": "x"}, "input_suffix"),
+    ({"input_suffix": "x"}, "input_prefix"),
+    ({**AROUND, "input_prefix": {}}, "input_prefix"),
+    ({**AROUND, "input_prefix": [1.5]}, "input_prefix"),
+    ({**AROUND, "input_prefix": [99999]}, "input_prefix"),
+    ({**AROUND, "input_suffix": ["x", 99999]}, "input_suffix"),
+    ({**AROUND, "prompt": ["x"]}, "prompt"),
+    ({**AROUND, "prompt": "value = 1\n" * 300}, "prompt"),
+    *(({**AROUND, "input_extra": extra}, "input_extra") for extra in ({}, ["x"], [{}], [{"filename": "ok"}], [{"filename": 1, "text": "x"}], [{"text": 1}])),
+    ({**AROUND, "n_indent": -1}, "n_indent"),
+    ({**AROUND, "t_max_predict_ms": "soon"}, "t_max_predict_ms"),
+])  # fmt: skip
 def test_what_is_wrong_is_named(filling_server, body, param):
     answer = filling_server.post("/infill", **body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param

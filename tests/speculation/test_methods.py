@@ -29,14 +29,11 @@ def method_of(files, target, draft=None, **options):
         return session.drafter and session.drafter.method
 
 
-@pytest.mark.parametrize(
-    "target, draft, options, method",
-    [
-        ("own", None, {}, "draft-mtp"), ("own", None, {"spec": ["draft-mtp"]}, "draft-mtp"), ("own", "dflash", {}, "draft-dflash"),
-        ("own", "dflash", {"spec": ["draft-dflash"]}, "draft-dflash"), ("plain", "layer", {}, "draft-mtp"),
-        ("own", "layer", {}, "draft-mtp"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("target, draft, options, method", [
+    ("own", None, {}, "draft-mtp"), ("own", None, {"spec": ["draft-mtp"]}, "draft-mtp"), ("own", "dflash", {}, "draft-dflash"),
+    ("own", "dflash", {"spec": ["draft-dflash"]}, "draft-dflash"), ("plain", "layer", {}, "draft-mtp"),
+    ("own", "layer", {}, "draft-mtp"),
+])  # fmt: skip
 def test_who_drafts(files, target, draft, options, method):
     assert method_of(files, target, draft, **options) == method
 

@@ -120,17 +120,14 @@ def test_slips_and_bare_calls():
     assert whole(BARE_CALL, "JSON", cut=True) == (BARE_CALL, "", [])
 
 
-@pytest.mark.parametrize(
-    "form, text",
-    [
-        ("Hermes", '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call> more'), ("Hermes", "<tool_call>{</tool_call>"), ("Hermes", "a <tool_call> b"),
-        ("Hermes", "<tool_call>"), ("Hermes", "x </tool_call>"), ("Qwen3-Coder", "<tool_call><function=nobody></function></tool_call>"),
-        ("gemma 4", "<|tool_call>call:look_up{word:}<tool_call|>"), ("gemma 4", "<|tool_call>call:look_up{a:1 b<tool_call|>"),
-        ("Qwen3-Coder", "#include <function=> and <function=other>"), ("MiniMax-M2", "<minimax:tool_call> is a marker </minimax:tool_call>"),
-        ("MiniMax-M2", '<invoke name="look_up"></invoke>'), ("Kimi K2", "<|tool_call_begin|>functions.other:0<|tool_call_argument_begin|>{}"),
-        ("Hermes", '<tool_call>{"name": "stop", "arguments": [1]}</tool_call>'), ("DeepSeek", "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{]<｜tool▁call▁end｜>"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("form, text", [
+    ("Hermes", '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call> more'), ("Hermes", "<tool_call>{</tool_call>"), ("Hermes", "a <tool_call> b"),
+    ("Hermes", "<tool_call>"), ("Hermes", "x </tool_call>"), ("Qwen3-Coder", "<tool_call><function=nobody></function></tool_call>"),
+    ("gemma 4", "<|tool_call>call:look_up{word:}<tool_call|>"), ("gemma 4", "<|tool_call>call:look_up{a:1 b<tool_call|>"),
+    ("Qwen3-Coder", "#include <function=> and <function=other>"), ("MiniMax-M2", "<minimax:tool_call> is a marker </minimax:tool_call>"),
+    ("MiniMax-M2", '<invoke name="look_up"></invoke>'), ("Kimi K2", "<|tool_call_begin|>functions.other:0<|tool_call_argument_begin|>{}"),
+    ("Hermes", '<tool_call>{"name": "stop", "arguments": [1]}</tool_call>'), ("DeepSeek", "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{]<｜tool▁call▁end｜>"),
+])  # fmt: skip
 def test_what_calls_nothing_is_content(form, text):
     assert whole(text, form) == (text, "", [])
 
@@ -201,19 +198,16 @@ def test_an_end_marker_within_an_argument_ends_nothing(form, value):
 EITHER = [{"type": "string"}, {"type": "null"}]
 
 
-@pytest.mark.parametrize(
-    "schema, text, value",
-    [
-        ({"type": "string"}, "123", "123"), ({"anyOf": EITHER}, "123", "123"), ({"oneOf": EITHER}, "true", "true"), ({"type": ["string", "null"]}, "123", "123"),
-        ({"anyOf": EITHER}, "null", None), ({"type": ["null", "string"]}, "{}", "{}"), ({"$ref": "#/$defs/text"}, "1.5", "1.5"), ({"enum": ["1", "2"]}, "1", "1"),
-        ({"const": "7"}, "7", "7"), ({"enum": ["1", 1]}, "1", "1"), ({"allOf": [{"type": "string"}]}, "[1]", "[1]"), ({"type": ["string", "integer"]}, "42", 42),
-        ({"type": ["string", "integer"]}, "42 cm", "42 cm"), ({"type": ["string", "integer"]}, "4.5", "4.5"), ({"type": ["string", "object"]}, '{"a": 1}', {"a": 1}),
-        ({"type": ["string", "object"]}, "{no", "{no"), ({"anyOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]}, "12", "12"), ({"type": "integer"}, "3", 3),
-        ({"type": "number"}, "3", 3), ({}, "3", 3), (True, '"3"', '"3"'), ({"type": "string"}, '"3"', '"3"'), ({"anyOf": EITHER}, '"3"', '"3"'),
-        ({"properties": {"a": {}}}, '{"a": 2}', {"a": 2}), ({"$ref": "#/$defs/loop"}, "5", 5), ({"$ref": "#/$defs/none"}, "5", 5), ({"type": "string", "pattern": "1"}, "1", "1"),
-        ({"type": "boolean"}, "true", True), ({"type": "string", "format": "date"}, "2020", "2020"), ({"type": "array"}, "[1]", [1]), ({"type": "integer"}, "x", "x"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("schema, text, value", [
+    ({"type": "string"}, "123", "123"), ({"anyOf": EITHER}, "123", "123"), ({"oneOf": EITHER}, "true", "true"), ({"type": ["string", "null"]}, "123", "123"),
+    ({"anyOf": EITHER}, "null", None), ({"type": ["null", "string"]}, "{}", "{}"), ({"$ref": "#/$defs/text"}, "1.5", "1.5"), ({"enum": ["1", "2"]}, "1", "1"),
+    ({"const": "7"}, "7", "7"), ({"enum": ["1", 1]}, "1", "1"), ({"allOf": [{"type": "string"}]}, "[1]", "[1]"), ({"type": ["string", "integer"]}, "42", 42),
+    ({"type": ["string", "integer"]}, "42 cm", "42 cm"), ({"type": ["string", "integer"]}, "4.5", "4.5"), ({"type": ["string", "object"]}, '{"a": 1}', {"a": 1}),
+    ({"type": ["string", "object"]}, "{no", "{no"), ({"anyOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]}, "12", "12"), ({"type": "integer"}, "3", 3),
+    ({"type": "number"}, "3", 3), ({}, "3", 3), (True, '"3"', '"3"'), ({"type": "string"}, '"3"', '"3"'), ({"anyOf": EITHER}, '"3"', '"3"'),
+    ({"properties": {"a": {}}}, '{"a": 2}', {"a": 2}), ({"$ref": "#/$defs/loop"}, "5", 5), ({"$ref": "#/$defs/none"}, "5", 5), ({"type": "string", "pattern": "1"}, "1", "1"),
+    ({"type": "boolean"}, "true", True), ({"type": "string", "format": "date"}, "2020", "2020"), ({"type": "array"}, "[1]", [1]), ({"type": "integer"}, "x", "x"),
+])  # fmt: skip
 @pytest.mark.parametrize("form", ["Qwen3-Coder", "GLM", "MiniMax-M2", "muse-glimmer"])
 def test_arguments_in_tags_are_of_the_type_that_their_schema_allows(form, schema, text, value):
     parameters = {"type": "object", "properties": {"word": schema}, "$defs": {"text": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
@@ -231,14 +225,11 @@ def strict(text):
     return json.loads(text.encode("utf-8").decode("utf-8"), parse_constant=refuse)
 
 
-@pytest.mark.parametrize(
-    "written, value",
-    [
-        ("1e400", "1e400"), ("-1e999", "-1e999"), ("NaN", "NaN"), ("Infinity", "Infinity"), ("-Infinity", "-Infinity"), ('"\\ud83d"', "\ufffd"), ('"a\\ude00b"', "a\ufffdb"),
-        ('"\\ud83d\\ude00"', "😀"), ('"a\nb\tc\x01"', "a\nb\tc\x01"), ('"\ufffd"', "\ufffd"), ("1" * 400, "1" * 400), ("12345678901234567890123", 12345678901234567890123),
-        ("[1, NaN]", [1, "NaN"]), ('{"x": 1e999}', {"x": "1e999"}), ('"\\u0000"', "\0"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("written, value", [
+    ("1e400", "1e400"), ("-1e999", "-1e999"), ("NaN", "NaN"), ("Infinity", "Infinity"), ("-Infinity", "-Infinity"), ('"\\ud83d"', "\ufffd"), ('"a\\ude00b"', "a\ufffdb"),
+    ('"\\ud83d\\ude00"', "😀"), ('"a\nb\tc\x01"', "a\nb\tc\x01"), ('"\ufffd"', "\ufffd"), ("1" * 400, "1" * 400), ("12345678901234567890123", 12345678901234567890123),
+    ("[1, NaN]", [1, "NaN"]), ('{"x": 1e999}', {"x": "1e999"}), ('"\\u0000"', "\0"),
+])  # fmt: skip
 def test_arguments_are_always_json(written, value):
     tools = [{"function": {"name": "look_up", "parameters": {"type": "object", "properties": {"word": {}, "n": {}}}}}]
     as_json = f'{{"word": {written}, "n": 3}}'

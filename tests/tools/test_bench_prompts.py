@@ -119,15 +119,12 @@ def test_included_prompts_and_files(tmp_path):
     assert read_prompts(file) == [Prompt("prompts", "1", "a"), Prompt("c", "d", None, ({"role": "user", "content": "b"},))]
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        (b"", "is empty"), (b"\n \n", "is empty"), (b"{", "line 1"), (b"[]", "line 1"), (b'{"prompt": 1}', "line 1"), (b'{"prompt": ""}', "line 1"),
-        (b'{"prompt": "a"}\n{}', "line 2"), (b'{"prompt": "a", "messages": []}', "line 1"), (b'{"messages": []}', "line 1"),
-        (b'{"messages": [{"role": "user"}]}', "line 1"), (b'{"messages": ["a"]}', "line 1"), (b'{"prompt": "a", "category": 3}', "line 1"),
-        (b'{"prompt": "a", "name": "\\u001b[2J"}', "printable"), (b"\xff\xfe", "line 1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("content, words", [
+    (b"", "is empty"), (b"\n \n", "is empty"), (b"{", "line 1"), (b"[]", "line 1"), (b'{"prompt": 1}', "line 1"), (b'{"prompt": ""}', "line 1"),
+    (b'{"prompt": "a"}\n{}', "line 2"), (b'{"prompt": "a", "messages": []}', "line 1"), (b'{"messages": []}', "line 1"),
+    (b'{"messages": [{"role": "user"}]}', "line 1"), (b'{"messages": ["a"]}', "line 1"), (b'{"prompt": "a", "category": 3}', "line 1"),
+    (b'{"prompt": "a", "name": "\\u001b[2J"}', "printable"), (b"\xff\xfe", "line 1"),
+])  # fmt: skip
 def test_prompt_files_of_another_form_are_refused_by_line(tmp_path, content, words):
     (tmp_path / "p.jsonl").write_bytes(content)
     with pytest.raises(PyspecError, match=words):
