@@ -20,7 +20,7 @@ from llama_server import LlamaServer, ServerEnded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from chat_model import with_control_tokens
+from pairs import with_control_tokens
 from random_gguf.archs import write_qwen3
 from random_gguf.model import Shape
 from text.conversations import CONVERSATIONS

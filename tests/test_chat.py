@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import scripted
-from chat_model import CHATML, CONTROL, with_control_tokens
+from pairs import CHATML, CONTROL, with_control_tokens
 from random_gguf.archs import write_gemma4, write_laguna, write_qwen35moe
 from random_gguf.model import Shape, write_dflash
 from sessions import loaded

@@ -11,8 +11,8 @@ import time
 from contextlib import suppress
 
 import pytest
-from chat_model import with_control_tokens
 from cli.process import one_sentence, pyspec, start
+from pairs import with_control_tokens
 
 DEMO = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-c", 512]
 

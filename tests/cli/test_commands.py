@@ -10,10 +10,10 @@ import time
 from itertools import count
 
 import pytest
-from chat_model import CHATML, with_control_tokens
 from cli.process import default_interrupt, environment, one_sentence, pyspec, start
 from click.testing import CliRunner
 from gguf_io.build import STR, U32, gguf, info, key
+from pairs import CHATML, with_control_tokens
 from tools.checkpoint import export
 
 from pyggml_spec.cli import run

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import click
 import pytest
-from chat_model import with_control_tokens
 from cli.conftest import PROMPT
 from cli.process import one_sentence, pyspec
+from pairs import with_control_tokens
 from random_gguf.archs import write_qwen3
 from random_gguf.model import Shape, write_dflash
 

@@ -1,10 +1,13 @@
 """Two groups of sequences that decode alongside each other, where layers are split over devices: here the CPU twice."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 
+import numpy as np
 import pytest
-from engine.batch_helpers import Pair, prompts, serve
+from engine.batch_helpers import Pair, accept, prompts, random_work, run, serve
 from engine.helpers import interrupt_ends_all
 
 from pyggml_spec.cache.slots import covering
@@ -23,8 +26,6 @@ from pyggml_spec.multi_device.pipeline_policy import RETRY_EVERY, TRIES, Pipelin
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 from pyggml_spec.speculation.policy import PLAIN_STEP, StepPlan
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
@@ -42,6 +43,7 @@ def scheduler_of(pair, slots, width=None, groups=2):
     return PipelinedEngine(engine_of(pair, slots), width, groups=groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 4, None])
 def test_each_sequence_gets_the_tokens_it_gets_alone(pair, width):
     texts = prompts(9)
@@ -58,12 +60,14 @@ def test_each_sequence_gets_the_tokens_it_gets_alone(pair, width):
     assert all(s.stats.stop_reason == "length" for s in streams)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_at_random(pair, seed):
     """Some that come, some that are cancelled while a step of theirs is under way, prompts that begin alike. scripts/fuzz_slots.py --groups has more seeds."""
     assert serve(pair, seed, groups=2) == []
 
 
+@pytest.mark.slow
 def test_requests_from_threads_and_samplers(pair):
     """Events are handed over while a group's step is under way."""
     texts = prompts(6)
@@ -87,6 +91,7 @@ def test_requests_from_threads_and_samplers(pair):
     assert sampled(1) == sampled(2)
 
 
+@pytest.mark.slow
 def test_a_sequence_that_fails_while_another_group_is_under_way_fails_alone(pair):
     texts, calls = prompts(4), iter(range(100))
 
@@ -105,6 +110,7 @@ def test_a_sequence_that_fails_while_another_group_is_under_way_fails_alone(pair
         assert scheduler.submit(texts[1], GenerationOptions(9, SPECULATIVE)).result() == pair.solo(texts[1], 9)
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_both_groups_and_leaves_the_engine_usable(pair, monkeypatch):
     with scheduler_of(pair, 4, 4) as scheduler:
         streams = [scheduler.submit(text, GenerationOptions(40, SPECULATIVE)) for text in prompts(4)]
@@ -113,6 +119,7 @@ def test_an_interrupt_ends_both_groups_and_leaves_the_engine_usable(pair, monkey
         interrupt_ends_all(pair, scheduler, streams, monkeypatch, scheduler.scheduler, "finish")
 
 
+@pytest.mark.slow
 def test_a_failure_after_launch_leaks_no_slot(pair, monkeypatch):
     """A GPU builds graphs while it computes; Ctrl-C there left slots that could not be released."""
     with scheduler_of(pair, 4, 4) as scheduler:
@@ -125,6 +132,7 @@ def test_a_failure_after_launch_leaks_no_slot(pair, monkeypatch):
         assert not scheduler.runner.devices.flying
 
 
+@pytest.mark.slow
 def test_a_group_is_launched_again_before_its_callers_have_its_tokens(pair):
     """What callers do with them took place while a device waited for the group. A caller finds both landed, and nothing launched in between."""
     with scheduler_of(pair, 8, 4) as scheduler:
@@ -142,6 +150,7 @@ def test_a_group_is_launched_again_before_its_callers_have_its_tokens(pair):
     assert [s.tokens for s in streams[1:]] == [pair.solo(s.prompt, len(s.tokens)) for s in streams[1:]]
 
 
+@pytest.mark.slow
 def test_closing_and_sharing(pair):
     scheduler = scheduler_of(pair, 4, 4)
     streams = [scheduler.submit(text, GenerationOptions(40, SPECULATIVE)) for text in prompts(4)]
@@ -163,6 +172,7 @@ def test_closing_and_sharing(pair):
             assert [s.tokens for s in streams] == [pair.solo(s.prompt, 6) for s in streams]
 
 
+@pytest.mark.slow
 def test_what_is_asked_of_a_slot_under_way_is_refused(pair):
     engine = engine_of(pair, 4)
     try:
@@ -191,6 +201,7 @@ def test_what_is_asked_of_a_slot_under_way_is_refused(pair):
         engine.close()
 
 
+@pytest.mark.slow
 def test_no_buffer_grows_under_a_step(pair):
     """A lane's thread would compute in memory that was given back."""
     engine = engine_of(pair, 4)
@@ -235,6 +246,7 @@ def larger_than(allocator, nodes=1):
     return graph
 
 
+@pytest.mark.slow
 def test_no_step_begins_in_a_buffer_that_is_being_exchanged():
     """A step that was about to begin saw the buffer of before, after the one who plans had seen that no step was under way."""
     with (
@@ -260,6 +272,7 @@ def test_no_step_begins_in_a_buffer_that_is_being_exchanged():
         assert moved == 0 and allocator.buffer_bytes > 4096
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_slots", [2, 3, 5, 8, 13, 64])
 def test_the_halves_of_any_slots_share_no_graph(n_slots):
     for low in range(n_slots - 1):
@@ -278,6 +291,7 @@ def rounds(control, costs, n, kind=PLAIN_STEP):
     return out
 
 
+@pytest.mark.slow
 def test_groups_only_where_they_pay(pair):
     control = PipelinePolicy()
     assert rounds(control, {False: 8.0, True: 5.0}, 2 * TRIES) == [False] * TRIES + [True] * TRIES
@@ -299,6 +313,7 @@ def test_groups_only_where_they_pay(pair):
             pair.session.batch(4, groups=groups)
 
 
+@pytest.mark.slow
 def test_they_are_not_measured_where_threads_would_wait_for_each_others_cores(pair, monkeypatch):
     engine = engine_of(pair, 2)
     try:
@@ -308,3 +323,180 @@ def test_they_are_not_measured_where_threads_would_wait_for_each_others_cores(pa
         assert policy_of(engine, None).pinned is None and policy_of(engine, 1) is None
     finally:
         engine.close()
+
+
+WIDTHS = (8, 2, 1, 4, 8, 1, 3)
+
+
+@pytest.fixture(scope="module", params=["mtp", "eagle3", "assistant", "dflash2", "dspark"])
+def drafting(request, tmp_path_factory):
+    made = Pair(tmp_path_factory.mktemp("pair"), request.param)
+    yield made
+    made.close()
+
+
+def drafts_of(engine, slot, step):
+    """The drafts of a block whose width and accepted rows follow from ``step``, which counts for the slot alone."""
+    width = WIDTHS[step % len(WIDTHS)]
+    result = engine.step({slot: Draft(width) if width > 1 else Verify()})[slot]
+    take(engine, slot, step, result)
+    return result.tokens.tolist()
+
+
+def take(engine, slot, step, result):
+    rows = 1 + step % len(result.ids)
+    engine.accept(rows, int(result.ids[rows - 1]), slot)
+
+
+def alone(pair, text, steps):
+    engine = pair.session.engine
+    engine.reset()
+    engine.prefill(text)
+    return [drafts_of(engine, 0, i) for i in range(steps)]
+
+
+@pytest.mark.slow
+def test_drafts_of_several_slots_are_those_of_each_alone(drafting):
+    texts, batch = prompts(4), drafting.batch(4)
+    want = [alone(drafting, text, 14) for text in texts]
+    slots = [batch.admit() for _ in texts]
+    got, done, rng = [[] for _ in texts], [0] * 4, np.random.default_rng(1)
+    for slot, text in zip(slots, texts):
+        batch.step({slot: Prefill(text)})
+    while min(done) < 14:
+        who = [slot for slot in slots if done[slot] < 14 and rng.random() < 0.7]
+        if not who:
+            continue
+        work = {slot: Draft(w) if (w := WIDTHS[done[slot] % len(WIDTHS)]) > 1 else Verify() for slot in who}
+        for slot, result in batch.step(work).items():
+            take(batch, slot, done[slot], result)
+            got[slot].append(result.tokens.tolist())
+            done[slot] += 1
+    assert got == want
+
+
+@pytest.mark.slow
+def test_texts_are_those_of_solo_streams_whatever_slots_do(drafting):
+    texts = prompts(5)
+    expected = dict(enumerate(drafting.solo(text, 60) for text in texts))
+    out = run(drafting.batch(5), texts, 24, random_work(np.random.default_rng(3), expected, 8))
+    assert all(drafting.agrees(text, got) for text, got in zip(texts, out))
+
+
+def test_a_rollback_to_before_the_block_drafts_the_same_again(drafting):
+    engine, text = drafting.session.engine, prompts(3)[2]
+    engine.reset()
+    engine.prefill(text)
+    for rows in (3, 8, 1):
+        first = engine.fused_step(8)
+        engine.rollback(engine.rollback_range()[0])
+        again = engine.fused_step(8)
+        assert again.tokens.tolist() == first.tokens.tolist()
+        engine.accept(rows, int(again.ids[rows - 1]))
+
+
+@pytest.mark.slow
+def test_slots_and_prompts_of_every_length(drafting):
+    """Its first row is paired with zeros, not with what the last sequence there left."""
+    text, batch = prompts(2)[1][:1], drafting.batch(2)
+    want = alone(drafting, text, 3)
+    for _ in range(2):
+        slot = batch.admit()
+        batch.step({slot: Prefill(text)})
+        assert [drafts_of(batch, slot, i) for i in range(3)] == want
+        batch.release(slot)
+    # In one chunk, in several, and with its last token alone: the hidden state of the token before is carried from chunk to chunk.
+    engine, rng = drafting.session.engine, np.random.default_rng(4)
+    text = rng.integers(0, 256, 120).tolist()
+    want = alone(drafting, text, 3)
+    for cuts in ((119,), (1, 2), (64, 96), (50,)):
+        engine.reset()
+        for first, end in zip((0, *cuts), (*cuts, 120)):
+            engine.prefill(text[first:end])
+        assert [drafts_of(engine, 0, i) for i in range(3)] == want
+
+
+def test_a_block_that_is_given_up_changes_nothing(drafting):
+    engine, text = drafting.session.engine, prompts(4)[3]
+    want = alone(drafting, text, 2)
+    engine.reset()
+    engine.prefill(text)
+    engine.fused_step(8)
+    assert engine.fused_step(8).tokens.tolist() == want[0]
+
+
+@pytest.mark.slow
+def test_accepting_through_the_helpers_gives_the_plain_text(drafting):
+    text, batch = prompts(3)[2], drafting.batch(1)
+    slot, out = batch.admit(), {0: []}
+    accept(batch, batch.step({slot: Prefill(text)}), out)
+    while len(out[0]) < 20:
+        accept(batch, batch.step({slot: Draft(4)}), out)
+    assert out[0][:20] == drafting.solo(text, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 3])
+def test_drafts_and_verified_rows_are_chosen_apart(drafting, slots):
+    """Three drafts in a graph of eight rows are those of a graph of four, and what is accepted of them leaves the same after."""
+    text, batch = prompts(3)[2], drafting.batch(slots)
+    seen = []
+    for verified in (0, 8, 16):
+        slot = batch.admit()
+        batch.step({slot: Prefill(text)})
+        out = []
+        for rows in (2, 4, 1, 3):
+            result = batch.step({slot: Draft(4, verified=verified)})[slot]
+            assert len(result.tokens) == len(result.ids) == 4
+            out.append((result.tokens.tolist(), result.ids.tolist()))
+            batch.accept(rows, int(result.ids[rows - 1]), slot)
+        seen.append(out)
+        batch.release(slot)
+    assert seen[0] == seen[1] == seen[2]
+    slot = batch.admit()
+    batch.step({slot: Prefill(text)})
+    with pytest.raises(EngineError, match="verified rows is 2"):
+        batch.step({slot: Draft(4, verified=2)})
+    batch.release(slot)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 3])
+def test_drafts_that_are_looked_at_first_are_the_same(drafting, slots):
+    """A constraint has the drafts made by a graph of their own, and may pass fewer of them on."""
+    texts, batch = prompts(slots), drafting.batch(slots)
+    want = [alone(drafting, text, 5) for text in texts]
+    for text in texts:
+        slot = batch.admit()
+        batch.step({slot: Prefill(text)})
+    seen = {}
+    for step, width in enumerate(WIDTHS[:5]):
+        work = {
+            slot: Draft(width, check=lambda drafts, slot=slot: seen.setdefault((slot, step), drafts.tolist()) and len(drafts))
+            for slot in range(slots)
+        }
+        if width == 1:
+            work = dict.fromkeys(range(slots), Verify())
+        for slot, result in batch.step(work).items():
+            assert result.tokens.tolist() == want[slot][step]
+            assert width == 1 or seen[slot, step] == result.tokens[1:].tolist()
+            take(batch, slot, step, result)
+
+
+SCRIPT = """
+import sys
+import pyggml_spec as ps
+
+with ps.load(device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+    text, stats = session.generate("def f(", 12, ignore_end=True)
+    with session.concurrent(slots=2, prefix_memory=0) as server:
+        assert server.submit("def f(", 12, ignore_end=True).result(60)[0] == text
+assert stats.emitted == 12
+print([name for name in sys.modules if name.startswith("pyggml_spec.multi_device")])
+"""
+
+
+def test_one_device_imports_no_module_of_several():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

@@ -2,19 +2,27 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import random
 import signal
 import threading
 import time
+import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 from cli.process import pyspec
-from server.running import Running, posted, serving, wait_for
+from server.running import Running, posted, request_of, serving, wait_for
 
-pytestmark = pytest.mark.slow
+from pyggml_spec.server import http, native, resumable
+from pyggml_spec.server.bodies import Completion
+from pyggml_spec.server.errors import ApiError
+from pyggml_spec.server.reading import Reader
+from pyggml_spec.server.resumable import ResumableStream, Streams
+
 PROMPT = "def quicksort(items):\n"
 queue_server = serving("--slots", 2, "--queue", 3, "--queue-timeout", 60)
 
@@ -58,6 +66,7 @@ def answered(sock):
     return json.loads(body)
 
 
+@pytest.mark.slow
 async def test_what_does_not_fit_the_queue_is_turned_away(queue_server):
     async with httpx.AsyncClient(base_url=queue_server.url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
         answers = await asyncio.gather(*(client.post("/completion", json=ask(120)) for _ in range(12)))
@@ -74,6 +83,7 @@ def cancelled(server):
     return server.metric('pyspec:sequences_total{finish_reason="cancelled"}')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slot(queue_server, stream):
     """While it decodes, not when its 1,900 tokens would have come."""
@@ -83,6 +93,7 @@ def test_a_client_that_leaves_frees_its_slot(queue_server, stream):
     assert queue_server.slots_are_free() and cancelled(queue_server) == before + 1
 
 
+@pytest.mark.slow
 def test_queued_clients_that_leave_touch_no_others_answer(queue_server):
     before = came(queue_server)
     with standing_still(queue_server):
@@ -98,6 +109,7 @@ def test_queued_clients_that_leave_touch_no_others_answer(queue_server):
     assert queue_server.slots_are_free() and came(queue_server) == before + 5
 
 
+@pytest.mark.slow
 def test_a_prompt_is_left_while_it_is_read(queue_server):
     long = {**ask(10), "prompt": "x = 1\n" * 380, "cache_prompt": False}
     before = came(queue_server)
@@ -106,6 +118,7 @@ def test_a_prompt_is_left_while_it_is_read(queue_server):
     assert queue_server.slots_are_free()
 
 
+@pytest.mark.slow
 def test_a_slow_reader_does_not_delay_others(queue_server):
     """Its events are kept for it; others decode meanwhile, and it gets the whole text in the end."""
     with queue_server.connect(4096) as sock:
@@ -128,6 +141,7 @@ def leave(server, body, seconds, path="/completion"):
         time.sleep(seconds)
 
 
+@pytest.mark.slow
 def test_random_disconnects_do_not_change_other_texts(queue_server):
     want = queue_server.ok("/completion", **ask(300))["content"]
     rng, got = random.Random(5), []
@@ -146,6 +160,7 @@ def test_random_disconnects_do_not_change_other_texts(queue_server):
     assert queue_server.slots_are_free()
 
 
+@pytest.mark.slow
 def test_keys_take_turns(tmp_path):
     with Running("--slots", 1, "--queue", 40, "--api-key", "one,two") as running:
         running.http.headers["x-api-key"] = "one"  # for the figures
@@ -166,6 +181,7 @@ def ask_of(prompt, tokens=60, **more):
     return {"prompt": prompt, "n_predict": tokens, "ignore_eos": True, "temperature": 0, **more}
 
 
+@pytest.mark.slow
 def test_prompts_are_computed_once_per_conversation(server):
     """The embedded target is a hybrid. The text is that without reuse (its drafts: test_prefix_ends.py)."""
     first = server.ok("/completion", **ask_of(KEPT_PROMPT), return_tokens=True)
@@ -193,6 +209,7 @@ def test_prompts_are_computed_once_per_conversation(server):
     assert len({c["text"] for c in different}) > 1
 
 
+@pytest.mark.slow
 def test_after_kill_9_a_restart_goes_on_with_what_was_written(tmp_path):
     """Killed while it decodes: what is there afterwards is whole, and used; parts of files are not read."""
     options = ("--slots", 2, "--prefix-cache", tmp_path / "kept")
@@ -220,6 +237,7 @@ def test_after_kill_9_a_restart_goes_on_with_what_was_written(tmp_path):
         assert not any("cut short" in line for line in again.lines)
 
 
+@pytest.mark.slow
 def test_a_folder_without_memory_is_refused(tmp_path):
     done = pyspec("serve", "--device", "CPU", "-t", 1, "--port", 0, "--prefix-cache", tmp_path, "--prefix-memory", 0)
     assert done.returncode == 1 and "filled from memory" in done.stderr
@@ -231,6 +249,7 @@ def _reused(running, key, prompt="# first\n" + KEPT_PROMPT * 4):
     return response.json()["timings"]["cache_n"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_key_is_not_told_what_another_one_asked(tmp_path, shares):
     """`cache_n`, and the time that a prompt took, said whether some other key had sent the same: from memory, from files, and while both waited."""
@@ -245,3 +264,249 @@ def test_a_key_is_not_told_what_another_one_asked(tmp_path, shares):
         assert min(told) == 0 and (max(told) > 0) == shares
     with Running(*options) as running:
         assert (_reused(running, "third") > 0) == shares and _reused(running, "first") > 100
+
+
+ASKED = {"prompt": "def quicksort(items):\n", "n_predict": 60, "temperature": 0, "stream": True}
+
+
+def text(data):
+    return "".join(json.loads(line[6:])["content"] for line in data.splitlines() if line.startswith("data: "))
+
+
+def test_a_stream_is_read_again_from_any_byte(server):
+    where = {"conv_id": "a/b::x y"}
+    whole = server.http.post("/completion", json=ASKED, headers={resumable.HEADER: where["conv_id"]}).text
+    assert server.http.get("/v1/stream", params=where).text == server.http.get("/v1/stream", params=where | {"from": 0}).text == whole
+    assert server.http.get("/v1/stream", params=where | {"from": 100}).text == whole[100:]
+    (told,) = server.post("/v1/streams/lookup", conversation_ids=["a/b", "other"]).json()
+    assert (told["conversation_id"], told["is_done"], told["total_bytes"]) == (where["conv_id"], True, len(whole.encode()))
+    for wrong in ("x", "-1", str(len(whole) + 1)):
+        assert server.http.get("/v1/stream", params=where | {"from": wrong}).json()["error"]["param"] == "from"
+    gone = server.http.request("DELETE", "/v1/stream", params=where)
+    assert gone.status_code == 204 and gone.content == b"" and "content-length" not in gone.headers
+    assert server.http.get("/v1/stream", params=where).status_code == 404
+    assert server.http.get("/v1/stream").status_code == 400 and server.http.put("/v1/stream").headers["allow"] == "GET, DELETE"
+
+
+def test_readers_come_and_go(server):
+    want = server.ok("/completion", **ASKED | {"stream": False})["content"]
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        with client.stream("POST", "/completion", json=ASKED, headers={resumable.HEADER: "left"}) as response:
+            next(response.iter_bytes())
+    assert text(server.http.get("/v1/stream", params={"conv_id": "left"}).text) == want
+    assert server.slots_are_free()
+    with (
+        httpx.Client(base_url=server.url, timeout=120) as client,
+        client.stream(
+            "POST", "/completion", json=ASKED | {"n_predict": -1, "ignore_eos": True}, headers={resumable.HEADER: "ends"}
+        ) as response,
+    ):
+        parts = response.iter_bytes()
+        next(parts)
+        assert server.http.request("DELETE", "/v1/stream", params={"conv_id": "ends"}).status_code == 204
+        assert b'"stop":true' not in b"".join(parts)
+    assert server.slots_are_free()
+
+
+async def read(stream, at=0):
+    return b"".join([part async for part in stream.follow(at)])
+
+
+def source(gate, *parts):
+    async def chunks():
+        for part in parts:
+            yield part
+        await gate.wait()
+        yield b"end"
+
+    return chunks()
+
+
+async def test_all_readers_get_the_same():
+    gate = asyncio.Event()
+    ended = []
+    stream = ResumableStream(source(gate, b"ab", b"cd"), [lambda: ended.append(1)])
+    readers = [asyncio.ensure_future(read(stream, at)) for at in (0, 1, 4)]
+    await asyncio.sleep(0)
+    assert not ended and not stream.over
+    gate.set()
+    assert await asyncio.gather(*readers) == [b"abcdend", b"bcdend", b"end"] and ended == [1] and stream.over
+    assert await read(stream) == b"abcdend"
+
+
+async def test_a_stream_keeps_its_latest_bytes(monkeypatch):
+    monkeypatch.setattr(resumable, "MAX_BYTES", 6)
+    gate = asyncio.Event()
+    gate.set()
+    stream = ResumableStream(source(gate, b"abcd", b"efgh"), [])
+    await stream.task
+    assert (stream.first, stream.size) == (5, 11) and await read(stream, 5) == b"fghend"
+    assert b"its first 5 bytes are gone" in await read(stream, 4)
+
+
+async def test_what_has_ended_is_kept_for_a_while(monkeypatch):
+    gate = asyncio.Event()
+    gate.set()
+    streams = Streams()
+    for name in "abc":
+        stream = streams.begin(("", name), source(gate, b"x" * 100), [])
+        await read(stream)
+        stream.over = {"a": 1, "b": 2, "c": 3}[name] + 1e10
+    assert all(streams.get(("", name)) for name in "abc") and streams.get(("key-0", "a")) is None
+    monkeypatch.setattr(resumable, "MAX_ENDED_BYTES", 2 * stream.held)
+    assert [bool(streams.get(("", name))) for name in "abc"] == [False, True, True]
+    streams.get(("", "b")).over = 1.0  # long ago
+    assert [bool(streams.get(("", name))) for name in "bc"] == [False, True]
+    held = streams.begin(("", "c"), source(asyncio.Event(), b"y"), [gate.clear])  # the latest one of an id is what it means
+    assert streams.get(("", "c")) is held is not stream
+    await asyncio.sleep(0)
+    streams.end(("", "c"))
+    assert await read(held) == b"y" and not gate.is_set() and streams.get(("", "c")) is None
+
+
+async def test_a_stream_that_ends_before_it_began_lets_its_request_go():
+    """Its task never ran, and neither did the end that it was to call: the slot stayed busy, readers waited for ever."""
+    gate = asyncio.Event()
+    streams, ended = Streams(), []
+    stream = streams.begin(("", "a"), source(gate, b"ab"), [lambda: ended.append(1)])
+    streams.end(("", "a"))
+    assert await read(stream) == b"" and ended == [1] and stream.over
+
+
+async def test_what_has_ended_keeps_bytes_alone():
+    """The request's jobs and prompts stayed with it for five minutes, and were in no count."""
+
+    class Held:
+        def end(self):
+            pass
+
+    gate = asyncio.Event()
+    gate.set()
+    held = Held()
+    kept, streams = weakref.ref(held), Streams()
+    stream = streams.begin(("", "a"), source(gate, b"ab"), [held.end])
+    del held
+    assert await read(stream) == b"abend" and streams.get(("", "a")) is stream
+    await asyncio.sleep(0)
+    gc.collect()
+    assert kept() is None
+
+
+async def test_ended_streams_expire_without_a_request(monkeypatch):
+    gate = asyncio.Event()
+    gate.set()
+    later, streams, loop = [], Streams(), asyncio.get_running_loop()
+    for name in "ab":
+        stream = streams.begin(("", name), source(gate), [])
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "call_later", lambda seconds, call: later.append((seconds, call)) or call, raising=False)
+            await stream.task
+            await asyncio.sleep(0)
+    ((seconds, call),) = later  # one timer, however many streams
+    assert 0 < seconds <= resumable.KEPT_SECONDS + 1 and len(streams.streams) == 2
+    streams.streams["", "a"].over = 1.0
+    call()
+    assert list(streams.streams) == [("", "b")] and streams.held == stream.held
+    stream.over = 1.0
+    streams.expire()
+    assert not streams.streams and not streams.held
+    streams.timer.cancel()
+
+
+async def test_a_reader_gets_pieces():
+    """A slow one held a copy of all 4 MiB until the network took it."""
+    gate = asyncio.Event()
+    gate.set()
+    data = b"ab" * resumable.PIECE
+    parts = [part async for part in ResumableStream(source(gate, data), []).follow(3)]
+    assert b"".join(parts) == data[3:] + b"end" and max(map(len, parts)) == resumable.PIECE
+
+
+async def test_ids_are_looked_up_by_what_stands_before_a_model():
+    gate = asyncio.Event()
+    streams = Streams()
+    for key, name in (("", "a"), ("", "a::m"), ("", "a::m::n"), ("", "a:::m"), ("", "ab"), ("", "b::m"), ("k", "a")):
+        streams.begin((key, name), source(gate), [])
+    for names, found in (
+        ({"a"}, "a a::m a::m::n a:::m"),
+        ({"a::m", "a"}, "a a::m a::m::n a:::m"),
+        ({"b", "a::m"}, "a::m a::m::n b::m"),
+        ({"c"}, ""),
+    ):
+        assert " ".join(name for name, _ in streams.named("", names)) == found
+    gate.set()
+
+
+async def test_a_stream_makes_room_for_its_successor():
+    """It was ended by the first token of its successor, which waited for the slot that it had."""
+
+    class Full:
+        streams, queue = Streams(), types.SimpleNamespace()
+
+    entered = []
+
+    def queued(requests):
+        entered.append(requests)
+        if len(entered) == 1:
+            raise ApiError(429, "full")
+        return types.SimpleNamespace(tasks=[], cancel=lambda: None)
+
+    def enter(name, stream):
+        Reader(Full, request_of(b"", (b"x-conversation-id", name.encode())), Completion(stream=stream), [], None)
+
+    Full.queue.enter = queued
+    gate = asyncio.Event()
+    ended = []
+    stream = Full.streams.begin(("", "a"), source(gate, b"ab"), [lambda: ended.append(1)])
+    with pytest.raises(ApiError, match="full"):
+        enter("a", True)
+    enter("a", False)
+    enter("b", True)
+    await asyncio.sleep(0)
+    assert not ended and Full.streams.get(("", "a")) is stream  # who is refused, or is no stream, ends nothing
+    enter("a", True)
+    assert await read(stream) == b"ab" and ended == [1]
+    with pytest.raises(ApiError, match="has 401 characters; 400 are the most"):  # two long ones that began alike were one
+        enter("x" * 401, True)
+    assert len(entered) == 4
+
+
+async def test_only_streams_with_the_header_are_kept():
+    gate = asyncio.Event()
+
+    class Context:
+        streams = Streams()
+
+    chunks = source(gate)
+    for headers, response in (([], http.Stream(chunks)), ([(b"x-conversation-id", b"a")], http.Response())):
+        request = request_of(b"", *headers)
+        request.on_end = [gate.set]
+        native.keep_stream(Context, request, response)
+        assert getattr(response, "body_iterator", chunks) is chunks and request.on_end == [gate.set]
+        assert not Context.streams.named("", {"a"})
+    for body in (b'{"conversation_ids": "a"}', b'{"conversation_ids": [3]}'):
+        with pytest.raises(ApiError, match="conversation_ids"):
+            await native.look_up_streams(Context, request_of(body))
+
+
+def test_a_stream_belongs_to_the_key_that_it_came_with():
+    with Running("--slots", 2, "--api-key", "one,two") as running:
+
+        def stream(key, prompt):
+            body = {"prompt": prompt, "n_predict": 20, "temperature": 0, "ignore_eos": True, "stream": True}
+            return running.http.post("/completion", json=body, headers={"x-api-key": key, resumable.HEADER: "same"})
+
+        def seen(key):
+            named = running.http.post("/v1/streams/lookup", json={"conversation_ids": ["same"]}, headers={"x-api-key": key})
+            return running.http.get("/v1/stream?conv_id=same", headers={"x-api-key": key}), len(named.json())
+
+        first = stream("one", "import os\n")
+        assert seen("one")[0].content == first.content and seen("one")[1] == 1
+        response, named = seen("two")
+        assert response.status_code == 404 and named == 0
+        assert running.http.delete("/v1/stream?conv_id=same", headers={"x-api-key": "two"}).status_code == 204
+        second = stream("two", "class A:\n")
+        assert second.content != first.content and seen("two")[0].content == second.content
+        assert seen("one")[0].content == first.content
+        assert running.http.delete("/v1/stream?conv_id=same", headers={"x-api-key": "one"}).status_code == 204
+        assert seen("one")[0].status_code == 404 and seen("two")[1] == 1

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from bench_workloads import Watched, step_costs
-from chat_model import with_control_tokens
 from click.testing import CliRunner
-from pairs import write_pair
+from pairs import with_control_tokens, write_pair
 from sessions import loaded
 
 import pyggml_spec as ps
