@@ -149,6 +149,7 @@ def test_piped_lines_and_defaults(talker):
     assert done.returncode == 0 and done.stdout.strip() and "ended by" in done.stderr
 
 
+@pytest.mark.slow
 def test_names_of_the_template_and_full_contexts(talker):
     done = pyspec("chat", *talker, "-n", 2, "--no-think", stdin=b"he\n/think on\nhe\n/think\n/think maybe\n")
     assert "thinking off;" in done.stderr and done.stderr.count("thinking on\n") == 2
@@ -232,6 +233,7 @@ def test_readers_that_leave_and_piped_ctrl_c(talker):
     assert process.returncode == 130 and err == b""
 
 
+@pytest.mark.slow
 def test_computed_prompts_outlive_the_chat(talker, tmp_path):
     first, second = (
         pyspec("chat", *talker, "-n", 2, "-ub", 16, "--prefix-cache", tmp_path / "kept", "-sys", "s" * 100, stdin=b"he\n").stderr

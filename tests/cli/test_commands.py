@@ -197,6 +197,7 @@ def test_convert_from_outside(demo, tmp_path):
     assert bad.returncode == 1 and bad.stderr.startswith("pyspec: 'int3' is not a type")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_ctrl_c_leaves_nothing(demo, tmp_path):
     """Slow on purpose: each tensor of the patched converter waits."""

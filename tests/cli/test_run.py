@@ -118,6 +118,7 @@ def test_require_spec_fails_with_the_reason(pinned, more, words):
     assert done.returncode == 3 and words in done.stderr
 
 
+@pytest.mark.slow
 def test_outputs_that_end_early(pair, pinned, tmp_path):
     run = ["run", "-m", pair[0], "--device", "CPU", "-t", 1, "-p", PROMPT, "-n", 3, "--require-spec"]
     done = pyspec(*run)
@@ -168,6 +169,7 @@ def test_usage_errors_and_prompts(pinned, pair):
     assert pyspec("run", *pinned, "-q", "-c", 64, "-p", "x" * 64).returncode == 0
 
 
+@pytest.mark.slow
 def test_files_of_devices_and_links(pinned, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
@@ -290,6 +292,7 @@ def test_speeds_that_are_not_claimed():
 N = ["-p", PROMPT, "-n", 30]
 
 
+@pytest.mark.slow
 def test_seeds_and_defaults_of_sampling(pinned, text, tmp_path):
     options = ["--temp", 1.2, "--seed", 5, "--repeat-penalty", 1.1]
     first, again, plain = (pyspec("run", *pinned, *N, *options, *more) for more in ([], [], ["--reference-shape"]))
@@ -304,6 +307,7 @@ def test_seeds_and_defaults_of_sampling(pinned, text, tmp_path):
     assert f"--seed {stats['seed']}" in done.stderr and "top-k 7" in stats["sampling"]
 
 
+@pytest.mark.slow
 def test_constraints_and_log_probabilities(pinned, tmp_path):
     done = pyspec("run", *pinned, *N, "--temp", 0, "--logprobs", tmp_path / "p.jsonl", "--n-probs", 2)
     lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
@@ -327,6 +331,7 @@ def test_constraints_and_log_probabilities(pinned, tmp_path):
     assert "ended by: length (cut: not complete)" in cut.stderr
 
 
+@pytest.mark.slow
 def test_what_the_file_recommends_counts_where_nothing_was_asked_for(pair, pinned, tmp_path):
     model = Model(pair[0])
     model.keys |= {f"general.sampling.{key}": value for key, value in {"temp": (F32, 0.5), "top_k": (I32, 7), "mirostat": (I32, 2)}.items()}
@@ -391,6 +396,7 @@ def test_a_bar_while_loading_and_none_while_text_streams(pinned, text):
     assert "\x1b" not in seen[seen.index(" tok/s") :]
 
 
+@pytest.mark.slow
 def test_terminals_without_colour(pinned):
     _, seen = on_a_terminal("run", *pinned, "-p", PROMPT, "-n", 3, NO_COLOR="1")
     assert "weights" in seen and not COLOUR.search(seen)
@@ -398,6 +404,7 @@ def test_terminals_without_colour(pinned):
     assert "\x1b" not in seen and "configuration: " in seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["inspect"], ["devices"]])
 def test_other_commands_write_no_escapes(pair, command):
     out, seen = on_a_terminal(*command, *([pair[0]] if command == ["inspect"] else []))
@@ -417,6 +424,7 @@ def run(pinned, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_prefix_cache_over_two_runs(run, tmp_path):
     folder = tmp_path / "made" / "on the way"
     (first, a), (second, b), (without, c) = (
@@ -466,6 +474,7 @@ def model(tmp_path_factory):
     return write_qwen35moe(tmp_path_factory.mktemp("experts") / "t.gguf", quant="Q8_0")
 
 
+@pytest.mark.slow
 def test_profile_then_run_with_it(model, tmp_path):
     text, stats = tmp_path / "text.txt", tmp_path / "stats.json"
     text.write_text("Which experts does this text need? " * 40)
@@ -500,6 +509,7 @@ def test_contradictions_are_usage_errors(model, options):
     assert pyspec("run", "-m", model, "-p", "x", *options, *CPU).returncode == 2
 
 
+@pytest.mark.slow
 def test_experts_of_a_dense_model_and_texts_that_are_too_short(model, pair, tmp_path):
     one_sentence(pyspec("run", "-m", pair[0], "-p", "x", "--cpu-moe", *CPU), "no routed experts")
     (tmp_path / "t.txt").write_text("short")

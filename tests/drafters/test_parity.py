@@ -128,6 +128,7 @@ def test_ids_of_dflash_equal_llama_cpp(tmp_path, quant, window, prompt):
         assert_blocks_equal(session, target, draft, ids, 20)
 
 
+@pytest.mark.slow
 def test_ids_of_the_embedded_dflash_equal_llama_cpp():
     """60 blocks, some drafts accepted and some rejected."""
     with ps.load(device="CPU", threads=1, kernels="ggml", n_ctx=1024) as session:

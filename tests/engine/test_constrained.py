@@ -173,6 +173,7 @@ def test_drafts_that_are_forbidden_are_not_verified(monkeypatch):
     assert stats.drafted == sum((width - 1) * n for width, n in widths.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_pinned_width_is_that_of_every_block_where_bits_depend_on_it(monkeypatch, slow):
     """With ggml's kernels a row of a narrower graph has other last bits: text would not be that of ``--reference-shape``."""

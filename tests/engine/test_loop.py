@@ -318,6 +318,7 @@ def test_speculation_without_a_drafter_is_refused(pair, kind):
         assert session.generate(PROMPT, 5)[1].mode == "plain"
 
 
+@pytest.mark.slow
 def test_a_stop_text_is_not_visible_in_events_of_speculation():
     """Tokens of the block behind it were in events, log-probabilities and counts: 9 where plain decoding has 7."""
     options = {"stop": ["of"], "sampling": Sampling(temperature=0, logprobs=0)}

@@ -58,6 +58,7 @@ with ps.load(device="CPU", threads=1, n_ctx=64) as session:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not THP.exists() or "[never]" in THP.read_text(), reason="this system has no large pages on request")
 def test_weights_lie_in_large_pages():
     """The kernel was asked for them (VmFlags: hg) for most of the embedded target's 27 MB, and before the weights were written. In a process of
@@ -225,6 +226,7 @@ def test_a_buffer_type_whose_products_end_the_process_is_not_used(fake, tmp_path
     assert len(list(tmp_path.glob("probe-*.json"))) == 1
 
 
+@pytest.mark.slow
 @linux
 def test_fakes_and_children_that_were_ended(fake, tmp_path):
     """And shows that the others were saved by the probe, not by a harmless fake."""
@@ -481,6 +483,7 @@ def lines(log: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
+@pytest.mark.slow
 def test_what_works_is_switched_on_and_remembered(log, monkeypatch):
     assert peer.enable_peer_access([A, B]) == [] and peer.no_peer_reason("CUDA1", "CUDA0") == ""
     assert lines(log) == ["0 to 1", "1 to 0"] * 2  # by the process that tries it, and by this one
@@ -512,6 +515,7 @@ def test_what_does_not_work_stays_off_and_is_said(log, monkeypatch, tmp_path, wa
     assert len(files) == kept
 
 
+@pytest.mark.slow
 def test_another_start_of_the_machine_is_another_machine(log, monkeypatch, tmp_path):
     monkeypatch.setattr(peer, "BOOT", tmp_path / "boot")
     for boot, way, works in (
@@ -555,6 +559,7 @@ def test_the_process_ends_by_itself(log, fake_driver, monkeypatch):
     assert subprocess.run(command, check=False, capture_output=True, timeout=100).returncode == -signal.SIGALRM
 
 
+@pytest.mark.slow
 def test_each_pair_of_three(log, monkeypatch):
     monkeypatch.setenv("FAKE_GPUS", "3")
     assert peer.enable_peer_access([A, B, C]) == [] and {"0 to 2", "2 to 1"} <= set(lines(log)) and len(lines(log)) == 12

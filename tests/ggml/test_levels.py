@@ -67,6 +67,7 @@ def avx2(tmp_path_factory) -> bytes:
     return output(build(tmp_path_factory.mktemp("level"), "cc", X86["avx2"]))
 
 
+@pytest.mark.slow
 @x86
 @pytest.mark.parametrize("name", ["avxvnni", "avx512vnni"])
 def test_every_level_of_x86(avx2, tmp_path, name):
@@ -75,6 +76,7 @@ def test_every_level_of_x86(avx2, tmp_path, name):
     assert output(build(tmp_path, "cc", X86[name])) == avx2
 
 
+@pytest.mark.slow
 @x86
 def test_rounding_by_avx2_gives_the_bits_of_plain_c(avx2, tmp_path):
     assert output(build(tmp_path, "cc", X86["avx2"], "-DPLAIN_ROUNDING")) == avx2
@@ -85,6 +87,7 @@ def cross() -> tuple[str, str] | None:
     return (compiler, emulator) if shutil.which(compiler) and shutil.which(emulator) else None
 
 
+@pytest.mark.slow
 @x86
 @pytest.mark.skipif(cross() is None, reason="the level for ARM needs gcc-aarch64-linux-gnu and qemu-user here")
 def test_the_level_for_arm(avx2, tmp_path):

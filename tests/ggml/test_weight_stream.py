@@ -66,6 +66,7 @@ def test_steps_of_two_lanes(tmp_path):
     assert run(tmp_path, *LANES) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN_LANES)
 def test_a_missing_wait_is_noticed(tmp_path, what):
     assert run(tmp_path, *LANES, *BROKEN_LANES[what]) != ""
@@ -89,6 +90,7 @@ def test_the_faster_way_is_kept(tmp_path):
     assert run(tmp_path, *PREFETCH, apart=False) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN_PREFETCH)
 def test_what_decides_otherwise_is_noticed(tmp_path, what):
     assert run(tmp_path, *PREFETCH, *BROKEN_PREFETCH[what], apart=False) != ""

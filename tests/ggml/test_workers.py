@@ -149,6 +149,7 @@ def test_a_low_replay_rate_is_a_warning_with_a_remedy_and_a_high_one_is_not():
     assert "CUDA graphs" not in footer(Stats(), None)
 
 
+@pytest.mark.slow
 def test_replay_cannot_be_switched_off_once_ggml_may_have_read_the_setting():
     code = """
 import pyggml_spec as ps

@@ -71,6 +71,7 @@ def test_rows_of_a_model_that_is_alike_in_three_windows_of_each_tensor_are_not_r
             assert ("BLAKE3" in "".join(session.notes)) == (path != DEMO_TARGET)
 
 
+@pytest.mark.slow
 def test_rows_that_another_build_computed_are_not_reused(tmp_path, cache, monkeypatch):
     """Builds of one version with and without the kernels of patches/ round in two ways: text and drafts were not those of this run."""
     for patches, reused in (([], 0), ([], 32), (["0020-small-batch"], 0)):

@@ -565,6 +565,7 @@ def lies(valid, arch):
                 yield (name, other), model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", params(VALID_WRITERS, ("qwen35moe",)))
 def test_every_number_and_every_tensor(tmp_path, arch):
     valid = VALID_WRITERS[arch](tmp_path / "valid.gguf")

@@ -149,6 +149,7 @@ def test_as_many_layers_as_llama_cpp_takes_are_equal(tmp_path):
     assert_equal(write_qwen3(tmp_path / "t.gguf", replace(TINY, n_layer=512, n_ctx=256)), 37)
 
 
+@pytest.mark.slow
 def test_more_layers_than_graphs_hold(tmp_path):
     path = write_qwen3(tmp_path / "t.gguf", replace(TINY, n_layer=1025))
     with pytest.raises(ModelError, match="block_count is 1025, but it has to be between 1 and 1024"):

@@ -51,6 +51,7 @@ def test_prompt_longer_than_a_chunk(tmp_path):
     _assert_equal(write_qwen35(tmp_path / "t.gguf", Shape(), "F32"), 1100)
 
 
+@pytest.mark.slow
 def test_embedded_target():
     for tokens in (1, 37, 300):
         _assert_equal(DEMO_TARGET, tokens)

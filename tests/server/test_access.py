@@ -259,6 +259,7 @@ def test_an_unauthorised_request_is_refused_before_its_body(limited_server, path
         sock.sendall(b"x" * 1000)  # what it sends is thrown away
 
 
+@pytest.mark.slow
 def test_memory_and_watchers_of_strangers(limited_server):
     before = limited_server.resident_mib
     socks = [head(limited_server, "/completion", "none") for _ in range(8)]
@@ -377,6 +378,7 @@ def test_a_client_that_leaves_stops_what_is_made_of_its_request():
         assert running.ok("/completion", prompt="x", n_predict=2)["tokens_predicted"] == 2
 
 
+@pytest.mark.slow
 def test_memory_comes_back_after_a_peak(limited_server):
     """What malloc had kept of 8 MiB bodies and a million log probabilities stayed with the process."""
     limited_server.ok("/completion", prompt="import os\n", n_predict=50)

@@ -176,6 +176,7 @@ def test_arguments_are_json_in_every_dialect(hermes, name):
     assert json.loads(item["arguments"]) == {"word": word}
 
 
+@pytest.mark.slow
 def test_a_cut_call_is_told_as_cut(hermes):
     tools, seen = [{"name": "look_up", "input_schema": {"type": "object"}}], set()
     for n in range(1, 20):

@@ -340,6 +340,7 @@ def test_what_is_cut_off_is_not_encoded(model, encode, body):
     tokenizer.close()
 
 
+@pytest.mark.slow
 def test_models_that_fill_in_backwards_and_those_that_do_not(model, encode, tmp_path):
     few = with_keys(DEMO_TARGET, tmp_path / "few.gguf", {f"tokenizer.ggml.fim_{n}_token_id": FIM[n] for n in ("pre", "suf", "mid")})
     backwards = Running("-m", few, "--slots", 1, "-c", 256, "--spm-infill")

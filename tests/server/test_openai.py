@@ -242,6 +242,7 @@ def claude(server, anthropic):
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_stream_is_the_message(claude, server):
     whole = claude.messages.create(**ASK)
     chat = server.ok("/v1/chat/completions", messages=ASK["messages"], max_tokens=20, temperature=0)
@@ -254,6 +255,7 @@ def test_a_stream_is_the_message(claude, server):
     assert text == final.content[0].text == whole.content[0].text and final.usage.output_tokens == 20
 
 
+@pytest.mark.slow
 def test_counted_tokens_are_those_of_the_prompt(claude):
     asked = {"model": "x", "messages": ASK["messages"], "system": "You write Python."}
     counted = claude.messages.count_tokens(**asked).input_tokens
@@ -262,6 +264,7 @@ def test_counted_tokens_are_those_of_the_prompt(claude):
     assert counted == used.input_tokens + used.cache_read_input_tokens > without
 
 
+@pytest.mark.slow
 def test_formats_and_stop_sequences(claude):
     free = claude.messages.create(**ASK).content[0].text
     stop = free.split()[1]
@@ -272,6 +275,7 @@ def test_formats_and_stop_sequences(claude):
     assert json.loads(got.content[0].text) == {"n": 42}
 
 
+@pytest.mark.slow
 def test_tools(claude):
     got = claude.messages.create(**{**ASK, "max_tokens": 90}, tools=[ANTHROPIC_TOOL], tool_choice={"type": "tool", "name": "look_up"})
     (block,) = got.content
@@ -309,6 +313,7 @@ def test_errors_have_its_shape(server, body):
     assert response.json()["error"]["type"] == "invalid_request_error" and len(response.json()["error"]["message"]) > 15
 
 
+@pytest.mark.slow
 def test_the_errors_of_anthropics_client(claude, anthropic):
     with pytest.raises(anthropic.BadRequestError, match="exceeds the available context"):
         claude.messages.create(**{**ASK, "messages": [{"role": "user", "content": json.dumps(list(range(3000)))}]})
@@ -327,6 +332,7 @@ def counted(server, tokens, stops):
     return server.ok("/detokenize", tokens=tokens)["content"], len(tokens), "length"
 
 
+@pytest.mark.slow
 def test_usage_is_the_tokens_of_the_text(server):
     """Stop texts are cut from the text at random: within tokens, across them, across blocks; several at once, and some that never come."""
     rng = random.Random(3)
@@ -366,6 +372,7 @@ def test_every_dialect_counts_alike(server):
 small = serving("--slots", 1, "--queue", 0, "-n", 400)  # one slot, and nothing waits for it.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["openai", "anthropic"])
 def test_clients_that_get_429_come_again(small, who, openai, anthropic):
     """Their own retries, as they are: 429 with Retry-After, and an answer in the end. Without retries they say what happened."""

@@ -489,6 +489,7 @@ async def test_only_streams_with_the_header_are_kept():
             await native.look_up_streams(Context, request_of(body))
 
 
+@pytest.mark.slow
 def test_a_stream_belongs_to_the_key_that_it_came_with():
     with Running("--slots", 2, "--api-key", "one,two") as running:
 

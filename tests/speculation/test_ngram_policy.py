@@ -189,6 +189,7 @@ def test_the_text_is_that_of_plain_decoding(implied, sampling):
     assert sampling is not None or stats.matched > 10
 
 
+@pytest.mark.slow
 def test_implied_drafts_in_slots(implied):
     prompts = [PROMPT, PROMPT[30:], "import os\n"]
     plains = [implied.generate(prompt, 60, mode="plain", ignore_end=True)[0] for prompt in prompts]
@@ -208,11 +209,13 @@ def test_nothing_is_verified_before_plain_steps_were_timed():
     assert any(control.choose(1, [sequence], [1.0], 2.0, 1).drafts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 16])
 def test_memory_is_planned(slots):
     assert check(DEMO_TARGET, device="CPU", n_ctx=512, slots=slots).error < 0.01
 
 
+@pytest.mark.slow
 def test_narrow_blocks_and_bench(implied):
     with implied.batch(32, n_ctx=128) as scheduler:
         assert scheduler.runner.options.width == 2 and scheduler.ngram is not None and scheduler.ngram.widths == (2,)

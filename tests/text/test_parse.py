@@ -289,6 +289,7 @@ MARKS = [*CALLS.values(), *HARMONY.values(), ATEM, BARE_CALL, "<think>", "</thin
 PARTS = st.lists(st.sampled_from(MARKS), max_size=7).map("".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     PARTS,

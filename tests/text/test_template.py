@@ -474,6 +474,7 @@ def test_a_template_is_given_once_and_more_than_are_kept_are_told_apart(monkeypa
     assert made[5].render(ONE_TURN) == "5 x"  # the next process has none of them
 
 
+@pytest.mark.slow
 def test_what_a_large_rendering_leaves_is_not_the_next_ones_loss():
     template = ChatTemplate("{{ messages[0].content }}")
     for _ in range(6):
@@ -622,6 +623,7 @@ def running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_child_ends_with_its_parent(busy):
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -637,6 +639,7 @@ def test_the_child_ends_with_its_parent(busy):
     assert not running(child)
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_quiet_ends():
     """It ends the rendering, prints nothing of the child's, and leaves nothing that the next rendering could take for its answer."""
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -159,6 +159,7 @@ def test_bytes_of_a_step(session):
     assert engine.step_graph("plain", 1).traffic() - short == rows + (256 * 4 if session.backend.level is None else 0)
 
 
+@pytest.mark.slow
 def test_phases_and_bandwidths(session):
     plain, block = anatomy(session, (1, 4, 512))
     assert (plain.width, block.width) == (1, 4)
