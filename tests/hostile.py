@@ -24,25 +24,8 @@ def tensor(number: int, buffer: int, data: int, ne=(8, 1, 1, 1), kind: int = F32
     """A contiguous tensor of 4 bytes per element as it is sent."""
     strides = more.get("nb") or (4, 4 * ne[0], 4 * ne[0] * ne[1], 4 * ne[0] * ne[1] * ne[2])
     src = [*sources, *[0] * (10 - len(sources))]
-    packed = struct.pack(
-        TENSOR,
-        number,
-        kind,
-        buffer,
-        *ne,
-        *(s & 0xFFFFFFFF for s in strides),
-        op,
-        bytes(64),
-        COMPUTED if op else 0,
-        *src,
-        0,
-        0,
-        data,
-        b"",
-        0,
-    )
-    assert len(packed) == 296
-    return packed
+    shape, flags = (*ne, *(s & 0xFFFFFFFF for s in strides)), COMPUTED if op else 0
+    return struct.pack(TENSOR, number, kind, buffer, *shape, op, bytes(64), flags, *src, 0, 0, data, b"", 0)
 
 
 def graph(tensors: list[bytes], nodes: list[int], device: int = 0) -> bytes:

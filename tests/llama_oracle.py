@@ -148,6 +148,42 @@ class _Pair:
             self.rounded |= not np.array_equal(again, logits[: matched + 1])
         return matched
 
+    def prefill(self, tokens):
+        for first in range(0, len(tokens), self.n_ubatch):
+            logits, hidden = self._target(tokens[first : first + self.n_ubatch], first)
+            self.boundary = hidden[-1]
+        self.n, self.pending = len(tokens), int(logits[-1].argmax())
+        return self.pending
+
+    def _chain(self, width, position):
+        """The drafts of a block of ``width`` rows, the pending token included, each of the one before; ``position(i)``: of the i-th."""
+        token, hidden, out = self.pending, self.boundary, []
+        for i in range(width - 1):
+            self._rows([token], hidden[None], position(i), last=True)
+            token = int(np.ctypeslib.as_array(L.llama_get_logits_ith(self.dft, 0), (self.n_vocab,)).argmax())
+            hidden = np.ctypeslib.as_array(X.llama_get_embeddings_nextn_ith(self.dft, 0), (self.n_embd,)).copy()
+            out.append(token)
+        return out
+
+    def verify(self, drafts, accepted=None):
+        """Target ids of all rows; keeps ``accepted`` drafts, or those that are right. Returns (ids, matched)."""
+        rows, before = [self.pending, *drafts], _state(self.tgt)
+        logits, hidden = self._target(rows, self.n)
+        ids = logits.argmax(axis=1)
+        matched = self._keep(rows, logits, accepted, before)
+        self.boundary, self.pending = hidden[matched], int(ids[matched])
+        return ids, matched
+
+    def _hand_over(self, features, first, add):
+        """Puts rows of the target's layers F32 [T, layers * n_embd] into the drafter's batch, from position ``first`` on."""
+        _ext_clear(self.pairs)
+        for i, values in enumerate(features):
+            row = _Embd(values.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, features.shape[1])
+            assert _ext_add_embd(self.pairs, 0, row) == i
+            pos = (ctypes.c_int32 * 4)(first + i, first + i, first + i, 0)
+            assert _ext_set_pos(self.pairs, i, pos) and (add == _DECODE or _ext_set_output(self.pairs, i, True))
+        assert _process(self.dft, add, self.pairs) == 0
+
     def close(self):
         L.llama_batch_free(self.batch)
         _ext_free(self.pairs)
@@ -189,14 +225,7 @@ class LlamaDFlash(_Pair):
         else:
             parts = [np.ctypeslib.as_array(_get_layer_input(self.tgt, v), (count, self.n_embd)) for v in self.layers]
         features = np.ascontiguousarray(np.concatenate(parts, axis=1), np.float32)
-        _ext_clear(self.pairs)
-        for i in range(count):
-            row = _Embd(features[i].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, features.shape[1])
-            index = _ext_add_embd(self.pairs, 0, row)
-            assert index == i
-            pos = (ctypes.c_int32 * 4)(first + i, first + i, first + i, 0)
-            assert _ext_set_pos(self.pairs, index, pos)
-        assert _process(self.dft, _DECODE, self.pairs) == 0
+        self._hand_over(features, first, _DECODE)
         return features
 
     def prefill(self, tokens):
@@ -291,33 +320,15 @@ class LlamaMTP(_Pair):
             self._rows(tokens, np.concatenate([self.boundary[None], hidden[:-1]]), first)
         return logits, hidden
 
-    def prefill(self, tokens):
-        for first in range(0, len(tokens), self.n_ubatch):
-            logits, hidden = self._target(tokens[first : first + self.n_ubatch], first)
-            self.boundary = hidden[-1]
-        self.n, self.pending = len(tokens), int(logits[-1].argmax())
-        return self.pending
-
     def draft(self, width):
-        """The drafts of a block of ``width`` rows, the pending token included; the layer's memory is as before then."""
-        token, hidden, out = self.pending, self.boundary, []
-        for i in range(width - 1):
-            self._rows([token], hidden[None], self.n + (0 if self.shared else i), last=True)
-            token = int(np.ctypeslib.as_array(L.llama_get_logits_ith(self.dft, 0), (self.n_vocab,)).argmax())
-            hidden = np.ctypeslib.as_array(X.llama_get_embeddings_nextn_ith(self.dft, 0), (self.n_embd,)).copy()
-            out.append(token)
+        out = self._chain(width, lambda i: self.n + (0 if self.shared else i))
         assert self.shared or L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
         return out
 
     def verify(self, drafts, accepted=None):
-        """Target ids of all rows; keeps ``accepted`` drafts, or those that are right. Returns (ids, matched)."""
-        rows, before = [self.pending, *drafts], _state(self.tgt)
-        logits, hidden = self._target(rows, self.n)
-        ids = logits.argmax(axis=1)
-        matched = self._keep(rows, logits, accepted, before)
+        found = super().verify(drafts, accepted)
         assert self.shared or L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
-        self.boundary, self.pending = hidden[matched], int(ids[matched])
-        return ids, matched
+        return found
 
 
 class LlamaEagle3(_Pair):
@@ -338,55 +349,26 @@ class LlamaEagle3(_Pair):
             _set_layer_input(self.tgt, layer, True)
         X.llama_set_embeddings_nextn(self.dft, True, True)
         self.batch, self.pairs = L.llama_batch_init(n_ubatch, 0, 1), _ext_init(self.dft)
-        self.n, self.waiting = 0, None  # g of the last row, whose pair lacks a token
+        self.n, self.boundary = 0, None  # g of the last row, whose pair lacks a token
 
     def _encoded(self, count):
         first = L.llama_memory_seq_pos_max(L.llama_get_memory(self.dft), 0) + 1  # which the encoder checks, and does not use
         parts = [np.ctypeslib.as_array(_get_layer_input(self.tgt, v), (count, self.n_target)) for v in self.layers]
         features = np.ascontiguousarray(np.concatenate(parts, axis=1), np.float32)
-        _ext_clear(self.pairs)
-        for i in range(count):
-            row = _Embd(features[i].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, features.shape[1])
-            assert _ext_add_embd(self.pairs, 0, row) == i
-            pos = (ctypes.c_int32 * 4)(first + i, first + i, first + i, 0)
-            assert _ext_set_pos(self.pairs, i, pos) and _ext_set_output(self.pairs, i, True)
-        assert _process(self.dft, _ENCODE, self.pairs) == 0
+        self._hand_over(features, first, _ENCODE)
         return np.ctypeslib.as_array(X.llama_get_embeddings_nextn(self.dft), (count, self.n_embd)).copy()
 
     def _target(self, tokens, first):
         """Logits and g of all rows; the drafter's rows of the same tokens are computed too."""
         logits = _decode(self.tgt, self.batch, tokens, first, self.n_vocab)
         g = self._encoded(len(tokens))
-        if self.waiting is not None and first > 0:
+        if self.boundary is not None and first > 0:
             assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, first - 1, -1)
-            self._rows(tokens, np.concatenate([self.waiting[None], g[:-1]]), first - 1)
+            self._rows(tokens, np.concatenate([self.boundary[None], g[:-1]]), first - 1)
         elif len(tokens) > 1:
             self._rows(tokens[1:], g[:-1], first)
         return logits, g
 
-    def prefill(self, tokens):
-        for first in range(0, len(tokens), self.n_ubatch):
-            logits, g = self._target(tokens[first : first + self.n_ubatch], first)
-            self.waiting = g[-1]
-        self.n, self.pending = len(tokens), int(logits[-1].argmax())
-        return self.pending
-
     def draft(self, width):
-        """The drafts of a block of ``width`` rows, the pending token included."""
-        token, hidden, out = self.pending, self.waiting, []
         assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n - 1, -1)
-        for i in range(width - 1):
-            self._rows([token], hidden[None], self.n - 1 + i, last=True)
-            token = int(np.ctypeslib.as_array(L.llama_get_logits_ith(self.dft, 0), (self.n_vocab,)).argmax())
-            hidden = np.ctypeslib.as_array(X.llama_get_embeddings_nextn_ith(self.dft, 0), (self.n_embd,)).copy()
-            out.append(token)
-        return out
-
-    def verify(self, drafts, accepted=None):
-        """Target ids of all rows; keeps ``accepted`` drafts, or those that are right. Returns (ids, matched)."""
-        rows, before = [self.pending, *drafts], _state(self.tgt)
-        logits, g = self._target(rows, self.n)
-        ids = logits.argmax(axis=1)
-        matched = self._keep(rows, logits, accepted, before)
-        self.waiting, self.pending = g[matched], int(ids[matched])
-        return ids, matched
+        return self._chain(width, lambda i: self.n - 1 + i)

@@ -53,11 +53,8 @@ def test_the_fields_of_load_options_are_listed_once():
 
 def test_options_and_fields_of_load():
     options = ps.LoadOptions(device="CPU", threads=1, n_ctx=128, draft_width=4)
-    with (
-        ps.load(options=options) as one,
-        ps.load(options=options, n_ctx=256) as two,
-        ps.load(device="CPU", threads=1, n_ctx=128, draft_width=4) as three,
-    ):
+    as_arguments = {"device": "CPU", "threads": 1, "n_ctx": 128, "draft_width": 4}
+    with ps.load(options=options) as one, ps.load(options=options, n_ctx=256) as two, ps.load(**as_arguments) as three:
         assert one.options == three.options == options and two.options == replace(options, n_ctx=256)
         assert (one.engine.options, two.engine.options.n_ctx) == (three.engine.options, 256)
     with pytest.raises(TypeError, match="n_context"):
@@ -122,10 +119,8 @@ def test_the_file_recommends_to_the_api_what_it_recommends_to_the_command_line(r
     seeded = recommending.sampling(seed=4)
     assert (seeded.temperature, seeded.top_k, seeded.seed, seeded.top_p) == (0.6, 20, 4, ps.Sampling().top_p)
     assert recommending.sampling(seed=None, temperature=0.9).top_k == 20
-    assert (
-        recommending.generate([1, 2, 3], 6, sampling=seeded)[0]
-        == recommending.generate([1, 2, 3], 6, sampling=recommending.sampling(seed=4))[0]
-    )
+    texts = [recommending.generate([1, 2, 3], 6, sampling=s)[0] for s in (seeded, recommending.sampling(seed=4))]
+    assert texts[0] == texts[1]
     with pytest.raises(SamplingError, match="no field 'temp'"):
         recommending.sampling(temp=0.5)
 
@@ -228,15 +223,8 @@ def test_options_of_a_generation(session, engine):
         ({"stop": 5}, SamplingError), ({"sampling": {"temperature": 1}}, SamplingError), ({"sampling": 3}, SamplingError),
     ):  # fmt: skip
         refused(session.generate, "ab", 3, error=error, **named)
-    for named in (
-        {"grammar": 3},
-        {"logit_bias": [1]},
-        {"logit_bias": {1: NAN}},
-        {"temperature": NAN},
-        {"top_k": 1.5},
-        {"seed": HUGE},
-        {"logprobs": 10**9},
-    ):
+    wrong = {"grammar": [3], "logit_bias": [[1], {1: NAN}], "temperature": [NAN], "top_k": [1.5], "seed": [HUGE], "logprobs": [10**9]}
+    for named in ({name: value} for name, values in wrong.items() for value in values):
         refused(lambda: session.generate("ab", 3, sampling=ps.Sampling(**named)), error=SamplingError)
     assert session.generate("ab", 0)[0] == ""
 
@@ -245,12 +233,8 @@ def test_options_of_a_generation(session, engine):
 def test_token_ids_of_the_engine(engine, call):
     for ids in NO_IDS:
         refused(getattr(engine, call), ids)
-    (
-        refused(engine.capture, [-1], [1]),
-        refused(engine.capture, [1], [-1]),
-        refused(engine.capture, [1], [99]),
-        refused(engine.capture, [1], [1.5]),
-    )
+    for ids, layers in (([-1], [1]), ([1], [-1]), ([1], [99]), ([1], [1.5])):
+        refused(engine.capture, ids, layers)
 
 
 def test_widths_and_rows(engine):
@@ -271,12 +255,15 @@ def test_widths_and_rows(engine):
     refused(engine.step_graph, "verify", 1.5)
 
 
-def test_sequences_from_nowhere(engine):
+def test_a_sequence_cannot_go_on_from_nowhere(engine):
     for length, last_token in ((-1, 1), (129, 1), (1.5, 1), ("x", 1), (5, -1), (5, OUTSIDE), (5, NAN), (5, HUGE)):
         engine.reset()
         refused(engine.resume, length, last_token)
     assert engine.cursor.committed == 0
     refused(engine.plain_step), refused(engine.fused_step), refused(engine.verify_step, [1])
+
+
+def test_rows_of_a_block_that_a_prompt_came_after_cannot_be_accepted(engine):
     engine.fused_step()
     engine.prefill([5])
     refused(engine.accept, 3, 1)

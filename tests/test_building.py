@@ -60,13 +60,8 @@ def cache(tmp_path, monkeypatch) -> Path:
 def source(tmp_path) -> Path:
     folder = tmp_path / "source"
     (folder / "llama_cpp").mkdir(parents=True)
-    for name, text in {
-        "pyproject.toml": PROJECT,
-        "CMakeLists.txt": CMAKE,
-        "llama.c": "void llama_backend_init(void) {}\n",
-        "fix.cpp": FIX,
-        "llama_cpp/__init__.py": "",
-    }.items():
+    files = {"pyproject.toml": PROJECT, "CMakeLists.txt": CMAKE, "llama.c": "void llama_backend_init(void) {}\n", "fix.cpp": FIX}
+    for name, text in {**files, "llama_cpp/__init__.py": ""}.items():
         (folder / name).write_text(text)
     return folder
 
@@ -102,12 +97,7 @@ def test_builds_that_fail(cache, source):
 
 def test_what_decides_a_build_decides_its_name(cache, monkeypatch, tmp_path):
     """pip's name is the version alone: it gave a wheel without the compiler's fix to machines that need it, and those of other processors."""
-    keys = [
-        building.build_key(),
-        building.build_key(["-DGGML_CUDA=ON"]),
-        building.build_key([], [b"a patch"]),
-        building.build_key([], [b"another"]),
-    ]
+    keys = [building.build_key(*more) for more in ((), (["-DGGML_CUDA=ON"],), ([], [b"a patch"]), ([], [b"another"]))]
     monkeypatch.setenv("CXXFLAGS", "-O2")
     keys.append(building.build_key())
     recipe = tmp_path / "recipe.cmake"
@@ -437,9 +427,8 @@ def test_the_weekly_set_of_ci_has_the_sanitizers(tmp_path, slow, targets):
     make.chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"} | ({"SLOW": slow} if slow is not None else {})
     assert subprocess.run([ROOT / ".ci" / "run"], env=env, check=True, capture_output=True, text=True).stdout.split() == targets
-    planned = subprocess.run(
-        ["make", "-n", "test-sanitized", "-o", ".venv/.ready"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout
+    command = ["make", "-n", "test-sanitized", "-o", ".venv/.ready"]
+    planned = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert planned.index("run_sanitized_tests.py --proof") < planned.rindex("run_sanitized_tests.py\n")
 
 

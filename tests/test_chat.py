@@ -186,21 +186,15 @@ def test_a_template_that_is_no_text_is_named(tmp_path, more, says):
 def test_templates_by_their_names(tmp_path):
     more = {"tokenizer.chat_template.tool_use": "tools", "tokenizer.chat_template.rag": "rag"}
     scripted.write(tmp_path / "model.gguf", ["some words"], "default", more=more)
-    scripted.write(
-        tmp_path / "alone.gguf", ["some words"], None, more={"tokenizer.chat_template.tool_use": "tools", "tokenizer.ggml.pre": None}
-    )
+    alone = {"tokenizer.chat_template.tool_use": "tools", "tokenizer.ggml.pre": None}
+    scripted.write(tmp_path / "alone.gguf", ["some words"], None, more=alone)
     scripted.write(tmp_path / "empty.gguf", ["some words"], " \n")
     with ps.load(tmp_path / "model.gguf", device="CPU", threads=1) as session:
-        assert [chat_template(session, name)[0].source for name in (None, "rag", "tool_use", "{{ x }}")] == [
-            "default",
-            "rag",
-            "tools",
-            "{{ x }}",
-        ]
+        for name, source in {None: "default", "rag": "rag", "tool_use": "tools", "{{ x }}": "{{ x }}"}.items():
+            assert chat_template(session, name)[0].source == source
         assert tool_template(session).source == "tools" and not any("tokenizer.ggml.pre" in note for note in session.notes)
-        with pytest.raises(
-            TemplateError, match=r"'other' is neither Jinja text nor one of the file's; the file's are named default, tool_use, rag"
-        ):
+        named = r"'other' is neither Jinja text nor one of the file's; the file's are named default, tool_use, rag"
+        with pytest.raises(TemplateError, match=named):
             chat_template(session, "other")
     with ps.load(tmp_path / "alone.gguf", device="CPU", threads=1) as session:
         assert chat_template(session)[0].source == "tools" and tool_template(session) is None

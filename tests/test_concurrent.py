@@ -5,11 +5,12 @@ import itertools
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sessions import loaded
+from sessions import loaded, together
 
 import pyggml_spec as ps
 from pyggml_spec import concurrent
@@ -43,27 +44,20 @@ def test_threads(server, want):
         events = list(server.submit(prompt, 20))
         got[prompt] = "".join(event.text for event in events), events[-1].stats.stop_reason
 
-    threads = [threading.Thread(target=read, args=(prompt,)) for prompt in PROMPTS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
+    together(partial(read, prompt) for prompt in PROMPTS)
     assert {prompt: text for prompt, (text, _) in got.items()} == want
     assert {reason for _, reason in got.values()} <= {"length", "end"}
     assert sum(server.stats.finished.values()) == 7
 
 
-def test_asyncio(server, want):
+async def test_asyncio(server, want):
     async def read(prompt):
         return "".join([event.text async for event in server.submit(prompt, 20)])
 
-    async def main():
-        texts = await asyncio.wait_for(asyncio.gather(*map(read, PROMPTS)), WAIT)
-        text, stats = await server.submit(PROMPTS[0], 20).result_async()
-        assert stats.drafted > 0 and stats.device == "CPU"
-        return dict(zip(PROMPTS, texts)) | {PROMPTS[0]: text}
-
-    assert asyncio.run(main()) == want
+    texts = await asyncio.gather(*map(read, PROMPTS))
+    text, stats = await server.submit(PROMPTS[0], 20).result_async()
+    assert stats.drafted > 0 and stats.device == "CPU"
+    assert dict(zip(PROMPTS, texts)) | {PROMPTS[0]: text} == want
 
 
 def test_results_stop_texts_and_limits(server, want):
@@ -104,9 +98,8 @@ def test_where_no_block_can_pay_requests_do_not_draft_either(session, monkeypatc
             for handle in both:
                 got, stats = handle.result(WAIT)
                 assert got == text and bool(stats.drafted) == drafts and stats.mode == alone.mode == "speculative"
-                assert drafts or (
-                    not alone.drafted and stats.width_reason == alone.width_reason and alone.width_reason in footer(alone, None)
-                )
+                reason = alone.width_reason
+                assert drafts or (not alone.drafted and stats.width_reason == reason and reason in footer(alone, None))
             assert not plain.width_reason and not plain.drafted
             assert any(slot.drafting for slot in server.engine.runner.slots) == drafts  # one of the two was the plain one's last
 

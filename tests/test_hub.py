@@ -26,17 +26,8 @@ def hub(pair, tmp_path_factory):
     target, drafter = (Path(path).read_bytes() for path in pair)
     split = {path.name: path.read_bytes() for path in split_gguf(pair[0], tmp_path_factory.mktemp("split"), 3)}
     models = {"t-F16.gguf": b"not chosen", "t-Q8_0.gguf": target, "mmproj-t-Q8_0.gguf": b"x", "dflash-t.gguf": drafter, "notes.txt": b"x"}
-    with closing(
-        Hub(
-            {
-                "Some/Target-GGUF": models,
-                "some/parts": {FILES[-2]: b"x"},
-                "some/split": split,
-                "some/miscounted": {"m-Q6_K-00001-of-00000.gguf": b"x"},
-                "some/none": {"a.txt": b""},
-            }
-        )
-    ) as server:
+    others = {"parts": {FILES[-2]: b"x"}, "split": split, "miscounted": {"m-Q6_K-00001-of-00000.gguf": b"x"}, "none": {"a.txt": b""}}
+    with closing(Hub({"Some/Target-GGUF": models, **{f"some/{name}": files for name, files in others.items()}})) as server:
         yield server
 
 

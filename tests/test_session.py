@@ -4,10 +4,12 @@ import asyncio
 import gc
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
-from sessions import loaded
+from sessions import loaded, together
 
 import pyggml_spec as ps
 from pyggml_spec.engine.sequence import GenerationOptions
@@ -73,18 +75,9 @@ def switching():
 
 def _in_thread(work):
     """What ``work`` gives or raises in a thread of its own, which has ended then."""
-    got = []
-
-    def run():
-        try:
-            got.append(work())
-        except Exception as error:
-            got.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(120)
-    return got[0]
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(work)
+        return asked.exception(120) or asked.result()
 
 
 def test_of_two_threads_that_start_together_each_gets_its_own_text_or_the_sentence(session, switching):
@@ -101,11 +94,7 @@ def test_of_two_threads_that_start_together_each_gets_its_own_text_or_the_senten
             except Exception as error:
                 got[prompt] = error
 
-        threads = [threading.Thread(target=read, args=(prompt,), daemon=True) for prompt in want]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
+        together(partial(read, prompt) for prompt in want)
         for prompt, text in want.items():
             refused = isinstance(got[prompt], EngineError) and "generating already" in str(got[prompt])
             assert got[prompt] == text or refused, got[prompt]
@@ -140,21 +129,18 @@ def test_an_abandoned_generation_does_not_block_the_session(session, how):
     assert session.generate(SECOND, 3)[1].emitted == 3
 
 
-def test_tasks_of_one_event_loop_are_one_thread(session):
-    async def main():
-        first = session.steps(FIRST, 20)
+async def test_tasks_of_one_event_loop_are_one_thread(session):
+    first = session.steps(FIRST, 20)
+    next(first)
+    await asyncio.sleep(0)
+    assert session.generate(SECOND, 3)[1].emitted == 3
+    with pytest.raises(EngineError, match="ended by the next one"):
         next(first)
-        await asyncio.sleep(0)
-        assert session.generate(SECOND, 3)[1].emitted == 3
-        with pytest.raises(EngineError, match="ended by the next one"):
-            next(first)
-        busy = session.steps(FIRST, 20)
-        next(busy)
-        with pytest.raises(EngineError, match="generating already"):
-            await asyncio.to_thread(session.generate, SECOND, 3)
-        busy.close()
-
-    asyncio.run(main())
+    busy = session.steps(FIRST, 20)
+    next(busy)
+    with pytest.raises(EngineError, match="generating already"):
+        await asyncio.to_thread(session.generate, SECOND, 3)
+    busy.close()
 
 
 def test_during_requests_every_thread_gets_the_same_error(session):

@@ -154,14 +154,9 @@ def test_closed_standard_streams_are_no_crash(pinned, tmp_path):
 
 # -- what cannot be run
 def test_usage_errors_and_prompts(pinned, pair):
-    for more, words in (
-        (["-p", "a", "-f", "b"], "not with both"),
-        (["--unknown"], "--unknown"),
-        (["-p", "a", "-n", "-3"], "-3"),
-        (["-p", "a", "--draft-width", "1"], "draft-width"),
-        (["-p", "a", "--mode", "fast"], "fast"),
-    ):
-        done = pyspec("run", *pinned, *more)
+    wrong = {"-f b": "not with both", "--unknown": "--unknown", "-n -3": "-3", "--draft-width 1": "draft-width", "--mode fast": "fast"}
+    for more, words in wrong.items():
+        done = pyspec("run", *pinned, "-p", "a", *more.split())
         assert done.returncode == 2 and not done.stdout and words in done.stderr
     one_sentence(pyspec("run", *pinned, "-q", "-p", ""), "prompt is empty")
     one_sentence(pyspec("run", *pinned, "-q", stdin=b""), "no prompt")
@@ -229,14 +224,14 @@ def test_speeds_in_the_footer():
     assert "steps:" not in footer(Stats(mode="speculative", device="CPU", width_reason="plain decoding: 3 tok/s expected"), None)
     # It said "width chosen from 1" where no block width pays.
     memory = {"weights": 1, "kv": 1, "compute": 1}
-    lines = {
-        widths: configuration_line(Configuration("t", "d", None, "CPU", 1, 16, widths, 256, "", "f16", "ggml", memory, ()), None)
-        for widths in ((1,), (1, 2), ())
-    }
-    assert "on CPU (1 thread, kernels: ggml) | drafter d unused (no block width is faster" in lines[1,]
-    told = configuration_line(Configuration("t", "d", None, "CPU", 1, 16, (1, 2), 256, "", "f16", "ggml", memory, ()), "reference")
+
+    def line(widths, mode=None):
+        return configuration_line(Configuration("t", "d", None, "CPU", 1, 16, widths, 256, "", "f16", "ggml", memory, ()), mode)
+
+    assert "on CPU (1 thread, kernels: ggml) | drafter d unused (no block width is faster" in line((1,))
+    told = line((1, 2), "reference")
     assert "the text is that of --draft-width 16" in told  # and not that of a width chosen while running
-    assert "drafter d, width chosen from 1/2" in lines[1, 2] and "drafter d, width 16" in lines[()]
+    assert "drafter d, width chosen from 1/2" in line((1, 2)) and "drafter d, width 16" in line(())
 
 
 def test_a_busy_machine_is_named():
@@ -244,17 +239,15 @@ def test_a_busy_machine_is_named():
     busy = footer(_stats(waited_s=1.5, most_threads=2), None)
     assert "other work had the processor for 1.5 of 2.0 s" in busy and "-t 2 keeps all threads" in busy and "leave -t out" in busy
     follows = _stats(waited_s=0.0, most_threads=2, threads_follow=True, threads=Counter({2: 3, 1: 6}), contended_s=1.2)
-    assert "threads gave way to it, and come back when it ends: 3 steps by 2 threads, 6 steps by 1 thread" in (
-        busy := footer(follows, None)
-    )
+    busy = footer(follows, None)
+    assert "threads gave way to it, and come back when it ends: 3 steps by 2 threads, 6 steps by 1 thread" in busy
     assert "other work had the processor, so" in busy and "-t" not in busy
     moment = _stats(waited_s=0.02)
     moment.seconds["decode"] = 0.03
     assert "other work" not in footer(moment, None)  # it said "for 0.0 of 0.0 s"
     for idle in (0.02, 0.0, None):
-        assert "other work" not in footer(
-            _stats(waited_s=idle, contended_s=0.1, threads=Counter({2: 9}), most_threads=2, threads_follow=True), None
-        )
+        calm = _stats(waited_s=idle, contended_s=0.1, threads=Counter({2: 9}), most_threads=2, threads_follow=True)
+        assert "other work" not in footer(calm, None)
 
 
 def _drafted(**more) -> Stats:
@@ -337,14 +330,9 @@ def test_what_the_file_recommends_counts_where_nothing_was_asked_for(pair, pinne
     model.keys |= {f"general.sampling.{key}": value for key, value in {"temp": (F32, 0.5), "top_k": (I32, 7), "mirostat": (I32, 2)}.items()}
     options = ["-m", model.write(tmp_path / "t.gguf"), *pinned[2:], *N[:2], "-n", 6]
     greedy, sampled, asked = (pyspec("run", *options, *more) for more in ([], ["-s", 1], ["-s", 1, "--temp", 0.5, "--top-k", 9, "-q"]))
-    assert (
-        "| greedy |" in greedy.stderr
-        and "note: t.gguf recommends top-k 7, top-p 0.95, min-p 0.05, temperature 0.5; this is greedy" in greedy.stderr
-    )
-    assert (
-        "| top-k 7, top-p 0.95, min-p 0.05, temperature 0.5 |" in sampled.stderr
-        and "note: t.gguf recommends mirostat 2, which is not" in sampled.stderr
-    )
+    chain = "top-k 7, top-p 0.95, min-p 0.05, temperature 0.5"
+    assert "| greedy |" in greedy.stderr and f"note: t.gguf recommends {chain}; this is greedy" in greedy.stderr
+    assert f"| {chain} |" in sampled.stderr and "note: t.gguf recommends mirostat 2, which is not" in sampled.stderr
     same = pyspec("run", *pinned, *N[:2], "-n", 6, "-q", "-s", 1, "--temp", 0.5, "--top-k", 9)
     assert asked.stdout == same.stdout and asked.stderr == ""
 
@@ -358,13 +346,13 @@ def test_what_cannot_be_sampled_is_one_sentence(pinned, options, words):
 
 
 def test_usage(pinned):
-    for options, words in (
-        (["-l", "5*2"], "5*2"),
-        (["--grammar", "a", "--grammar-file", "b"], "not both"),
-        (["--mirostat", 2], "--mirostat"),
-        (["-s", -2], "-2"),
-    ):
-        done = pyspec("run", *pinned, *N, *options)
+    for options, words in {
+        "-l 5*2": "5*2",
+        "--grammar a --grammar-file b": "not both",
+        "--mirostat 2": "--mirostat",
+        "-s -2": "-2",
+    }.items():
+        done = pyspec("run", *pinned, *N, *options.split())
         assert done.returncode == 2 and words in done.stderr
 
 
@@ -427,11 +415,8 @@ def run(pinned, tmp_path):
 @pytest.mark.slow
 def test_prefix_cache_over_two_runs(run, tmp_path):
     folder = tmp_path / "made" / "on the way"
-    (first, a), (second, b), (without, c) = (
-        run("return 1", "--prefix-cache", folder),
-        run("yield 2", "--prefix-cache", folder),
-        run("yield 2"),
-    )
+    (first, a), (second, b) = (run(suffix, "--prefix-cache", folder) for suffix in ("return 1", "yield 2"))
+    without, c = run("yield 2")
     assert a["reused_tokens"] == c["reused_tokens"] == 0 < b["reused_tokens"] < b["prompt_tokens"] == c["prompt_tokens"]
     assert b["reused_tokens"] > 200 and b["reused_from"]["disk"] == b["reused_tokens"] // 32
     assert f"{b['reused_tokens']} of them from the prefix cache" in second.stderr and "prefix cache" not in first.stderr

@@ -141,7 +141,7 @@ def test_a_full_context_ends_a_sequence_with_its_last_token(pair, mode):
         assert stream.stats.stop_reason == "context" and stream.stats.emitted == 9
 
 
-def test_long_and_short_prompts(pair, scheduler):
+def test_decoding_sequences_wait_for_a_bounded_chunk_of_a_long_prompt(pair, scheduler):
     a = scheduler.submit(prompts(1)[0], GenerationOptions(60, PLAIN))
     scheduler.step()
     long = scheduler.submit([3] * 700, GenerationOptions(1, PLAIN))
@@ -154,6 +154,9 @@ def test_long_and_short_prompts(pair, scheduler):
     gaps = [j - i for i, j in itertools.pairwise(emitted)]
     assert sum(gaps) >= len(gaps) // 2 and not any(x == y == 0 for x, y in itertools.pairwise(gaps))
     assert scheduler.stats.longest_wait > 0
+
+
+def test_short_prompts_share_a_step(scheduler):
     for text in prompts(3):
         scheduler.submit(text, GenerationOptions(1, PLAIN))
     scheduler.run()

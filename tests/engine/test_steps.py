@@ -470,17 +470,23 @@ def test_a_graph_that_is_reserved_when_it_is_asked_for_is_captured_before_it_run
         assert recorder.events.index(("capture", launched)) < recorder.events.index(("launch", launched))
 
 
-def test_replays_and_graphs_without_capture(pair, recorder, tmp_path):
+def test_graphs_of_several_devices_are_left_to_their_calls(pair, recorder):
     with ps.load(*pair, device="CPU,CPU", threads=1, n_ctx=256, draft_width=4) as session:
         run(session.engine, [1, 2, 3], 12, width=4)
         assert not recorder.of("capture")
+
+
+def test_the_first_call_of_a_graph_that_was_captured_ahead_is_a_replay():
     counters = ReplayCounters()
     for call, us in enumerate([90, 80, 80], 1):
         assert counters.count(call, us, 1800, captured=True)
     assert (counters.warmup, counters.replayed, counters.eager) == (0, 3, 0)
     assert not counters.count(1, 90, 1800, captured=False) and not counters.count(2, 90, 1800)
     assert counters.warmup == 2
-    # It is computed in parts, which are other graphs to a device.
+
+
+def test_a_graph_that_the_host_takes_part_in_is_not_captured(tmp_path, recorder):
+    """It is computed in parts, which are other graphs to a device."""
     path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q4_K")
     with ps.load(path, device="CPU", threads=1, n_ctx=256, prefix_memory=0, experts=ExpertOptions(-1)) as session:
         session.generate([1, 2, 3], 4, ignore_end=True)

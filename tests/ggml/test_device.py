@@ -78,9 +78,8 @@ def test_more_memory_than_there_is_is_not_asked_for(pair, monkeypatch):
     """Linux gave it all the same, and ended the process when zeros were written to it: "Killed", and nothing else."""
     memory = {"MemAvailable": 64 << 20, "SwapFree": 0}
     monkeypatch.setattr(host_memory, "meminfo", lambda name, unknown: memory[name])
-    with pytest.raises(
-        ps.DeviceError, match=r"a context of 1048576 tokens needs \d+ MiB for K/V on CPU, which has 64 MiB free; use a smaller `n_ctx`"
-    ):
+    needs = r"a context of 1048576 tokens needs \d+ MiB for K/V on CPU, which has 64 MiB free; use a smaller `n_ctx`"
+    with pytest.raises(ps.DeviceError, match=needs):
         ps.load(*pair, device="CPU", threads=1, n_ctx=1 << 20)
     memory["MemAvailable"] = 1 << 16
     with pytest.raises(ps.DeviceError, match=r"needs \d+ MiB for weights on CPU, which has 0 MiB free"):
@@ -161,9 +160,7 @@ def test_what_is_wrong_with_a_list(names, words):
 
 
 def test_a_gpu_is_named_once(monkeypatch):
-    from dataclasses import replace
-
-    gpu = replace(pick_device("CPU"), name="CUDA0", kind="gpu")
+    gpu = dataclasses.replace(pick_device("CPU"), name="CUDA0", kind="gpu")
     monkeypatch.setattr("pyggml_spec.ggml.device.pick_device", lambda name=None: gpu)
     with pytest.raises(DeviceError, match="CUDA0 is named twice"):
         pick_devices("CUDA0,CUDA0")
@@ -192,11 +189,8 @@ def fake(tmp_path_factory) -> Path:
 
 
 def library_headers() -> Path:
-    return next(
-        path
-        for path in (installed_libraries().parents[1] / "include", installed_libraries().parents[4] / "include")
-        if (path / "ggml.h").is_file()
-    )
+    folders = (installed_libraries().parents[i] / "include" for i in (1, 4))
+    return next(path for path in folders if (path / "ggml.h").is_file())
 
 
 def pyspec(fake: Path, cache: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
@@ -302,9 +296,8 @@ def test_builds_for_other_processors(children, folder):
     # A venv carried to another machine: SIGILL, or worse, a crash in the middle of a text.
     answers, _ = children
     answers += [(0, FEATURES + "at plain\ndone\n"), (-4, "at start\n")]
-    with pytest.raises(
-        LibraryError, match=r"built for a processor with avx512, which this one \(that processor\) does not have.*--no-cache-dir"
-    ):
+    lacks = r"built for a processor with avx512, which this one \(that processor\) does not have.*--no-cache-dir"
+    with pytest.raises(LibraryError, match=lacks):
         probe.check(folder, WITHOUT)
     (folder / "libggml-cpu.so").write_bytes(b"a build that does not even load")
     with pytest.raises(LibraryError, match=r"does not run on this processor \(this processor\).*SIGILL.*--no-cache-dir"):
@@ -343,11 +336,8 @@ def test_the_build_in_use(folder):
     assert features and probe.missing(features, probe.processor()) == []
     assert not library.FITNESS.refused or library.FITNESS.notes
     steady = {"model name": "x", "flags": "avx2"}
-    keys = {
-        probe.cache_key([folder / "libggml-cpu.so"], {**steady, "cpu MHz": mhz, "processor": core})
-        for mhz, core in (("1", "0"), ("2", "1"))
-    }
-    assert len(keys) == 1
+    changing = [{"cpu MHz": "1", "processor": "0"}, {"cpu MHz": "2", "processor": "1"}]
+    assert len({probe.cache_key([folder / "libggml-cpu.so"], {**steady, **more}) for more in changing}) == 1
 
 
 MAPS = """\
@@ -518,13 +508,8 @@ def test_what_does_not_work_stays_off_and_is_said(log, monkeypatch, tmp_path, wa
 @pytest.mark.slow
 def test_another_start_of_the_machine_is_another_machine(log, monkeypatch, tmp_path):
     monkeypatch.setattr(peer, "BOOT", tmp_path / "boot")
-    for boot, way, works in (
-        ("one\n", "", True),
-        ("one\n", "wrong", True),
-        ("two\n", "wrong", False),
-        (None, "", True),
-        (None, "wrong", True),
-    ):
+    starts = (("one\n", "", True), ("one\n", "wrong", True), ("two\n", "wrong", False), (None, "", True), (None, "wrong", True))
+    for boot, way, works in starts:
         if boot is None:
             (tmp_path / "boot").unlink(missing_ok=True)
         else:

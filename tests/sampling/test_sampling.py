@@ -5,6 +5,7 @@ The distribution tests are seeded, so they give the same result every time. With
 
 import math
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -150,18 +151,17 @@ def table():
 demo = loaded(kernels="ggml", n_ctx=512, draft_width=4)
 
 
+def most_likely(table, history, n):
+    out = [history[-1]]
+    for _ in range(n):
+        out.append(int(table[out[-1]].argmax()))
+    return out[1:]
+
+
 def p_value(table, sampling, make=Sampler, count=9000) -> tuple[float, Stats]:
     """Probability of counts at least this far from the chain's distribution, given the two tokens before; and what the run did."""
-    sampler = make(sampling, None, len(table))
-
-    def most_likely(history, n):
-        out = [history[-1]]
-        for _ in range(n):
-            out.append(int(table[out[-1]].argmax()))
-        return out[1:]
-
-    stats = Stats()
-    options = GenerationOptions(count, width=4, sampler=sampler, drafts=most_likely)
+    sampler, stats = make(sampling, None, len(table)), Stats()
+    options = GenerationOptions(count, width=4, sampler=sampler, drafts=partial(most_likely, table))
     with patch.object(counters, "counts", lambda engine: defaultdict(int)):
         tokens = [3, 4] + [t for block in generate(TableTarget(table), [3, 4], options, stats) for t in block]
     sampler.close()
@@ -221,13 +221,8 @@ def test_speculation_keeps_the_distribution_under_a_grammar(table, temperature):
     sampling = Sampling(**{**OFF, "temperature": temperature}, seed=17, grammar='root ::= ([a-c] [b-f])* "!"')
     sampler, allowed = Sampler(sampling, Letters(), 7), [{0, 1, 2}, {1, 2, 3, 4, 5}]
 
-    def most_likely(history, n):  # what the grammar leaves, or a token that it forbids: both kinds of drafts occur
-        out = [history[-1]]
-        for _ in range(n):
-            out.append(int(table[out[-1]].argmax()))
-        return out[1:]
-
-    stats, options = Stats(), GenerationOptions(9000, width=4, sampler=sampler, drafts=most_likely)
+    # drafts are what the grammar leaves, or a token that it forbids: both kinds occur
+    stats, options = Stats(), GenerationOptions(9000, width=4, sampler=sampler, drafts=partial(most_likely, table))
     with patch.object(counters, "counts", lambda engine: defaultdict(int)):
         tokens = [t for block in generate(TableTarget(table), [3, 4], options, stats) for t in block]
     sampler.close()
@@ -251,10 +246,9 @@ def llama_chain(s: Sampling, n_vocab, vocab=None):
     """The chain that common_sampler_init makes."""
     chain = L.llama_sampler_chain_init(L.llama_sampler_chain_default_params())
     entries = (L.llama_logit_bias * max(1, len(s.logit_bias)))(*s.logit_bias.items())
+    penalties = s.repeat_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty
     makers = {
-        "penalties": lambda: L.llama_sampler_init_penalties(
-            n_vocab, s.repeat_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty
-        ),
+        "penalties": lambda: L.llama_sampler_init_penalties(n_vocab, *penalties),
         "top_k": lambda: L.llama_sampler_init_top_k(s.top_k),
         "typ_p": lambda: L.llama_sampler_init_typical(s.typical_p, s.min_keep),
         "top_p": lambda: L.llama_sampler_init_top_p(s.top_p, s.min_keep),
@@ -414,9 +408,8 @@ def test_candidates_chosen_on_the_device_give_the_same_tokens(demo, monkeypatch)
     out = []
     for candidates in (sampling.candidates(), None):
         sampler = Sampler(sampling, None, demo.target.n_vocab)
-        monkeypatch.setattr(
-            engine, "read_candidates", lambda count, slot=0, masked=False: setattr(engine.slots[0], "candidates", candidates or 0)
-        )
+        read = lambda count, slot=0, masked=False: setattr(engine.slots[0], "candidates", candidates or 0)  # noqa: E731
+        monkeypatch.setattr(engine, "read_candidates", read)
         engine.reset()
         stats = Stats()
         blocks = list(generate(engine, prompt, GenerationOptions(50, width=4, sampler=sampler), stats))
@@ -578,19 +571,11 @@ def test_biases_and_recommendations(demo):
     with pytest.raises(SamplingError, match="4096"):
         demo.generate("a", 4, sampling=Sampling(logit_bias={4096: 1.0}))
     assert demo.generate("a", 4)[1].emitted == 4
-    keys = {
-        "temp": 0.6000000238418579,
-        "top_k": 20,
-        "top_p": 0.949999988079071,
-        "min_p": 0.0,
-        "penalty_repeat": 1.0499999523162842,
-        "penalty_last_n": 64,
-    }
+    floats = {"temp": 0.6000000238418579, "top_p": 0.949999988079071, "min_p": 0.0, "penalty_repeat": 1.0499999523162842}
+    keys = {**floats, "top_k": 20, "penalty_last_n": 64}
     values, refused = recommended({f"general.sampling.{key}": value for key, value in keys.items()} | {"general.name": "x"})
-    assert (
-        values == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repeat_penalty": 1.05, "repeat_last_n": 64}
-        and not refused
-    )
+    want = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repeat_penalty": 1.05, "repeat_last_n": 64}
+    assert values == want and not refused
     assert recommended({"general.name": "x"}) == ({}, [])
 
 

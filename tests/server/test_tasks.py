@@ -397,12 +397,15 @@ def work():
     made.shutdown()
 
 
-def test_short_work_waits_for_no_long_work(work):
+def test_short_work_does_not_wait_for_long_work(work):
     threads, hold = work
     held = [threads.start(hold, f"client {i}", long=True) for i in range(20)]
     assert threads.start(lambda: "done", "another").future.result(5) == "done"
     assert sum(w.future.running() for w in held) == pool.LONG
-    # A short request may compile a grammar for seconds.
+
+
+def test_short_work_that_takes_long_holds_up_nothing(work):
+    """A short request may compile a grammar for seconds."""
     threads, hold = work
     for _ in range(20):
         threads.start(hold, "one")

@@ -439,11 +439,9 @@ def test_what_cuts_save_is_an_average_over_blocks():
     for i in range(200):
         confidence.worth({0: [0.5] * 7}, 1.0)
         confidence.observe({0: (0 if i % 2 else 7, 0)})
-    assert confidence.saved_ms(8) == pytest.approx((STEP_COSTS[8] - STEP_COSTS[1]) / 2, rel=0.05)
-    assert confidence.saved_ms(4) == pytest.approx((STEP_COSTS[4] - STEP_COSTS[1]) / 2, rel=0.05)
-    assert confidence.saved_ms(16) == pytest.approx((STEP_COSTS[16] - STEP_COSTS[1]) / 2, rel=0.05) and confidence.saved_ms(
-        1
-    ) == 0 == confidence.saved_ms(3)
+    for rows in (4, 8, 16):
+        assert confidence.saved_ms(rows) == pytest.approx((STEP_COSTS[rows] - STEP_COSTS[1]) / 2, rel=0.05)
+    assert confidence.saved_ms(1) == 0 == confidence.saved_ms(3)
 
 
 GIVEN = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4}
@@ -460,9 +458,8 @@ def decoded(seed, counted, tokens=2000):
         kind, right = control.choose(1, [sequence]), 7 if rng.random() < 0.4 else 0
         ms, matched, rows = 1.0, 0, 1
         if kind != PLAIN_STEP:
-            worth = confidence.worth(
-                {0: [0.95 if i < right else 0.05 for i in range(kind.tokens - 1)]}, control.tokens_per_ms(1, kind, [sequence])
-            )
+            said = {0: [0.95 if i < right else 0.05 for i in range(kind.tokens - 1)]}
+            worth = confidence.worth(said, control.tokens_per_ms(1, kind, [sequence]))
             rows = next(w for w in GIVEN if worth < w)
             matched = min(right, rows - 1)
             confidence.observe({0: (rows - 1, matched)})

@@ -43,6 +43,11 @@ def _matched(draft, tokens=120):
     return text, stats.drafted, stats.matched, list(stats.matched_per_position)
 
 
+def assert_equal_values(left, right, key):
+    raw = hasattr(left, "raw")
+    assert [left.raw(i) for i in range(len(left))] == [right.raw(i) for i in range(len(right))] if raw else np.array_equal(left, right), key
+
+
 def test_f32_round_trips(f32, tmp_path):
     """Every tensor, and every key that decides what is computed."""
     before, after = floats(DEMO_DRAFTER), floats(f32)
@@ -52,11 +57,7 @@ def test_f32_round_trips(f32, tmp_path):
         assert {t.type_name for t in b.tensors.values()} == {"f32"}
         for key in a.metadata:
             if key.startswith(("dflash.", "tokenizer.")):
-                left, right = a.metadata[key], b.metadata[key]
-                if hasattr(left, "raw"):
-                    assert [left.raw(i) for i in range(len(left))] == [right.raw(i) for i in range(len(right))], key
-                else:
-                    assert np.array_equal(left, right), key
+                assert_equal_values(a.metadata[key], b.metadata[key], key)
         assert [int(v) for v in b.metadata["dflash.target_layers"]] == [1, 4, 6, 7]  # config.json says 0, 3, 5, 6
     model = Model(DEMO_DRAFTER)
     for name, values in floats(DEMO_DRAFTER).items():
@@ -352,15 +353,9 @@ def assert_same(before, after, *ignored):
         if "d2t" in a.tensors:
             assert b.tensors["d2t"].type_name == "i64" and bytes(a.read("d2t")) == bytes(b.read("d2t"))
         arch = a.get("general.architecture", str)
-        keys = [
-            key for key in {*a.metadata, *b.metadata} if key.startswith((f"{arch}.", "tokenizer.")) and key.split(".", 1)[1] not in ignored
-        ]
-        for key in keys:
-            one, other = a.metadata[key], b.metadata[key]
-            if hasattr(one, "raw"):
-                assert [one.raw(i) for i in range(len(one))] == [other.raw(i) for i in range(len(other))], key
-            else:
-                assert np.array_equal(one, other), key
+        for key in {*a.metadata, *b.metadata}:
+            if key.startswith((f"{arch}.", "tokenizer.")) and key.split(".", 1)[1] not in ignored:
+                assert_equal_values(a.metadata[key], b.metadata[key], key)
 
 
 EAGLES = [
@@ -412,9 +407,8 @@ def meta(tmp_path, target, change):
 def test_layers_that_an_eagle3_reads_when_it_does_not_say(tmp_path, target):
     found, done = meta(tmp_path, target, _set(eagle_aux_hidden_state_layer_ids=None))
     assert [int(v) for v in found["target_layers"]] == [2, 3, 3] == list(done.target_layers)
-    found, _ = meta(
-        tmp_path, target, _set(eagle_aux_hidden_state_layer_ids=None, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]})
-    )
+    nested = _set(eagle_aux_hidden_state_layer_ids=None, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]})
+    found, _ = meta(tmp_path, target, nested)
     assert [int(v) for v in found["target_layers"]] == [0, 2, 4]
 
 

@@ -77,9 +77,8 @@ def test_contexts_whose_masks_a_device_cannot_count_do_not_fit(pair, monkeypatch
     monkeypatch.setattr(engine_options, "MOST_MASKED", 512 * 1500)
     planned = plan(*pair, device="CPU", n_ctx=512)
     assert planned.fits and (planned.trained_context, planned.largest_context) == (4096, 1280)
-    with pytest.raises(
-        ContextError, match="steps of 512 rows over a context of 2000 tokens need masks of more than 768000 values, which CUDA0"
-    ):
+    needs = "steps of 512 rows over a context of 2000 tokens need masks of more than 768000 values, which CUDA0"
+    with pytest.raises(ContextError, match=needs):
         plan(*pair, device="CPU", n_ctx=2000)
 
 
@@ -215,14 +214,8 @@ def test_plan_takes_what_run_is_given_about_memory(capsys):
 
     run, mine = ({p.name: p for p in command.params} for command in (run_command, plan_command))
     about = {*GROUPS["Model and device"], *GROUPS["Caches"], "draft_width", "gpu_layers", "flash_attn", "n_max"}
-    about -= {
-        "graphs",
-        "prefix_cache",
-        "prefix_disk",
-        "share_prefixes",
-        "rope_scaling",
-        "rope_scale",
-    }  # CUDA's own memory, files, and what takes none
+    # CUDA's own memory, files, and what takes none
+    about -= {"graphs", "prefix_cache", "prefix_disk", "share_prefixes", "rope_scaling", "rope_scale"}
     assert about & set(run) == about <= set(mine) and all(mine[name].opts == run[name].opts for name in about)
 
     def total(*args):
@@ -290,14 +283,7 @@ def test_memory_of_a_slot_is_what_the_page_says(tmp_path):
     s, conv, delta_layers = d.delta_head, 4, d.n_layer - d.n_layer // d.every
     channels = s * (2 * d.delta_k + d.delta_v)
     row = channels + s * d.delta_v + 2 * d.delta_v  # the projection is fused: q, k and v, z, beta, alpha
-    floats = (
-        s * s * d.delta_v
-        + s * d.delta_v * width
-        + row * (conv + width)
-        + channels * width
-        + 2 * s * d.delta_k * width
-        + 2 * d.delta_v * width
-    )
+    floats = s * s * d.delta_v + row * conv + width * (s * d.delta_v + row + channels + 2 * s * d.delta_k + 2 * d.delta_v)
     assert 0 <= planned["recurrent"] - 4 * slots * delta_layers * floats - 4 * s < 700
 
 
@@ -324,12 +310,8 @@ def test_devices_commands_and_refusals(pair, tmp_path):
     plans = plan_everywhere()
     assert [p.device for p in plans] == [d.name for d in devices()]
     assert not any(isinstance(p, NoPlan) and p.device == "CPU" for p in plans)
-    for error, args in (
-        (GGUFError, (tmp_path / "none.gguf", None)),
-        (ModelError, (pair[1], None)),
-        (PairError, (DEMO_TARGET, pair[1])),
-        (PyspecError, (None, pair[1])),
-    ):
+    wrong = {GGUFError: (tmp_path / "none.gguf", None), ModelError: (pair[1], None), PairError: (DEMO_TARGET, pair[1])}
+    for error, args in {**wrong, PyspecError: (None, pair[1])}.items():
         with pytest.raises(error):
             plan(*args, device="CPU")
     with pytest.raises(ContextError):
