@@ -12,14 +12,17 @@ from pyggml_spec.cli.names import in_options
 
 ROOT = Path(__file__).parents[1]
 PAGE = " ".join((ROOT / "docs" / "troubleshooting.md").read_text("utf-8").replace("*", "").split())
-REMEDY = {"Check": 3, "Sweep": 3, "Repair": 3, "_same": 4, "_verdict": 4}  # which argument it is
-NAME = {"Check": 0, "Sweep": 0, "Repair": 0, "_same": 0}
+REMEDY = {"Check": 3, "_Check": 3, "check": 2, "Sweep": 3, "_same": 4, "_verdict": 4}  # which argument it is; `check` is a partial of Check
+NAME = {"Check": 0, "_Check": 0, "Sweep": 0, "_same": 0, "partial": 1}
 SHORT = 12  # characters of words between two values that need no place of their own
 
 
 def calls():
     for path in Path(doctor.__file__).parent.glob("*.py"):
-        yield from ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            yield node
+            if isinstance(node, ast.Tuple) and len(node.elts) == 4 and "." in str(getattr(node.elts[1], "value", "")):  # (check, key, ...)
+                yield ast.Call(ast.Name("Check"), node.elts, [])
 
 
 def texts(node) -> list[str]:
@@ -57,7 +60,7 @@ def names() -> list[str]:
         "target weights",
     }  # given as variables
     for node in calls():
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NAME and node.args:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NAME and len(node.args) > NAME[node.func.id]:
             name = node.args[NAME[node.func.id]]
             out |= {name.value} if isinstance(name, ast.Constant) and isinstance(name.value, str) else set()
     return sorted(out)

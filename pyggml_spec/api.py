@@ -51,36 +51,10 @@ PREFIX_MEMORY = 1 << 30  # bytes on the device that the prefix cache may take, a
 PREFIX_DISK = 8 << 30
 
 # ggml operations that compute value by value, or move values
-BY_ROWS = frozenset(
-    [
-        "VIEW",
-        "RESHAPE",
-        "PERMUTE",
-        "TRANSPOSE",
-        "CONT",
-        "CPY",
-        "DUP",
-        "GET_ROWS",
-        "SET_ROWS",
-        "ROPE",
-        "ADD",
-        "SUB",
-        "MUL",
-        "DIV",
-        "SCALE",
-        "CLAMP",
-        "UNARY",
-        "GLU",
-        "CONCAT",
-        "REPEAT",
-        "SQR",
-        "SQRT",
-        "LOG",
-        "SIN",
-        "COS",
-        "PAD",
-    ]
-)
+BY_ROWS = frozenset((
+    "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "CONT", "CPY", "DUP", "GET_ROWS", "SET_ROWS", "ROPE", "ADD", "SUB", "MUL", "DIV", "SCALE", "CLAMP",
+    "UNARY", "GLU", "CONCAT", "REPEAT", "SQR", "SQRT", "LOG", "SIN", "COS", "PAD",
+))  # fmt: skip
 NOT_BATCH_INVARIANT = (
     "some products are ggml's, which round by the rows of a step: where drafts of the text's own repetitions are verified, a near-tie can fall "
     "otherwise than in plain decoding; `spec` none takes such drafts away"

@@ -16,8 +16,8 @@ import sysconfig
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +38,7 @@ Progress = Callable[[int, int], None]
 
 def cmake_args(*options: str) -> str:
     """``CMAKE_ARGS`` of a build: the environment's, the recipe, and ``options``."""
-    return " ".join(
-        [*os.environ.get("CMAKE_ARGS", "").split(), shlex.quote(f"-DCMAKE_PROJECT_INCLUDE={RECIPE}"), *map(shlex.quote, options)]
-    )
+    return " ".join([*os.environ.get("CMAKE_ARGS", "").split(), *map(shlex.quote, (f"-DCMAKE_PROJECT_INCLUDE={RECIPE}", *options))])
 
 
 # -- requirements
@@ -59,16 +57,14 @@ def find_nvcc() -> Path:
     named = os.environ.get("CUDACXX")
     found = shutil.which(named or "nvcc") or (None if named else shutil.which("/usr/local/cuda/bin/nvcc"))
     if found is None:
-        raise BuildError(
-            f"there is no CUDA compiler {named or 'nvcc'} on PATH or in /usr/local/cuda/bin; install NVIDIA's CUDA toolkit, or name it in CUDACXX"
-        )
+        missing = f"there is no CUDA compiler {named or 'nvcc'} on PATH or in /usr/local/cuda/bin"
+        raise BuildError(f"{missing}; install NVIDIA's CUDA toolkit, or name it in CUDACXX")
     return Path(found)
 
 
 def toolkit_version(nvcc: Path) -> tuple[int, int]:
     """(major, minor) of the toolkit. Raises BuildError if the compiler does not report it."""
-    output = subprocess.run([nvcc, "--version"], check=False, capture_output=True, text=True).stdout
-    found = re.search(r"release (\d+)\.(\d+)", output)
+    found = re.search(r"release (\d+)\.(\d+)", captured([nvcc, "--version"]).stdout)
     if not found:
         raise BuildError(f"{nvcc} --version names no release; is it CUDA's compiler? Name the right one in CUDACXX")
     return int(found[1]), int(found[2])
@@ -76,31 +72,26 @@ def toolkit_version(nvcc: Path) -> tuple[int, int]:
 
 def driver_version() -> tuple[int, int] | None:
     """The CUDA version of the installed NVIDIA driver; None without one."""
-    try:
-        version = ctypes.c_int()
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
-            return None
-    except (OSError, AttributeError):
-        return None
-    return version.value // 1000, version.value % 1000 // 10
+    version = ctypes.c_int()
+    with suppress(OSError, AttributeError):
+        if not ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+            return version.value // 1000, version.value % 1000 // 10
+    return None
 
 
 def gpu_architectures() -> tuple[str, ...]:
     """CMake's names of this machine's NVIDIA GPUs, like ("90",); empty without a driver or GPU."""
     count, value, found = ctypes.c_int(), ctypes.c_int(), set()
-    try:
+    with suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
-        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-            return ()
-        for device in range(count.value):
-            parts = []
+        failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+        for device in range(0 if failed else count.value):
+            name = 0
             for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
                 if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
                     return ()
-                parts.append(value.value)
-            found.add(10 * parts[0] + parts[1])
-    except (OSError, AttributeError):
-        return ()
+                name = 10 * name + value.value
+            found.add(name)
     return tuple(map(str, sorted(found)))
 
 
@@ -141,11 +132,11 @@ def compiler_identity() -> bytes:
     find_compilers()
     flags = [f"{name}={os.environ.get(name, '')}" for name in _FLAGS]
     compiler = (os.environ.get("CXX") or "c++").split()
-    macros = subprocess.run([*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull], check=False, capture_output=True)
+    macros = captured([*compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])
     output = macros.stdout
     if macros.returncode:  # a compiler without -march=native here: its version and the kernel's description instead
-        output = subprocess.run([*compiler, "--version"], check=False, capture_output=True).stdout + repr(_processor()).encode()
-    return "\0".join(flags).encode() + output
+        output = captured([*compiler, "--version"]).stdout + repr(_processor())
+    return ("\0".join(flags) + output).encode()
 
 
 def _processor() -> list[str]:
@@ -158,15 +149,14 @@ def _processor() -> list[str]:
 
 def build_key(options: Iterable[str] = (), sources: Iterable[bytes] = ()) -> str:
     """Hash of everything that determines a wheel: version, recipe, options, sources (patches), compiler, processor."""
-    parts = [
-        LLAMA_CPP_PYTHON.encode(),
-        RECIPE.read_bytes(),
-        COMPILER_FIX.read_bytes(),
-        sysconfig.get_platform().encode(),
-        compiler_identity(),
-    ]
-    parts += [*map(str.encode, options), *sources]
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+    files = RECIPE.read_bytes(), COMPILER_FIX.read_bytes()
+    return hash_of(LLAMA_CPP_PYTHON, *files, sysconfig.get_platform(), compiler_identity(), *options, *sources)
+
+
+def hash_of(*parts: str | bytes) -> str:
+    """A name for what these parts determine."""
+    digests = [hashlib.sha256(part.encode() if isinstance(part, str) else part).digest() for part in parts]
+    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
 def kept_wheel(key: str) -> Path | None:
@@ -205,7 +195,7 @@ def build_wheel(
             *["-m", "pip", "wheel", "--verbose", "--no-cache-dir", "--disable-pip-version-check", "--no-deps", "--wheel-dir"],
             part,
         ]
-        if _has(python, "scikit_build_core"):  # otherwise pip downloads the build tools
+        if not captured([python, "-c", "import scikit_build_core"]).returncode:  # otherwise pip downloads the build tools
             command.append("--no-build-isolation")
         command.append(str(source) if source is not None else f"llama-cpp-python=={LLAMA_CPP_PYTHON}")
         path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])  # with the environment's CMake and Ninja
@@ -217,16 +207,20 @@ def build_wheel(
         return Path(shutil.move(built, place / built.name))
 
 
-def _has(python: str, module: str) -> bool:
-    return subprocess.run([python, "-c", f"import {module}"], check=False, capture_output=True).returncode == 0
+def captured(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, with its output as text."""
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+def check_loads(code: str, *libraries: Path, failure: str) -> None:
+    """Runs ``code`` that loads libraries in a child process. Raises BuildError: ``failure``, with {} for the reason."""
+    done = captured([sys.executable, "-c", code, *libraries])
+    if done.returncode:
+        raise BuildError(failure.format((done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"])[-1]))
 
 
 def run(command: list[str], failure: str, env: dict[str, str] | None = None, progress: Progress | None = None) -> None:
-    """Runs a command without showing its output.
-
-    Raises:
-        BuildError: ``failure`` and the most informative line; ``log`` has more.
-    """
+    """Runs a command without showing its output. Raises BuildError: ``failure`` and the most informative line; ``log`` has more."""
     tail: list[str] = []
     if progress:
         progress(0, 0)
@@ -276,12 +270,7 @@ class Plan:
         return {"key": self.key, "cuda": self.cuda, "options": self.options, "patches": self.patches}
 
     def build(self, progress: Progress = lambda done, total: None) -> Path:
-        """The cached wheel.
-
-        Raises:
-            BuildError: as `build_wheel`.
-            PatchError: the source is unavailable.
-        """
+        """The cached wheel. Raises BuildError: as `build_wheel`; PatchError: the source is unavailable."""
         if not self.patches:
             return build_wheel(self.key, self.options, progress=progress)
         with tempfile.TemporaryDirectory(prefix="pyspec-source-") as folder:
@@ -302,11 +291,9 @@ def plan(cuda: bool = False, arch: str | None = None, patched: bool = False) -> 
 
 
 def check_wheel(wheel: Path, folder: Path) -> Path:
-    """Unpacks the libraries of ``wheel`` into ``folder``, loads them in a child process, and returns their folder.
-
-    Raises:
-        BuildError: they do not load, or crash.
-    """
+    """Unpacks the libraries of ``wheel`` into ``folder``, loads them in a child process, and returns their folder. Raises BuildError: they
+    do not load, or crash."""
+    left = "the installed llama-cpp-python was left as it was"
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if re.fullmatch(r"llama_cpp/lib/[^/]+", name)]
@@ -314,22 +301,13 @@ def check_wheel(wheel: Path, folder: Path) -> Path:
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise BuildError(f"{wheel} is damaged ({error}); delete it and build again") from None
     except OSError as error:
-        raise BuildError(
-            f"{wheel} cannot be unpacked into {folder}: {error.strerror}; the installed llama-cpp-python was left as it was"
-        ) from None
+        raise BuildError(f"{wheel} cannot be unpacked into {folder}: {error.strerror}; {left}") from None
     libraries = folder / "llama_cpp" / "lib"
     main = next((path for path in libraries.glob("*llama.*") if path.suffix in (".so", ".dylib", ".dll")), None)
     if main is None:
         raise BuildError(f"{wheel} holds no libllama; it is not a wheel of llama-cpp-python that was built whole")
-    done = subprocess.run(
-        [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1]).llama_backend_init()", main],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"])[-1]
-        raise BuildError(f"what was built does not start here: {why}; the installed llama-cpp-python was left as it was")
+    code = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).llama_backend_init()"
+    check_loads(code, main, failure=f"what was built does not start here: {{}}; {left}")
     return libraries
 
 
@@ -343,11 +321,8 @@ def build_note(libraries: Path) -> dict:
 
 
 def install(wheel: Path, libraries: Path, note: dict) -> None:
-    """Replaces ``libraries`` with those of ``wheel`` atomically, with ``note``. Running programs keep their open files.
-
-    Raises:
-        BuildError: the new ones do not start, or another installation is running.
-    """
+    """Replaces ``libraries`` with those of ``wheel`` atomically, with ``note``. Running programs keep their open files. Raises BuildError:
+    the new ones do not start, or another installation is running."""
     with exclusive(libraries.parent), tempfile.TemporaryDirectory(prefix=".new-", dir=libraries.parent) as part:
         new = check_wheel(wheel, Path(part))
         (new / NOTE).write_text(json.dumps(note), "utf-8")

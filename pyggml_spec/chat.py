@@ -125,10 +125,10 @@ class Chat:
                 self.messages += [turn, answer.message()]
                 self.stats.append(stats)
 
-    def as_messages(self, turn: dict) -> list[dict]:
-        """The system prompt, the turns so far and ``turn``."""
+    def as_messages(self, *turns: dict) -> list[dict]:
+        """The system prompt, the turns so far and ``turns``."""
         first = [{"role": "system", "content": self.system}] if self.system else []
-        return [*first, *self.messages, turn]
+        return [*first, *self.messages, *turns]
 
     def reset(self) -> None:
         """Forgets the turns. The system prompt stays."""

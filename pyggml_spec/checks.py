@@ -54,10 +54,7 @@ def either(value: Any, kind: type, what: str) -> None:
 
 def token_ids(tokens: Iterable[int], n_vocab: int, what: str = "the prompt") -> np.ndarray:
     """``tokens`` as I64 [T], if they are a sequence of at least one id of the vocabulary: ggml does not check row numbers everywhere.
-
-    Raises:
-        ContextError: anything else.
-    """
+    Raises ContextError: anything else."""
     if isinstance(tokens, (str, bytes, set, dict)):
         raise ContextError(f"{what} is {reprlib.repr(tokens)}; give token ids as a list of whole numbers")
     try:

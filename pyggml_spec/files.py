@@ -14,11 +14,8 @@ PART = r"\.pyspec-[0-9a-f]{32}\.part"  # regular expression of the names of new_
 
 @contextmanager
 def new_file(folder: Path, mode: int = 0o600) -> Iterator[tuple[Path, BinaryIO]]:
-    """An open empty file with these permissions (less the umask), removed when the block ends unless it was renamed.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """An open empty file with these permissions (less the umask), removed when the block ends unless it was renamed. Raises OSError: it
+    cannot be created."""
     path = folder / f".pyspec-{secrets.token_hex(16)}.part"
     try:  # a Ctrl-C arrives as soon as the file exists
         with open(path, "xb", opener=partial(os.open, mode=mode)) as file:
@@ -31,11 +28,8 @@ def new_file(folder: Path, mode: int = 0o600) -> Iterator[tuple[Path, BinaryIO]]
 def replacing(path: Path, mode: int = 0o600, sync: bool = False) -> Iterator[BinaryIO]:
     """A new file that replaces ``path`` atomically when the block ends, and is removed after an error.
 
-    A link at ``path`` is replaced, not followed. ``sync``: flushed to disk before the rename.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    A link at ``path`` is replaced, not followed. ``sync``: flushed to disk before the rename. Raises OSError: the folder cannot be
+    written."""
     with new_file(path.parent, mode) as (part, file):
         yield file
         file.flush()

@@ -9,40 +9,52 @@ from .errors import BuildError, PyspecError
 from .files import why_not_private
 
 
-def _user_cache() -> Path | None:
-    """The user's cache folder; None for a user without a home."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        return None
-
-
-def _temporary(name: str) -> Path:
-    return Path(tempfile.gettempdir()) / f"{name}-{os.getuid()}"
-
-
 def cache_folder() -> Path:
-    """`PYSPEC_CACHE`, or pyspec's folder in the user's cache folder; without a home, in the temporary folder.
-
-    Raises:
-        PyspecError: other users can write to it.
-    """
-    named, cache = os.environ.get("PYSPEC_CACHE"), _user_cache()
-    if named or cache is not None:
-        folder = Path(named) if named else cache / "pyspec" if cache is not None else Path()
-        if why := why_not_trusted(folder):
-            raise PyspecError(
-                f"{folder}, where pyspec keeps what it measured, {why}; name a folder of yours in PYSPEC_CACHE, or run: chmod go-w {folder}"
-            )
-        return folder
+    """`PYSPEC_CACHE`, or pyspec's folder in the user's cache folder; without a home, in the temporary folder. Raises PyspecError: other
+    users can write to it."""
+    cache, variable = _user_cache("pyspec"), "PYSPEC_CACHE"
+    if named := os.environ.get(variable):
+        cache = Path(named)
+    if cache is not None:
+        if why := why_not_trusted(cache):
+            remedy = f"name a folder of yours in {variable}, or run: chmod go-w {cache}"
+            raise PyspecError(f"{cache}, where pyspec keeps what it measured, {why}; {remedy}")
+        return cache
     folder = _temporary("pyspec")
     try:
         why = _why_not_own(folder)
     except OSError:  # it stays unusable, which its users handle
         return folder
     if why:
-        raise PyspecError(f"{folder}, where pyspec would keep what it measured, {why}; name a folder of yours in PYSPEC_CACHE")
+        raise PyspecError(f"{folder}, where pyspec would keep what it measured, {why}; name a folder of yours in {variable}")
     return folder
+
+
+def build_folder() -> Path:
+    """Folder of wheels, sources and patched builds of llama-cpp-python; without a home, in the temporary folder. Raises BuildError: other
+    users can write to it, so its libraries cannot be trusted."""
+    if (cache := _user_cache("pyggml_spec")) is not None:
+        return trusted(cache)
+    folder = _temporary("pyggml_spec")
+    try:
+        why = _why_not_own(folder)
+    except OSError as error:
+        why = f"cannot be made ({error.strerror})"
+    if why:
+        raise BuildError(f"{folder}, where builds would be kept, {why}; name a folder of yours in XDG_CACHE_HOME")
+    return folder
+
+
+def _user_cache(name: str) -> Path | None:
+    """A folder in the user's cache folder; None for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / name
+    except RuntimeError:
+        return None
+
+
+def _temporary(name: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"{name}-{os.getuid()}"
 
 
 def why_not_trusted(*paths: Path) -> str:
@@ -78,29 +90,9 @@ def _why_not_own(folder: Path) -> str:
     return "" if private else "can be written by others"
 
 
-def build_folder() -> Path:
-    """Folder of wheels, sources and patched builds of llama-cpp-python; without a home, in the temporary folder.
-
-    Raises:
-        BuildError: other users can write to it, so its libraries cannot be trusted.
-    """
-    cache = _user_cache()
-    if cache is not None:
-        return trusted(cache / "pyggml_spec")
-    folder = _temporary("pyggml_spec")
-    try:
-        why = _why_not_own(folder)
-    except OSError as error:
-        why = f"cannot be made ({error.strerror})"
-    if why:
-        raise BuildError(f"{folder}, where builds would be kept, {why}; name a folder of yours in XDG_CACHE_HOME")
-    return folder
-
-
 def trusted(folder: Path, *inside: Path) -> Path:
     """``folder``; raises BuildError if other users can write to it or to a path ``inside``."""
     if why := why_not_trusted(folder, *inside):
-        raise BuildError(
-            f"{folder}, where builds are kept, {why}; name a folder of yours in XDG_CACHE_HOME, or run: chmod -R go-w {folder}"
-        )
+        remedy = f"name a folder of yours in XDG_CACHE_HOME, or run: chmod -R go-w {folder}"
+        raise BuildError(f"{folder}, where builds are kept, {why}; {remedy}")
     return folder

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -9,19 +10,14 @@ _starting = threading.Lock()  # the stack size of new threads is global
 
 
 def on_large_stack(size: int, call: Callable[[], T]) -> T:
-    """The result (or exception) of ``call`` in a thread with ``size`` bytes of stack.
-
-    Raises:
-        RuntimeError: no memory for such a thread.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    """The result (or exception) of ``call`` in a thread with ``size`` bytes of stack. Raises RuntimeError: no memory for such a thread."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(call())
+            future.set_result(call())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
     worker = threading.Thread(target=run)
     with _starting:
@@ -35,6 +31,4 @@ def on_large_stack(size: int, call: Callable[[], T]) -> T:
     except BaseException:  # Ctrl-C: memory in use must not be freed
         worker.join()
         raise
-    if errors:
-        raise errors[0]
-    return results[0]
+    return future.result()

@@ -37,6 +37,7 @@ DEMO_TARGET, DEMO_DRAFTER, DEMO_MTP = DEMO / "target.gguf", DEMO / "drafter.gguf
 TRAINED = "the model's"  # where a context comes from
 WIDTH = 16  # rows of the widest block without a drafter
 
+Drafts = str | Path | Sequence[str | Path] | None  # files of drafters
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) during long work: "weights", "drafter weights", "identity of the target" and
 "... drafter" (bytes; for a prefix cache on disk only, once per file), "prefill" (tokens)."""
@@ -44,6 +45,16 @@ Progress = Callable[[str, int, int], None]
 
 def silent(what: str, done: int, total: int) -> None:
     """A Progress that reports nothing."""
+
+
+def owned_by(stack: ExitStack) -> Callable[[P], P]:
+    """A function that has ``stack`` close a part, and returns it."""
+
+    def own(part: P) -> P:
+        stack.callback(part.close)
+        return part
+
+    return own
 
 
 class Loader:
@@ -70,11 +81,8 @@ class Loader:
     # -- devices and files
 
     def open(self) -> None:
-        """Opens devices and files, and checks everything that can be checked before weights are read.
-
-        Raises:
-            PyspecError: this model cannot be loaded with these options.
-        """
+        """Opens devices and files, and checks everything that can be checked before weights are read. Raises PyspecError: this model cannot
+        be loaded with these options."""
         self._open_devices()
         self.notes += enable_peer_access([backend.device for backend in self.backends])
         file = self._own(GGUFFile(self._path))
@@ -115,11 +123,8 @@ class Loader:
             return f"positions are {used}, as requested"
         finally:
             file.rope = requested
-        return (
-            f"positions are {used}, as in the file: the rope options change nothing"
-            if used == own
-            else f"positions are {used}; the file has {own}"
-        )
+        same = used == own
+        return f"positions are {used}" + (", as in the file: the rope options change nothing" if same else f"; the file has {own}")
 
     def _open_drafters(self, file: GGUFFile) -> None:
         """The named files, and the target's own MTP layer where it is requested, or where there are no others."""
@@ -146,24 +151,20 @@ class Loader:
         draft_file = self._own(GGUFFile(draft))
         drafter = open_drafter(draft_file, file)
         if drafter.method not in self.options.methods.model:
-            raise PairError(
-                f"{draft.name} drafts as {drafter.method}, which is not among what may draft; name it with `spec`, or leave the file out"
-            )
+            remedy = "name it with `spec`, or leave the file out"
+            raise PairError(f"{draft.name} drafts as {drafter.method}, which is not among what may draft; {remedy}")
         drafter.check_pair(self.target)
         if difference := first_difference(file, draft_file):
-            raise PairError(
-                f"{draft.name} cannot draft for {file.path.name}: {difference}; a drafter only fits the target it was made for: {drafters_for(file)}"
-            )
+            fitting = f"a drafter only fits the target it was made for: {drafters_for(file)}"
+            raise PairError(f"{draft.name} cannot draft for {file.path.name}: {difference}; {fitting}")
         return drafter
 
     # -- options of the engine
 
     def _choose_engine_options(self) -> None:
         wanted, methods = self.options, self.options.methods
-        on_cpu = all(backend.device.kind == "cpu" for backend in self.backends)
-        self.default_ngram = (
-            self.drafter is None and wanted.draft_width is None and len(self.backends) == 1 and on_cpu and methods.implied is not None
-        )
+        one_cpu = [backend.device.kind for backend in self.backends] == ["cpu"]
+        self.default_ngram = one_cpu and self.drafter is None and wanted.draft_width is None and methods.implied is not None
         self.ngram = methods.implied if self.default_ngram else methods.lookup
         self.engine_options = EngineOptions(
             n_ctx=self._requested_context(),
@@ -202,9 +203,8 @@ class Loader:
             return self.drafter.block_size
         first, width = self.drafter.methods[0], max(2, int(whole(width, "the draft width", 1, MOST_WIDTH, PairError)))
         if limit and width > first.block_size:
-            self.notes.append(
-                f"at most {first.block_size - 1} drafts are made where {width - 1} may be: {first.title} was trained for no more"
-            )
+            most = f"at most {first.block_size - 1} drafts are made where {width - 1} may be"
+            self.notes.append(f"{most}: {first.title} was trained for no more")
             return first.block_size
         if len(self.drafter.methods) > 1 and width > first.block_size:
             raise PairError(
@@ -250,9 +250,8 @@ class Loader:
         if self.options.n_ctx is None:
             trained = self.target.context_length
             n_ctx = self._default_context(slots, free, reserved, min(trained, MOST_CONTEXT))
-            self.context_from = (
-                TRAINED if n_ctx == trained else f"of {trained}: {'memory' if n_ctx < MOST_CONTEXT else 'the longest there is'}"
-            )
+            limit = "memory" if n_ctx < MOST_CONTEXT else "the longest there is"
+            self.context_from = TRAINED if n_ctx == trained else f"of {trained}: {limit}"
             self.engine_options = replace(self.engine_options, n_ctx=n_ctx)
         check_masks(self.engine_options, self.backends)
 
@@ -281,15 +280,10 @@ class Loader:
     def counted(self, n_ctx: int) -> Iterator[None]:
         """Within, the models have weights for an engine with this context that are counted: nothing is read or allocated."""
         with ExitStack() as stack:
-
-            def own(part: P) -> P:
-                stack.callback(part.close)
-                return part
-
             notes = list(self.notes)
             backends = tuple(backend.counted() for backend in self.backends)
             self._counts.clear()
-            self._make_weights(backends, n_ctx, own, silent)
+            self._make_weights(backends, n_ctx, owned_by(stack), silent)
             self._open_streams(backends)
             self.notes = notes
             yield
@@ -321,9 +315,8 @@ class Loader:
         self._make_weights(self.backends, self.engine_options.n_ctx, self._own, self._progress)
         if self._host is not None and self.placement is not None:
             where = "are in pinned memory" if self.target.weights.pinned else "stay mapped"
-            self.notes.append(
-                f"{self.placement.description(self.target)} ({self.target.weights.host_bytes / 2**30:.2f} GiB of the file {where})"
-            )
+            mapped = f"{self.target.weights.host_bytes / 2**30:.2f} GiB of the file {where}"
+            self.notes.append(f"{self.placement.description(self.target)} ({mapped})")
         self._open_streams(self.backends)
 
     def _make_weights(self, backends: Sequence[Backend], n_ctx: int, own: Any, progress: Progress) -> None:
@@ -343,10 +336,8 @@ class Loader:
         shares = self.options.tensor_split
         if len(backends) == 1:
             if shares is not None and (len(shares) != 1 or not 0 < shares[0] < math.inf):
-                given = ",".join(f"{share:g}" for share in shares)
-                raise EngineError(
-                    f"proportions of a split need several devices, and there is one for {given}: name them with `device`, separated by commas"
-                )
+                one = f"there is one for {','.join(f'{share:g}' for share in shares)}: name them with `device`, separated by commas"
+                raise EngineError(f"proportions of a split need several devices, and {one}")
             return ()
         from .multi_device.split import check_drafter, split
 
@@ -361,19 +352,17 @@ class Loader:
 
     def engine(self) -> ModelRunner:
         """The engine; without copies of offloaded weights, if it has no memory for both."""
-        runner = self._own(self._make_engine())
-        self._settle_streams(runner)
-        return runner
-
-    def _make_engine(self) -> ModelRunner:
         make = partial(ModelRunner, self.backend, self.target, self.drafter, self.engine_options)
         try:
-            return make()
+            runner = make()
         except (DeviceError, EngineError) as error:
             if not self.target.weights.streams:
                 raise
             self._without_streams(f"with copies of two layers on the device, {error}")
-        return make()
+            runner = make()
+        self._own(runner)
+        self._settle_streams(runner)
+        return runner
 
     # -- prompt chunks that compute with copies of weights in host memory
 
@@ -393,11 +382,9 @@ class Loader:
             except DeviceError as error:
                 return self._without_streams(str(error))
             if stream is not None and not stream.fits:
-                free, need = free_bytes(present(device)), stream.need
+                free, need = free_bytes(present(device)) >> 20, stream.need >> 20
                 stream.close()
-                return self._without_streams(
-                    f"copies of two layers need {need >> 20} MiB on {device.name}, which has {free >> 20} MiB free"
-                )
+                return self._without_streams(f"copies of two layers need {need} MiB on {device.name}, which has {free} MiB free")
         return None
 
     @property
@@ -423,9 +410,9 @@ class Loader:
             if chunk is None or chunk.copies >= chunk.host:
                 engine.graphs.drop("prefill", streamed=True)
                 engine.devices.drop_offload()
-                took = f"a chunk of {chunk.rows} rows takes {chunk.host:.0f} ms there, and {chunk.copies:.0f} ms with copies on {where}" if chunk else (
-                    f"a context of {self.engine_options.n_ctx} holds no chunk that could be measured"
-                )  # fmt: skip
+                took = f"a context of {self.engine_options.n_ctx} holds no chunk that could be measured"
+                if chunk is not None:
+                    took = f"a chunk of {chunk.rows} rows takes {chunk.host:.0f} ms there, and {chunk.copies:.0f} ms with copies on {where}"
                 return self._without_streams(took)
         took = f"; {chunk.rows} rows take {chunk.copies:.0f} ms, by the CPU {chunk.host:.0f} ms" if chunk is not None else ""
         layers, nbytes = sum(len(stream.layers) for stream in streams), sum(stream.nbytes for stream in streams)
@@ -433,30 +420,18 @@ class Loader:
         if (guests := self.target.weights.offloaded) is not None:
             which = f"{layers} layer{'s' * (layers > 1)} of the CPU"
             more = f", {guests.buffer_bytes / 2**30:.2f} GiB of host memory in addition to the layers"
-        self.notes.append(
-            f"chunks of prompts of {streams[0].rows} rows or more compute on {where} with copies of {which} ({nbytes / 2**30:.2f} GiB there{more}{took})"
-        )
+        copies = f"copies of {which} ({nbytes / 2**30:.2f} GiB there{more}{took})"
+        self.notes.append(f"chunks of prompts of {streams[0].rows} rows or more compute on {where} with {copies}")
         return None
 
 
-def _weights(
-    model: Decoder | Drafter,
-    backend: Backend,
-    report: Callable[[int, int], None],
-    placement: Placement | None = None,
-    host: Backend | None = None,
-) -> Weights:
-    return Weights(backend, model.file, model.specs(), model.groups(), model.fused_alike(), report, placement, host)
+def _weights(model: Decoder | Drafter, backend: Backend, *more: Any) -> Weights:
+    return Weights(backend, model.file, model.specs(), model.groups(), model.fused_alike(), *more)
 
 
-def files_to_load(
-    target: str | Path | None, draft: str | Path | Sequence[str | Path] | None, methods: Methods
-) -> tuple[Path, tuple[Path, ...]]:
-    """The target's file and the drafters'; without a target, the embedded pair: its block drafter, and its MTP layer where that is requested.
-
-    Raises:
-        PyspecError: a drafter without a target, something that is no path, or no embedded pair.
-    """
+def files_to_load(target: str | Path | None, draft: Drafts, methods: Methods) -> tuple[Path, tuple[Path, ...]]:
+    """The target's file and the drafters'; without a target, the embedded pair: its block drafter, and its MTP layer where that is
+    requested. Raises PyspecError: a drafter without a target, something that is no path, or no embedded pair."""
     if target is not None:
         return path(target, "`target`"), draft_files(draft)
     if draft is not None:
@@ -467,7 +442,7 @@ def files_to_load(
     return DEMO_TARGET, tuple(file for method, file in found.items() if method in methods.model and file.exists())
 
 
-def draft_files(draft: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...]:
+def draft_files(draft: Drafts) -> tuple[Path, ...]:
     """The drafters' files that a caller named."""
     several = isinstance(draft, Sequence) and not isinstance(draft, (str, bytes))
     return tuple(path(one, "the drafter (`draft`)") for one in (() if draft is None else cast(Any, draft) if several else (draft,)))

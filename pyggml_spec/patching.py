@@ -68,9 +68,8 @@ def ggml_version(tree: Path) -> str:
     """Version of ggml in a llama.cpp tree. Raises PatchError for another tree."""
     file = tree / "ggml" / "CMakeLists.txt"
     if not (tree / "src" / "llama-context.cpp").is_file() or not file.is_file():
-        raise PatchError(
-            f"{tree} is no llama.cpp source tree (src/llama-context.cpp and ggml/CMakeLists.txt expected); the patches are for {MADE_FOR}"
-        )
+        wanted = "src/llama-context.cpp and ggml/CMakeLists.txt expected"
+        raise PatchError(f"{tree} is no llama.cpp source tree ({wanted}); the patches are for {MADE_FOR}")
     parts = re.findall(r"set\(GGML_VERSION_(?:MAJOR|MINOR|PATCH)\s+(\d+)\)", file.read_text(errors="replace"))
     return ".".join(parts) or "of an unknown version"
 
@@ -111,15 +110,11 @@ def _apply_to(copy: Path, tree: Path, applied: int, left: list[Patch]) -> None:
         done = _git_apply(copy, patch)
         if done.returncode:
             hunks = re.findall(r"^error: patch failed: (\S+:\d+)$", done.stderr, re.MULTILINE)
-            where = (
-                f"hunk at {', '.join(hunks)}"
-                if hunks
-                else done.stderr.strip().removeprefix("error: ") or f"git ended with {done.returncode}"
-            )
+            said = done.stderr.strip().removeprefix("error: ") or f"git ended with {done.returncode}"
+            where = f"hunk at {', '.join(hunks)}" if hunks else said
             have = f", which has the first {applied} of the series" if applied else ""
-            raise PatchError(
-                f"{patch.path.name} does not fit {tree}{have}: {where}. It was made for {MADE_FOR}; this tree has ggml {ggml_version(tree)}"
-            )
+            versions = f"It was made for {MADE_FOR}; this tree has ggml {ggml_version(tree)}"
+            raise PatchError(f"{patch.path.name} does not fit {tree}{have}: {where}. {versions}")
 
 
 def check(tree: str | Path, patches: list[Patch] | None = None) -> list[Patch]:
@@ -172,26 +167,19 @@ def fetch_sdist(folder: Path) -> Path:
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode or not sdist.is_file():
             said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise PatchError(
-                f"pip could not download the source of llama-cpp-python {LLAMA_CPP_PYTHON} ({said}); put {SDIST} into {folder}, or pass a tree"
-            )
+            failure = f"pip could not download the source of llama-cpp-python {LLAMA_CPP_PYTHON} ({said})"
+            raise PatchError(f"{failure}; put {SDIST} into {folder}, or pass a tree")
     return sdist
 
 
 def unpack(sdist: Path, folder: Path, only: Callable[[str], bool] | None = None) -> Path:
-    """Unpacks the sdist into ``folder`` and returns the llama.cpp tree; ``only`` selects files by path in the tree.
-
-    Raises:
-        PatchError: the sdist is damaged, or another one.
-    """
+    """Unpacks the sdist into ``folder`` and returns the llama.cpp tree; ``only`` selects files by path in the tree. Raises PatchError: the
+    sdist is damaged, or another one."""
     try:
         with tarfile.open(sdist) as archive:
-            if only is None:
-                archive.extractall(folder, filter="data")
-            else:
-                for member in archive:
-                    if member.name.startswith(f"{VENDORED}/") and only(member.name.removeprefix(f"{VENDORED}/")):
-                        archive.extract(member, folder, filter="data")
+            for member in archive:
+                if only is None or (member.name.startswith(f"{VENDORED}/") and only(member.name.removeprefix(f"{VENDORED}/"))):
+                    archive.extract(member, folder, filter="data")
     except (tarfile.TarError, EOFError, OSError) as error:
         raise PatchError(f"{sdist} cannot be unpacked ({error}); delete it and try again") from None
     tree = folder / VENDORED

@@ -3,11 +3,8 @@
 It links to the installed libggml-base only and uses no special instructions, so one build fits all variants. Standard library only.
 """
 
-import hashlib
 import os
 import re
-import subprocess
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -21,16 +18,8 @@ from .pin import LLAMA_CPP_PYTHON, installed_libraries, pip_command
 FOLDER = "ggml/src/ggml-rpc"
 SOURCES = ("ggml-rpc.cpp", "transport.cpp")
 OPTIONS = (
-    "-std=c++17",
-    "-O2",
-    "-fPIC",
-    "-shared",
-    "-pthread",
-    "-DGGML_BUILD",
-    "-DGGML_SHARED",
-    "-DGGML_BACKEND_BUILD",
-    "-DGGML_BACKEND_SHARED",
-)
+    "-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-DGGML_BUILD", "-DGGML_SHARED", "-DGGML_BACKEND_BUILD", "-DGGML_BACKEND_SHARED",
+)  # fmt: skip
 BUILD_IT = "run `pyspec build --rpc`, which takes seconds"
 
 
@@ -41,36 +30,29 @@ def rpc_patches() -> list[patching.Patch]:
 
 def place() -> Path:
     """Path of the library, named by a hash of everything that determines it."""
-    parts = [LLAMA_CPP_PYTHON.encode(), sysconfig.get_platform().encode(), repr(OPTIONS).encode()]
-    parts += [patch.path.read_bytes() for patch in rpc_patches()]
-    key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+    patches = [patch.path.read_bytes() for patch in rpc_patches()]
+    key = building.hash_of(LLAMA_CPP_PYTHON, sysconfig.get_platform(), repr(OPTIONS), *patches)
     return build_folder() / f"rpc-{key}" / "libggml-rpc.so"
 
 
 def kept() -> Path | None:
     """The library, if it was built."""
     path = place()
-    if not path.is_file():
-        return None
-    trusted(path.parent.parent, path.parent, path)
-    return path
+    if path.is_file():
+        trusted(path.parent.parent, path.parent, path)
+        return path
+    return None
 
 
 def build(fresh: bool = False) -> Path:
-    """The library; built unless cached.
-
-    Raises:
-        BuildError: llama-cpp-python or a compiler is missing, or the compiler failed; ``log`` has its last lines.
-        PatchError: the source is unavailable.
-    """
+    """The library; built unless cached. Raises BuildError: llama-cpp-python or a compiler is missing, or the compiler failed; ``log`` has
+    its last lines; PatchError: the source is unavailable."""
     path = place()
-    if not fresh and (found := kept()) is not None:
-        return found
+    if not fresh and (cached := kept()) is not None:
+        return cached
     libraries = installed_libraries()
-    base = (
-        next((lib for lib in libraries.glob("libggml-base.*") if lib.suffix in (".so", ".dylib")), None) if libraries is not None else None
-    )
-    if base is None:
+    found = libraries.glob("libggml-base.*") if libraries is not None else ()
+    if (base := next((lib for lib in found if lib.suffix in (".so", ".dylib")), None)) is None:
         raise BuildError(f"llama-cpp-python {LLAMA_CPP_PYTHON} is not installed in this environment; run: {pip_command()}")
     building.find_compilers()
     for made in (build_folder(), path.parent):
@@ -81,10 +63,10 @@ def build(fresh: bool = False) -> Path:
         built = Path(folder) / path.name
         command = [*(os.environ.get("CXX") or "c++").split(), *OPTIONS, *os.environ.get("CXXFLAGS", "").split()]
         command += [f"-I{tree / 'ggml' / sub}" for sub in ("include", "src")] + [str(tree / FOLDER / name) for name in SOURCES]
-        building.run(
-            [*command, "-o", str(built), str(base), *os.environ.get("LDFLAGS", "").split()], "ggml's RPC backend could not be built"
-        )
-        _try(base, built)
+        command += ["-o", str(built), str(base), *os.environ.get("LDFLAGS", "").split()]
+        building.run(command, "ggml's RPC backend could not be built")
+        code = "import ctypes, sys; ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL); ctypes.CDLL(sys.argv[2]).ggml_backend_rpc_reg()"
+        building.check_loads(code, base, built, failure="ggml's RPC backend was built, but cannot be loaded: {}")
         built.chmod(0o755)
         os.replace(built, path)
     return path
@@ -94,11 +76,3 @@ def _needed(name: str) -> bool:
     """Source files that the build reads, and two that identify the tree."""
     headers = re.fullmatch(r"ggml/(include|src)/[^/]+\.h", name)
     return bool(headers) or name.startswith(f"{FOLDER}/") or name in ("ggml/CMakeLists.txt", "src/llama-context.cpp")
-
-
-def _try(base: Path, built: Path) -> None:
-    code = "import ctypes, sys; ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL); ctypes.CDLL(sys.argv[2]).ggml_backend_rpc_reg()"
-    done = subprocess.run([sys.executable, "-c", code, base, built], check=False, capture_output=True, text=True)
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"])[-1]
-        raise BuildError(f"ggml's RPC backend was built, but cannot be loaded: {why}")

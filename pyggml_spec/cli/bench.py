@@ -1,6 +1,7 @@
 """pyspec bench"""
 
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -8,40 +9,21 @@ import click
 from click.core import ParameterSource
 
 from ..api import load
-from ..errors import PyspecError
-from ..ggml.library import versions
 from ..sampling.sampler import Sampling
 from ..speculation.calibrate import Waiting
-from ..speculation.synthetic import SyntheticAcceptance
 from ..tools.anatomy import anatomy
 from ..tools.bench import BenchOptions, Repeated, bench
 from ..tools.bench_prompts import PromptsOptions
 from ..tools.bench_slots import bench_slots, tokens_needed
 from ..tools.split_steps import copy_speeds, split_steps
-from .bench_prompts import chosen_prompts, measure, modes
-from .help import GroupedCommand
+from .bench_prompts import chosen_prompts, conditions, measure, session_files
+from .help import GroupedCommand, flag, option
 from .main import EXIT_INTERRUPT
-from .options import measuring
+from .options import MEASURED, check_synthetic, load_options, synthetic_options, with_options
 from .report import BUSY, configuration_line
 from .sampling import sampler_options, take_sampling
-from .tables import json_line, written
+from .tables import Column, json_line, table, written
 from .terminal import Interrupt, progress_line, say, size
-
-
-class Rates(click.ParamType):
-    name = "P[,P...]"
-
-    def convert(self, value, param, ctx):
-        if isinstance(value, tuple):
-            return value
-        try:
-            rates = tuple(float(part) for part in value.split(","))
-            SyntheticAcceptance.of_rates(rates)
-        except ValueError:
-            self.fail(f"{value!r} is not a list of numbers", param, ctx)
-        except PyspecError as error:
-            self.fail(str(error), param, ctx)
-        return rates
 
 
 class _Numbers(click.ParamType):
@@ -60,44 +42,24 @@ class _Numbers(click.ParamType):
 
 
 @click.command("bench", cls=GroupedCommand)
-@measuring("what the measurements need; with --prompts what the model was trained with, or as much as memory has room for")
-@click.option(
-    "-p", "--n-prompt", "lengths", type=_Numbers(), default="512", show_default=True, help="Prompt lengths to measure; 0 for none."
+@load_options(
+    *MEASURED, context="what the measurements need; with --prompts what the model was trained with, or as much as memory has room for"
 )
-@click.option(
-    "-n", "--n-gen", "--tokens", "tokens", type=click.IntRange(0), default=128, show_default=True, help="Tokens to generate; 0 for none."
-)
-@click.option(
-    "-d", "--n-depth", "--depths", "depths", type=_Numbers(), default="0", show_default=True, help="Tokens in the context beforehand."
-)
-@click.option("-r", "--repetitions", type=click.IntRange(1), help="Measured runs of every leg. Default: 5, or 3 with --prompts.")
-@click.option(
-    "--synthetic-acceptance",
-    "--spec-synth-len",
-    "synthetic",
-    type=float,
-    help="Accept L tokens per full block on average, at random. The text is not valid.",
-)
-@click.option(
-    "--spec-synth-rates",
-    "rates",
-    type=Rates(),
-    default=(),
-    help="Accept the draft of each position in this share of the blocks, at random, instead.",
-)
-@click.option("--slots", type=_Numbers(), help="Sequences at once: aggregate speed for each of these numbers, instead of the other tests.")
-@click.option(
+@option("-p --n-prompt lengths", "Prompt lengths to measure; 0 for none.", type=_Numbers(), shown="512")
+@option("-n --n-gen --tokens tokens", "Tokens to generate; 0 for none.", type=click.IntRange(0), shown=128)
+@option("-d --n-depth --depths depths", "Tokens in the context beforehand.", type=_Numbers(), shown="0")
+@option("-r --repetitions", "Measured runs of every leg. Default: 5, or 3 with --prompts.", type=click.IntRange(1))
+@with_options(synthetic_options(shown=True))
+@option("--slots", "Sequences at once: aggregate speed for each of these numbers, instead of the other tests.", type=_Numbers())
+@option(
     "--prompts",
+    'Acceptance and speed on real prompts instead, by category: JSON lines with a "prompt" or "messages" each, or included ones: all, code, chat, reasoning.',
     metavar="FILE",
-    help='Acceptance and speed on real prompts instead, by category: JSON lines with a "prompt" or "messages" each, '
-    "or included ones: all, code, chat, reasoning.",
 )
-@click.option(
-    "--think/--no-think", "thinking", default=None, help="With --prompts: one thinking mode only, if the template has one. Default: both."
-)
+@option("--think/--no-think thinking", "With --prompts: one thinking mode only, if the template has one. Default: both.", default=None)
 @sampler_options
-@click.option("-o", "--output", type=click.Choice(["md", "csv", "jsonl"]), default="md", show_default=True, help="Form of the rows.")
-@click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object with everything.")
+@option("-o --output", "Form of the rows.", type=click.Choice(["md", "csv", "jsonl"]), shown="md")
+@flag("--json as_json", "The last line is one JSON object with everything.")
 def command(
     target, draft, options, lengths, tokens, depths, repetitions, synthetic, rates, slots, prompts, thinking, output, as_json, **more,
 ):  # fmt: skip
@@ -107,8 +69,7 @@ def command(
     in turn. --think and the sampling options go with --prompts: greedy without them, and seeds count up from --seed (0) with them.
     """
     _check_combination(prompts is not None)
-    if rates and synthetic is not None:
-        raise click.UsageError("--synthetic-acceptance and --spec-synth-rates both say how many drafts are accepted; give one of them")
+    check_synthetic(synthetic, rates)
     wanted = take_sampling(more)
     if prompts is not None:
         if not tokens:
@@ -119,7 +80,7 @@ def command(
         with session, Interrupt() as interrupt:
             sampling, notes = wanted.sampling(session.target.file)
             say(configuration_line(session.configuration(), None, sampling.describe(), notes))
-            of_prompts = PromptsOptions(tokens, repetitions or 3, sampling, modes(thinking))
+            of_prompts = PromptsOptions(tokens, repetitions or 3, sampling, (True, False) if thinking is None else (thinking,))
             sys.exit(measure(session, chosen, of_prompts, interrupt, output, as_json))
     lengths = tuple(n for n in lengths if n)
     if not lengths and not tokens:
@@ -138,7 +99,7 @@ def command(
             rows, interrupted = _measured(session, slots, measured)
         if not rows:
             sys.exit(EXIT_INTERRUPT)
-        click.echo(_slots_table(rows, output) if slots else _table(rows, output))
+        click.echo(written(rows, _SLOT_COLUMNS if slots else _COLUMNS, output))
         parts = anatomy(session, _widths(rows), max(8, depths[-1])) if tokens and not slots and not interrupted else []
         if output == "md" and parts:
             click.echo("\n" + _parts_table(parts))
@@ -149,14 +110,11 @@ def command(
             if output == "md":
                 click.echo("\n" + _split_tables(split, copies))
         if as_json:
-            about = {"versions": versions(), "device": session.backend.device.description, "threads": session.backend.threads}
-            about["kernels"] = session.backend.kernels
-            files = {
-                "target": str(session.target.file.path),
-                "drafter": " and ".join(str(m.file.path) for m in session.drafter.methods) if session.drafter else None,
-            }
-            click.echo(json_line({**about, **files, "cache_types": cache_types, "costs_ms": session.costs, "synthetic": synthetic, "rows": [r.as_dict() for r in rows],
-                                   "anatomy": [p.as_dict() for p in parts], "split": [s.as_dict() for s in split], "copies": [c.as_dict() for c in copies]}))  # fmt: skip
+            files = [str(file) for file in session_files(session).values()]
+            measured_rows = {"rows": rows, "anatomy": parts, "split": split, "copies": copies}
+            about = {**conditions(session), "target": files[0], "drafter": " and ".join(files[1:]) or None, "cache_types": cache_types}
+            about |= {"costs_ms": session.costs, "synthetic": synthetic}
+            click.echo(json_line(about | {name: [one.as_dict() for one in ones] for name, ones in measured_rows.items()}))
     if waiting.much:
         say(BUSY)
     if interrupted:
@@ -179,17 +137,12 @@ def _measured(session, slots: tuple[int, ...] | None, options: BenchOptions) -> 
 
 def _check_combination(with_prompts: bool) -> None:
     """Options of the other kind of measurement would be without effect."""
-    context = click.get_current_context()
-    only = (
-        {"lengths", "depths", "synthetic", "rates", "slots"} if with_prompts else {"thinking", *(field.name for field in fields(Sampling))}
-    )
-    given = [
-        p.opts[-1] for p in context.command.params if p.name in only and context.get_parameter_source(p.name) is ParameterSource.COMMANDLINE
-    ]
+    context, other = click.get_current_context(), {"thinking", *(field.name for field in fields(Sampling))}
+    only = {"lengths", "depths", "synthetic", "rates", "slots"} if with_prompts else other
+    params = [p for p in context.command.params if p.name in only]
+    given = [p.opts[-1] for p in params if context.get_parameter_source(p.name or "") is ParameterSource.COMMANDLINE]
     if given:
-        raise click.UsageError(
-            f"{', '.join(given)} and --prompts do not go together" if with_prompts else f"{', '.join(given)} needs --prompts"
-        )
+        raise click.UsageError(", ".join(given) + (" and --prompts do not go together" if with_prompts else " needs --prompts"))
 
 
 def _widths(rows) -> tuple[int, ...]:
@@ -198,50 +151,52 @@ def _widths(rows) -> tuple[int, ...]:
     return tuple(sorted({1, *used}))
 
 
+def _step_name(width: int) -> str:
+    return f"width {width}" if width > 1 else "plain"
+
+
 def _parts_table(parts) -> str:
-    lines = ["| step | ms | commit | draft | verify | host | nodes | moved | of copy bandwidth |", "|" + "---|" * 9]
+    header = "step", "ms", "commit", "draft", "verify", "host", "nodes", "moved", "of copy bandwidth"
+    cells = []
     for p in parts:
-        name = f"width {p.width}" if p.width > 1 else "plain"
-        lines.append(
-            f"| {name} | {p.step_ms:.2f} | {p.commit_ms:.2f} | {p.draft_ms:.2f} | {p.verify_ms:.2f} | {p.host_ms:.2f} "
-            f"| {p.nodes} | {size(p.bytes)} | {100 * p.bandwidth_share:.0f} % |"
-        )
-    return "\n".join(lines)
+        times = [f"{ms:.2f}" for ms in (p.step_ms, p.commit_ms, p.draft_ms, p.verify_ms, p.host_ms)]
+        cells.append([_step_name(p.width), *times, str(p.nodes), size(p.bytes), f"{100 * p.bandwidth_share:.0f} %"])
+    return table(header, cells)
 
 
 def _split_tables(steps, copies) -> str:
-    lines = ["| step | ms | device | layers | computes | copies | moved | copying | waits |", "|" + "---|" * 9]
+    cells = []
     for step in steps:
-        name = f"width {step.width}" if step.width > 1 else "plain"
         for d in step.devices:
-            lines.append(
-                f"| {name} | {step.step_ms:.2f} | {d.device} | {d.layers} | {d.compute_ms:.2f} ms | {d.copies} | {size(d.copied_bytes)} "
-                f"| {d.copy_ms:.3f} ms | {100 * d.waits:.0f} % |"
-            )
-    lines += ["", "| copies | 4 KiB | large ones | how |", "|" + "---|" * 4]
-    for c in copies:
-        speed = f"{c.bandwidth / 1e9:.1f} GB/s" if c.bandwidth else "no memory to measure it"
-        lines.append(f"| {c.source} to {c.target} | {c.small_us:.0f} us | {speed} | {c.way} |")
-    return "\n".join(lines)
+            times = f"{d.compute_ms:.2f} ms", str(d.copies), size(d.copied_bytes), f"{d.copy_ms:.3f} ms", f"{100 * d.waits:.0f} %"
+            cells.append([_step_name(step.width), f"{step.step_ms:.2f}", d.device, d.layers, *times])
+    shares = table(("step", "ms", "device", "layers", "computes", "copies", "moved", "copying", "waits"), cells)
+    speeds = [f"{c.bandwidth / 1e9:.1f} GB/s" if c.bandwidth else "no memory to measure it" for c in copies]
+    cells = [[f"{c.source} to {c.target}", f"{c.small_us:.0f} us", speed, c.way] for c, speed in zip(copies, speeds)]
+    return shares + "\n\n" + table(("copies", "4 KiB", "large ones", "how"), cells)
 
 
-def _slots_table(rows, output: str) -> str:
-    header = ["test", "tok/s", "deviation", "per sequence", "ms/step", "tokens/step", "widths", "rows used", "memory per slot"]
-    cells = []
-    for r in rows:
-        widths = " ".join(f"{w}:{n}" for w, n in sorted(r.widths.items()))
-        steps = [f"{r.mean / r.slots:.1f}", f"{r.ms_per_step:.2f}", f"{r.tokens_per_step:.2f}"]
-        cells.append([r.test, f"{r.mean:.1f}", f"{r.deviation:.1f}", *steps, widths, f"{100 * r.used:.0f} %", size(r.slot_bytes)])
-    return written(rows, header, cells, output)
+def _phase(name: str) -> Callable[[Any], str]:
+    return lambda r: f"{r.phases_us[name]:.0f} us" if r.phases_us else ""
 
 
-def _table(rows, output: str) -> str:
-    header = ["test", "tok/s", "deviation", "ms/step", "tokens/step", "upload", "launch", "read+wait", "host", "replayed"]
-    cells = []
-    for r in rows:
-        us = r.phases_us
-        phases = [f"{us[k]:.0f} us" for k in ("upload", "compute", "read", "host")] if us else [""] * 4
-        steps = [f"{r.ms_per_step:.2f}", f"{r.tokens_per_step:.2f}"] if r.ms_per_step else ["", ""]
-        replayed = "" if r.replay_rate is None else f"{100 * r.replay_rate:.0f} %"
-        cells.append([r.test, f"{r.mean:.1f}", f"{r.deviation:.1f}", *steps, *phases, replayed])
-    return written(rows, header, cells, output)
+_SPEED: list[Column] = [("test", lambda r: r.test), ("tok/s", lambda r: f"{r.mean:.1f}"), ("deviation", lambda r: f"{r.deviation:.1f}")]
+_SLOT_COLUMNS: list[Column] = [
+    *_SPEED,
+    ("per sequence", lambda r: f"{r.mean / r.slots:.1f}"),
+    ("ms/step", lambda r: f"{r.ms_per_step:.2f}"),
+    ("tokens/step", lambda r: f"{r.tokens_per_step:.2f}"),
+    ("widths", lambda r: " ".join(f"{w}:{n}" for w, n in sorted(r.widths.items()))),
+    ("rows used", lambda r: f"{100 * r.used:.0f} %"),
+    ("memory per slot", lambda r: size(r.slot_bytes)),
+]
+_COLUMNS: list[Column] = [
+    *_SPEED,
+    ("ms/step", lambda r: f"{r.ms_per_step:.2f}" if r.ms_per_step else ""),
+    ("tokens/step", lambda r: f"{r.tokens_per_step:.2f}" if r.ms_per_step else ""),
+    ("upload", _phase("upload")),
+    ("launch", _phase("compute")),
+    ("read+wait", _phase("read")),
+    ("host", _phase("host")),
+    ("replayed", lambda r: "" if r.replay_rate is None else f"{100 * r.replay_rate:.0f} %"),
+]

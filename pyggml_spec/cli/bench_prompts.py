@@ -3,10 +3,11 @@
 import hashlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,16 +15,14 @@ from ..api import Session
 from ..chat import CONTINUE, chat_template
 from ..ggml.library import versions
 from ..speculation.calibrate import Waiting
-from ..tools.bench_prompts import PromptsOptions, PromptsRow, bench_prompts
+from ..tools.bench_prompts import PromptsOptions, PromptsRow, bench_prompts, summary
 from ..tools.prompts import CATEGORIES, INCLUDED, Prompt, parse_prompts, prompt_file
 from .main import EXIT_INTERRUPT
 from .report import BUSY
-from .tables import json_line, written
+from .tables import Column, json_line, written
 from .terminal import Interrupt, progress_line, say
 
 _PIECE = 8 << 20  # bytes hashed at a time
-_HEADER = ["category", "thinking", "prompts", "runs", "acceptance %", "deviation", "tokens/step", "deviation", "plain tok/s", "speculative tok/s", "speedup",
-           "deviation"]  # fmt: skip
 
 
 def chosen_prompts(name: str) -> tuple[list[Prompt], dict]:
@@ -35,10 +34,6 @@ def chosen_prompts(name: str) -> tuple[list[Prompt], dict]:
     return prompts, {"file": path.name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), "prompts": len(prompts)}
 
 
-def modes(thinking: bool | None) -> tuple[bool, ...]:
-    return (True, False) if thinking is None else (thinking,)
-
-
 def measure(
     session: Session, chosen: tuple[list[Prompt], dict], options: PromptsOptions, interrupt: Interrupt, output: str, as_json: bool
 ) -> int:
@@ -48,47 +43,51 @@ def measure(
         options = replace(options, sampling=replace(options.sampling, seed=0))
     template, _ = chat_template(session)
     with progress_line() as progress:
-        conditions = _conditions(session, source, options, progress)
+        about = _conditions(session, source, options, progress)
         origin = "none: messages are continued as one text" if template.source == CONTINUE else "the target's"
-        conditions["template"] = {"origin": origin, "sha256": hashlib.sha256(template.source.encode("utf-8", "replace")).hexdigest()}
+        about["template"] = {"origin": origin, "sha256": hashlib.sha256(template.source.encode("utf-8", "replace")).hexdigest()}
         with Waiting(session.engine) as waiting:
             rows = bench_prompts(session, prompts, options, template, interrupted=interrupt, progress=progress)
-    conditions["costs_ms"] = session.costs
-    click.echo(written(rows, _HEADER, [_cells(row) for row in rows], output))
+    about["costs_ms"] = session.costs
+    click.echo(written(rows, _COLUMNS, output))
     if output == "md":
-        click.echo(
-            "\n" + "\n".join(f"* {name}: {value if isinstance(value, str) else json_line(value)}" for name, value in conditions.items())
-        )
+        click.echo("".join(f"\n* {name}: {value if isinstance(value, str) else json_line(value)}" for name, value in about.items()))
     elif output == "jsonl":
-        click.echo(json_line({"conditions": conditions}))
+        click.echo(json_line({"conditions": about}))
     elif not as_json:
-        say("conditions: " + json_line(conditions))
+        say("conditions: " + json_line(about))
     if as_json:
-        click.echo(json_line({"conditions": conditions, "rows": [row.as_dict() for row in rows]}))
+        click.echo(json_line({"conditions": about, "rows": [row.as_dict() for row in rows]}))
     if waiting.much:
         say(BUSY)
     if any(row.runs and not row.acceptance for row in rows):
-        say(
-            "acceptance is empty where no draft was verified, because plain decoding was expected to be faster; --draft-width W measures it anyway"
-        )
+        why = "because plain decoding was expected to be faster; --draft-width W measures it anyway"
+        say(f"acceptance is empty where no draft was verified, {why}")
     if interrupt.asked:
         say(f"stopped after {len(rows[0].runs)} of {options.repetitions} runs")
     return EXIT_INTERRUPT if interrupt.asked else 0
 
 
+def conditions(session: Session) -> dict[str, Any]:
+    """What speeds depend on."""
+    backend = session.backend
+    return {"versions": versions(), "device": backend.device.description, "threads": backend.threads, "kernels": backend.kernels}
+
+
+def session_files(session: Session) -> dict[str, Path]:
+    """The files of the target and the drafters."""
+    methods = session.drafter.methods if session.drafter is not None else ()
+    drafters = {f"drafter {at + 1}" if at else "drafter": method.file.path for at, method in enumerate(methods)}
+    return {"target": session.target.file.path, **drafters}
+
+
 def _conditions(session: Session, source: dict, options: PromptsOptions, progress) -> dict:
     """Everything needed to reproduce the figures."""
-    files = {"target": session.target.file}
-    for at, member in enumerate(session.drafter.methods if session.drafter is not None else ()):
-        files["drafter" if at == 0 else f"drafter {at + 1}"] = member.file
     return {
         "command": " ".join(["pyspec", *sys.argv[1:]]).encode("utf-8", "replace").decode(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "device": session.backend.device.description,
-        "threads": session.backend.threads,
-        "kernels": session.backend.kernels,
-        **{name: _noted(file.path, progress) for name, file in files.items()},
+        **conditions(session),
+        **{name: _noted(path, progress) for name, path in session_files(session).items()},
         "prompts": source,
         "context": session.engine.options.n_ctx,
         "width": "chosen while running" if session.costs else session.engine.options.width,
@@ -109,14 +108,25 @@ def _noted(path: Path, progress) -> dict:
     return {"file": path.name, "bytes": size, "sha256": digest.hexdigest()}
 
 
-def _cells(row: PromptsRow) -> list[str]:
-    seen = row.as_dict()
-    mode = {None: "-", True: "on", False: "off"}[row.thinking]
+def _figure(name: str, form: str, of: str = "mean", scale: float = 1.0) -> Callable[[PromptsRow], str]:
+    def cell(row: PromptsRow) -> str:
+        value = summary(getattr(row, name))[of]
+        return "" if value is None else format(scale * value, form)
 
-    def cells(name: str, form: str, scale: float = 1.0, deviation: bool = True) -> list[str]:
-        parts = (seen[name]["mean"], seen[name]["deviation"]) if deviation else (seen[name]["mean"],)
-        return ["" if value is None else format(scale * value, form) for value in parts]
+    return cell
 
-    figures = [cells("acceptance", ".1f", 100), cells("tokens_per_step", ".2f"), cells("plain_speed", ".1f", deviation=False),
-               cells("speed", ".1f", deviation=False), cells("speedup", ".2f")]  # fmt: skip
-    return [row.category, mode, str(row.prompts), str(len(row.runs)), *chain.from_iterable(figures)]
+
+_COLUMNS: list[Column] = [
+    ("category", lambda row: row.category),
+    ("thinking", lambda row: {None: "-", True: "on", False: "off"}[row.thinking]),
+    ("prompts", lambda row: str(row.prompts)),
+    ("runs", lambda row: str(len(row.runs))),
+    ("acceptance %", _figure("acceptance", ".1f", scale=100)),
+    ("deviation", _figure("acceptance", ".1f", "deviation", 100)),
+    ("tokens/step", _figure("tokens_per_step", ".2f")),
+    ("deviation", _figure("tokens_per_step", ".2f", "deviation")),
+    ("plain tok/s", _figure("plain_speed", ".1f")),
+    ("speculative tok/s", _figure("speed", ".1f")),
+    ("speedup", _figure("speedup", ".2f")),
+    ("deviation", _figure("speedup", ".2f", "deviation")),
+]

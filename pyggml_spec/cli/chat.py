@@ -13,12 +13,23 @@ from ..api import load
 from ..chat import CONTINUE_TOKENS, Chat, chat_template
 from ..engine.stats import Stats
 from ..errors import ContextError, PyspecError
-from ..gguf_io.reader import brief
 from ..text.renderer import RENDERER
-from .help import GroupedCommand
+from .help import PATH, GroupedCommand, flag, option
 from .main import EXIT_ERROR, EXIT_INTERRUPT
 from .names import in_options
-from .options import TokenLimit, argument_text, check_prefix, escape_option, loading, text_of, unescaped
+from .options import (
+    LIMIT,
+    TEMPLATE,
+    TokenLimit,
+    argument_text,
+    check_prefix,
+    escape_option,
+    loading,
+    template_variables,
+    text_of,
+    unescaped,
+    with_options,
+)  # fmt: skip
 from .report import answer_line, configuration_line, footer
 from .run import check_place, write_atomically
 from .sampling import sampling_options, take_sampling
@@ -37,38 +48,20 @@ _LONG = 512  # tokens; computing fewer takes too little time to show a bar
 
 @click.command("chat", cls=GroupedCommand, words="questions are typed, or piped in, a line each")
 @loading
-@click.option("-p", "--prompt", "question", help="First question; further ones are typed.")
+@option("-p --prompt question", "First question; further ones are typed.")
 @escape_option
-@click.option("-st", "--single-turn", is_flag=True, help="End after the first answer.")
-@click.option("-sys", "--system-prompt", "system", help="System prompt.")
-@click.option("-sysf", "--system-prompt-file", "system_file", type=click.Path(), help="File with the system prompt.")
-@click.option(
-    "--think/--no-think", "thinking", default=None, help="Thinking mode, where the template has one. Default: on, as in llama-server."
-)
-@click.option("--chat-template", "template", metavar="JINJA", help="Chat template instead of the model file's.")
-@click.option("--chat-template-file", "template_file", type=click.Path(), help="File with the template.")
-@click.option("--chat-template-kwargs", "variables", metavar="JSON", help="Further names that the template knows, as a JSON object.")
-@click.option("-n", "--predict", "--n-predict", "max_tokens", type=TokenLimit(1),
-              help=f"Tokens per answer; -1 for no limit but the context. Default: until the end token; {CONTINUE_TOKENS} if the model has no chat template.")  # fmt: skip
+@flag("-st --single-turn", "End after the first answer.")
+@option("-sys --system-prompt system", "System prompt.")
+@option("-sysf --system-prompt-file system_file", "File with the system prompt.", type=PATH)
+@option("--think/--no-think thinking", "Thinking mode, where the template has one. Default: on, as in llama-server.", default=None)
+@option("--chat-template template", "Chat template instead of the model file's.", metavar="JINJA")
+@with_options(TEMPLATE)
+@option(LIMIT, f"Tokens per answer; -1 for no limit but the context. Default: until the end token; {CONTINUE_TOKENS} if the model has no chat template.",
+        type=TokenLimit(1))  # fmt: skip
 @sampling_options
-@click.option("-q", "--quiet", is_flag=True, help="Answers and errors only.")
-def command(
-    target,
-    draft,
-    options,
-    question,
-    escaped,
-    single_turn,
-    system,
-    system_file,
-    thinking,
-    template,
-    template_file,
-    variables,
-    max_tokens,
-    quiet,
-    **more,
-):
+@flag("-q --quiet", "Answers and errors only.")
+def command(target, draft, options, question, escaped, single_turn, system, system_file, thinking, template, template_file, variables,
+            max_tokens, quiet, **more):  # fmt: skip
     """Talks with a model: a line is a turn. Answers go to stdout; everything else goes to stderr. /help lists the commands.
 
     The caches are kept from turn to turn. Lines can be piped in; the exit code is then 1 if one of them failed.
@@ -80,7 +73,7 @@ def command(
     question = question if question is None else argument_text(question)
     if escaped:
         system, question = (text and unescaped(text) for text in (system, question))
-    given = _variables(variables)
+    given = template_variables(variables)
     if thinking is None and isinstance(given.get("enable_thinking"), bool):
         thinking = given["enable_thinking"]
     RENDERER.start()  # it is ready by the time the model is
@@ -98,20 +91,6 @@ def command(
         desk.note(configuration_line(session.configuration(), None, sampling.describe(), notes))
         desk.note(f"chat: {in_options(origin)}; thinking {desk.thinking()}; /help lists the commands")
         sys.exit(desk.run())
-
-
-def _variables(text: str | None) -> dict:
-    if text is None:
-        return {}
-    try:
-        given = json.loads(argument_text(text))
-    except (ValueError, RecursionError) as error:
-        raise PyspecError(
-            f'--chat-template-kwargs {brief(text)} is no JSON ({error}); give an object like {{"reasoning_effort": "low"}}'
-        ) from None
-    if not isinstance(given, dict):
-        raise PyspecError(f'--chat-template-kwargs {brief(text)} is no JSON object; give one like {{"reasoning_effort": "low"}}')
-    return given
 
 
 class _Desk:
@@ -247,15 +226,13 @@ class _Desk:
         if not self.chat.stats:
             say("no answer yet")
             return
-        all_of_them, session = self.chat.stats, self.chat.session
-        say(footer(all_of_them[-1], session.costs[1] if session.costs else None).lstrip())
-        drafted, matched, emitted = (sum(getattr(s, name) for s in all_of_them) for name in ("drafted", "matched", "emitted"))
-        prompts, reused = (sum(getattr(s, name) for s in all_of_them) for name in ("prompt_tokens", "reused_tokens"))
-        engine = session.engine
-        say(
-            f"conversation: {len(all_of_them)} answers, {emitted} tokens, {matched} of {drafted} drafts accepted, {reused} of {prompts} prompt "
-            f"tokens were in the caches; {engine.cursor.committed} of {engine.options.n_ctx} tokens of context used"
-        )
+        stats, session = self.chat.stats, self.chat.session
+        say(footer(stats[-1], session.costs[1] if session.costs else None).lstrip())
+        names = "drafted", "matched", "emitted", "prompt_tokens", "reused_tokens"
+        drafted, matched, emitted, prompts, reused = (sum(getattr(s, name) for s in stats) for name in names)
+        used = f"{session.engine.cursor.committed} of {session.engine.options.n_ctx} tokens of context used"
+        text = f"{len(stats)} answers, {emitted} tokens, {matched} of {drafted} drafts accepted"
+        say(f"conversation: {text}, {reused} of {prompts} prompt tokens were in the caches; {used}")
 
     def _reset(self, rest: str) -> None:
         self.chat.reset()
@@ -283,16 +260,15 @@ class _Desk:
     def _save(self, rest: str) -> None:
         if not rest:
             raise PyspecError("/save needs the name of a file")
-        chat = self.chat
-        system = [{"role": "system", "content": chat.system}] if chat.system else []
+        chat, path = self.chat, Path(os.path.expanduser(rest))
         content = {
             "target": chat.session.target.file.path.name,
             "drafter": chat.session.drafter.title if chat.session.drafter is not None else None,
             "sampling": chat.sampling.describe() if chat.sampling is not None else None,
             "seeds": [s.seed for s in chat.stats],
             "thinking": chat.thinking is not False if chat.template.can_think else None,
-            "messages": [*system, *chat.messages],
+            "messages": chat.as_messages(),
         }
-        check_place(Path(os.path.expanduser(rest)), "conversation")
-        write_atomically(Path(os.path.expanduser(rest)), json.dumps(content, indent=1, ensure_ascii=False) + "\n", "conversation")
+        check_place(path, "conversation")
+        write_atomically(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n", "conversation")
         say(f"{len(chat.messages) // 2} turns written to {rest}")

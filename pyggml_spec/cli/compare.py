@@ -6,9 +6,9 @@ import sys
 import click
 
 from ..errors import PyspecError
-from .help import Command
+from .help import PATH, Command, flag, option
 from .main import EXIT_CHECK
-from .options import CACHE_TYPE_K, CACHE_TYPE_V, KERNELS, text_of
+from .options import CACHE_TYPES, KERNELS, text_of, with_options
 from .tables import json_line
 from .terminal import printable, progress_line, say
 
@@ -24,38 +24,24 @@ _VERDICTS = {
 
 
 @click.command("compare", cls=Command)
-@click.option("--logits", "file", type=click.Path(), metavar="FILE", help="Target GGUF to run in both engines.")
-@click.option("--nodes", type=click.Path(), metavar="FILE", help="Target GGUF to run in both engines: the first node whose values differ.")
-@click.option("--weights", "files", type=click.Path(), nargs=2, metavar="A B", help="Two GGUFs of one model; A is the reference.")
-@click.option("--tokens", default=64, show_default=True, help="Tokens per comparison: random ids, and the start of a text.")
-@click.option("-p", "--prompt", help="Text to compare on. Default: prose, code and a table.")
-@click.option("-f", "--file", "text_file", type=click.Path(), help="File with that text.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the random tokens.")
-@click.option(
+@option("--logits file", "Target GGUF to run in both engines.", type=PATH, metavar="FILE")
+@option("--nodes", "Target GGUF to run in both engines: the first node whose values differ.", type=PATH, metavar="FILE")
+@option("--weights files", "Two GGUFs of one model; A is the reference.", type=PATH, nargs=2, metavar="A B")
+@option("--tokens", "Tokens per comparison: random ids, and the start of a text.", shown=64)
+@option("-p --prompt", "Text to compare on. Default: prose, code and a table.")
+@option("-f --file text_file", "File with that text.", type=PATH)
+@option("--seed", "Seed of the random tokens.", type=click.IntRange(0), shown=0)
+@option(
     "--tolerance",
+    "Largest NMSE that passes; 0 requires bit-equality. Default: 1e-10 with ggml's kernels on the CPU, 1e-4 on a GPU, 1e-3 with native kernels.",
     type=click.FloatRange(0),
-    help="Largest NMSE that passes; 0 requires bit-equality. Default: 1e-10 with ggml's kernels on the CPU, 1e-4 on a GPU, 1e-3 with native kernels.",
 )
-@click.option("--device", help="Device for both engines. Default: the first GPU, or the CPU.")
-@click.option("-t", "--threads", type=click.IntRange(1, 512), help="CPU threads for both engines.")
+@option("--device", "Device for both engines. Default: the first GPU, or the CPU.")
+@option("-t --threads", "CPU threads for both engines.", type=click.IntRange(1, 512))
 @KERNELS
-@CACHE_TYPE_K
-@CACHE_TYPE_V
-@click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object.")
-def command(
-    file,
-    nodes: str | None,
-    files,
-    tokens: int,
-    prompt: str | None,
-    text_file: str | None,
-    seed: int,
-    tolerance: float | None,
-    device: str | None,
-    threads: int | None,
-    as_json: bool,
-    **types,
-):
+@with_options(CACHE_TYPES)
+@flag("--json as_json", "The last line is one JSON object.")
+def command(file, nodes, files, tokens, prompt, text_file, seed, tolerance, device, threads, as_json, **types):  # fmt: skip
     """Checks this engine against llama.cpp, or one file against another. Exit code 3 if they differ.
 
     --logits feeds random ids and a text to pyspec and llama.cpp, compares all logits and ends with a verdict: equal bit for bit, equal to
@@ -106,14 +92,8 @@ def _logits(file: str, tokens: int, seed: int, text: str | None, tolerance: floa
     if kind != DIFFERS:
         click.echo(f"verdict: {verdict}")
     if as_json:
-        told = {
-            **found["random ids"].as_dict(),
-            "text": found["text"].as_dict(),
-            "tolerance": tolerance,
-            "passed": kind != DIFFERS,
-            "verdict": kind,
-        }
-        click.echo(json_line(told))
+        both = {**found["random ids"].as_dict(), "text": found["text"].as_dict()}
+        click.echo(json_line({**both, "tolerance": tolerance, "passed": kind != DIFFERS, "verdict": kind}))
     if kind == DIFFERS:
         say(f"pyspec: verdict: {verdict}")
     return kind != DIFFERS
@@ -150,9 +130,6 @@ def _weights(a: str, b: str, as_json: bool) -> bool:
     if as_json:
         click.echo(json_line({**result.as_dict(), "passed": not flagged}))
     if flagged:
-        first = flagged[0]
-        say(
-            f"pyspec: {len(flagged)} of {len(result.tensors)} tensors stand out, the first is {printable(first.name)} "
-            f"({printable(first.flag)}); convert or quantise the model again"
-        )
+        first = f"{printable(flagged[0].name)} ({printable(flagged[0].flag)})"
+        say(f"pyspec: {len(flagged)} of {len(result.tensors)} tensors stand out, the first is {first}; convert or quantise the model again")
     return not flagged

@@ -4,17 +4,17 @@ import click
 
 from ..tools.convert import convert_drafter
 from ..tools.quants import TYPES
-from .help import Command
+from .help import PATH, Command, flag, option
 from .terminal import progress_line, say, size
 
 
 @click.command("convert", cls=Command)
-@click.argument("source", type=click.Path())
-@click.option("-m", "--model", "target", type=click.Path(), required=True, help="GGUF of the drafter's target; provides the tokenizer.")
-@click.option("-o", "--output", "out", type=click.Path(), required=True, help="GGUF to write.")
-@click.option("--type", "kind", default="q8_0", show_default=True, metavar="TYPE", help=f"Type of the matrices: {', '.join(TYPES)}.")
-@click.option("--force", "replace", is_flag=True, help="Replace an existing output.")
-@click.option("-t", "--threads", type=click.IntRange(1, 512), help="Quantiser threads. Default: the cores of this process, at most 16.")
+@click.argument("source", type=PATH)
+@option("-m --model target", "GGUF of the drafter's target; provides the tokenizer.", type=PATH, required=True)
+@option("-o --output out", "GGUF to write.", type=PATH, required=True)
+@option("--type kind", f"Type of the matrices: {', '.join(TYPES)}.", shown="q8_0", metavar="TYPE")
+@flag("--force replace", "Replace an existing output.")
+@option("-t --threads", "Quantiser threads. Default: the cores of this process, at most 16.", type=click.IntRange(1, 512))
 def command(source: str, target: str, out: str, kind: str, replace: bool, threads: int | None):
     """Converts a DFlash, DSpark or EAGLE-3 drafter. SOURCE is its folder (config.json, *.safetensors) or one safetensors file.
 

@@ -3,21 +3,19 @@
 import click
 
 from ..ggml.device import build_notes, devices
-from .help import Command
+from .help import Command, flag
 from .tables import json_line
 from .terminal import say, size
 
 
 @click.command("devices", cls=Command)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+@flag("--json as_json", "One JSON object per line.")
 def command(as_json: bool):
     """Lists the devices of this build of llama-cpp-python."""
     found = devices()
     for d in found:
-        if as_json:
-            click.echo(json_line(d.__dict__))
-        else:
-            click.echo(f"{d.name:<12} {d.kind:<6} {size(d.memory_free):>10} free of {size(d.memory_total):>10}  {d.description}")
+        line = f"{d.name:<12} {d.kind:<6} {size(d.memory_free):>10} free of {size(d.memory_total):>10}  {d.description}"
+        click.echo(json_line(vars(d)) if as_json else line)
     if all(d.kind in ("cpu", "accel") for d in found):
         say("note: this build of llama-cpp-python finds no GPU, so everything runs on the CPU; see docs/install.md for a GPU build")
     for device in found:

@@ -6,24 +6,24 @@ import textwrap
 
 import click
 
-from ..doctor import FAIL, NOT_APPLICABLE, OK, WARN, Check, Report, examine
+from ..doctor import FAIL, NOT_APPLICABLE, OK, WARN, Report, examine
 from ..errors import PyspecError
 from ..gguf_io.safetensors import parse_json
-from .help import Command
+from ..tools.prompts import prompt_file
+from .help import PATH, Command, flag, option
 from .main import EXIT_CHECK
 from .names import in_options
-from .options import opening_split
+from .options import load_options
 from .tables import json_line
 from .terminal import printable, progress_line, say
 
 _COLOURS = {OK: "green", WARN: "yellow", FAIL: "red", NOT_APPLICABLE: "bright_black"}
-_MAX_PROMPTS = 1 << 24
 
 
 @click.command("doctor", cls=Command)
-@opening_split
-@click.option("--prompts", "prompts_file", type=click.Path(), metavar="FILE", help='JSON lines with a "prompt" each. Default: Python code.')
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the table.")
+@load_options("split")
+@option("--prompts prompts_file", 'JSON lines with a "prompt" each. Default: Python code.', type=PATH, metavar="FILE")
+@flag("--json as_json", "One JSON object instead of the table.")
 def command(target, draft, options, prompts_file, as_json):
     """Measures known causes of low acceptance and missing speed. Exit code 3 if a check fails.
 
@@ -31,9 +31,9 @@ def command(target, draft, options, prompts_file, as_json):
     others that files often get wrong. A value that raises acceptance is reported with a remedy.
     """
     prompts = _prompts(prompts_file) if prompts_file is not None else None
+    fields = {name: getattr(options, name) for name in ("device", "threads", "kernels", "n_ctx", "tensor_split")}
     with progress_line() as progress:
-        report = examine(target, draft, device=options.device, threads=options.threads, kernels=options.kernels, n_ctx=options.n_ctx, prompts=prompts,
-                         tensor_split=options.tensor_split, progress=progress)  # fmt: skip
+        report = examine(target, draft, **fields, prompts=prompts, progress=progress)
     if as_json:
         click.echo(json_line(report.as_dict()))
     else:
@@ -44,19 +44,13 @@ def command(target, draft, options, prompts_file, as_json):
 
 
 def _prompts(path: str) -> list[str]:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_PROMPTS + 1)
-    except OSError as error:
-        raise PyspecError(f"the prompt file {path} cannot be read: {error.strerror}") from None
-    out = []
+    data, out = prompt_file(path), []
     for i, line in enumerate(data.splitlines(), 1):
-        if not line.strip():
-            continue
-        value = parse_json(line, f"line {i} of {path}", _MAX_PROMPTS)
-        if not isinstance(value.get("prompt"), str):
-            raise PyspecError(f'line {i} of {path} has no text named "prompt"; give one JSON object per line, like {{"prompt": "..."}}')
-        out.append(value["prompt"])
+        if line.strip():
+            value = parse_json(line, f"line {i} of {path}", len(data))
+            if not isinstance(value.get("prompt"), str):
+                raise PyspecError(f'line {i} of {path} has no text named "prompt"; give one JSON object per line, like {{"prompt": "..."}}')
+            out.append(value["prompt"])
     return out
 
 
@@ -65,21 +59,14 @@ def _show(report: Report) -> None:
     columns = max(60, shutil.get_terminal_size((140, 24)).columns)
     click.echo(f"target {printable(report.target)}\ndrafter {printable(report.drafter)}\n")
     for check in report.checks:
-        _show_one(check, width, columns)
-    for check in report.checks:
-        if check.remedy and check.verdict == FAIL:
+        text = in_options(check.found) + (f"; {in_options(check.remedy)}" if check.remedy and check.verdict == WARN else "")
+        first, *more = textwrap.wrap(printable(text), columns - width - 8) or [""]
+        click.echo(f"{check.name:<{width}}  {click.style(f'{check.verdict:<4}', fg=_COLOURS[check.verdict])}  {first}")
+        for line in more:
+            click.echo(" " * (width + 8) + line)
+    for check in report.failed:
+        if check.remedy:
             click.echo(f"\n{click.style(check.name, fg='red')}: {printable(in_options(check.remedy))}.")
     if not report.failed:
         warned = [check.name for check in report.checks if check.verdict == WARN]
         click.echo("\nno check failed" + (f"; see the warnings: {', '.join(warned)}" if warned else ""))
-
-
-def _show_one(check: Check, width: int, columns: int) -> None:
-    verdict = click.style(f"{check.verdict:<4}", fg=_COLOURS[check.verdict])
-    text = printable(in_options(check.found)) + (
-        f"; {printable(in_options(check.remedy))}" if check.remedy and check.verdict == WARN else ""
-    )
-    lines = textwrap.wrap(text, columns - width - 8) or [""]
-    click.echo(f"{check.name:<{width}}  {verdict}  {lines[0]}")
-    for line in lines[1:]:
-        click.echo(" " * (width + 8) + line)

@@ -5,10 +5,11 @@ from pathlib import Path
 import click
 
 from ..api import load
-from ..errors import PyspecError
 from ..models.placement import ExpertOptions
-from .options import opening
+from .help import PATH, flag, option
+from .options import file_text, load_options
 from .run import check_place, write_atomically
+from .tables import table
 from .terminal import progress_line, say, size
 
 FRACTIONS = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -20,14 +21,10 @@ def command():
 
 
 @command.command("profile", short_help="Profiles router choices on a text.")
-@opening
-@click.option("-f", "--file", "text_file", type=click.Path(), required=True, help="Text like that of the intended use.")
-@click.option("-o", "--output", type=click.Path(), help="Default: MODEL.experts.json, where --expert-residency looks for it.")
-@click.option(
-    "--on-device",
-    is_flag=True,
-    help="Keep all experts on the device while profiling. Default: in host memory, so that any model can be profiled.",
-)
+@load_options()
+@option("-f --file text_file", "Text like that of the intended use.", type=PATH, required=True)
+@option("-o --output", "Default: MODEL.experts.json, where --expert-residency looks for it.", type=PATH)
+@flag("--on-device", "Keep all experts on the device while profiling. Default: in host memory, so that any model can be profiled.")
 def profile_command(target, draft, options, text_file, output, on_device):
     """Profiles router choices on a text and prints the expected hit rate of each residency.
 
@@ -39,10 +36,7 @@ def profile_command(target, draft, options, text_file, output, on_device):
         raise click.UsageError("a profile needs the target only; leave out -md")
     if target is None:
         raise click.UsageError("name the target with -m; the embedded one has no routed experts")
-    try:
-        text = Path(text_file).read_bytes().decode("utf-8", "replace")
-    except OSError as error:
-        raise PyspecError(f"the text {text_file} cannot be read: {error.strerror}") from None
+    text = file_text(text_file, "text")
     path = Path(output or f"{target}.experts.json")
     check_place(path, "profile")
     experts = ExpertOptions(0 if on_device else -1, count=True)
@@ -53,6 +47,5 @@ def profile_command(target, draft, options, text_file, output, on_device):
             sizes = [expert_bytes(session, fraction) for fraction in FRACTIONS]
     write_atomically(path, result.routing.to_json(), "profile")
     say(f"{result.routing.tokens} tokens, {len(result.routing.counts)} layers with experts: {path}")
-    click.echo("| residency | hit rate | experts on the device |\n|---|---|---|")
-    for fraction, nbytes in zip(FRACTIONS, sizes, strict=True):
-        click.echo(f"| {fraction} | {100 * result.hit_rate(fraction):.1f} % | {size(nbytes)} |")
+    cells = [(str(f), f"{100 * result.hit_rate(f):.1f} %", size(nbytes)) for f, nbytes in zip(FRACTIONS, sizes, strict=True)]
+    click.echo(table(("residency", "hit rate", "experts on the device"), cells))

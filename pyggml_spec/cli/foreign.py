@@ -5,7 +5,7 @@ A line of the tables: names and number of values; a sentence applies to all line
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import click
 
@@ -147,31 +147,26 @@ REFUSED = """
 """
 
 
-@dataclass(frozen=True)
-class Foreign:
-    """``names`` of one kind, the number of ``values``, and the text: none, a note, or an error."""
+class Foreign(NamedTuple):
+    """An option of llama.cpp: its number of ``values``, and the text: none, a note, or an error."""
 
-    names: tuple[str, ...]
     values: int
     text: str
     refused: bool
 
 
-def _read(table: str, refused: bool) -> Iterator[Foreign]:
-    open_lines: list[tuple[tuple[str, ...], int]] = []
-    for line in table.strip("\n").split("\n"):
+def _read(table: str, refused: bool) -> Iterator[tuple[str, Foreign]]:
+    found: list[tuple[str, int]] = []
+    for line in [*table.strip("\n").split("\n"), " "]:
         if line.startswith(" "):
-            yield from (Foreign(names, values, line.strip(), refused) for names, values in open_lines)
-            open_lines = []
+            yield from ((name, Foreign(values, line.strip(), refused)) for name, values in found)
+            found = []
         else:
             *names, values = line.split()
-            open_lines.append((tuple(names), int(values)))
-    yield from (Foreign(names, values, "", refused) for names, values in open_lines)
+            found += [(name, int(values)) for name in names]
 
 
-KNOWN = {
-    name: one for table, refused in ((SAME, False), (NOTED, False), (REFUSED, True)) for one in _read(table, refused) for name in one.names
-}
+KNOWN = {**dict(_read(SAME, False)), **dict(_read(NOTED, False)), **dict(_read(REFUSED, True))}
 OPTIONAL = {  # options with an optional value: the default; "" drops the option, which may be a flag here
     "-fa": "on", "--flash-attn": "on", "-co": "auto", "--color": "auto", "-fit": "on", "--fit": "on", "--log-colors": "auto",
 }  # fmt: skip
@@ -184,8 +179,7 @@ def options_of(command: click.Command) -> dict[str, click.Option]:
 
 
 def resolve(ctx: click.Context, args: list[str]) -> list[str]:
-    """``args`` without foreign options; prints a note for those without effect. Raises click.UsageError: an unsupported option with its
-    alternative, or an unknown one with a suggestion."""
+    """``args`` without foreign options, with a note for each without effect. Raises click.UsageError: an unsupported or unknown option."""
     own, rest = options_of(ctx.command), list(args)
     out: list[str] = []
     while rest:
@@ -208,7 +202,10 @@ def resolve(ctx: click.Context, args: list[str]) -> list[str]:
             out.append(word)
         elif name in KNOWN:
             del rest[: 0 if given else KNOWN[name].values]
-            _answer(ctx, name)
+            if KNOWN[name].refused:
+                raise click.UsageError(f"{name} is a llama.cpp option: {KNOWN[name].text}", ctx)
+            if KNOWN[name].text:
+                say(f"note: {name} has no effect here: {KNOWN[name].text}")
         else:
             raise unknown(ctx, name)
     return out
@@ -218,33 +215,16 @@ def _is_option(word: str) -> bool:
     return len(word) > 1 and word[0] == "-" and not word[1].isdecimal() and word[1] != "."
 
 
-def _answer(ctx: click.Context, name: str) -> None:
-    one = KNOWN[name]
-    if one.refused:
-        raise click.UsageError(f"{name} is a llama.cpp option: {one.text}", ctx)
-    if one.text:
-        say(f"note: {name} has no effect here: {one.text}")
-
-
 def unknown(ctx: click.Context, name: str) -> click.UsageError:
     """Suggests similar options, or commands that have the option."""
     from difflib import get_close_matches
 
-    from .main import cli
-
-    own = options_of(ctx.command)
-    others = (
-        [other for other in cli.list_commands(ctx) if name in options_of(cli.get_command(ctx, other) or ctx.command)]
-        if name not in own
-        else []
-    )
-    wanted = name.lstrip("-").lower()
-    bare = {
-        option.lstrip("-").lower(): option
-        for option in sorted(own, key=lambda o: o.startswith("--"))
-        if not own[option].hidden or len(option) > 4
-    }
-    near = [bare[word] for word in get_close_matches(wanted, bare, 3, 0.6)]
+    own, group = options_of(ctx.command), ctx.find_root().command
+    commands = {other: group.get_command(ctx, other) for other in group.list_commands(ctx)} if isinstance(group, click.Group) else {}
+    others = [other for other, command in commands.items() if command is not None and name in options_of(command)]
+    told = [known for known in sorted(own, key=lambda o: o.startswith("--")) if not own[known].hidden or len(known) > 4]
+    bare = {known.lstrip("-").lower(): known for known in told}
+    near = [bare[word] for word in get_close_matches(name.lstrip("-").lower(), bare, 3, 0.6)]
     if others:
         hint = f"`pyspec {others[0]}` has it"
     elif near:

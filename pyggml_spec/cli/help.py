@@ -1,6 +1,8 @@
 """Grouped help texts."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -15,6 +17,19 @@ GROUPS = {
                  "frequency_penalty", "logit_bias", "grammar", "grammar_file", "json_schema", "json_schema_file", "additional_properties", "regex", "lark_file"),
 }  # fmt: skip
 OWN = "Options"
+PATH = click.Path()
+
+
+def option(names: str, help: str | None = None, *, shown: Any = None, **more: Any) -> Callable:  # noqa: A002
+    """click.option with all names in one string, the parameter's last; hidden without ``help``. ``shown``: a default that help shows."""
+    if shown is not None:
+        more |= {"default": shown, "show_default": True}
+    return click.option(*names.split(), help=help, hidden=help is None, **more)
+
+
+def flag(names: str, help: str | None = None, **more: Any) -> Callable:  # noqa: A002
+    """An option without a value."""
+    return option(names, help, is_flag=True, **more)
 
 
 def grouped(params: list[click.Parameter]) -> dict[str, list[click.Option]]:

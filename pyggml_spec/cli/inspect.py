@@ -5,7 +5,7 @@ from collections import Counter
 import click
 
 from ..tools.inspect import inspect_file
-from .help import Command
+from .help import PATH, Command, flag, option
 from .names import in_options
 from .tables import json_line
 from .terminal import printable, size
@@ -14,18 +14,17 @@ WIDEST = 60  # longer names shift their own line only
 
 
 @click.command("inspect", cls=Command)
-@click.argument("file", type=click.Path())
-@click.option("--tensors/--no-tensors", default=True, help="List the tensors.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.argument("file", type=PATH)
+@option("--tensors/--no-tensors", "List the tensors.", default=True)
+@flag("--json as_json", "One JSON object.")
 def command(file: str, tensors: bool, as_json: bool):
     """Shows a GGUF's metadata and tensors, and how pyspec uses it."""
     seen = inspect_file(file)
     if as_json:
         click.echo(json_line(seen.as_dict()))
         return
-    click.echo(
-        f"{seen.path}: GGUF version {seen.version}, {size(seen.nbytes)}, {len(seen.tensors)} tensors, {seen.parameters / 1e6:.1f}M parameters"
-    )
+    parts = f"{size(seen.nbytes)}, {len(seen.tensors)} tensors, {seen.parameters / 1e6:.1f}M parameters"
+    click.echo(f"{seen.path}: GGUF version {seen.version}, {parts}")
     click.echo(in_options(seen.verdict))
     for why, count in Counter(seen.unused.values()).items():
         click.echo(f"not used: {count} tensor{'s' * (count > 1)}, {why}")

@@ -116,15 +116,13 @@ def main(args: list[str] | None = None) -> None:
     except BrokenPipeError:
         _drop_stdout()
         code = EXIT_PIPE
-    except PyspecError as error:
-        click.echo(f"pyspec: {error}", err=True)
-        code = EXIT_ERROR
-    except MemoryError:
-        click.echo("pyspec: there is not enough memory; use a smaller -c or a smaller model", err=True)
-        code = EXIT_ERROR
-    except OSError as error:
-        _drop_stdout()
-        what = error.filename or ("the output cannot be written" if error.errno in _OUTPUT else "the system refused the operation")
-        click.echo(f"pyspec: {what}: {error.strerror or error}", err=True)
-        code = EXIT_ERROR
+    except (PyspecError, MemoryError, OSError) as error:
+        code, said = EXIT_ERROR, str(error)
+        if isinstance(error, MemoryError):
+            said = "there is not enough memory; use a smaller -c or a smaller model"
+        elif isinstance(error, OSError):
+            _drop_stdout()
+            what = error.filename or ("the output cannot be written" if error.errno in _OUTPUT else "the system refused the operation")
+            said = f"{what}: {error.strerror or error}"
+        click.echo(f"pyspec: {said}", err=True)
     sys.exit(code or 0)

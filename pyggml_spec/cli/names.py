@@ -4,9 +4,9 @@ import re
 
 import click
 
-from .options import opening
+from .options import load_options
 
-_EVERY = click.command(opening(lambda **_: None))  # arguments shared by all commands
+_EVERY = click.command(load_options()(lambda **_: None))  # arguments shared by all commands
 _NAME = re.compile(r"`(\w+)`")
 
 

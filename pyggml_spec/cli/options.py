@@ -1,8 +1,9 @@
-"""The options of loading: one declaration per field of LoadOptions, and what several commands share. Names that llama.cpp has keep their names."""
+"""The options of loading, by fields of LoadOptions, and what several commands share. Names that llama.cpp has keep their names."""
 
+import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,21 @@ from typing import Any
 import click
 
 from ..cache.kv_types import MOST_CONTEXT, TYPES
+from ..engine.options import AtMost
 from ..errors import PyspecError
+from ..ggml.device import pick_devices
 from ..gguf_io import GGUFFile
+from ..gguf_io.reader import brief
 from ..load_options import LoadOptions
 from ..loading import DEMO_TARGET
 from ..models.placement import ExpertOptions, overridden
 from ..models.rope import RopeOptions
 from ..speculation.methods import methods
-from .hub import HUB, fetched
-from .llama_cpp import LLAMA_CPP, translated
+from ..speculation.synthetic import SyntheticAcceptance
+from .help import PATH, flag, option
+from .terminal import progress_line
+
+# -- kinds of values
 
 
 class Finite(click.FloatRange):
@@ -56,13 +63,59 @@ class Proportions(click.ParamType):
             return self.fail(f"{value!r} is not a list of proportions, like 3,1", param, ctx)
 
 
-def _cache_type(field: str, *names: str, text: str) -> Callable:
-    return click.option(*names, field, type=click.Choice(TYPES), metavar="TYPE", default="f16", show_default=True, help=text)
+class Layers(click.ParamType):
+    """A number of layers, or one of llama.cpp's words for all of them (None)."""
+
+    name = "N"
+
+    def convert(self, value, param, ctx):
+        if value in ("all", "auto", "-1"):
+            return None
+        return int(value) if str(value).isdecimal() else self.fail(f"{value!r} is not a number of layers", param, ctx)
+
+
+class Rates(click.ParamType):
+    """Acceptance rates by position of the draft."""
+
+    name = "P[,P...]"
+
+    def convert(self, value, param, ctx):
+        if isinstance(value, tuple):
+            return value
+        try:
+            rates = tuple(float(part) for part in value.split(","))
+            SyntheticAcceptance.of_rates(rates)
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers", param, ctx)
+        except PyspecError as error:
+            self.fail(str(error), param, ctx)
+        return rates
+
+
+LIMIT = "-n --predict --n-predict max_tokens"
+UNLIMITED = 1 << 30  # tokens; more than any context holds
+
+
+class TokenLimit(click.IntRange):
+    """How many tokens to generate; llama.cpp's -1 and -2 set no limit but the context."""
+
+    def convert(self, value, param, ctx):
+        return UNLIMITED if value in ("-1", "-2") else super().convert(value, param, ctx)
+
+    def _describe_range(self) -> str:
+        return f"-1 or {super()._describe_range()}"
+
+
+# -- options of loading
+
+
+def _cache_type(names: str, text: str) -> Callable:
+    return option(names, text, type=click.Choice(TYPES), metavar="TYPE", shown="f16")
 
 
 def _draft_cache_type(rows: str) -> Callable:
-    names = f"-ct{rows}d", f"--draft-cache-type-{rows}", f"--cache-type-{rows}-draft", f"--spec-draft-type-{rows}"
-    return _cache_type(f"draft_cache_type_{rows}", *names, text=f"The same for the drafter's {rows.upper()} rows.")
+    names = f"-ct{rows}d --draft-cache-type-{rows} --cache-type-{rows}-draft --spec-draft-type-{rows} draft_cache_type_{rows}"
+    return _cache_type(names, f"The same for the drafter's {rows.upper()} rows.")
 
 
 _ROPE = {
@@ -73,148 +126,145 @@ DEVICE = "Device name, as `pyspec devices` lists it; several, separated by comma
 CONTEXT = "that too, or as much as memory has room for; the first line of the output shows which"
 PREFIX_MEMORY = "1024, or an eighth of what is free if that is less"
 
-KERNELS = click.option(
+KERNELS = option(
     "--kernels",
-    type=click.Choice(["native", "ggml", "own"]),
-    help="Kernels for matrix products on a CPU. Default: native on x86 with AVX2; ggml elsewhere, which equals llama.cpp bit for bit. "
+    "Kernels for matrix products on a CPU. Default: native on x86 with AVX2; ggml elsewhere, which equals llama.cpp bit for bit. "
     "own: deprecated name of native.",
+    type=click.Choice(["native", "ggml", "own"]),
 )
-CACHE_TYPE_K = _cache_type("cache_type_k", "-ctk", "--cache-type-k", text=f"What K rows are stored as: {', '.join(TYPES)}.")
-CACHE_TYPE_V = _cache_type("cache_type_v", "-ctv", "--cache-type-v", text="The same for V rows.")
+CACHE_TYPES = [
+    _cache_type("-ctk --cache-type-k cache_type_k", f"What K rows are stored as: {', '.join(TYPES)}."),
+    _cache_type("-ctv --cache-type-v cache_type_v", "The same for V rows."),
+]
+_HUB = [
+    option("-hf -hfr --hf-repo", "Target from the Hugging Face hub (USER/MODEL). Default of QUANT: Q4_K_M, else Q8_0, else the first file.",
+           metavar="REPO[:QUANT]"),
+    option("-hff --hf-file", "This file of the repository, instead of QUANT.", metavar="NAME"),
+    option("-hfd -hfrd --hf-repo-draft --spec-draft-hf hf_repo_draft",
+           "The same for the drafter; prefers files named dflash-*, dspark-*, eagle3-* or mtp-*.", metavar="REPO[:QUANT]"),
+]  # fmt: skip
+_GROUPS: dict[str, list[Callable]] = {
+    "llama.cpp": [  # options that map to ours
+        option("-ngl --gpu-layers --n-gpu-layers gpu_layers", type=Layers()),
+        option("-ngld --spec-draft-ngl --gpu-layers-draft --n-gpu-layers-draft draft_gpu_layers", type=Layers()),
+        option("-fa --flash-attn", type=click.Choice(["on", "off", "auto"])),
+        option("--spec-draft-n-max --draft-max --draft-n --draft n_max", type=click.IntRange(1, 1023)),
+    ],
+    "split": [
+        option("-sm --split-mode", type=click.Choice(["none", "layer", "row", "tensor"])),
+        option("-ts --tensor-split", "How many layers each device of --device gets, in proportion. Default: by free memory; a CPU gets what GPUs have no room for.",
+               type=Proportions()),
+    ],
+    "rope": [
+        option("--rope-scaling", "How positions are stretched. Default: as in the model file. --rope-freq-base, --rope-freq-scale, --yarn-orig-ctx, "
+               "--yarn-ext-factor, --yarn-attn-factor, --yarn-beta-slow and --yarn-beta-fast are taken too.", type=click.Choice(["none", "linear", "yarn"])),
+        option("--rope-scale", "Stretch the context to N times its length.", type=click.FloatRange(0, min_open=True), metavar="N"),
+        *(option(f"{names} rope_{name}", type=click.IntRange(0, 1 << 30) if name == "orig_ctx" else click.FloatRange(0)) for names, name in _ROPE.items()),
+    ],
+    "graphs": [flag("--no-graphs graphs", "No CUDA graph replay: shows what it is worth.", flag_value=False, default=True)],
+    "experts": [
+        option("-ot --override-tensor", multiple=True),
+        flag("-cmoe --cpu-moe", "Keep all routed experts in host memory."),
+        option("-ncmoe --n-cpu-moe", "Keep the routed experts of the first N layers in host memory.", type=click.IntRange(0), metavar="N"),
+        option("--expert-residency", "Keep the hottest fraction F of each layer's experts on the device.", type=Finite(0, 1), metavar="F"),
+        option("--expert-profile", "Routing profile (pyspec experts profile). Default: MODEL.experts.json.", type=PATH),
+        option("--offload-prompts", "Chunks of prompts of so many rows or more compute on the device, with copies of the experts or layers that are in host memory; "
+               "auto: from where that is faster, which is measured. Default: off.", type=OffloadRows(), metavar="ROWS"),
+    ],
+    "drafting": [
+        option("--spec-type", "Drafting methods, separated by commas: draft-dflash, draft-mtp, draft-eagle3, draft-dspark, and one of suffix, ngram-simple, ngram-map-k, ngram-mod; none for plain decoding. "
+               "Default: what -md names, or else the model's own MTP layer. Of several, the one with most tokens per millisecond drafts each step.", metavar="LIST"),
+        option("--no-spec", "Exclude this drafting method. May be given several times.", multiple=True, metavar="TYPE"),
+        option("--draft-vocab", "Draft none but the first N tokens of the vocabulary: the drafter's head takes less time. The text stays the same.",
+               type=click.IntRange(64), metavar="N"),
+        option("--draft-width", "Rows per verified block. Default: chosen while running.", type=click.IntRange(2, 1024)),
+    ],
+    "caches": [*CACHE_TYPES, _draft_cache_type("k"), _draft_cache_type("v")],
+    "prefix files": [
+        option("--prefix-cache", "Folder that keeps computed prompts: shared prompt prefixes are reused by later processes.", type=PATH),
+        option("--prefix-disk", "What the folder may take. Default: 8192.", type=click.IntRange(0), metavar="MIB"),
+    ],
+}  # fmt: skip
 
 
-def _files(device: str = DEVICE, context: str = CONTEXT) -> list[Callable]:
-    return [
-        click.option("-m", "--model", "target", type=click.Path(), help="Target GGUF. Without it, the embedded pair runs."),
-        click.option("-md", "--model-draft", "--spec-draft-model", "draft", type=click.Path(), multiple=True,
-                     help="Drafter GGUF (dflash, eagle3, gemma4-assistant, or an MTP layer) made for the target. Twice for one that drafts blocks and one that drafts chains."),
-        click.option("--device", "-dev", help=device),
-        click.option("-t", "--threads", type=click.IntRange(1, 512),
-                     help="CPU threads, fixed. Default: as many as other work leaves cores for, at most 16."),
+def load_options(*groups: str, device: str = DEVICE, context: str = CONTEXT, memory: str | None = None) -> Callable[[Callable], Callable]:
+    """Options of LoadOptions for a command, which gets ``target``, ``draft`` and ``options``, a LoadOptions, in their place.
+
+    Args:
+        groups: of _GROUPS, besides files, device, threads, kernels and context.
+        device, context, memory: help of --device, and the defaults of -c and --prefix-memory; without ``memory`` there is no such option.
+    """
+    declared = [
+        option("-m --model target", "Target GGUF. Without it, the embedded pair runs.", type=PATH),
+        option("-md --model-draft --spec-draft-model draft", "Drafter GGUF (dflash, eagle3, gemma4-assistant, or an MTP layer) made for the target. Twice for one that drafts blocks and one that drafts chains.",
+               type=PATH, multiple=True),
+        option("--device -dev", device),
+        option("-t --threads", "CPU threads, fixed. Default: as many as other work leaves cores for, at most 16.", type=click.IntRange(1, 512)),
         KERNELS,
-        click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(0, MOST_CONTEXT),
-                     help=f"Context in tokens; 0 for what the model was trained with. Default: {context}."),
-        *HUB,
+        option("-c --ctx-size n_ctx", f"Context in tokens; 0 for what the model was trained with. Default: {context}.", type=click.IntRange(0, MOST_CONTEXT)),
+        *_HUB,
+        *(one for group in groups for one in _GROUPS[group]),
     ]  # fmt: skip
-
-
-SPLIT = [
-    click.option("-sm", "--split-mode", type=click.Choice(["none", "layer", "row", "tensor"]), hidden=True),
-    click.option("-ts", "--tensor-split", type=Proportions(),
-                 help="How many layers each device of --device gets, in proportion. Default: by free memory; a CPU gets what GPUs have no room for."),
-]  # fmt: skip
-_ROPE_OPTIONS = [
-    click.option("--rope-scaling", type=click.Choice(["none", "linear", "yarn"]),
-                 help="How positions are stretched. Default: as in the model file. --rope-freq-base, --rope-freq-scale, --yarn-orig-ctx, "
-                      "--yarn-ext-factor, --yarn-attn-factor, --yarn-beta-slow and --yarn-beta-fast are taken too."),
-    click.option("--rope-scale", type=click.FloatRange(0, min_open=True), metavar="N", help="Stretch the context to N times its length."),
-    *(click.option(option, f"rope_{name}", type=click.IntRange(0, 1 << 30) if name == "orig_ctx" else click.FloatRange(0), hidden=True)
-      for option, name in _ROPE.items()),
-]  # fmt: skip
-_GRAPHS = [
-    click.option(
-        "--no-graphs", "graphs", is_flag=True, flag_value=False, default=True, help="No CUDA graph replay: shows what it is worth."
-    )
-]
-_EXPERTS = [
-    click.option("-ot", "--override-tensor", multiple=True, hidden=True),
-    click.option("-cmoe", "--cpu-moe", is_flag=True, help="Keep all routed experts in host memory."),
-    click.option("-ncmoe", "--n-cpu-moe", type=click.IntRange(0), metavar="N",
-                 help="Keep the routed experts of the first N layers in host memory."),
-    click.option("--expert-residency", type=Finite(0, 1), metavar="F",
-                 help="Keep the hottest fraction F of each layer's experts on the device."),
-    click.option("--expert-profile", type=click.Path(), help="Routing profile (pyspec experts profile). Default: MODEL.experts.json."),
-    click.option("--offload-prompts", type=OffloadRows(), metavar="ROWS",
-                 help="Chunks of prompts of so many rows or more compute on the device, with copies of the experts or layers that are in host memory; "
-                      "auto: from where that is faster, which is measured. Default: off."),
-]  # fmt: skip
-_DRAFTING = [
-    click.option("--spec-type", metavar="LIST",
-                 help="Drafting methods, separated by commas: draft-dflash, draft-mtp, draft-eagle3, draft-dspark, and one of suffix, ngram-simple, ngram-map-k, ngram-mod; none for plain decoding. "
-                      "Default: what -md names, or else the model's own MTP layer. Of several, the one with most tokens per millisecond drafts each step."),
-    click.option("--no-spec", multiple=True, metavar="TYPE", help="Exclude this drafting method. May be given several times."),
-    click.option("--draft-vocab", type=click.IntRange(64), metavar="N",
-                 help="Draft none but the first N tokens of the vocabulary: the drafter's head takes less time. The text stays the same."),
-    click.option("--draft-width", type=click.IntRange(2, 1024), help="Rows per verified block. Default: chosen while running."),
-]  # fmt: skip
-_CACHES = [CACHE_TYPE_K, CACHE_TYPE_V, _draft_cache_type("k"), _draft_cache_type("v")]
-_PREFIX_FILES = [
-    click.option(
-        "--prefix-cache",
-        type=click.Path(),
-        help="Folder that keeps computed prompts: shared prompt prefixes are reused by later processes.",
-    ),
-    click.option("--prefix-disk", type=click.IntRange(0), metavar="MIB", help="What the folder may take. Default: 8192."),
-]
-
-
-def _prefixes(memory: str) -> list[Callable]:
-    return [
-        click.option("--prefix-memory", "-cram", "--cache-ram", type=click.IntRange(0), metavar="MIB",
-                     help=f"What the prefix cache may take on the device. Default: {memory}."),
-        click.option("-ub", "--ubatch-size", "chunk", type=click.IntRange(1, 4096), default=512, show_default=True,
-                     help="Prompt tokens per pass; prompts are reused in whole passes."),
-    ]  # fmt: skip
-
-
-def opening(command: Callable) -> Callable:
-    """Files, device, threads, kernels and context: for commands that do not generate."""
-    return _with(_files())(command)
-
-
-def opening_split(command: Callable) -> Callable:
-    """The same with a split over several devices."""
-    return _with([*_files(), *SPLIT])(command)
-
-
-def loading(command: Callable) -> Callable:
-    """All of LoadOptions, for commands that answer prompts."""
-    return _with(
-        [
-            *_files(),
-            *LLAMA_CPP,
-            *SPLIT,
-            *_ROPE_OPTIONS,
-            *_GRAPHS,
-            *_EXPERTS,
-            *_DRAFTING,
-            *_CACHES,
-            *_PREFIX_FILES,
-            *_prefixes(PREFIX_MEMORY),
-        ]
-    )(command)
-
-
-def measuring(context: str) -> Callable[[Callable], Callable]:
-    """Without the prefix cache; ``context``: the default of -c."""
-    return _with([*_files(context=context), *LLAMA_CPP, *SPLIT, *_ROPE_OPTIONS, *_GRAPHS, *_EXPERTS, *_DRAFTING, *_CACHES])
-
-
-def planning(device: str, memory: str) -> Callable[[Callable], Callable]:
-    """What decides about memory; help of --device, and the default of --prefix-memory."""
-    return _with([*_files(device), *LLAMA_CPP, *SPLIT, *_EXPERTS, *_DRAFTING, *_CACHES, *_prefixes(memory)])
-
-
-def _with(declared: list[Callable]) -> Callable[[Callable], Callable]:
-    """Gives a command these options; it gets ``target``, ``draft`` and ``options``, a LoadOptions, in their place."""
+    if memory is not None:
+        declared += [
+            option("--prefix-memory -cram --cache-ram", f"What the prefix cache may take on the device. Default: {memory}.", type=click.IntRange(0), metavar="MIB"),
+            option("-ub --ubatch-size chunk", "Prompt tokens per pass; prompts are reused in whole passes.", type=click.IntRange(1, 4096), shown=512),
+        ]  # fmt: skip
 
     def decorate(command: Callable) -> Callable:
         @wraps(command)
         def wrapped(*args: Any, **values: Any) -> Any:
-            files = fetched(values)
-            options = _load_options(values, files[0])
-            return command(*args, target=files[0], draft=files[1], options=options, **values)
+            target, draft = _files(values)
+            options = _load_options(values, target)
+            return command(*args, target=target, draft=draft, options=options, **values)
 
-        for option in reversed(declared):
-            wrapped = option(wrapped)
-        return wrapped
+        return with_options(declared)(wrapped)
 
     return decorate
 
 
+def with_options(declared: Iterable[Callable]) -> Callable[[Callable], Callable]:
+    """Gives a command these options, in this order."""
+
+    def decorate(command: Callable) -> Callable:
+        for one in reversed([*declared]):
+            command = one(command)
+        return command
+
+    return decorate
+
+
+MEASURED = "llama.cpp", "split", "rope", "graphs", "experts", "drafting", "caches"
+loading = load_options(*MEASURED, "prefix files", memory=PREFIX_MEMORY)  # all of them, for commands that answer prompts
+
+
+def _files(values: dict[str, Any]) -> tuple[str | None, Any]:
+    """Takes the files out of ``values``: the target and its drafters, fetched where they are named by repository."""
+    target, draft, hf_repo, hf_file, hf_repo_draft = (
+        values.pop(name) for name in ("target", "draft", "hf_repo", "hf_file", "hf_repo_draft")
+    )
+    for name, files in (("-m", (target,)), ("-md", draft)):
+        if "" in files:
+            raise click.UsageError(f"the name that {name} gives is empty; name a GGUF file")
+    draft = None if not draft else draft[0] if len(draft) == 1 else draft
+    for name, repo, file in (("-hf", hf_repo, target), ("-hfd", hf_repo_draft, draft)):
+        if repo is not None and file is not None:
+            raise click.UsageError(f"{name} {repo} and {'-m' if name == '-hf' else '-md'} {file} both name a model; give one of them")
+    if hf_file is not None and hf_repo is None:
+        raise click.UsageError("-hff names a file of a repository, so it needs -hf")
+    if hf_repo is not None or hf_repo_draft is not None:
+        from ..hub import fetch
+
+        with progress_line() as progress:
+            target = target if hf_repo is None else fetch(hf_repo, file=hf_file, progress=progress)
+            draft = draft if hf_repo_draft is None else fetch(hf_repo_draft, drafter=True, progress=progress)
+    return target, draft
+
+
 def _load_options(values: dict[str, Any], target: str | None) -> LoadOptions:
     """Takes the options of loading out of ``values``."""
-    translated(values, target)
+    if "gpu_layers" in values:
+        _translate(values, target)
     _check_split(values)
     taken: dict[str, Any] = {}
     if "spec_type" in values:
@@ -234,6 +284,43 @@ def _load_options(values: dict[str, Any], target: str | None) -> LoadOptions:
     return LoadOptions(**taken)
 
 
+def _translate(values: dict[str, Any], target: str | None) -> None:
+    """-ngl, -ngld, -fa and --spec-draft-n-max become ``device``, ``tensor_split`` and ``draft_width``."""
+    gpu_layers, draft_gpu_layers, flash_attn, n_max = (
+        values.pop(name) for name in ("gpu_layers", "draft_gpu_layers", "flash_attn", "n_max")
+    )
+    if flash_attn == "off":
+        raise click.UsageError("attention is always flash attention; leave out -fa off")
+    if n_max is not None:
+        if (width := values["draft_width"]) not in (None, n_max + 1):
+            both = f"--spec-draft-n-max {n_max} and --draft-width {width}"
+            raise click.UsageError(f"{both} contradict each other: the width includes the last token")
+        values["draft_width"] = width or AtMost(n_max + 1)
+    if gpu_layers == 0:
+        if values["device"] not in (None, "CPU"):
+            raise click.UsageError(f"-ngl 0 and --device {values['device']} contradict each other")
+        values["device"] = "CPU"
+    elif gpu_layers is not None:
+        _place_layers(gpu_layers, values, target)
+    if draft_gpu_layers == 0 and values["device"] != "CPU":
+        raise click.UsageError(
+            "-ngld 0 would put the drafter on another device than the target; leave it out, or use --device CPU for both"
+        )
+
+
+def _place_layers(requested: int, values: dict[str, Any], target: str | None) -> None:
+    """Layers for the CPU if fewer than all are offloaded: the first ones, as in llama.cpp, which counts the head as a layer."""
+    with GGUFFile(target if target is not None else DEMO_TARGET) as file:
+        there = file.get(f"{file.get('general.architecture', str)}.block_count", int, 0)
+    on_cpu, found = there + 1 - requested, pick_devices(values["device"])
+    if on_cpu <= 0 or all(device.kind == "cpu" for device in found):
+        return
+    if len(found) > 1 or values.get("tensor_split") is not None or on_cpu >= there:
+        raise PyspecError(f"-ngl {requested} would leave {on_cpu} of {there} layers in host memory; with several devices give the CPU's share: "
+                          "--device CPU,GPU --tensor-split")  # fmt: skip
+    values["device"], values["tensor_split"] = f"CPU,{found[0].name}", [on_cpu, there - on_cpu]
+
+
 def _spec(given: str | None, excluded: tuple[str, ...]) -> list[str] | None:
     names = None if given is None else [name.strip() for name in given.split(",") if name.strip()]
     if names == []:
@@ -246,26 +333,26 @@ def _spec(given: str | None, excluded: tuple[str, ...]) -> list[str] | None:
 
 
 def _check_split(values: dict[str, Any]) -> None:
-    mode = values.pop("split_mode", None)
+    mode, device = values.pop("split_mode", None), values["device"]
     if mode in ("row", "tensor"):
         raise click.UsageError(
             f"-sm {mode} would split each product over the devices; here whole layers are on one device each: leave it out"
         )
-    if mode == "none" and "," in (values["device"] or ""):
-        raise click.UsageError(f"-sm none and --device {values['device']} contradict each other")
+    if mode == "none" and "," in (device or ""):
+        raise click.UsageError(f"-sm none and --device {device} contradict each other")
 
 
 def _experts(values: dict[str, Any], target: str | None) -> ExpertOptions | None:
     names = "cpu_moe", "n_cpu_moe", "expert_residency", "expert_profile", "override_tensor"
-    all_of_them, first, residency, profile, overrides = (values.pop(name) for name in names)
+    every, first, residency, profile, overrides = (values.pop(name) for name in names)
     layers = _overridden(overrides, target) if overrides else ()
     if profile is not None and residency is None:
         raise click.UsageError("--expert-profile selects the hot experts, so it needs --expert-residency")
-    if all_of_them and (first is not None or residency is not None):
+    if every and (first is not None or residency is not None):
         raise click.UsageError("--cpu-moe keeps all experts in host memory; leave out --n-cpu-moe and --expert-residency")
-    if not (all_of_them or first is not None or residency is not None or layers):
+    if not (every or first is not None or residency is not None or layers):
         return None
-    return ExpertOptions(-1 if all_of_them else first or 0, residency, Path(profile) if profile is not None else None, layers=layers)
+    return ExpertOptions(-1 if every else first or 0, residency, Path(profile) if profile is not None else None, layers=layers)
 
 
 def _overridden(given: tuple[str, ...], target: str | None) -> tuple[int, ...]:
@@ -286,15 +373,14 @@ def _rope(values: dict[str, Any]) -> RopeOptions | None:
         if not 1e-9 <= scale <= 1e9:  # NaN is not
             raise click.UsageError(f"--rope-scale is {scale:g}, but it has to be a number from 1e-09 to 1e+09")
         given["freq_scale"] = 1.0 / scale
+    named = {name: names for names, name in _ROPE.items()} | ({"freq_scale": "--rope-scale"} if scale is not None else {})
     if scaling == "none" and given.get("freq_scale", 1.0) not in (0, 1):
-        which = "--rope-scale" if scale is not None else "--rope-freq-scale"
-        raise click.UsageError(f"--rope-scaling none stretches nothing, so {which} would do nothing; leave one of them out")
+        raise click.UsageError(f"--rope-scaling none stretches nothing, so {named['freq_scale']} would do nothing; leave one of them out")
     if scaling is None and not given:
         return None
     try:
         return RopeOptions(scaling, **given)
     except PyspecError as error:
-        named = {name: option for option, name in _ROPE.items()} | ({"freq_scale": "--rope-scale"} if scale is not None else {})
         raise click.UsageError(re.sub(r"`(\w+)`", lambda match: named[match[1]], str(error))) from None
 
 
@@ -302,22 +388,49 @@ def check_prefix(options: LoadOptions, memory: bool = True) -> None:
     """Refuses limits of a prefix cache that there is not; ``memory``: whether prefixes are kept in memory without a folder."""
     for name in ("prefix_disk",) if memory else ("prefix_disk", "prefix_memory"):
         if options.prefix_cache is None and getattr(options, name):
-            raise click.UsageError(
-                f"--{name.replace('_', '-')} is a limit of the prefix cache, and without --prefix-cache there is none here"
-            )
+            limit = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{limit} is a limit of the prefix cache, and without --prefix-cache there is none here")
 
 
-UNLIMITED = 1 << 30  # tokens; more than any context holds
+# -- options and texts that several commands take
 
 
-class TokenLimit(click.IntRange):
-    """How many tokens to generate; llama.cpp's -1 and -2 set no limit but the context."""
+def synthetic_options(shown: bool) -> list[Callable]:
+    """Synthetic acceptance, in help only if ``shown``."""
+    texts = [
+        "Accept L tokens per full block on average, at random. The text is not valid.",
+        "Accept the draft of each position in this share of the blocks, at random, instead.",
+    ]
+    of_mean, of_rates = texts if shown else (None, None)
+    return [
+        option("--synthetic-acceptance --spec-synth-len synthetic", of_mean, type=float),
+        option("--spec-synth-rates rates", of_rates, type=Rates(), default=()),
+    ]
 
-    def convert(self, value, param, ctx):
-        return UNLIMITED if value in ("-1", "-2") else super().convert(value, param, ctx)
 
-    def _describe_range(self) -> str:
-        return f"-1 or {super()._describe_range()}"
+def check_synthetic(synthetic: float | None, rates: tuple[float, ...]) -> None:
+    if rates and synthetic is not None:
+        raise click.UsageError("--synthetic-acceptance and --spec-synth-rates both say how many drafts are accepted; give one of them")
+
+
+TEMPLATE = [  # of conversations
+    option("--chat-template-file template_file", "File with the template.", type=PATH),
+    option("--chat-template-kwargs variables", "Further names that the template knows, as a JSON object.", metavar="JSON"),
+]
+
+
+def template_variables(text: str | None) -> dict[str, Any]:
+    """The value of --chat-template-kwargs."""
+    if text is None:
+        return {}
+    why = ""
+    try:
+        given = json.loads(argument_text(text))
+    except (ValueError, RecursionError) as error:
+        given, why = None, f" ({error})"
+    if not isinstance(given, dict):
+        raise PyspecError(f'--chat-template-kwargs {brief(text)} is no JSON object{why}; give one like {{"reasoning_effort": "low"}}')
+    return given
 
 
 def argument_text(given: str) -> str:
@@ -327,15 +440,21 @@ def argument_text(given: str) -> str:
 
 def text_of(name: str, given: str | None, path: str | None) -> str | None:
     """The text of an option that can also be named as a file."""
-    option = "--" + name.replace("_", "-")
     if given is not None and path is not None:
-        raise click.UsageError(f"give {option} or {option}-file, not both")
+        names = f"--{name.replace('_', '-')}"
+        raise click.UsageError(f"give {names} or {names}-file, not both")
     if path is None:
         return given if given is None else argument_text(given)
+    return file_text(path, "file", None)
+
+
+def file_text(path: str, what: str, newline: str | None = "") -> str:
+    """The text of a file; ``newline``: as of ``open``. Raises PyspecError: it cannot be read."""
     try:
-        return Path(path).read_text("utf-8", "replace")
+        with open(path, encoding="utf-8", errors="replace", newline=newline) as file:
+            return file.read()
     except OSError as error:
-        raise PyspecError(f"the file {path} cannot be read: {error.strerror}") from None
+        raise PyspecError(f"the {what} {path} cannot be read: {error.strerror}") from None
 
 
 escape_option = click.option(
@@ -346,8 +465,4 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 
 def unescaped(text: str) -> str:
     """``text`` with llama.cpp's escapes as what they stand for; others stay as they are."""
-
-    def one(match: re.Match) -> str:
-        return _ESCAPES[match[1]] if match[1] in _ESCAPES else chr(int(match[2], 16))
-
-    return re.sub(r"\\([nrt'\"\\]|x([0-9A-Fa-f]{2}))", one, text)
+    return re.sub(r"\\([nrt'\"\\]|x([0-9A-Fa-f]{2}))", lambda match: _ESCAPES.get(match[1]) or chr(int(match[2], 16)), text)

@@ -41,14 +41,9 @@ def configuration_line(e: Configuration, mode: str | None, sampling: str = "gree
     if "recurrent" in m:
         parts.append(f"state {size(m['recurrent'])}")
     parts.append(f"compute {size(m['compute'])}")
-    line = f"configuration: {e.target} on {where} | {draft} | {sampling} | {_context(e)} | {', '.join(parts)}"
+    context = f" {e.context}" if e.context.startswith("of ") else f" ({e.context})" if e.context else ""  # "20480 of 131072: memory"
+    line = f"configuration: {e.target} on {where} | {draft} | {sampling} | context {e.n_ctx}{context} | {', '.join(parts)}"
     return "\n".join([line, *(f"note: {in_options(note)}" for note in (*e.notes, *notes))])
-
-
-def _context(e: Configuration) -> str:
-    """The context, and where its length comes from."""
-    inside = e.context.startswith("of ")  # "20480 of 131072: memory"
-    return f"context {e.n_ctx}" + (f" {e.context}" if inside else f" ({e.context})" if e.context else "")
 
 
 def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
@@ -67,12 +62,14 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
         lines.append(f"{plain}{how} {s.tokens_per_second:.1f} tok/s{gain}")
         lines.append(f"{s.emitted} tokens in {s.steps} steps: {s.tokens_per_step:.2f} per step, {1000 * decode / s.steps:.2f} ms per step")
     if s.drafted:
-        lines.append(f"accepted {s.matched} of {s.drafted} drafts ({100 * s.acceptance:.1f} %), by position: {_positions(s)}")
-        lines.append(f"tokens per step: {_histogram(s)}")
+        positions = " ".join(f"{100 * p:.0f}" for p in s.matched_per_position)
+        lines.append(f"accepted {s.matched} of {s.drafted} drafts ({100 * s.acceptance:.1f} %), by position: {positions} %")
+        most, widest = max(s.block_sizes.values()), max(s.width, *s.block_sizes)
+        bars = "".join(_BAR[round(8 * s.block_sizes.get(n, 0) / most)] for n in range(1, widest + 1))
+        lines.append(f"tokens per step: 1 |{bars}| {widest}")
     if len(s.drafters) > 1 or s.drafters.keys() - {*MODELS}:
-        lines.append(
-            "drafts by " + ", ".join(f"{method}: {right} of {n} in {steps} steps" for method, (steps, n, right) in s.drafters.items())
-        )
+        by_method = [f"{method}: {right} of {n} in {steps} steps" for method, (steps, n, right) in s.drafters.items()]
+        lines.append(f"drafts by {', '.join(by_method)}")
     if s.forced:
         lines.append(f"forced by the constraint: {s.forced} of the drafts, {s.forced_matched} accepted")
     if s.width_reason and s.widths:
@@ -91,20 +88,14 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     if s.cuda_graphs:
         lines.append(_replays(s, s.cuda_graphs))
     if s.expert_hit_rate is not None and (e := s.experts) is not None:
-        lines.append(
-            f"experts: {100 * s.expert_hit_rate:.1f} % of {e['chosen']} choices were on the device, in layers with experts in host memory; "
-            f"the host computed the others for {e['host_us'] / 1e6:.2f} s"
-        )
+        choices = f"{100 * s.expert_hit_rate:.1f} % of {e['chosen']} choices were on the device, in layers with experts in host memory"
+        lines.append(f"experts: {choices}; the host computed the others for {e['host_us'] / 1e6:.2f} s")
     ahead = f", {s.graphs_built_ahead} announced" if s.graphs_built_ahead else ""
-    lines.append(
-        f"graphs: {s.computes} computed, {s.graphs_built} built ({s.graphs_built_after_warmup} after warm-up{ahead}), "
-        f"{s.buffer_growths} buffers allocated ({s.buffer_growths_after_warmup} after warm-up)"
-    )
+    built = f"{s.computes} computed, {s.graphs_built} built ({s.graphs_built_after_warmup} after warm-up{ahead})"
+    lines.append(f"graphs: {built}, {s.buffer_growths} buffers allocated ({s.buffer_growths_after_warmup} after warm-up)")
     reused = f", {s.reused_tokens} of them from the prefix cache" if s.reused_tokens else ""
-    lines.append(
-        f"load {s.seconds['load']:.2f} s, prefill {s.seconds['prefill']:.2f} s ({s.prompt_tokens} tokens{reused}), decode {decode:.2f} s; "
-        f"ended by: {ended(s)}"
-    )
+    prefill = f"prefill {s.seconds['prefill']:.2f} s ({s.prompt_tokens} tokens{reused})"
+    lines.append(f"load {s.seconds['load']:.2f} s, {prefill}, decode {decode:.2f} s; ended by: {ended(s)}")
     lines += [f"note: {note}" for note in s.notes]
     return "\n".join(lines)
 
@@ -145,13 +136,3 @@ def answer_line(s: Stats) -> str:
     drafts = f", {s.matched} of {s.drafted} drafts accepted" if s.drafted else ""
     reused = f", {s.reused_tokens} in the caches" if s.reused_tokens else ""
     return f"[{s.emitted} tokens, {s.tokens_per_second:.1f} tok/s{drafts}; prompt {s.prompt_tokens} tokens{reused}; ended by: {ended(s)}]"
-
-
-def _positions(s: Stats) -> str:
-    return " ".join(f"{100 * p:.0f}" for p in s.matched_per_position) + " %"
-
-
-def _histogram(s: Stats) -> str:
-    most, widest = max(s.block_sizes.values()), max(s.width, *s.block_sizes)
-    bars = "".join(_BAR[round(8 * s.block_sizes.get(n, 0) / most)] for n in range(1, widest + 1))
-    return f"1 |{bars}| {widest}"

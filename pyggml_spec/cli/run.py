@@ -4,7 +4,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,9 @@ from ..files import replacing
 from ..load_options import LoadOptions
 from ..speculation.calibrate import Waiting
 from ..speculation.ngram import LOOKUPS
-from .help import GroupedCommand
+from .help import PATH, GroupedCommand, flag, option
 from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
-from .options import TokenLimit, argument_text, check_prefix, escape_option, loading, unescaped
+from .options import LIMIT, TokenLimit, argument_text, check_prefix, escape_option, file_text, loading, unescaped
 from .report import configuration_line, footer
 from .sampling import sampling_options, take_sampling
 from .tables import json_line
@@ -31,31 +30,26 @@ PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15
 
 @click.command("run", cls=GroupedCommand, words="the prompt is given with -p")
 @loading
-@click.option("-p", "--prompt", help="Prompt text.")
-@click.option("-f", "--file", "prompt_file", type=click.Path(), help="File with the prompt text.")
-@click.option(
-    "-n",
-    "--predict",
-    "--n-predict",
-    "max_tokens",
+@option("-p --prompt", "Prompt text.")
+@option("-f --file prompt_file", "File with the prompt text.", type=PATH)
+@option(
+    LIMIT,
+    "Tokens to generate; -1 for no limit but the context. Default: until the end token; 256 for the embedded pair.",
     type=TokenLimit(0),
-    help="Tokens to generate; -1 for no limit but the context. Default: until the end token; 256 for the embedded pair.",
 )
 @sampling_options
-@click.option(
-    "--logprobs", "logprobs_file", type=click.Path(), help="Write the model's log probability of every token, one JSON object per line."
-)
-@click.option("--n-probs", type=click.IntRange(0, 1024), help="How many most likely tokens --logprobs adds to each. Default: 5")
-@click.option("--mode", type=click.Choice(["speculative", "plain", "reference"]), help="Default: speculative if anything drafts.")
-@click.option("--reference-shape", "reference", is_flag=True, help="Same as --mode reference: plain decoding on the W-wide graph.")
-@click.option("--require-spec", is_flag=True, help="Exit with 3 unless drafts were verified.")
-@click.option("--stop", multiple=True, help="Text that ends the generation; may be given several times.")
-@click.option("--ignore-eos", is_flag=True, help="Go on after the end token.")
+@option("--logprobs logprobs_file", "Write the model's log probability of every token, one JSON object per line.", type=PATH)
+@option("--n-probs", "How many most likely tokens --logprobs adds to each. Default: 5", type=click.IntRange(0, 1024))
+@option("--mode", "Default: speculative if anything drafts.", type=click.Choice(["speculative", "plain", "reference"]))
+@flag("--reference-shape reference", "Same as --mode reference: plain decoding on the W-wide graph.")
+@flag("--require-spec", "Exit with 3 unless drafts were verified.")
+@option("--stop", "Text that ends the generation; may be given several times.", multiple=True)
+@flag("--ignore-eos", "Go on after the end token.")
 @escape_option
-@click.option("-no-cnv", "--no-conversation", "raw", is_flag=True, help="The prompt is meant as raw text: no note about `pyspec chat`.")
-@click.option("--special", "-sp", is_flag=True, help="Recognise control tokens in the prompt text.")
-@click.option("--stats", "stats_file", type=click.Path(), help="Write the statistics as one JSON object.")
-@click.option("-q", "--quiet", is_flag=True, help="No configuration line and no footer.")
+@flag("-no-cnv --no-conversation raw", "The prompt is meant as raw text: no note about `pyspec chat`.")
+@flag("--special -sp", "Recognise control tokens in the prompt text.")
+@option("--stats stats_file", "Write the statistics as one JSON object.", type=PATH)
+@flag("-q --quiet", "No configuration line and no footer.")
 def command(target, draft, options, prompt, prompt_file, max_tokens, mode, reference, require_spec, stop, ignore_eos,
             special, escaped, raw, stats_file, logprobs_file, n_probs, quiet, **more):  # fmt: skip
     """Generates text. The text goes to stdout; everything else goes to stderr.
@@ -64,8 +58,17 @@ def command(target, draft, options, prompt, prompt_file, max_tokens, mode, refer
     what the model file recommends, or llama.cpp's defaults: temperature 0.8, top-k 40, top-p 0.95, min-p 0.05.
     """
     wanted = take_sampling(more, logprobs=None if logprobs_file is None else 5 if n_probs is None else n_probs)
-    _check(wanted, options.spec, mode, reference, ignore_eos, n_probs if logprobs_file is None else None)
-    _check_outputs(stop, stats_file, logprobs_file)
+    if reference and mode not in (None, "reference"):
+        raise click.UsageError(f"--reference-shape is --mode reference, so --mode {mode} contradicts it; give one of them")
+    if mode == "speculative" and options.spec == ["none"]:
+        raise click.UsageError("--mode speculative needs drafts, and --spec-type none takes them away; leave one of them out")
+    if ignore_eos and wanted.constrained:
+        raise click.UsageError("--ignore-eos would go on after the end of what the text has to match; leave one of them out")
+    if n_probs is not None and logprobs_file is None:
+        raise click.UsageError(f"--n-probs {n_probs} limits what --logprobs writes; give a file with --logprobs")
+    if "" in stop:
+        raise click.UsageError("--stop is empty, and an empty text ends nothing; give a text, or leave it out")
+    _check_outputs(stats_file, logprobs_file)
     check_prefix(options, memory=False)
     if options.prefix_cache is None:
         options = replace(options, prefix_memory=0)  # nothing is kept in memory for a single request
@@ -108,33 +111,15 @@ def has_template(file) -> bool:
     return any(key.startswith("tokenizer.chat_template") for key in file.metadata)
 
 
-def _check(wanted, spec: Sequence[str] | None, mode: str | None, reference: bool, ignore_eos: bool, lost_probs: int | None) -> None:
-    """Refuses options that contradict each other, before a model is loaded."""
-    if reference and mode not in (None, "reference"):
-        raise click.UsageError(f"--reference-shape is --mode reference, so --mode {mode} contradicts it; give one of them")
-    if mode == "speculative" and spec == ["none"]:
-        raise click.UsageError("--mode speculative needs drafts, and --spec-type none takes them away; leave one of them out")
-    if ignore_eos and wanted.constrained:
-        raise click.UsageError("--ignore-eos would go on after the end of what the text has to match; leave one of them out")
-    if lost_probs is not None:
-        raise click.UsageError(f"--n-probs {lost_probs} limits what --logprobs writes; give a file with --logprobs")
-
-
-def _check_outputs(stop: tuple[str, ...], stats_file: str | None, logprobs_file: str | None) -> None:
-    """Refuses, before a model is loaded, what would end nothing, and files that could not be written when the text is out."""
-    if "" in stop:
-        raise click.UsageError("--stop is empty, and an empty text ends nothing; give a text, or leave it out")
-    files = {"statistics": stats_file, "log probabilities": logprobs_file}
-    for what, path in files.items():
+def _check_outputs(stats_file: str | None, logprobs_file: str | None) -> None:
+    """Refuses, before a model is loaded, files that could not be written when the text is out."""
+    for what, path in (("statistics", stats_file), ("log probabilities", logprobs_file)):
         if path is not None:
             check_place(Path(path), what)
-    if stats_file is not None and logprobs_file is not None and _same_file(Path(stats_file), Path(logprobs_file)):
+    files = {os.path.realpath(path) for path in (stats_file, logprobs_file) if path is not None}
+    if stats_file and logprobs_file and len(files) == 1 and all(os.path.isfile(path) or not os.path.exists(path) for path in files):
+        # devices and pipes take both in turn
         raise click.UsageError(f"--stats and --logprobs both name {stats_file}, and one would replace the other; name two files")
-
-
-def _same_file(a: Path, b: Path) -> bool:
-    """Whether both name one regular file; devices and pipes take both outputs in turn."""
-    return os.path.realpath(a) == os.path.realpath(b) and (a.is_file() or not a.exists())
 
 
 def _why_no_draft(session, stats, options: LoadOptions) -> str:
@@ -161,10 +146,7 @@ def _prompt(prompt: str | None, prompt_file: str | None, embedded: bool) -> str:
     if prompt is not None:
         return argument_text(prompt)
     if prompt_file is not None:
-        try:
-            return Path(prompt_file).read_bytes().decode("utf-8", "replace")
-        except OSError as error:
-            raise PyspecError(f"the prompt file {prompt_file} cannot be read: {error.strerror}") from None
+        return file_text(prompt_file, "prompt file")
     if sys.stdin is not None and not sys.stdin.isatty() and (piped := sys.stdin.buffer.read()):
         return piped.decode("utf-8", "replace")
     if embedded:
@@ -191,7 +173,7 @@ def _stream(session, text, max_tokens, interrupt, stats_file, logprobs_file, opt
             out.write("\n")
     finally:  # also after an error: the statistics up to it
         failed = write_stats(stats_file, stats)
-        failed = _write("log probabilities", logprobs_file, "".join(probabilities)) or failed
+        failed = _written("log probabilities", logprobs_file, "".join(probabilities)) or failed
     return stats, failed
 
 
@@ -204,10 +186,10 @@ def _probability(tokenizer, p) -> dict:
 
 def write_stats(path: str | None, stats) -> PyspecError | None:
     """Writes the statistics file, if one is named. Returns the error instead of raising it: the text counts more."""
-    return _write("statistics", path, json_line(stats.as_dict(), indent=1) + "\n")
+    return _written("statistics", path, json_line(stats.as_dict(), indent=1) + "\n")
 
 
-def _write(what: str, path: str | None, text: str) -> PyspecError | None:
+def _written(what: str, path: str | None, text: str) -> PyspecError | None:
     try:
         if path is not None:
             write_atomically(Path(path), text, what)
@@ -220,11 +202,8 @@ _DESCRIPTOR = re.compile(r"/dev/(?P<name>stdout|stderr)|(?:/dev/fd|/proc/self/fd
 
 
 def check_place(path: Path, what: str) -> None:
-    """Whether a file can be there, as far as that can be known before it is written: an hour of computing should not end with this sentence.
-
-    Raises:
-        PyspecError: it cannot.
-    """
+    """Whether a file can be there, as far as that can be known before it is written: an hour of computing should not end with this
+    sentence. Raises PyspecError: it cannot."""
     folder = os.path.dirname(path) or "."
     if os.path.isdir(path):
         why = "that is a folder; name a file"

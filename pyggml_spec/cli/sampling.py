@@ -7,52 +7,36 @@ from dataclasses import dataclass, fields
 import click
 
 from ..errors import SamplingError
+from .help import PATH, flag, option
 from .names import in_options
-from .options import text_of
+from .options import text_of, with_options
 
 _SAMPLING = [
-    click.option("--temp", "--temperature", "temperature", type=float, help="Temperature; 0 takes the most likely token."),
-    click.option("--top-k", type=int, help="Keep the k most likely tokens; 0 for all."),
-    click.option("--top-p", type=float, help="Keep the most likely tokens up to this total probability; 1 for all."),
-    click.option("--min-p", type=float, help="Keep tokens at least this likely relative to the most likely one; 0 for all."),
-    click.option("--typical", "--typical-p", "typical_p", type=float, help="Keep locally typical tokens; 1 for all."),
-    click.option("--samplers", help="Order of the samplers, separated by ;. Default: penalties; top_k; typ_p; top_p; min_p; temperature"),
-    click.option(
-        "-s", "--seed", type=click.IntRange(-1, (1 << 32) - 1), help="Random seed. Default, or -1: a random one, shown in the footer."
-    ),
-    click.option("--repeat-penalty", type=float, help="Divides positive logits of recent tokens, multiplies negative ones; 1 for none."),
-    click.option("--repeat-last-n", type=int, help="Number of recent tokens, prompt included. Default: 64"),
-    click.option("--presence-penalty", type=float, help="Subtracted from the logits of recent tokens, once."),
-    click.option("--frequency-penalty", type=float, help="Subtracted from the logits of recent tokens, per occurrence."),
-    click.option(
-        "-l", "--logit-bias", multiple=True, metavar="ID(+/-)BIAS", help="Added to the logit of a token, as in 15043-1.5 or 15043-inf."
-    ),
+    option("--temp --temperature temperature", "Temperature; 0 takes the most likely token.", type=float),
+    option("--top-k", "Keep the k most likely tokens; 0 for all.", type=int),
+    option("--top-p", "Keep the most likely tokens up to this total probability; 1 for all.", type=float),
+    option("--min-p", "Keep tokens at least this likely relative to the most likely one; 0 for all.", type=float),
+    option("--typical --typical-p typical_p", "Keep locally typical tokens; 1 for all.", type=float),
+    option("--samplers", "Order of the samplers, separated by ;. Default: penalties; top_k; typ_p; top_p; min_p; temperature"),
+    option("-s --seed", "Random seed. Default, or -1: a random one, shown in the footer.", type=click.IntRange(-1, (1 << 32) - 1)),
+    option("--repeat-penalty", "Divides positive logits of recent tokens, multiplies negative ones; 1 for none.", type=float),
+    option("--repeat-last-n", "Number of recent tokens, prompt included. Default: 64", type=int),
+    option("--presence-penalty", "Subtracted from the logits of recent tokens, once.", type=float),
+    option("--frequency-penalty", "Subtracted from the logits of recent tokens, per occurrence.", type=float),
+    option("-l --logit-bias", "Added to the logit of a token, as in 15043-1.5 or 15043-inf.", multiple=True, metavar="ID(+/-)BIAS"),
 ]
 _CONSTRAINTS = [
-    click.option("--grammar", help="GBNF grammar that the text has to match."),
-    click.option("--grammar-file", type=click.Path(), help="File with the grammar."),
-    click.option("-j", "--json-schema", help='JSON schema that the text has to match, as in \'{"type": "object"}\'.'),
-    click.option("-jf", "--json-schema-file", type=click.Path(), help="File with the schema."),
-    click.option(
-        "--additional-properties", is_flag=True, default=None, help="Objects of the schema allow undescribed keys, unless they forbid them."
-    ),
-    click.option("--regex", help="Regular expression for the whole text, as in '[0-9]{4}-[0-9]{2}'."),
-    click.option("--lark-file", type=click.Path(), help="File with a grammar in llguidance's variant of Lark."),
+    option("--grammar", "GBNF grammar that the text has to match."),
+    option("--grammar-file", "File with the grammar.", type=PATH),
+    option("-j --json-schema", 'JSON schema that the text has to match, as in \'{"type": "object"}\'.'),
+    option("-jf --json-schema-file", "File with the schema.", type=PATH),
+    flag("--additional-properties", "Objects of the schema allow undescribed keys, unless they forbid them.", default=None),
+    option("--regex", "Regular expression for the whole text, as in '[0-9]{4}-[0-9]{2}'."),
+    option("--lark-file", "File with a grammar in llguidance's variant of Lark.", type=PATH),
 ]
 
-
-def sampler_options(command):
-    """Adds the sampler chain, seed and bias; `take_sampling` collects the values."""
-    for option in reversed(_SAMPLING):
-        command = option(command)
-    return command
-
-
-def sampling_options(command):
-    """The same with grammar and schema."""
-    for option in reversed(_CONSTRAINTS):
-        command = option(command)
-    return sampler_options(command)
+sampler_options = with_options(_SAMPLING)  # the sampler chain, seed and bias; `take_sampling` collects the values
+sampling_options = with_options([*_SAMPLING, *_CONSTRAINTS])  # the same with grammar and schema
 
 
 @dataclass(frozen=True)

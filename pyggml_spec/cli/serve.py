@@ -1,110 +1,83 @@
 """pyspec serve"""
 
-import json
 import os
 import ssl
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ..errors import PyspecError
-from .bench import Rates
-from .help import GroupedCommand
+from .help import PATH, GroupedCommand, flag, option
 from .names import in_options
-from .options import Finite, TokenLimit, check_prefix, loading, text_of
+from .options import (
+    LIMIT,
+    TEMPLATE,
+    Finite,
+    TokenLimit,
+    check_prefix,
+    check_synthetic,
+    loading,
+    synthetic_options,
+    template_variables,
+    text_of,
+    with_options,
+)  # fmt: skip
 from .report import configuration_line
 from .sampling import sampler_options, take_sampling
 from .terminal import progress_line, say
 
-_KEY = "Key that requests have to bring; several with commas between them."
-
 
 @click.command("serve", cls=GroupedCommand, words="prompts come over HTTP")
 @loading
-@click.option(
-    "-np", "--parallel", "--slots", "slots", type=click.IntRange(1, 64), default=8, show_default=True, help="Requests that run at once."
-)
-@click.option(
+@option("-np --parallel --slots slots", "Requests that run at once.", type=click.IntRange(1, 64), shown=8)
+@option(
     "--host",
-    default="127.0.0.1",
-    show_default=True,
-    help="Address to listen at, or the path of a unix socket that ends with .sock; several with commas between them.",
+    "Address to listen at, or the path of a unix socket that ends with .sock; several with commas between them.",
+    shown="127.0.0.1",
 )
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
-@click.option("--api-key", multiple=True, help=_KEY)
-@click.option("--api-key-file", type=click.Path(), help="File with keys, one per line; SIGHUP reads it anew.")
-@click.option(
-    "--queue",
-    "queue_requests",
+@option("--port", "0 takes a free one.", type=click.IntRange(0, 65535), shown=8080)
+@option("--api-key", "Key that requests have to bring; several with commas between them.", multiple=True)
+@option("--api-key-file", "File with keys, one per line; SIGHUP reads it anew.", type=PATH)
+@option(
+    "--queue queue_requests",
+    "Requests that may wait; further ones get 429. 0: none waits for a slot. Default: 4 per slot.",
     type=click.IntRange(0),
-    help="Requests that may wait; further ones get 429. 0: none waits for a slot. Default: 4 per slot.",
 )
-@click.option("--queue-tokens", type=click.IntRange(1), help="Tokens of prompts that may wait. Default: no limit.")
-@click.option("--queue-timeout", "queue_seconds", type=Finite(0.01), help="Seconds that a request may wait. Default: no limit.")
-@click.option("--drain", type=Finite(0), default=30.0, show_default=True, help="Seconds for running requests when the server is ended.")
-@click.option("--max-body", type=click.IntRange(1), default=8, show_default=True, metavar="MIB", help="Largest request body.")
-@click.option("-a", "--alias", help="Name of the model; several with commas between them. Default: the file's.")
-@click.option("--tags", help="Tags of the model in the list of models, with commas between them.")
-@click.option(
-    "-n",
-    "--predict",
-    "--n-predict",
-    "max_tokens",
-    type=TokenLimit(0),
-    help="Tokens per answer if a request sets no limit. Default: no limit but the context.",
-)
-@click.option("--chat-template", "template", help="Chat template instead of the model file's: Jinja text, or chatml, command-r or llama3.")
-@click.option("--chat-template-file", "template_file", type=click.Path(), help="File with the template.")
-@click.option("--chat-template-kwargs", "variables", metavar="JSON", help="Further names that the template knows, as a JSON object.")
-@click.option(
-    "--reasoning", "-rea", type=click.Choice(["on", "off", "auto"]), default="auto", help="Thinking mode, where the template has one."
-)
-@click.option(
-    "--reasoning-format", type=click.Choice(["auto", "deepseek", "none"]), default="auto", help="none leaves reasoning in the content."
-)
-@click.option(
-    "--cors-origins", default="localhost", show_default=True, help="Pages whose scripts may ask: *, localhost, or a list of origins."
-)
-@click.option(
+@option("--queue-tokens", "Tokens of prompts that may wait. Default: no limit.", type=click.IntRange(1))
+@option("--queue-timeout queue_seconds", "Seconds that a request may wait. Default: no limit.", type=Finite(0.01))
+@option("--drain", "Seconds for running requests when the server is ended.", type=Finite(0), shown=30.0)
+@option("--max-body", "Largest request body.", type=click.IntRange(1), shown=8, metavar="MIB")
+@option("-a --alias", "Name of the model; several with commas between them. Default: the file's.")
+@option("--tags", "Tags of the model in the list of models, with commas between them.")
+@option(LIMIT, "Tokens per answer if a request sets no limit. Default: no limit but the context.", type=TokenLimit(0))
+@option("--chat-template template", "Chat template instead of the model file's: Jinja text, or chatml, command-r or llama3.")
+@with_options(TEMPLATE)
+@option("--reasoning -rea", "Thinking mode, where the template has one.", type=click.Choice(["on", "off", "auto"]), default="auto")
+@option("--reasoning-format", "none leaves reasoning in the content.", type=click.Choice(["auto", "deepseek", "none"]), default="auto")
+@option("--cors-origins origins", "Pages whose scripts may ask: *, localhost, or a list of origins.", shown="localhost")
+@option(
     "--allowed-hosts",
+    "Further host names that requests may use, besides localhost and the addresses it listens at: a list, *.name for all below a name, or *.",
     default="",
-    help="Further host names that requests may use, besides localhost and the addresses it listens at: a list, *.name for all below a name, or *.",
 )
-@click.option("--ssl-cert-file", "certificate", type=click.Path(), help="Certificate for HTTPS.")
-@click.option("--ssl-key-file", "certificate_key", type=click.Path(), help="Its key.")
-@click.option("--no-slots", "show_slots", is_flag=True, flag_value=False, default=True, help="No /slots.")
-@click.option("--metrics/--no-metrics", default=True, show_default=True, help="Whether there is /metrics.")
-@click.option("--ui/--no-ui", "--webui/--no-webui", "page", default=True, help="Whether there is a page at /.")
-@click.option("--spm-infill", "suffix_first", is_flag=True, help="/infill puts the suffix in front of the prefix, as some models want it.")
-@click.option("--prefill-assistant/--no-prefill-assistant", default=True, help="Whether an assistant's message at the end is gone on with.")
+@option("--ssl-cert-file certificate", "Certificate for HTTPS.", type=PATH)
+@option("--ssl-key-file certificate_key", "Its key.", type=PATH)
+@flag("--no-slots show_slots", "No /slots.", flag_value=False, default=True)
+@option("--metrics/--no-metrics", "Whether there is /metrics.", shown=True)
+@option("--ui/--no-ui --webui/--no-webui page", "Whether there is a page at /.", default=True)
+@flag("--spm-infill suffix_first", "/infill puts the suffix in front of the prefix, as some models want it.")
+@option("--prefill-assistant/--no-prefill-assistant", "Whether an assistant's message at the end is gone on with.", default=True)
 @sampler_options
-@click.option(
-    "--share-prefixes", is_flag=True, help="API keys share prompt prefixes, so that one key can find out by timing what another one sent."
-)
-@click.option("-v", "--verbose", is_flag=True, help="A line per error on stderr, and __verbose in responses.")
-@click.option(
-    "--synthetic-acceptance",
-    "--spec-synth-len",
-    "synthetic",
-    type=float,
-    hidden=True,
-    help="Tokens per step: benchmarks only, texts are not the target's.",
-)
-@click.option(
-    "--spec-synth-rates",
-    "rates",
-    type=Rates(),
-    default=(),
-    hidden=True,
-    help="The share in which the draft of each position is accepted, instead.",
-)
-@click.option("--jinja/--no-jinja", hidden=True, default=True)
-def command(target, draft, options, slots, host, port, api_key, api_key_file, queue_requests, queue_tokens, queue_seconds, drain,
-            max_body, alias, tags, max_tokens, template, template_file, variables, reasoning, reasoning_format, cors_origins, allowed_hosts, certificate,
-            certificate_key, show_slots, metrics, page, prefill_assistant, suffix_first, share_prefixes, verbose, synthetic, rates, jinja, **more):  # fmt: skip
+@flag("--share-prefixes", "API keys share prompt prefixes, so that one key can find out by timing what another one sent.")
+@flag("-v --verbose", "A line per error on stderr, and __verbose in responses.")
+@with_options(synthetic_options(shown=False))
+@option("--jinja/--no-jinja", default=True)
+def command(target, draft, options, host, api_key, api_key_file, queue_requests, max_body, alias, tags, max_tokens, template, template_file,
+            variables, reasoning, reasoning_format, jinja, **more):  # fmt: skip
     """Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do. `docs/server.md` lists the endpoints.
 
     -c is the context of each slot. Sampling options are the defaults of requests.
@@ -120,17 +93,16 @@ def command(target, draft, options, slots, host, port, api_key, api_key_file, qu
     from ..server.sampling import Limits
     from ..server.served import NAMED, ServeOptions
 
-    if rates and synthetic is not None:
-        raise click.UsageError("--synthetic-acceptance and --spec-synth-rates both say how many drafts are accepted; give one of them")
+    check_synthetic(more["synthetic"], more["rates"])
     wanted = take_sampling(more)
     check_prefix(options)
     source = text_of("chat_template", template, template_file)
-    named = _variables(variables)
+    named, slots = template_variables(variables), more["slots"]
     hosts = tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",)
     keys = Keys(api_key, api_key_file)  # once: a pipe has its lines once
-    Hosts(allowed_hosts)  # before a model is loaded
-    _check(hosts, port, certificate, certificate_key)
-    start.log_to_stderr(verbose)
+    Hosts(more["allowed_hosts"])  # before a model is loaded
+    _check(hosts, more["port"], more["certificate"], more["certificate_key"])
+    start.log_to_stderr(more["verbose"])
     with progress_line() as progress:
         session = load(target, draft, options, progress, prefix_cache=None, prefix_memory=0)
     with session:
@@ -139,21 +111,24 @@ def command(target, draft, options, slots, host, port, api_key, api_key_file, qu
         notes = [f"{session.target.file.path.name} recommends {what}, which is not supported here" for what in refused]
         context = session.slots_context(slots, only=True)
         if context < session.engine.options.n_ctx:
-            notes.append(
-                f"each of the {slots} slots has {context} tokens of context, as many as memory has room for: use fewer `slots` for more"
-            )
+            room = f"{context} tokens of context, as many as memory has room for"
+            notes.append(f"each of the {slots} slots has {room}: use fewer `slots` for more")
         say(configuration_line(session.configuration(), None, sampling.describe(), notes))
+        thinking = {"on": True, "off": False}.get(reasoning)
         served = ServeOptions(
-            _names(alias), _names(tags), slots, {"on": True, "off": False}.get(reasoning), reasoning_format, named, verbose,
-            metrics, show_slots, page, prefill_assistant, suffix_first,
-        )  # fmt: skip
+            _names(alias), _names(tags), thinking=thinking, reasoning=reasoning_format, template_arguments=named, **_of(ServeOptions, more)
+        )
         settings = start.Settings(
-            keys, hosts, port, slots, replace(options, n_ctx=context), share_prefixes,
-            4 * slots if queue_requests is None else queue_requests, queue_tokens, queue_seconds, drain, cors_origins, allowed_hosts, max_body << 20,
-            certificate, certificate_key, synthetic, rates, lambda line: say(in_options(line)),
+            keys, hosts, load=replace(options, n_ctx=context), queue_requests=4 * slots if queue_requests is None else queue_requests,
+            max_body=max_body << 20, report=lambda line: say(in_options(line)), **_of(start.Settings, more),
         )  # fmt: skip
         limits = Limits(sampling, max_tokens, context)
         sys.exit(start.serve(session, settings, limits, served, NAMED.get(source or "", source)))
+
+
+def _of(kind: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """The options that a dataclass has as fields."""
+    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
 
 
 class _Encrypted(Exception):
@@ -161,8 +136,8 @@ class _Encrypted(Exception):
 
 
 def _check(hosts: Sequence[str], port: int, certificate: str | None, key: str | None) -> None:
-    """Refuses, before a model is loaded, what the start would refuse later: addresses, a certificate. What is no file, as a pipe, is
-    left for the start, which could not read it again."""
+    """Refuses, before a model is loaded, addresses and certificates that the start would refuse. Pipes are left for the start, which could not
+    read them again."""
     from ..server.sockets import listen
 
     if key is not None and certificate is None:
@@ -171,6 +146,7 @@ def _check(hosts: Sequence[str], port: int, certificate: str | None, key: str | 
     def encrypted() -> str:
         raise _Encrypted
 
+    as_pem = "give a certificate and its key as PEM"
     if certificate is not None and not any(map(_is_pipe, (certificate, key or certificate))):
         try:
             for path in (certificate, key or certificate):
@@ -178,16 +154,13 @@ def _check(hosts: Sequence[str], port: int, certificate: str | None, key: str | 
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, encrypted)
         except _Encrypted:
             if sys.stdin is None or not sys.stdin.isatty():
-                raise PyspecError(
-                    f"the key {key or certificate} is encrypted, and there is no terminal to ask for its pass phrase; give one without"
-                ) from None
+                why = "is encrypted, and there is no terminal to ask for its pass phrase; give one without"
+                raise PyspecError(f"the key {key or certificate} {why}") from None
         except ssl.SSLError as error:
             pair = certificate if key is None else f"{certificate} with the key {key}"
-            raise PyspecError(
-                f"HTTPS cannot be served by {pair} ({error.reason or error}); give a certificate and its key as PEM"
-            ) from None
+            raise PyspecError(f"HTTPS cannot be served by {pair} ({error.reason or error}); {as_pem}") from None
         except OSError as error:
-            raise PyspecError(f"{error.filename} cannot be read: {error.strerror}; give a certificate and its key as PEM") from None
+            raise PyspecError(f"{error.filename} cannot be read: {error.strerror}; {as_pem}") from None
     for sock in listen(hosts, port):
         sock.close()
 
@@ -199,15 +172,3 @@ def _is_pipe(path: str) -> bool:
 
 def _names(text: str | None) -> tuple[str, ...]:
     return tuple(sorted({part.strip() for part in (text or "").split(",") if part.strip()}))
-
-
-def _variables(text: str | None) -> dict:
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise click.UsageError(f"--chat-template-kwargs {text!r} is no JSON object")
-    return value

@@ -4,6 +4,11 @@ import csv
 import io
 import json
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Column = tuple[str, Callable[[Any], str]]
+"""A title, and what makes the cell of a row."""
 
 
 def json_line(value, indent: int | None = None) -> str:
@@ -22,13 +27,19 @@ def _finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def written(rows, header: list[str], cells: list[list[str]], output: str) -> str:
-    """``output``: "md" or "csv" of the cells, or "jsonl" of the rows' ``as_dict``."""
+def table(header: Iterable[str], cells: Iterable[Iterable[str]]) -> str:
+    """Markdown."""
+    first, *rows = (f"| {' | '.join(row)} |" for row in [header, *cells])
+    return "\n".join([first, "|" + "---|" * len([*header]), *rows])
+
+
+def written(rows, columns: Sequence[Column], output: str) -> str:
+    """The rows as "md" or "csv" tables, or as "jsonl" of their ``as_dict``."""
     if output == "jsonl":
         return "\n".join(json_line(row.as_dict()) for row in rows)
-    if output == "csv":
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([header, *cells])
-        return out.getvalue().rstrip()
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in cells])
+    header, cells = [title for title, _ in columns], [[cell(row) for _, cell in columns] for row in rows]
+    if output == "md":
+        return table(header, cells)
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([header, *cells])
+    return out.getvalue().rstrip()

@@ -47,9 +47,7 @@ def progress_line():
 class Interrupt:
     """The first Ctrl-C stops the loop after the current step; the second one ends the process."""
 
-    def __init__(self):
-        self.asked = False
-        self._old = None
+    asked = False
 
     def __call__(self) -> bool:
         return self.asked

@@ -2,17 +2,17 @@
 
 import click
 
-from .help import Command
+from .help import Command, option
 from .terminal import say
 
 
 @click.command("worker", cls=Command)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option("--port", type=click.IntRange(1, 65535), default=50052, show_default=True, help="Port to listen at.")
-@click.option("--device", help="Devices to serve, comma-separated. Default: the GPUs, or the CPU.")
-@click.option("-t", "--threads", type=click.IntRange(1, 512), help="CPU threads. Default: the cores of this process, at most 16.")
-@click.option("--programs", type=click.IntRange(1, 64), default=1, show_default=True, help="Clients at a time, each with its own process.")
-@click.option("--cache/--no-cache", default=False, help="Cache weights in the user's cache folder, so that they are sent once.")
+@option("--host", "Address to listen at.", shown="127.0.0.1")
+@option("--port", "Port to listen at.", type=click.IntRange(1, 65535), shown=50052)
+@option("--device", "Devices to serve, comma-separated. Default: the GPUs, or the CPU.")
+@option("-t --threads", "CPU threads. Default: the cores of this process, at most 16.", type=click.IntRange(1, 512))
+@option("--programs", "Clients at a time, each with its own process.", type=click.IntRange(1, 64), shown=1)
+@option("--cache/--no-cache", "Cache weights in the user's cache folder, so that they are sent once.", default=False)
 def command(host, port, device, threads, programs, cache):
     """Serves this machine's devices to other machines: `--device RPC:HOST:PORT` there.
 

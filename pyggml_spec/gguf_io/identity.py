@@ -25,11 +25,8 @@ Progress = Callable[[int, int], None]
 def content_hash(path: Path, data: mmap, opened: os.stat_result, progress: Progress = lambda done, total: None) -> str:
     """BLAKE3 of ``data``, the map of the file ``path``, in hex.
 
-    Cached by path, size, device, inode, mtime and ctime, unless the file has just changed. ``opened``: fstat when the map was made.
-
-    Raises:
-        GGUFError: the file was modified or replaced since.
-    """
+    Cached by path, size, device, inode, mtime and ctime, unless the file has just changed. ``opened``: fstat when the map was made. Raises
+    GGUFError: the file was modified or replaced since."""
     facts = [os.path.realpath(path), opened.st_size, opened.st_dev, opened.st_ino, opened.st_mtime_ns, opened.st_ctime_ns]
     entry = cache_folder() / f"content-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
     found = _remembered(entry, facts)

@@ -132,10 +132,7 @@ class GGUFFile:
     """An open GGUF: ``metadata`` (str keys), ``tensors`` (name to TensorInfo). Close it, or use it in a ``with`` block.
 
     A split model is opened by any of its parts; ``path`` is then the first one. ``rope``: overrides, see ``models.rope.RopeOptions``.
-
-    Raises:
-        GGUFError: the file is missing, no GGUF, or inconsistent, or a part is missing or of another model; with the offending value.
-    """
+    Raises GGUFError: the file is missing, no GGUF, or inconsistent, or a part is missing or of another model; with the offending value."""
 
     path: Path
     metadata: dict
@@ -309,11 +306,7 @@ class GGUFFile:
         return view
 
     def read(self, name: str) -> memoryview:
-        """The tensor's bytes in the file. Valid until ``close``.
-
-        Raises:
-            GGUFError: the file was truncated since it was opened.
-        """
+        """The tensor's bytes in the file. Valid until ``close``. Raises GGUFError: the file was truncated since it was opened."""
         info = self.tensors[name]
         file = self._parts[info.part] if self._parts else self
         data, end = file._map, info.offset + info.nbytes
@@ -332,11 +325,8 @@ class GGUFFile:
             data.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The value of ``key``, of type ``kind``; ``default`` if the key is absent.
-
-        Raises:
-            GGUFError: another type, NaN or Inf, or absent without a default.
-        """
+        """The value of ``key``, of type ``kind``; ``default`` if the key is absent. Raises GGUFError: another type, NaN or Inf, or absent
+        without a default."""
         if key not in self.metadata:
             if default is None:
                 raise GGUFError(f"{self.path} has no key {key!r}, which this architecture needs; convert the model again")
@@ -351,11 +341,7 @@ class GGUFFile:
         return value
 
     def array(self, key: str, kinds: str = "iub") -> np.ndarray | None:
-        """The numeric array ``key`` (numpy kinds i, u, b or f); None if absent.
-
-        Raises:
-            GGUFError: another type.
-        """
+        """The numeric array ``key`` (numpy kinds i, u, b or f); None if absent. Raises GGUFError: another type."""
         value = self.metadata.get(key)
         if value is not None and not (isinstance(value, np.ndarray) and value.dtype.kind in kinds):
             raise GGUFError(f"{self.path}: the key {key!r} holds {brief(value)}, which is not a list of the numbers that it must have")
@@ -363,10 +349,7 @@ class GGUFFile:
 
     def identity(self, progress: Progress = lambda done, total: None) -> str:
         """BLAKE3 of the file in hex, cached; of a split model, of its parts' hashes. ``progress`` receives (bytes done, bytes of the file).
-
-        Raises:
-            GGUFError: the file was modified or replaced since it was opened.
-        """
+        Raises GGUFError: the file was modified or replaced since it was opened."""
         if not self._parts:
             return content_hash(self.path, self._map, self._opened, progress)
         before, names = 0, []

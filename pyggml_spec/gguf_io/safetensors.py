@@ -42,11 +42,7 @@ class SafeTensor:
 
 
 def parse_json(data: bytes, what: str, limit: int = MAX_HEADER) -> dict:
-    """A JSON object.
-
-    Raises:
-        ConvertError: too long, invalid JSON, no object, or a duplicate name.
-    """
+    """A JSON object. Raises ConvertError: too long, invalid JSON, no object, or a duplicate name."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
@@ -66,11 +62,8 @@ def parse_json(data: bytes, what: str, limit: int = MAX_HEADER) -> dict:
 
 
 class SafetensorsFile:
-    """An open safetensors file: ``tensors`` (name to SafeTensor). Close it, or use it in a ``with`` block.
-
-    Raises:
-        ConvertError: the file is missing, not safetensors, or inconsistent.
-    """
+    """An open safetensors file: ``tensors`` (name to SafeTensor). Close it, or use it in a ``with`` block. Raises ConvertError: the file is
+    missing, not safetensors, or inconsistent."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -126,11 +119,8 @@ class SafetensorsFile:
         return SafeTensor(name, dtype, tuple(shape), data + begin, end - begin)
 
     def rows(self, name: str, first: int, count: int) -> np.ndarray:
-        """Rows [first, first + count) of the tensor (outermost dimension; a vector is one row) as F32 [count, row].
-
-        Raises:
-            ConvertError: not a floating-point type.
-        """
+        """Rows [first, first + count) of the tensor (outermost dimension; a vector is one row) as F32 [count, row]. Raises ConvertError:
+        not a floating-point type."""
         t = self.tensors[name]
         if t.dtype not in _READ:
             raise ConvertError(
@@ -144,11 +134,7 @@ class SafetensorsFile:
         return raw.astype(np.float32).reshape(count, width)
 
     def integers(self, name: str) -> np.ndarray:
-        """An integer tensor as I64 in its shape.
-
-        Raises:
-            ConvertError: another type.
-        """
+        """An integer tensor as I64 in its shape. Raises ConvertError: another type."""
         t = self.tensors[name]
         if t.dtype not in _INTEGERS:
             raise ConvertError(f"{self.path}: the tensor {brief(name)} is stored as {t.dtype}, but it holds whole numbers (I64 or I32)")

@@ -18,11 +18,7 @@ _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def part_paths(path: Path, metadata: dict) -> list[Path]:
-    """Paths of all parts of the model that ``path`` belongs to.
-
-    Raises:
-        GGUFError: its name and keys do not agree, or parts are missing.
-    """
+    """Paths of all parts of the model that ``path`` belongs to. Raises GGUFError: its name and keys do not agree, or parts are missing."""
     number, count = metadata.get(NUMBER), metadata[COUNT]
     if type(number) is not int or not 0 <= number < count:
         raise GGUFError(f"{path} is one of {count} parts of a model, but its key {NUMBER!r} is {number!r}; split the model again")
@@ -68,11 +64,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def merged(parts: list[tuple[Path, dict]], total: Any) -> dict:
-    """The tensors of all ``parts`` (path, tensors). ``total``: the number that the first part declares.
-
-    Raises:
-        GGUFError: a tensor is in two parts, or the number differs.
-    """
+    """The tensors of all ``parts`` (path, tensors). ``total``: the number that the first part declares. Raises GGUFError: a tensor is in
+    two parts, or the number differs."""
     out: dict = {}
     for path, tensors in parts:
         if twice := next((name for name in tensors if name in out), None):

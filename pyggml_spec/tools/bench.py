@@ -16,6 +16,8 @@ from ..engine.stats import Stats
 from ..errors import ContextError
 from ..speculation.synthetic import SyntheticAcceptance
 
+TESTS = {PLAIN: "tg", SPECULATIVE: "spec"}
+
 
 @dataclass(frozen=True)
 class BenchOptions:
@@ -44,10 +46,26 @@ class BenchOptions:
         return SyntheticAcceptance(self.synthetic, drafts, seed) if self.synthetic is not None else None
 
 
+@dataclass
 class Repeated:
-    """Statistics of dataclasses with ``runs``, one figure per repetition."""
+    """A test: ``runs``, a figure per repetition, and other figures of the last one.
 
-    runs: list[float]
+    Attributes:
+        test: named as in llama-bench (pp512, tg128, spec128, @d4096 for a depth).
+        runs: tokens per second.
+    """
+
+    test: str
+    runs: list[float] = field(default_factory=list)
+    ms_per_step: float = 0.0
+    tokens_per_step: float = 0.0
+    widths: dict = field(default_factory=dict)
+
+    def take(self, stats: Stats) -> None:
+        """Adds a repetition."""
+        self.runs.append(stats.tokens_per_second)
+        self.ms_per_step, self.tokens_per_step = 1000 * stats.seconds["decode"] / stats.steps, stats.tokens_per_step
+        self.widths = dict(stats.widths)
 
     @property
     def mean(self) -> float:
@@ -65,16 +83,17 @@ class Repeated:
 
 @dataclass
 class BenchRow(Repeated):
-    """One test, named as in llama-bench (pp512, tg128, spec128, @d4096 for a depth); tokens per second."""
+    """A test of one sequence."""
 
-    test: str
-    runs: list[float] = field(default_factory=list)
-    ms_per_step: float = 0.0
-    tokens_per_step: float = 0.0
     phases_us: dict = field(default_factory=dict)
-    widths: dict = field(default_factory=dict)
     expert_hit_rate: float | None = None
-    replay_rate: float | None = None  # of the last run, as in Stats
+    replay_rate: float | None = None  # as in Stats
+
+    def take(self, stats: Stats) -> None:
+        """Adds a repetition."""
+        super().take(stats)
+        self.phases_us = {k: v / stats.steps for k, v in stats.host_us.items()}
+        self.expert_hit_rate, self.replay_rate = stats.expert_hit_rate, stats.replay_rate
 
 
 def bench(session: Session, options: BenchOptions, done=lambda row: None) -> list[BenchRow]:
@@ -83,67 +102,53 @@ def bench(session: Session, options: BenchOptions, done=lambda row: None) -> lis
     need = max(options.depths) + max([*options.prompts, options.tokens + 8])
     if need > room:
         raise ContextError(f"the deepest measurement needs {need} tokens of context, but there are {room}; use `n_ctx` {need}")
-    legs: list[_Prefill | _Decode] = [_Prefill(session, n, depth) for depth in options.depths for n in options.prompts]
-    if options.tokens:
-        for depth in options.depths:
-            legs.append(_Decode(session, options, depth, PLAIN))
-            if session.drafter is not None:
-                legs.append(_Decode(session, options, depth, SPECULATIVE))
+    prefills = [(BenchRow(leg_name(f"pp{n}", depth)), n, depth) for depth in options.depths for n in options.prompts]
+    modes = modes_of(session) if options.tokens else ()
+    decodes = [(BenchRow(leg_name(f"{TESTS[mode]}{options.tokens}", depth)), mode, depth) for depth in options.depths for mode in modes]
     for repetition in range(options.repetitions + 1):
-        for leg in legs:
-            leg.run(repetition)
-            done(leg.row)
-    return [leg.row for leg in legs]
+        for row, n, depth in prefills:
+            speed = _prefill_speed(session, n, depth, repetition)
+            row.runs += [speed] if repetition else []
+            done(row)
+        for row, mode, depth in decodes:
+            stats = decode(session, options, depth, mode, repetition)
+            if repetition:
+                row.take(stats)
+            done(row)
+    return [row for row, *_ in [*prefills, *decodes]]
 
 
-def _name(test: str, depth: int) -> str:
+def modes_of(session: Session) -> tuple[str, ...]:
+    """Modes to compare."""
+    return (PLAIN, SPECULATIVE) if session.drafter is not None else (PLAIN,)
+
+
+def leg_name(test: str, depth: int) -> str:
     return f"{test}@d{depth}" if depth else test
 
 
-def _fill(session: Session, count: int, seed: int) -> list[int]:
+def random_ids(session: Session, count: int, seed: int) -> list[int]:
+    """Token ids of a text of ``count`` tokens."""
     return np.random.default_rng(seed).integers(0, min(session.target.n_vocab, 50000), count).tolist()
 
 
-class _Prefill:
-    def __init__(self, session: Session, n: int, depth: int):
-        self.session, self.n, self.depth, self.row = session, n, depth, BenchRow(_name(f"pp{n}", depth))
-
-    def run(self, repetition: int) -> None:
-        engine = self.session.engine
-        engine.reset(drafting=False)
-        if self.depth:
-            engine.prefill(_fill(self.session, self.depth, 1))
-        stats = Stats()
-        for _ in generate(engine, _fill(self.session, self.n, repetition), GenerationOptions(1, PLAIN), stats):
-            pass
-        if repetition:
-            self.row.runs.append(self.n / stats.seconds["prefill"])
+def _prefill_speed(session: Session, n: int, depth: int, repetition: int) -> float:
+    session.engine.reset(drafting=False)
+    if depth:
+        session.engine.prefill(random_ids(session, depth, 1))
+    stats = Stats()
+    for _ in generate(session.engine, random_ids(session, n, repetition), GenerationOptions(1, PLAIN), stats):
+        pass
+    return n / stats.seconds["prefill"]
 
 
-class _Decode:
-    def __init__(self, session: Session, options: BenchOptions, depth: int, mode: str):
-        self.session, self.options, self.depth, self.mode = session, options, depth, mode
-        name = "tg" if mode == PLAIN else "spec"
-        self.row = BenchRow(_name(f"{name}{options.tokens}", depth))
-
-    def run(self, repetition: int) -> None:
-        session, opt = self.session, self.options
-        engine, stats, synthetic, widths = session.engine, Stats(), None, None
-        width = opt.width or engine.options.width
-        if self.mode == SPECULATIVE:
-            synthetic = opt.acceptance(engine.options.width - 1, repetition)
-            if opt.width is None:
-                widths = session.new_policy()
-        engine.reset(drafting=self.mode == SPECULATIVE)
-        loop = GenerationOptions(opt.tokens + 1, self.mode, width, ignore_end=True, synthetic=synthetic)
-        for _ in generate(engine, _fill(session, max(self.depth, 8), 2), loop, stats, policy=widths):
-            pass
-        if not repetition:
-            return
-        row = self.row
-        row.runs.append(stats.tokens_per_second)
-        row.ms_per_step = 1000 * stats.seconds["decode"] / stats.steps
-        row.tokens_per_step = stats.tokens_per_step
-        row.phases_us = {k: v / stats.steps for k, v in stats.host_us.items()}
-        row.widths = dict(stats.widths)
-        row.expert_hit_rate, row.replay_rate = stats.expert_hit_rate, stats.replay_rate
+def decode(session: Session, options: BenchOptions, depth: int, mode: str, repetition: int) -> Stats:
+    """Statistics of one generation."""
+    engine, stats, speculative = session.engine, Stats(), mode == SPECULATIVE
+    engine.reset(drafting=speculative)
+    width, synthetic = engine.options.width, options.acceptance(engine.options.width - 1, repetition) if speculative else None
+    loop = GenerationOptions(options.tokens + 1, mode, options.width or width, ignore_end=True, synthetic=synthetic)
+    policy = session.new_policy() if speculative and options.width is None else None
+    for _ in generate(engine, random_ids(session, max(depth, 8), 2), loop, stats, policy=policy):
+        pass
+    return stats

@@ -4,11 +4,12 @@ Plain and speculative decoding alternate per prompt, against drift of the machin
 in `pyspec chat`.
 """
 
-import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import NamedTuple
 
 from ..api import GREEDY, Session
 from ..engine.sequence import PLAIN, SPECULATIVE
@@ -55,30 +56,33 @@ class PromptsRow:
     @property
     def acceptance(self) -> list[float]:
         """Accepted per verified draft, for runs that verified any."""
-        return self._each(lambda run: _ratio(run, lambda plain, spec: (spec.matched, spec.drafted)))
+        return self._ratios(lambda plain, spec: (spec.matched, spec.drafted))
 
     @property
     def tokens_per_step(self) -> list[float]:
         """Of speculative decoding, with the target's own token."""
-        return self._each(lambda run: _ratio(run, lambda plain, spec: (spec.steps + spec.matched, spec.steps)))
+        return self._ratios(lambda plain, spec: (spec.steps + spec.matched, spec.steps))
 
     @property
     def plain_speed(self) -> list[float]:
         """Tokens per second of plain decoding."""
-        return self._each(lambda run: _speed(run, 0))
+        return self._ratios(lambda plain, spec: (plain.emitted - 1, plain.seconds["decode"]))
 
     @property
     def speed(self) -> list[float]:
         """Tokens per second of speculative decoding."""
-        return self._each(lambda run: _speed(run, 1))
+        return self._ratios(lambda plain, spec: (spec.emitted - 1, spec.seconds["decode"]))
 
     @property
     def speedup(self) -> list[float]:
         """Speculative over plain speed."""
-        return self._each(lambda run: _speed(run, 1) / plain if (plain := _speed(run, 0)) else math.nan)
+        rows = [replace(self, runs=[run]) for run in self.runs]
+        return [row.speed[0] / row.plain_speed[0] for row in rows if row.speed and row.plain_speed and row.plain_speed[0]]
 
-    def _each(self, figure: Callable[[list[Pair]], float]) -> list[float]:
-        return [value for run in self.runs if not math.isnan(value := figure(run))]
+    def _ratios(self, parts: Callable[[Stats, Stats], tuple[float, float]]) -> list[float]:
+        """Of each run, the sums of both parts over its prompts as one fraction; without runs whose lower part is 0."""
+        sums = [tuple(map(sum, zip(*(parts(*pair) for pair in run)))) for run in self.runs]
+        return [above / below for above, below in sums if below]
 
     def as_dict(self) -> dict:
         """JSON-ready: mean, deviation and values of each figure; accepted and offered drafts by position."""
@@ -100,24 +104,18 @@ def summary(values: Sequence[float]) -> dict:
     }
 
 
-def _ratio(run: list[Pair], parts: Callable[[Stats, Stats], tuple[float, float]]) -> float:
-    above, below = (sum(column) for column in zip(*(parts(*pair) for pair in run)))
-    return above / below if below else math.nan
-
-
-def _speed(run: list[Pair], which: int) -> float:
-    return _ratio(run, lambda *pair: (pair[which].emitted - 1, pair[which].seconds["decode"]))
-
-
 def _by_position(counts: list[list[int]]) -> list[int]:
     return [sum(c[i] for c in counts if i < len(c)) for i in range(max(map(len, counts), default=0))]
 
 
-@dataclass(frozen=True)
-class _Leg:
+class _Leg(NamedTuple):
     prompt: Prompt
     thinking: bool | None
     ids: list[int]
+
+    @property
+    def key(self) -> tuple[str, bool | None]:
+        return self.prompt.category, self.thinking
 
 
 def bench_prompts(
@@ -143,13 +141,10 @@ def bench_prompts(
     if options.thinking in ((True,), (False,)) and not template.can_think:
         raise TemplateError("a thinking mode is selected, but the chat template has none; leave out `thinking`")
     legs = list(_legs(session, prompts, options, template))
-    need = max(len(leg.ids) for leg in legs) + options.tokens
-    if need > session.engine.options.n_ctx:
-        raise ContextError(
-            f"the longest prompt and its answer need {need} tokens of context, but there are {session.engine.options.n_ctx}; use `n_ctx` {need}"
-        )
-    keys = list(dict.fromkeys((leg.prompt.category, leg.thinking) for leg in legs))
-    rows = {key: PromptsRow(*key, sum((leg.prompt.category, leg.thinking) == key for leg in legs)) for key in keys}
+    need, room = max(len(leg.ids) for leg in legs) + options.tokens, session.engine.options.n_ctx
+    if need > room:
+        raise ContextError(f"the longest prompt and its answer need {need} tokens of context, but there are {room}; use `n_ctx` {need}")
+    rows = {key: PromptsRow(*key, count) for key, count in Counter(leg.key for leg in legs).items()}
 
     def measured(leg: _Leg, run: int) -> Pair | None:
         sampling = replace(options.sampling, seed=options.seeds[run]) if options.seeds else options.sampling
@@ -161,19 +156,17 @@ def bench_prompts(
         )
         return None if "interrupt" in (plain.stop_reason, spec.stop_reason) else (plain, spec)
 
-    for leg in (min(legs, key=lambda leg: len(leg.ids)), max(legs, key=lambda leg: len(leg.ids))):  # builds the graphs
-        measured(leg, 0)
-    total = len(legs) * options.repetitions
+    for of in (min, max):  # builds the graphs
+        measured(of(legs, key=lambda leg: len(leg.ids)), 0)
     for run in range(options.repetitions):
-        pairs: dict[tuple, list[tuple[Stats, Stats]]] = {key: [] for key in keys}
+        pairs: dict[tuple, list[Pair]] = {key: [] for key in rows}
         for i, leg in enumerate(legs):
-            progress("prompts", run * len(legs) + i, total)
-            pair = measured(leg, run)
-            if pair is None:
+            progress("prompts", run * len(legs) + i, len(legs) * options.repetitions)
+            if (pair := measured(leg, run)) is None:
                 return _with_totals(rows)
-            pairs[leg.prompt.category, leg.thinking].append(pair)
-        for key in keys:
-            rows[key].runs.append(pairs[key])
+            pairs[leg.key].append(pair)
+        for key, row in rows.items():
+            row.runs.append(pairs[key])
     return _with_totals(rows)
 
 

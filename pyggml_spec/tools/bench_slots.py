@@ -7,13 +7,13 @@ single-sequence engine.
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..api import Session
 from ..engine.engine import Engine
-from ..engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
+from ..engine.sequence import SPECULATIVE, GenerationOptions
 from ..errors import ContextError
-from .bench import BenchOptions, Repeated, _Decode, _fill
+from .bench import TESTS, BenchOptions, Repeated, decode, leg_name, modes_of, random_ids
 
 ENDLESS = 1 << 30
 
@@ -29,13 +29,8 @@ class SlotsRow(Repeated):
         slot_bytes: K/V rows and recurrent state of one slot.
     """
 
-    test: str
-    slots: int
-    runs: list[float] = field(default_factory=list)
-    ms_per_step: float = 0.0
-    tokens_per_step: float = 0.0
+    slots: int = 1
     used: float = 1.0
-    widths: dict = field(default_factory=dict)
     slot_bytes: int = 0
     compute_bytes: int = 0
 
@@ -48,54 +43,46 @@ def tokens_needed(options: BenchOptions) -> int:
 def bench_slots(session: Session, slots: tuple[int, ...], options: BenchOptions, done: Callable = lambda row: None) -> list[SlotsRow]:
     """Plain and speculative tests for each number of slots, at the first depth; ``done(row)`` after each. Raises ContextError: a depth that
     exceeds the context of a slot."""
-    room = session.engine.options.n_ctx
-    if tokens_needed(options) > room:
-        raise ContextError(
-            f"each slot needs {tokens_needed(options)} tokens of context, but has {room}; use `n_ctx` {tokens_needed(options)}"
-        )
-    rows = []
+    need, room = tokens_needed(options), session.engine.options.n_ctx
+    if need > room:
+        raise ContextError(f"each slot needs {need} tokens of context, but has {room}; use `n_ctx` {need}")
+    out: list[SlotsRow] = []
     for count in slots:
-        modes = (PLAIN, SPECULATIVE) if session.drafter is not None else (PLAIN,)
-        made = _one_slot(session, options, modes) if count == 1 else _several(session, count, options, modes)
-        for row in made:
+        names = {mode: leg_name(f"{TESTS[mode]}{options.tokens}x{count}", options.depths[0]) for mode in modes_of(session)}
+        rows = {mode: SlotsRow(name, slots=count) for mode, name in names.items()}
+        memory = _measure_one(session, options, rows) if count == 1 else _measure_several(session, count, options, rows)
+        for row in rows.values():
+            row.slot_bytes = sum(memory.get(name, 0) for name in ("kv", "draft_kv", "recurrent")) // count
+            row.compute_bytes = memory["compute"]
             done(row)
-        rows += made
-    return rows
-
-
-def _one_slot(session: Session, options: BenchOptions, modes) -> list[SlotsRow]:
-    legs = [_Decode(session, options, options.depths[0], mode) for mode in modes]
-    for repetition in range(options.repetitions + 1):
-        for leg in legs:
-            leg.run(repetition)
-    memory = session.engine.memory()
-    out = []
-    for leg, mode in zip(legs, modes, strict=True):
-        row = leg.row
-        out.append(SlotsRow(_name(mode, options, 1), 1, row.runs, row.ms_per_step, row.tokens_per_step, 1.0, row.widths))
-        out[-1].slot_bytes, out[-1].compute_bytes = _slot_bytes(memory, 1), memory["compute"]
+        out += rows.values()
     return out
 
 
-def _several(session: Session, count: int, options: BenchOptions, modes) -> list[SlotsRow]:
+def _measure_one(session: Session, options: BenchOptions, rows: dict[str, SlotsRow]) -> dict[str, int]:
+    for repetition in range(options.repetitions + 1):
+        for mode, row in rows.items():
+            stats = decode(session, options, options.depths[0], mode, repetition)
+            if repetition:
+                row.take(stats)
+    return session.engine.memory()
+
+
+def _measure_several(session: Session, count: int, options: BenchOptions, rows: dict[str, SlotsRow]) -> dict[str, int]:
     with session.batch(count) as scheduler:
         if options.width is not None:
             scheduler.pin_width(options.width)
-        rows = {mode: SlotsRow(_name(mode, options, count), count) for mode in modes}
         for repetition in range(options.repetitions + 1):
-            for mode in modes:
-                _measure(session, scheduler, count, mode, options, repetition, rows[mode])
-        memory = scheduler.runner.memory()
-        for row in rows.values():
-            row.slot_bytes, row.compute_bytes = _slot_bytes(memory, count), memory["compute"]
-        return list(rows.values())
+            for mode, row in rows.items():
+                _measure(session, scheduler, count, mode, options, repetition, row)
+        return scheduler.runner.memory()
 
 
 def _measure(session: Session, scheduler: Engine, count: int, mode: str, options: BenchOptions, repetition: int, row: SlotsRow) -> None:
     streams = []
     for i in range(count):
         synthetic = options.acceptance(session.engine.options.width - 1, 1000 * repetition + i) if mode == SPECULATIVE else None
-        prompt = _fill(session, max(options.depths[0], 8), 2 + i)
+        prompt = random_ids(session, max(options.depths[0], 8), 2 + i)
         streams.append(scheduler.submit(prompt, GenerationOptions(ENDLESS, mode, ignore_end=True, synthetic=synthetic)))
     while not all(stream.tokens for stream in streams):
         scheduler.step()
@@ -114,12 +101,3 @@ def _measure(session: Session, scheduler: Engine, count: int, mode: str, options
         row.ms_per_step, row.tokens_per_step = 1000 * seconds / steps, emitted / steps / count
         row.used = (engine.rows_used - used) / (engine.rows_computed - computed)
         row.widths = dict(scheduler.stats.widths - widths)
-
-
-def _name(mode: str, options: BenchOptions, count: int) -> str:
-    depth = f"@d{options.depths[0]}" if options.depths[0] else ""
-    return f"{'tg' if mode == PLAIN else 'spec'}{options.tokens}x{count}{depth}"
-
-
-def _slot_bytes(memory: dict[str, int], slots: int) -> int:
-    return sum(memory.get(name, 0) for name in ("kv", "draft_kv", "recurrent")) // slots

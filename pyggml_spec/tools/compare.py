@@ -83,7 +83,8 @@ def compare_logits(
         ids = _ids(engine, tokens, seed, text)
         ours, theirs = engine.logits(ids), reference.logits(ids)
         agree = _greedy_agreement(engine, reference, int(ours[-1].argmax()), int(theirs[-1].argmax()), greedy)
-        return Comparison(nmse(ours, theirs), float(np.abs(ours - theirs).max()), _argmax_agreement(ours, theirs), agree, len(ids))
+        argmax_agree = float((ours.argmax(axis=1) == theirs.argmax(axis=1)).mean())
+        return Comparison(nmse(ours, theirs), float(np.abs(ours - theirs).max()), argmax_agree, agree, len(ids))
 
 
 def _ids(engine: ModelRunner, tokens: int, seed: int, text: str | None) -> list[int]:
@@ -115,7 +116,7 @@ def compare_nodes(
         raise ContextError(f"{tokens} tokens cannot be compared node by node; use `tokens` from 1 to {CHUNK}")
     Graph.debug = True
     try:
-        with _both(path, tokens, 0, device, threads, kernels, KVTypes(), None, watch=True) as (engine, reference):
+        with _both(path, tokens, 0, device, threads, kernels, watch=True) as (engine, reference):
             ids = _ids(engine, tokens, seed, None)
             ours = engine.nodes(ids)
             reference.watched = ours.keys()
@@ -132,9 +133,8 @@ def _difference(name: str, ours: np.ndarray, theirs: np.ndarray) -> NodeDifferen
 
 
 @contextmanager
-def _both(
-    path: str | Path, tokens: int, greedy: int, device: str | None, threads: int | None, kernels: str | None, kv: KVTypes, rope: RopeOptions | None, watch: bool = False
-) -> Iterator[tuple[ModelRunner, LlamaReference]]:  # fmt: skip
+def _both(path: str | Path, tokens: int, greedy: int, device: str | None, threads: int | None, kernels: str | None, kv: KVTypes = KVTypes(),
+          rope: RopeOptions | None = None, watch: bool = False) -> Iterator[tuple[ModelRunner, LlamaReference]]:  # fmt: skip
     """The file in both engines."""
     with ExitStack() as stack:
         file = stack.enter_context(closing(GGUFFile(path)))
@@ -142,9 +142,8 @@ def _both(
         target = open_target(file)
         n_ctx = tokens + greedy
         if n_ctx > target.context_length:
-            raise ContextError(
-                f"{tokens} tokens and {greedy} generated ones do not fit the context of {target.context_length}; use fewer `tokens`"
-            )
+            there = f"the context of {target.context_length}; use fewer `tokens`"
+            raise ContextError(f"{tokens} tokens and {greedy} generated ones do not fit {there}")
         backend = stack.enter_context(closing(Backend(pick_device(device), threads, kernels)))
         target.weights = stack.enter_context(closing(Weights(backend, file, target.specs(), target.groups(), target.fused_alike())))
         engine = stack.enter_context(closing(ModelRunner(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv))))
@@ -156,10 +155,6 @@ def nmse(ours: np.ndarray, reference: np.ndarray) -> float:
     """Squared error over squared reference, in double precision."""
     a, b = ours.astype(np.float64), reference.astype(np.float64)
     return float(((a - b) ** 2).sum() / max((b**2).sum(), 1e-300))
-
-
-def _argmax_agreement(ours: np.ndarray, theirs: np.ndarray) -> float:
-    return float((ours.argmax(axis=1) == theirs.argmax(axis=1)).mean())
 
 
 def _greedy_agreement(engine: ModelRunner, reference: LlamaReference, ours: int, theirs: int, tokens: int) -> float:

@@ -1,7 +1,8 @@
 """Compares two GGUFs tensor by tensor after dequantisation, to check a converter or quantiser."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -75,15 +76,13 @@ def _relative_rms(a: GGUFFile, b: GGUFFile, name: str) -> float:
 
 def _compare(a: GGUFFile, b: GGUFFile, name: str) -> TensorDifference:
     left, right = a.tensors[name], b.tensors[name]
-    types = (left.type_name, right.type_name)
+    difference = partial(TensorDifference, name, (left.type_name, right.type_name))
     if _shape(left) != _shape(right):
-        return TensorDifference(name, types, None, f"shape {list(left.shape)} against {list(right.shape)}")
+        return difference(None, f"shape {list(left.shape)} against {list(right.shape)}")
     value = _relative_rms(a, b, name)
     if not np.isfinite(value):
-        return TensorDifference(name, types, None, "all zero in one file" if np.isinf(value) else "NaN or Inf")
-    if value > UNRELATED:
-        return TensorDifference(name, types, value, "not the same weights")
-    return TensorDifference(name, types, value)
+        return difference(None, "all zero in one file" if np.isinf(value) else "NaN or Inf")
+    return difference(value, "not the same weights" if value > UNRELATED else "")
 
 
 def _flag_outliers(tensors: list[TensorDifference]) -> list[TensorDifference]:
@@ -94,11 +93,9 @@ def _flag_outliers(tensors: list[TensorDifference]) -> list[TensorDifference]:
             by_types.setdefault(t.types, []).append(t.relative_rms)
     out = []
     for t in tensors:
-        if t.relative_rms is not None and not t.flag:
-            usual = median(by_types[t.types])
-            if t.relative_rms > OUTLIER * usual:
-                more = f"{t.relative_rms / usual:.1f} times the median of its type" if usual else "differs, although its type is equal"
-                t = TensorDifference(t.name, t.types, t.relative_rms, more)
+        if t.relative_rms is not None and not t.flag and t.relative_rms > OUTLIER * (usual := median(by_types[t.types])):
+            more = f"{t.relative_rms / usual:.1f} times the median of its type" if usual else "differs, although its type is equal"
+            t = replace(t, flag=more)
         out.append(t)
     return out
 
@@ -119,9 +116,9 @@ def compare_weights(
             done += left.tensors[name].nbytes
             progress("weights", done, total)
         tensors = _flag_outliers(tensors)
-        for file, other, index in ((left, right, 0), (right, left, 1)):
-            for name, info in file.tensors.items():
-                if name not in other.tensors:
-                    types = (info.type_name, "-") if index == 0 else ("-", info.type_name)
-                    tensors.append(TensorDifference(name, types, None, f"only in {file.path.name}"))
+        for file, other in ((left, right), (right, left)):
+            for info in file.tensors.values():
+                if info.name not in other.tensors:
+                    types = (info.type_name, "-") if file is left else ("-", info.type_name)
+                    tensors.append(TensorDifference(info.name, types, None, f"only in {file.path.name}"))
         return WeightComparison(str(left.path), str(right.path), tuple(tensors))

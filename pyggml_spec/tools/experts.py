@@ -28,12 +28,8 @@ class Profile:
 def profile(session: Session, tokens: Sequence[int], progress: Callable[[int, int], None] = lambda done, total: None) -> Profile:
     """Feeds ``tokens`` to the target and counts what its routers choose. The session has to be loaded with ``ExpertOptions(count=True)``.
 
-    The text is cut where the context ends, and into chunks that need no padding: padding would be counted.
-
-    Raises:
-        ContextError: fewer tokens than two chunks.
-        ModelError: the session counts nothing.
-    """
+    The text is cut where the context ends, and into chunks that need no padding: padding would be counted. Raises ContextError: fewer
+    tokens than two chunks; ModelError: the session counts nothing."""
     if session.target.weights.expert_counts() is None:
         raise ModelError(f"{session.target.file.path.name} was loaded without counting its routers' choices")
     chunk = CHUNKS[0]

@@ -1,9 +1,9 @@
 """What is in a GGUF, and what this package would do with it. No weights are loaded."""
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from ..drafters.dialects import method
 from ..drafters.mtp import has_layer, is_layer_alone
@@ -54,22 +54,22 @@ def inspect_file(path: str | Path) -> Inspection:
     """
     with GGUFFile(path) as file:
         tensors = [(t.name, t.type_name, t.shape, t.nbytes) for t in file.tensors.values()]
-        by_type: dict[str, int] = {}
+        by_type = Counter[str]()
         for _, kind, _, nbytes in tensors:
-            by_type[kind] = by_type.get(kind, 0) + nbytes
+            by_type[kind] += nbytes
         verdict, unused = _verdict(file)
         return Inspection(
-            str(file.path),
-            file.nbytes,
-            file.version,
-            {key: brief(value) for key, value in file.metadata.items()},
-            tensors,
-            by_type,
-            sum(int(np.prod(shape, dtype=object)) for _, _, shape, _ in tensors),
-            verdict,
-            unused is not None,
-            unused or {},
-            published(file),
+            path=str(file.path),
+            nbytes=file.nbytes,
+            version=file.version,
+            metadata={key: brief(value) for key, value in file.metadata.items()},
+            tensors=tensors,
+            bytes_by_type=dict(by_type),
+            parameters=sum(math.prod(shape) for _, _, shape, _ in tensors),
+            verdict=verdict,
+            usable=unused is not None,
+            unused=unused or {},
+            drafters=published(file),
         )
 
 
@@ -82,23 +82,18 @@ def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:
             heads = "; its MTP layer drafts for it" if has_layer(file) else "; without a drafter, n-grams of its text draft for it on CPUs"
             said = f"a {arch} target of {model.n_layer} layers, trained for {model.context_length} tokens; give it with `target`{heads}"
             return said, model.unused_in_file()
-        if arch in TARGETS:
+        if arch in (*TARGETS, *CHAINS, *DRAFTERS) or method(file):
             drafter = open_drafter(file)
-            return (
-                f"the MTP layer of a {arch} model, which drafts up to {drafter.block_size - 1} tokens; give it with `draft`",
-                drafter.unused_in_file(),
-            )
-        if arch in CHAINS:
-            drafter = open_drafter(file)
-            layers = ", ".join(str(v) for v in drafter.captures)
-            read = "K/V of its target" if drafter.shares_kv else f"inputs of target layers {layers}"
-            said = f"{'an' if arch[0] in 'aeiou' else 'a'} {arch} drafter that reads the {read} and drafts up to {drafter.block_size - 1} tokens"
-            return f"{said}, one by one; give it with `draft`", drafter.unused_in_file()
-        if arch in DRAFTERS or method(file):
-            drafter = open_drafter(file)
-            layers = ", ".join(str(v) for v in drafter.captures)
-            said = f"a {arch} drafter with blocks of {drafter.block_size} that reads the inputs of target layers {layers}; give it with `draft`"
-            return said, drafter.unused_in_file()
+            most, layers = drafter.block_size - 1, f"inputs of target layers {', '.join(map(str, drafter.captures))}"
+            if arch in TARGETS:
+                said = f"the MTP layer of a {arch} model, which drafts up to {most} tokens"
+            elif arch in CHAINS:
+                read = "K/V of its target" if drafter.shares_kv else layers
+                article = "an" if arch[0] in "aeiou" else "a"
+                said = f"{article} {arch} drafter that reads the {read} and drafts up to {most} tokens, one by one"
+            else:
+                said = f"a {arch} drafter with blocks of {most + 1} that reads the {layers}"
+            return f"{said}; give it with `draft`", drafter.unused_in_file()
     except PyspecError as error:
         return f"cannot be run: {error}", None
     return f"cannot be run: it {unsupported(file)}", None

@@ -4,6 +4,7 @@ The steps of loading run on backends that count: weights, caches and graphs are 
 the step buffer and the rows of experts in host memory exist for a moment.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -14,12 +15,11 @@ from ..api import load
 from ..cache.kv_types import MOST_CONTEXT
 from ..context_size import token_bytes
 from ..engine.memory import SHARED, longest
-from ..engine.resources import P
 from ..engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from ..errors import PyspecError
 from ..ggml.device import devices, free_bytes, pick_device, pick_devices
 from ..load_options import LoadOptions
-from ..loading import Loader, files_to_load
+from ..loading import Drafts, Loader, files_to_load, owned_by
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class NoPlan:
 
 def plan(
     target: str | Path | None = None,
-    draft: str | Path | Sequence[str | Path] | None = None,
+    draft: Drafts = None,
     options: LoadOptions | None = None,
     *,
     slots: int = 1,
@@ -131,12 +131,7 @@ def plan(
     options = LoadOptions.of(options, fields)
     files, prefix_memory = files_to_load(target, draft, options.methods), options.prefix_memory or 0
     with ExitStack() as stack:
-
-        def own(part: P) -> P:
-            stack.callback(part.close)
-            return part
-
-        loader = Loader(*files, options, own)
+        loader = Loader(*files, options, owned_by(stack))
         loader.open()
         loader.choose_context(slots, free, prefix_memory)
         n_ctx = loader.engine_options.n_ctx
@@ -147,10 +142,9 @@ def plan(
             loader.close_copies()
             parts = _parts(loader, n_ctx, slots, prefix_memory, free)
         one, of_slots = loader.count(n_ctx), loader.count(n_ctx, slots).caches() if slots != 1 else {}
-        by_type: dict[str, int] = {}
+        by_type = Counter[str]()
         for mine in (weights, *(member.weights for member in loader.drafters)):
-            for name, nbytes in mine.bytes_by_type.items():
-                by_type[name] = by_type.get(name, 0) + nbytes
+            by_type.update(mine.bytes_by_type)
         trained, rooms = loader.target.context_length, [part.free for part in parts]
         copied = sum(stream.nbytes for stream in weights.streams) + (weights.offloaded.buffer_bytes if weights.offloaded is not None else 0)
         return Plan(
@@ -161,7 +155,7 @@ def plan(
             slots=slots,
             slots_memory=of_slots,
             prefix_memory=prefix_memory,
-            weights_by_type=by_type,
+            weights_by_type=dict(by_type),
             compute_by_role=one.compute,
             host_bytes=weights.host_bytes,
             kv_per_token=token_bytes(loader.target, loader.drafter, loader.engine_options),
@@ -180,10 +174,7 @@ def _parts(loader: Loader, n_ctx: int, slots: int, prefix_memory: int, free: int
 
 
 def plan_everywhere(
-    target: str | Path | None = None,
-    draft: str | Path | Sequence[str | Path] | None = None,
-    options: LoadOptions | None = None,
-    **more: Any,
+    target: str | Path | None = None, draft: Drafts = None, options: LoadOptions | None = None, **more: Any
 ) -> list[Plan | NoPlan]:
     """``plan`` for every device of this machine; a device that cannot run the pair is a NoPlan.
 
@@ -233,25 +224,12 @@ class Checked:
 
     def as_dict(self) -> dict:
         """The plan, JSON-ready, with what was allocated."""
-        allocated = {
-            "memory": self.memory,
-            "slots_memory": self.slots_memory,
-            "total": self.total,
-            "taken": self.taken,
-            "error": self.error,
-        }
+        allocated = {name: getattr(self, name) for name in ("memory", "slots_memory", "total", "taken", "error")}
         return {**self.plan.as_dict(), "allocated": allocated}
 
 
-def check(
-    target: str | Path | None = None,
-    draft: str | Path | Sequence[str | Path] | None = None,
-    options: LoadOptions | None = None,
-    *,
-    slots: int = 1,
-    free: int | None = None,
-    **fields: Any,
-) -> Checked:
+def check(target: str | Path | None = None, draft: Drafts = None, options: LoadOptions | None = None, *, slots: int = 1,
+          free: int | None = None, **fields: Any) -> Checked:  # fmt: skip
     """Plans, then loads, generates a little in every mode, and looks at what is allocated. Arguments as of ``plan``.
 
     Raises:
@@ -263,10 +241,8 @@ def check(
     before = [free_bytes(one) for one in picked]
     planned = plan(target, draft, options, slots=slots, free=free)
     if not planned.fits:
-        raise PyspecError(
-            f"{planned.total} bytes are planned and {planned.free} are free on {planned.device}, so nothing was loaded; "
-            f"the longest context that fits is {planned.largest_context} (`n_ctx`)"
-        )
+        said = f"{planned.total} bytes are planned and {planned.free} are free on {planned.device}"
+        raise PyspecError(f"{said}, so nothing was loaded; the longest context that fits is {planned.largest_context} (`n_ctx`)")
     of_slots = {}
     with ExitStack() as stack:
         # one thread where it only has to be right: several wait for each other

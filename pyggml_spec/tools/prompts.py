@@ -60,11 +60,8 @@ def _prompt(line: bytes, number: int, path: str | Path) -> Prompt:
     category, name = value.get("category", "prompts"), value.get("name", str(number))
     if not all(isinstance(label, str) and label.isprintable() for label in (category, name)):
         raise PyspecError(f"{where} has a category or name that is not printable text")
-    turns = (
-        isinstance(messages, list)
-        and messages
-        and all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in messages)
-    )
-    if not (isinstance(text, str) and text if messages is None else turns and text is None):
+    turns = messages if isinstance(messages, list) else []
+    valid = bool(turns) and all(isinstance(m, dict) and isinstance(m.get("content"), str) and "role" in m for m in turns)
+    if not (isinstance(text, str) and text if messages is None else valid and text is None):
         raise PyspecError(f'{where} needs a text "prompt", or "messages" as in the chat APIs: a list of objects with "role" and "content"')
-    return Prompt(category, name, text, tuple(messages) if messages and turns else None)
+    return Prompt(category, name, text, tuple(turns) or None)

@@ -8,25 +8,8 @@ from ..checks import whole
 from ..errors import ModelError
 from ..ggml.library import ffi, lib, text
 
-TYPES = (
-    "f32",
-    "f16",
-    "bf16",
-    "q8_0",
-    "q4_0",
-    "q4_1",
-    "q5_0",
-    "q5_1",
-    "q2_K",
-    "q3_K",
-    "q4_K",
-    "q5_K",
-    "q6_K",
-    "iq4_nl",
-    "iq4_xs",
-    "mxfp4",
-    "nvfp4",
-)
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "iq4_nl", "iq4_xs",
+         "mxfp4", "nvfp4")  # fmt: skip
 """Types that need no importance matrix; ggml aborts on the others."""
 
 
@@ -53,14 +36,12 @@ def quantise(values: np.ndarray, kind: int) -> np.ndarray:
         raise ModelError(f"{name} cannot be quantised to without an importance matrix; use one of {', '.join(TYPES)}")
     values = np.asarray(values)
     if values.ndim < 1 or values.size == 0 or values.dtype.kind not in "fiu" or values.shape[-1] % lib.ggml_blck_size(kind):
-        raise ModelError(
-            f"{values.dtype} {list(values.shape)} cannot become {name}: rows of whole blocks of {lib.ggml_blck_size(kind)} numbers can"
-        )
+        rows = f"rows of whole blocks of {lib.ggml_blck_size(kind)} numbers can"
+        raise ModelError(f"{values.dtype} {list(values.shape)} cannot become {name}: {rows}")
     flat = np.ascontiguousarray(values.reshape(-1, values.shape[-1]), np.float32)
     out = np.empty((flat.shape[0], lib.ggml_row_size(kind, flat.shape[1])), np.uint8)
-    lib.ggml_quantize_chunk(
-        kind, ffi.cast("float *", ffi.from_buffer(flat)), ffi.from_buffer(out), 0, flat.shape[0], flat.shape[1], ffi.NULL
-    )
+    source = ffi.cast("float *", ffi.from_buffer(flat))
+    lib.ggml_quantize_chunk(kind, source, ffi.from_buffer(out), 0, flat.shape[0], flat.shape[1], ffi.NULL)
     return out.reshape(*values.shape[:-1], out.shape[-1])
 
 

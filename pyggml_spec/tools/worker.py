@@ -11,9 +11,10 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from ..checks import whole
 from ..errors import DeviceError
@@ -50,7 +51,7 @@ class Worker:
         self.threads = threads or default_threads()
         self.programs = whole(programs, "the number of programs at a time", 1, MOST_PROGRAMS, DeviceError)
         self.cache = cache_folder() / "worker" if cache else None
-        self.host, self._socket = _bind(host, port)
+        self.host, self.socket = _bind(host, port)
         self._servers = [_Server(self, i) for i in range(self.programs)]
         self._greeted, self._greeting = False, threading.Lock()
         self._over = threading.Event()
@@ -80,7 +81,7 @@ class Worker:
                 raise DeviceError(self._failure)
         finally:
             self.end()
-            self._socket.close()
+            self.socket.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -99,21 +100,17 @@ class Worker:
         with suppress(OSError):
             self._print(line)
 
-    def listens(self) -> None:
+    def greet(self) -> None:
         """A server listens; the first time, prints the addresses."""
         with self._greeting:
             first, self._greeted = not self._greeted, True
-        if first:
-            self._greet()
-
-    def _greet(self) -> None:
+        if not first:
+            return
         for i, device in enumerate(self.devices):
             name = f"RPC:{self.host}:{self.port}{f'/{i}' if i else ''}"
             self.say(f"{device.name} ({device.description}, {free_bytes(device) >> 20} MiB free) is the device {name}")
-        self.say(
-            f"protocol {'.'.join(map(str, PROTOCOL))}; no encryption and no authentication"
-            + ("" if self.host.startswith(LOCAL) else ": use a trusted network only (docs/workers.md)")
-        )
+        trust = "" if self.host.startswith(LOCAL) else ": use a trusted network only (docs/workers.md)"
+        self.say(f"protocol {'.'.join(map(str, PROTOCOL))}; no encryption and no authentication{trust}")
         if self.cache is not None:
             self.say(f"weights of 10 MiB and more are kept in {self.cache} ({_bytes_in(self.cache) >> 20} MiB now)")
 
@@ -124,13 +121,8 @@ class Worker:
 
     def command(self) -> list[str]:
         """Command line of a server."""
-        arguments = [f"fd:{self._socket.fileno()}", str(self.threads), str(self.cache or ""), *(device.name for device in self.devices)]
+        arguments = [f"fd:{self.socket.fileno()}", str(self.threads), str(self.cache or ""), *(device.name for device in self.devices)]
         return [sys.executable, "-P", "-m", "pyggml_spec.ggml.rpc_server", *arguments]
-
-    @property
-    def fds(self) -> tuple[int]:
-        """Environment of a server."""
-        return (self._socket.fileno(),)
 
 
 class _Server:
@@ -175,17 +167,17 @@ class _Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            env=_environment(),
-            pass_fds=self.worker.fds,
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # ggml prints stacks by running gdb, which takes seconds
+            pass_fds=(self.worker.socket.fileno(),),
         ) as process:
             self._process = process
             if self.worker.ended:  # a signal arrived before the process existed
                 process.kill()
-            reader = threading.Thread(target=_read, args=(process.stderr, errors))
+            reader = threading.Thread(target=lambda: errors.extend(filter(None, _lines(process.stderr))))
             reader.start()
             try:
-                for line in process.stdout or ():
-                    self._handle_line(line.decode("utf-8", "replace").strip())
+                for line in _lines(process.stdout):
+                    self._handle_line(line)
             except BaseException:
                 process.kill()  # otherwise the stream is waited for
                 raise
@@ -198,7 +190,7 @@ class _Server:
         kind, _, why = line.partition(": ")
         if kind == "Listening":
             self.listened = True
-            self.worker.listens()
+            self.worker.greet()
         elif kind == "Accepted client connection":
             self.used = True
             self._log("a program has connected")
@@ -208,10 +200,8 @@ class _Server:
             self._log(f"its connection was ended: {why}")
 
 
-def _read(pipe: object, lines: deque[str]) -> None:
-    for line in pipe or ():  # type: ignore[attr-defined]
-        if text := line.decode("utf-8", "replace").strip():
-            lines.append(text)
+def _lines(pipe: IO[bytes] | None) -> Iterator[str]:
+    return (line.decode("utf-8", "replace").strip() for line in pipe or ())
 
 
 def _bytes_in(folder: Path) -> int:
@@ -221,11 +211,6 @@ def _bytes_in(folder: Path) -> int:
         with suppress(FileNotFoundError):
             total += path.stat().st_size
     return total
-
-
-def _environment() -> dict[str, str]:
-    """ggml prints stacks by running gdb, which takes seconds."""
-    return {**os.environ, "GGML_NO_BACKTRACE": "1"}
 
 
 def _served(names: str | None) -> Sequence[Device]:
@@ -247,9 +232,8 @@ def _bind(host: str, port: int) -> tuple[str, socket.socket]:
     try:
         ip = str(socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
-        raise DeviceError(
-            f"the address {host!r} is not known ({getattr(error, 'strerror', None) or error}); name one of this machine"
-        ) from None
+        why = getattr(error, "strerror", None) or error
+        raise DeviceError(f"the address {host!r} is not known ({why}); name one of this machine") from None
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

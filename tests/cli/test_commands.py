@@ -390,12 +390,12 @@ def test_ctrl_c_keeps_what_was_measured(pinned, output):
     script = """if True:
         import os, signal
         from pyggml_spec.tools import bench
-        run = bench._Decode.run
-        def slow(self, repetition):
-            if repetition == 3 and self.mode == "speculative":
+        run = bench.decode
+        def slow(session, options, depth, mode, repetition):
+            if repetition == 3 and mode == "speculative":
                 os.kill(os.getpid(), signal.SIGINT)
-            run(self, repetition)
-        bench._Decode.run = slow
+            return run(session, options, depth, mode, repetition)
+        bench.decode = slow
         from pyggml_spec.cli import main
         main()
     """

@@ -18,9 +18,9 @@ from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
 from pyggml_spec.cli.foreign import KNOWN, options_of, resolve
-from pyggml_spec.cli.llama_cpp import _place_layers
 from pyggml_spec.cli.main import cli, main
 from pyggml_spec.cli.names import in_options
+from pyggml_spec.cli.options import _place_layers
 from pyggml_spec.cli.run import check_place, write_stats
 from pyggml_spec.cli.tables import json_line
 from pyggml_spec.engine.stats import Stats
@@ -241,7 +241,7 @@ COMMANDS = {name: cli.get_command(click.Context(cli), name) for name in cli.name
 def test_every_option_of_llama_cpp_is_taken_or_answered(capsys, tools, count, names):
     """Each with its values: none may read as another option, and none ends in `No such option` alone."""
     for command in {one for tool in tools.split(",") for one in OFFERED[tool]}:
-        ctx = click.Context(COMMANDS[command], info_name=command, help_option_names=["-h", "--help"])
+        ctx = click.Context(COMMANDS[command], click.Context(cli), info_name=command, help_option_names=["-h", "--help"])
         for name in names:
             try:
                 left = resolve(ctx, [name, *["1"] * count, "-m", "x.gguf"])
@@ -293,7 +293,7 @@ def test_what_was_perhaps_meant(said, args, words):
 
 
 def test_values_that_look_like_options_are_values():
-    ctx = click.Context(COMMANDS["run"], info_name="run")
+    ctx = click.Context(COMMANDS["run"], click.Context(cli), info_name="run")
     for args in (["-p", "--mlock", "-n", "-1"], ["-n20"], ["--prompt=-b", "-t4"], ["--", "--mlock"], ["-fa", "on", "-p", "a"]):
         assert resolve(ctx, args) == args
     assert resolve(ctx, ["-fa", "-p", "a"]) == ["-fa", "on", "-p", "a"]
@@ -364,7 +364,7 @@ def test_layers_on_no_device(pair):
 @pytest.mark.parametrize("asked, shares", [(5, None), (4, [1, 3]), (2, [3, 1])])
 def test_fewer_layers_than_there_are_leave_the_first_to_the_cpu(pair, monkeypatch, asked, shares):
     gpu = replace(pick_device("CPU"), name="CUDA0", kind="gpu")
-    monkeypatch.setattr("pyggml_spec.cli.llama_cpp.pick_devices", lambda names: [gpu])
+    monkeypatch.setattr("pyggml_spec.cli.options.pick_devices", lambda names: [gpu])
     values = {"device": None}
     _place_layers(asked, values, pair[0])
     assert values == ({"device": None} if shares is None else {"device": "CPU,CUDA0", "tensor_split": shares})
