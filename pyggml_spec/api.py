@@ -617,7 +617,7 @@ class Session:
 def _kinds_of(member: Drafter, rows: Sequence[int]) -> list[StepPlan]:
     """Kinds of steps in which this drafter drafts, for graphs of these rows."""
     fitting = [r for r in rows if r <= member.block_size]
-    return chain_plans(member.method, fitting) if member.chained else [StepPlan.of(member.method, r) for r in fitting]
+    return chain_plans(member.method, fitting) if member.chained or member.whole_model else [StepPlan.of(member.method, r) for r in fitting]
 
 
 F = ParamSpec("F")

@@ -154,7 +154,7 @@ class Loader:
             remedy = "name it with `spec`, or leave the file out"
             raise PairError(f"{draft.name} drafts as {drafter.method}, which is not among what may draft; {remedy}")
         drafter.check_pair(self.target)
-        if difference := first_difference(file, draft_file):
+        if difference := first_difference(file, draft_file, drafter.whole_model):
             fitting = f"a drafter only fits the target it was made for: {drafters_for(file)}"
             raise PairError(f"{draft.name} cannot draft for {file.path.name}: {difference}; {fitting}")
         return drafter

@@ -331,6 +331,52 @@ class LlamaMTP(_Pair):
         return found
 
 
+class LlamaSimple(_Pair):
+    """A target and a whole small model in llama.cpp, one sequence, greedy: the steps of its `draft-simple`. Owns models and contexts.
+
+    Every batch of the target is decoded by the small model, too; rejected rows leave both memories. Those of blocks are decoded one by one: the bits of
+    ggml's Q4_K products depend on the rows of a batch.
+    """
+
+    def __init__(self, target, draft, n_ctx=1024, n_ubatch=512, threads=1, width=8, kv=F16, draft_kv=F16):
+        self.n_ubatch = n_ubatch
+        self.models = [_model(target), _model(draft)]
+        self.tgt = _context(self.models[0], n_ctx, n_ubatch, threads, kv, n_rs=width - 1)
+        self.dft = _context(self.models[1], n_ctx, n_ubatch, threads, draft_kv)
+        self.n_vocab, self.n_small = (L.llama_vocab_n_tokens(L.llama_model_get_vocab(model)) for model in self.models)
+        self.batch, self.pairs, self.n = L.llama_batch_init(n_ubatch, 0, 1), _ext_init(self.dft), 0
+
+    def _target(self, tokens, first, rows):
+        for at in range(0, len(tokens), rows):
+            _decode(self.dft, self.batch, tokens[at : at + rows], first + at, self.n_small)
+        return _decode(self.tgt, self.batch, tokens, first, self.n_vocab)
+
+    def prefill(self, tokens):
+        for first in range(0, len(tokens), self.n_ubatch):
+            logits = self._target(tokens[first : first + self.n_ubatch], first, self.n_ubatch)
+        self.n, self.pending = len(tokens), int(logits[-1].argmax())
+        return self.pending
+
+    def draft(self, width):
+        """The drafts of a block of ``width`` rows, the pending token included; the small model's memory is as before then."""
+        token, out = self.pending, []
+        for i in range(width - 1):
+            token = int(_decode(self.dft, self.batch, [token], self.n + i, self.n_small)[0].argmax())
+            out.append(token)
+        assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
+        return out
+
+    def verify(self, drafts, accepted=None):
+        """Target ids of all rows; keeps ``accepted`` drafts, or those that are right. Returns (ids, matched)."""
+        rows, before = [self.pending, *drafts], _state(self.tgt)
+        logits = self._target(rows, self.n, 1)
+        ids = logits.argmax(axis=1)
+        matched = self._keep(rows, logits, accepted, before)
+        assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
+        self.pending = int(ids[matched])
+        return ids, matched
+
+
 class LlamaEagle3(_Pair):
     """A target and its EAGLE-3 drafter in llama.cpp, one sequence, greedy: the steps of its `draft-eagle3`. Owns models and contexts.
 

@@ -8,7 +8,7 @@ so nothing is copied and a rollback to before the block works.
 of a plain step; instead one batched graph computes them when the drafter starts to draft, or when the slot's ring is full.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ MEMORY, MOST = 16 << 20, 2048  # bytes of all rings with more than BATCH rows, a
 
 def room(row_bytes: int, slots: int) -> int:
     """Rows of each ring: as many as fit into MEMORY, at least BATCH, whatever the context and the slots."""
-    return max(BATCH, min(MOST, MEMORY // (row_bytes * slots)))
+    return max(BATCH, min(MOST, MEMORY // max(row_bytes * slots, 1)))
 
 
 def batch_of(slots: int) -> int:
@@ -38,9 +38,12 @@ class _Tables:
     """``count`` zeroed tables F32 [n_embd, rows]. Owns their buffer."""
 
     def __init__(self, backend: Backend, n_embd: int, rows: int, count: int) -> None:
-        self.backend, self._ctx = backend, new_context(count)
+        self.backend, self._buffer, self.tables = backend, None, list[Any]()
+        if not count:
+            return
+        self._ctx = new_context(count)
         self.tables = [lib.ggml_new_tensor(self._ctx, lib.GGML_TYPE_F32, 2, (n_embd, rows)) for _ in range(count)]
-        self._buffer: Any = backend.allocate(self._ctx)
+        self._buffer = backend.allocate(self._ctx)
         if self._buffer == ffi.NULL:
             lib.ggml_free(self._ctx)
             raise DeviceError(f"no memory for {rows} hidden states of {count * n_embd} values on {backend.device.name}")
@@ -48,7 +51,7 @@ class _Tables:
 
     @property
     def nbytes(self) -> int:
-        return self.backend.size_of(self._buffer)
+        return self.backend.size_of(self._buffer) if self._buffer is not None else 0
 
     def close(self) -> None:
         if self._buffer is not None:
@@ -87,13 +90,18 @@ class HiddenStateBuffer(_Tables):
 
     Position p of a slot is in row p mod ``rows`` of the slot's ring; the last row of the table is trash.
 
+    Whole models read tokens alone: with ``count`` 0 nothing else is stored.
+
     Attributes:
+        whole_model: the drafting method that is one, "" for none.
         most: rows of a slot that may be stored while a block of ``width`` rows is computed.
         batch: rows of a slot per catch-up graph.
         catch_ups: rows per slot of all catch-up graphs, ascending.
     """
 
-    def __init__(self, backend: Backend, n_embd: int, count: int, width: int, slots: int, methods: Iterable[str]) -> None:
+    def __init__(
+        self, backend: Backend, n_embd: int, count: int, width: int, slots: int, methods: Iterable[str], whole_model: str = ""
+    ) -> None:
         self.most = room(4 * n_embd * count, slots)
         self.batch = batch_of(slots)
         between = BETWEEN if backend.device.kind == "cpu" else ()
@@ -104,7 +112,8 @@ class HiddenStateBuffer(_Tables):
         self.tokens = np.zeros(self.trash, np.int32)  # of each row
         self._every = np.arange(self.trash)
         self._every.flags.writeable = False
-        self.methods = tuple(methods)
+        self.methods, self.whole_model = tuple(methods), whole_model
+        self.others = tuple(method for method in self.methods if method != whole_model)
         # per slot and method: position of the first token without K/V rows
         self._first: list[dict[str, int | None]] = [dict.fromkeys(self.methods) for _ in range(slots)]
 
@@ -125,8 +134,9 @@ class HiddenStateBuffer(_Tables):
             return self._every[begin : begin + count]
         return slot * self.rows + (first + np.arange(count)) % self.rows
 
-    def stored(self, first: int, tokens: np.ndarray, ready: Iterable[str], slot: int = 0) -> None:
-        """Notes that the hidden states of ``tokens`` I32 from position ``first`` on were stored; ``ready`` methods have their K/V rows."""
+    def stored(self, first: int, tokens: np.ndarray, ready: Collection[str], slot: int = 0, drafted: int = 0) -> None:
+        """Notes that the hidden states of ``tokens`` I32 from position ``first`` on were stored; ``ready`` methods have their K/V rows, the whole model
+        those of the first ``drafted``."""
         begin = first % self.rows
         if begin + len(tokens) <= self.rows:
             begin += slot * self.rows
@@ -135,7 +145,10 @@ class HiddenStateBuffer(_Tables):
             self.tokens[self.at(first, len(tokens), slot)] = tokens
         firsts = self._first[slot]
         for method, before in firsts.items():
-            if before is None and method not in ready:
+            if method == self.whole_model:
+                if drafted or before is None or before > first:
+                    firsts[method] = first + drafted
+            elif before is None and method not in ready:
                 firsts[method] = first
 
     def has_room(self, committed: int, rows: int, slot: int = 0) -> bool:
@@ -149,7 +162,7 @@ class HiddenStateBuffer(_Tables):
     def missing(self, method: str, committed: int, slot: int = 0) -> int:
         """Number of the last of ``committed`` tokens whose K/V rows the method lacks."""
         first = self._first[slot][method]
-        return 0 if first is None else committed - first
+        return 0 if first is None else max(committed - first, 0)  # a whole model's first may be a rejected draft
 
     def has_missing(self, method: str, slot: int = 0) -> bool:
         """Whether the method lacks K/V rows of the slot."""

@@ -172,7 +172,7 @@ _GROUPS: dict[str, list[Callable]] = {
                "auto: from where that is faster, which is measured. Default: off.", type=OffloadRows(), metavar="ROWS"),
     ],
     "drafting": [
-        option("--spec-type", "Drafting methods, separated by commas: draft-dflash, draft-mtp, draft-eagle3, draft-dspark, and one of suffix, ngram-simple, ngram-map-k, ngram-mod; none for plain decoding. "
+        option("--spec-type", "Drafting methods, separated by commas: draft-dflash, draft-mtp, draft-eagle3, draft-dspark, draft-simple, and one of suffix, ngram-simple, ngram-map-k, ngram-mod; none for plain decoding. "
                "Default: what -md names, or else the model's own MTP layer. Of several, the one with most tokens per millisecond drafts each step.", metavar="LIST"),
         option("--no-spec", "Exclude this drafting method. May be given several times.", multiple=True, metavar="TYPE"),
         option("--draft-vocab", "Draft none but the first N tokens of the vocabulary: the drafter's head takes less time. The text stays the same.",
@@ -196,7 +196,7 @@ def load_options(*groups: str, device: str = DEVICE, context: str = CONTEXT, mem
     """
     declared = [
         option("-m --model target", "Target GGUF. Without it, the embedded pair runs.", type=PATH),
-        option("-md --model-draft --spec-draft-model draft", "Drafter GGUF (dflash, eagle3, gemma4-assistant, or an MTP layer) made for the target. Twice for one that drafts blocks and one that drafts chains.",
+        option("-md --model-draft --spec-draft-model draft", "Drafter GGUF (dflash, eagle3, gemma4-assistant, or an MTP layer) made for the target, or a small model with its vocabulary. Several: one of blocks, one of chains, one small model.",
                type=PATH, multiple=True),
         option("--device -dev", device),
         option("-t --threads", "CPU threads, fixed. Default: as many as other work leaves cores for, at most 16.", type=click.IntRange(1, 512)),

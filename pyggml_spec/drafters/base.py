@@ -1,10 +1,11 @@
 """Interface of drafters.
 
 A drafter names the target's hidden states that it reads, writes its own K/V rows for committed tokens (``context_rows``), and adds nodes to the
-step's graph that compute draft ids on the device. Two kinds:
+step's graph that compute draft ids on the device. Three kinds:
 
 blocks  all drafts of a block in one pass, from mask tokens after the last token (dflash)
 chains  one draft after another, each from the previous token and its hidden state (MTP, EAGLE-3)
+models  one draft after another by a whole small model, which reads tokens alone (draft-simple)
 
 A head may have a reduced vocabulary, which ``Drafter.choose`` maps to the target's tokens.
 """
@@ -36,6 +37,7 @@ class ContextInputs(NamedTuple):
         prev_hidden: F32 [n, T / slots, slots]: the ``carry`` of each previous token, zeros at the start; None unless ``chained``.
         positions: I32 [T], minus ``Drafter.position_lag``.
         kv_rows: I64 [T] rows of the drafter's caches.
+        attention, sliding: what a whole model's layers read; None for others.
     """
 
     tokens: Tensor | None
@@ -43,6 +45,8 @@ class ContextInputs(NamedTuple):
     prev_hidden: Tensor | None
     positions: Tensor
     kv_rows: Tensor
+    attention: AttentionInputs | None = None
+    sliding: AttentionInputs | None = None
 
 
 class ChainInputs(NamedTuple):
@@ -82,6 +86,7 @@ class Drafter(Model):
         n_layer: layers with K/V rows of their own.
         captures: target layers whose input it reads; ``n_layer`` is the last layer's output.
         chained: drafts one by one, each from the previous hidden state.
+        whole_model: reads tokens alone, and drafts one by one; its K/V rows of drafts stay. ``window``: of its sliding layers, 0 for none.
         shares_kv: a chain that reads the target's K/V and writes none; all drafts see committed tokens only.
         draft_tokens: drafts only the first tokens of the vocabulary; 0 for all.
         confident: estimates the confidence of each draft.
@@ -94,6 +99,8 @@ class Drafter(Model):
     n_layer: int
     captures: tuple[int, ...] = ()
     chained = False
+    whole_model = False
+    window = 0
     shares_kv = False
     draft_tokens = 0
     position_lag = 0

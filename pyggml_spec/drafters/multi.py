@@ -17,8 +17,8 @@ class MultiDrafter:
 
     def __init__(self, methods: Sequence[Drafter]) -> None:
         self.methods = tuple(methods)
-        for chained, what in ((False, "blocks"), (True, "chains")):
-            alike = [drafter for drafter in self.methods if drafter.chained == chained]
+        for kind, what in (((False, False), "blocks"), ((True, False), "chains"), ((False, True), "as whole models")):
+            alike = [drafter for drafter in self.methods if (drafter.chained, drafter.whole_model) == kind]
             if len(alike) > 1:
                 raise PairError(f"{' and '.join(drafter.title for drafter in alike)} both draft {what}; name one of them with `spec`")
         self._chain = next((drafter for drafter in self.methods if drafter.chained), None)

@@ -185,7 +185,7 @@ class Batch:
         rows: rows that count, by slot.
         context: tokens of the longest sequence before the step.
         computed: the items as the graph computes them: drafts that ``ModelRunner.propose`` made are given ones.
-        proposed: by slot, whether the drafts that ``propose`` made are finite.
+        proposed: by slot, whether the drafts that ``propose`` made are finite; ``drafted``: K/V rows that a whole model wrote meanwhile.
         slots, kind, verify_len, kv_bucket, method, n_drafts, streamed, deferred, drafting, candidates, keep_logits (masked), layers: as of ``GraphKey``.
         key: of the graph, once all of these are known.
     """
@@ -205,6 +205,7 @@ class Batch:
     context: int = 0
     computed: Mapping[int, BatchItem] = UNSET
     proposed: dict[int, bool] = UNSET
+    drafted: Mapping[int, int] = UNSET
     slots: SlotRange = FIRST
     kind: str = ""
     verify_len: int = 1

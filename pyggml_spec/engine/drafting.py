@@ -3,20 +3,23 @@
 Block   DFlash: [last token, mask, mask, ...] of every slot at once; what one row sees depends on the layer's window.
 Chain   MTP, EAGLE-3: a pass for each draft, over one row of every slot; each reads the draft before it and the hidden state that it left.
         gemma4-assistant: the same over the target's K/V rows, of which all drafts see those of committed tokens.
+Model   draft-simple: a pass of a whole small model for each draft.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
+from ..cache.hidden import HiddenStateBuffer
 from ..cache.kv import KVCache
 from ..drafters.base import ChainInputs, Drafter
 from ..drafters.dflash import BlockInputs, DFlash
+from ..drafters.model import ModelDrafter
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields
-from ..models.base import AttentionInputs
+from ..models.base import AttentionInputs, TargetInputs
 from ..models.decoder import Decoder
 from .batch import BatchItem, Draft, GraphKey
 from .slot import Slot
@@ -200,8 +203,70 @@ class BorrowingDrafting(ChainDrafting):
                 self.kv.positions_of_ring(n if real else 1, near[at])
 
 
-def drafting_of(drafter: Drafter, target: Decoder, kv: KVCache, draft_kv: KVCache, alone: bool) -> Drafting:
+class ModelDrafting(ChainDrafting):
+    """Borrows the drafter, its caches and the ring, which has the tokens. The first pass has two rows of each slot: the last committed token, which writes
+    trash unless its row is missing, and the last token."""
+
+    def __init__(self, drafter: ModelDrafter, target: Decoder, kv: KVCache, ring: HiddenStateBuffer) -> None:
+        self.drafter, self.target, self.kv, self.ring = drafter, target, kv, ring
+
+    def nodes(self, g: Graph, f: StepFields, key: GraphKey, rows: dict, kv: tuple, before: Tensor | None) -> Drafted:
+        drafter, count, bucket = cast(ModelDrafter, self.drafter), key.slots.count, key.kv_bucket
+        total, ids = (key.drafts + 1) * count, list[Tensor]()
+        tokens = f.input("draft_tokens", "i32", 2 * count)
+        positions, kv_rows = f.input("draft_positions", "i32", total), f.input("draft_rows", "i64", total)
+        last, first = f.input("draft_last", "f32", 1, total), f.input("draft_first", "f32", 1, total) if drafter.window else None
+        for i in range(key.drafts):
+            at, n = ((i + 1) * count, count) if i else (0, 2 * count)
+            of_rows, seen = g.slice_1d(kv_rows, at, n), g.slice_1d(last, at, n)
+            mask = g.kv_mask(self.kv.mask_base, seen, None, bucket, count)
+            sliding = None
+            if first is not None:
+                near = g.kv_mask(self.kv.mask_base, seen, g.slice_1d(first, at, n), bucket, count)
+                sliding = AttentionInputs(of_rows, near, bucket)
+            own = TargetInputs(tokens, g.slice_1d(positions, at, n), of_rows, mask, bucket, sliding, kv, None)
+            hidden = drafter.hidden(g, own)
+            if not i:
+                hidden = g.rows_from(hidden, 1) if count == 1 else g.group_tails(hidden, 2, 1)
+            logits = drafter.logits(g, hidden, self.target)
+            ids.append(drafter.choose(g, logits))
+            tokens = ids[-1]
+        return Drafted(tuple(ids), hidden, logits)
+
+    def fill(self, host: Host, key: GraphKey, items: Items, slots: Sequence[Slot]) -> None:
+        drafts, count, method = key.drafts, key.slots.count, self.drafter.method
+        positions, rows, own = host["draft_positions"], host["draft_rows"], np.empty(drafts, np.int64)
+        for at, slot in enumerate(key.slots.slots):
+            item, n = items.get(slot), slots[slot].cursor.committed
+            real = item.width - 1 if isinstance(item, Draft) else 0
+            missing = real and self.ring.missing(method, n, slot)
+            tokens = host["draft_tokens"][2 * at : 2 * at + 2]
+            tokens[:] = self.ring.tokens[self.ring.at(n - 1, 1, slot)][0] if missing else 0, slots[slot].cursor.last_token if real else 0
+            self.kv.rows_for(n, drafts, real, own)
+            own += at * (self.kv.live + self.kv.trash)
+            positions[2 * at], rows[2 * at] = max(n - 1, 0), at * (self.kv.live + self.kv.trash) + (n - 1 if missing else self.kv.live)
+            after = n + np.arange(drafts) if real else np.zeros(drafts, np.int64)
+            positions[2 * at + 1], positions[2 * count + at :: count] = after[0], after[1:]
+            rows[2 * at + 1], rows[2 * count + at :: count] = own[0], own[1:]
+        host["draft_last"].reshape(-1)[:] = positions
+        if "draft_first" in host:
+            host["draft_first"].reshape(-1)[:] = positions - self.drafter.window + 1
+
+
+def fill_near(host: Host, window: int) -> None:
+    """What the sliding layers of a whole model read in prompts and catch-up graphs."""
+    if "near_last" in host:
+        host["near_last"].reshape(-1)[:] = host["positions"]
+        host["near_first"].reshape(-1)[:] = host["positions"] - window + 1
+
+
+def drafting_of(
+    drafter: Drafter, target: Decoder, kv: KVCache, draft_kv: KVCache, alone: bool, ring: HiddenStateBuffer | None = None
+) -> Drafting:
     """How ``drafter`` takes part in a runner's steps. ``kv``: the target's caches."""
+    if isinstance(drafter, ModelDrafter):
+        assert ring is not None
+        return ModelDrafting(drafter, target, draft_kv, ring)
     if drafter.shares_kv:
         return BorrowingDrafting(drafter, target, kv)
     if drafter.chained:

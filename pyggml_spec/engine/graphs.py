@@ -73,7 +73,7 @@ def most_nodes(target: Decoder, drafter: AnyDrafter | None) -> int:
     experts = getattr(target, "experts", None)
     per_layer = 160 + (4 * experts.n_used if experts is not None else 0)
     members = drafter.methods if drafter is not None else ()
-    passes = sum(member.n_layer * (member.block_size if member.chained else 1) for member in members)
+    passes = sum(member.n_layer * (member.block_size if member.chained or member.whole_model else 1) for member in members)
     return NODES_BESIDE_LAYERS + (target.n_layer + passes) * per_layer + sum(member.extra_nodes for member in members)
 
 
@@ -234,6 +234,8 @@ class GraphBuilder:
     def _defer(self, done: Done) -> None:
         """Stores what drafters will read of the rows that are ``done``."""
         assert self.ring is not None
+        if not self.ring.tables:
+            return
         read = [*done.features, done.hidden] if self.resources.chain is not None else done.features
         at = self.f.input("ring_rows", "i64", done.hidden.ne[1])
         for table, x in zip(self.ring.tables, read, strict=True):
@@ -263,12 +265,26 @@ class GraphBuilder:
             if chain.position_lag:
                 positions = self.f.input("draft_context", "i32", positions.ne[0])
         for member in self._members(ready):
+            if member.whole_model and self.key.kind not in ("prefill", "catchup"):
+                continue  # drafts have their rows, and others wait in the hidden-state buffer
             at = positions if member.position_lag else rows["positions"]
             read = [by_layer[layer] for layer in member.captures]
-            context = ContextInputs(tokens, read, shifted if member.chained else None, at, rows["kv_rows"])
+            seen = (
+                (AttentionInputs(rows["kv_rows"], rows["mask"], rows["kv_bucket"]), self._near(member, rows)) if member.whole_model else ()
+            )
+            context = ContextInputs(tokens, read, shifted if member.chained else None, at, rows["kv_rows"], *seen)
             member.context_rows(g, context, self._own_layers(member, draft_kv), self.target)
         if carry is not None and self.last_hidden is not None:
             g.kv_write_rows(self.last_hidden.table, g.reshape(kept, kept.ne[0], 1, kept.ne[1] * kept.ne[2]), carry.rows)
+
+    def _near(self, member: Drafter, rows: dict) -> AttentionInputs | None:
+        """What the sliding layers of a whole model read."""
+        if not member.window:
+            return None
+        assert self.draft_kv is not None
+        last, bucket = self.f.input("near_last", "f32", 1, self.key.total), rows["kv_bucket"]
+        first = self.f.input("near_first", "f32", 1, self.key.total)
+        return AttentionInputs(rows["kv_rows"], self.g.kv_mask(self.draft_kv.mask_base, last, first, bucket, self.count), bucket)
 
     def _emit(self, hidden: Tensor) -> dict:
         """Greedy ids of all rows, and sums that are not finite if anything in a row is not. On the CPU the host takes the argmax: ggml's own is one
@@ -361,7 +377,7 @@ class GraphBuilder:
         done = self.forward(inputs, Inputs(rows, delta, carry, tokens) if self.one_part else None)
         out = self._emit(done.hidden)
         self._context(done, draft_kv if self.one_part else self._draft_caches(), ready=ready)
-        if ready is not None and len(self.resources.drafting) > 1:
+        if self.ring is not None and any(method != key.method for method in self.ring.others):
             self._defer(done)
         return {**out, "draft_logits": drafted.logits}
 
@@ -390,14 +406,20 @@ class GraphBuilder:
         assert self.ring is not None and self.draft_kv is not None
         f, member, total = self.f, self.resources.member(self.key.method), self.key.total
         self.enter(-1)
+        rows: dict = {"positions": f.input("positions", "i32", total), "kv_rows": f.input("kv_rows", "i64", total)}
+        if member.whole_model:
+            seen, tokens = f.input("q_last", "f32", 1, total), f.input("ring_tokens", "i32", total)
+            mask = self.g.kv_mask(self.draft_kv.mask_base, seen, None, self.key.kv_bucket, self.count)
+            rows |= {"mask": mask, "kv_bucket": self.key.kv_bucket}
+            return self._context(Done(tokens, [], Inputs(rows, None, None, tokens)), self.caches(self.draft_kv), ready=(member,))
         at = f.input("ring_at", "i32", total)
         features = [self.g.rows(table, at) for table in self.ring.tables]
         hidden = features.pop() if self.resources.chain is not None else features[0]
-        rows = {"positions": f.input("positions", "i32", total), "kv_rows": f.input("kv_rows", "i64", total)}
         carry = self._carry(self.count, (member,))
         tokens = f.input("ring_tokens", "i32", total) if carry is not None else at
         last = f.input("last", "i32", self.count) if carry is not None else None
         self._context(Done(hidden, features, Inputs(rows, None, carry, tokens)), self.caches(self.draft_kv), True, last, (member,))
+        return None
 
     def _exact(self, capture: tuple[int, ...]) -> Done:
         def inputs() -> Inputs:
@@ -546,8 +568,9 @@ class StepGraphs(GraphCache):
         """Those of all drafters, the largest first."""
         ring = self.resources.ring
         for method in self.resources.drafting if ring is not None and drafting else ():
+            bucket = self.resources.kv.live if self.resources.member(method).whole_model else 0
             for width in reversed(cast(HiddenStateBuffer, ring).catch_ups):
-                self.get(catch_up_key(method, width, self.every))
+                self.get(catch_up_key(method, width, self.every, bucket))
 
 
 def commit_key(verify_len: int, slots: SlotRange, next_len: int, replay: bool) -> GraphKey:
@@ -555,6 +578,6 @@ def commit_key(verify_len: int, slots: SlotRange, next_len: int, replay: bool) -
     return GraphKey.of("commit", verify_len, 0, slots, next_len=next_len, replay=replay, drafting=True)
 
 
-def catch_up_key(method: str, rows: int, slots: SlotRange) -> GraphKey:
-    """Of the graph that computes K/V rows that a drafter lacks."""
-    return GraphKey.of("catchup", rows, 0, slots, method, drafting=True)
+def catch_up_key(method: str, rows: int, slots: SlotRange, kv_bucket: int = 0) -> GraphKey:
+    """Of the graph that computes K/V rows that a drafter lacks. ``kv_bucket``: of a whole model."""
+    return GraphKey.of("catchup", rows, kv_bucket, slots, method, drafting=True)

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..ggml.library import ffi, lib
 from .batch import Batch, Draft, Prefill, Verify
+from .drafting import fill_near
 from .graph_cache import Step
 from .resources import Resources
 
@@ -17,6 +18,7 @@ class InputBuilder:
         r = resources
         self._slots, self._target, self._drafting, self._alone = r.slots, r.target, r.drafting, len(r.slots) == 1
         self._kv, self._delta, self._ring, self._last_hidden = r.kv, r.delta, r.ring, r.last_hidden
+        self._window = max([member.window for member in r.members], default=0)
         self._committed, self._real = (ffi.new("int64_t[]", len(r.slots)) for _ in range(2))
 
     def certain(self, step: Step, batch: Batch) -> None:
@@ -43,6 +45,7 @@ class InputBuilder:
             self._delta.fill_take(host["take"], width, batch.slots, single=True)
         if "ring_rows" in host:
             self._deferred(host, batch)
+        fill_near(host, self._window)
 
     def block(self, step: Step, batch: Batch) -> None:
         """Of blocks, given or drafted by the same graph."""

@@ -104,10 +104,11 @@ class Resources:
         self.io = self.new_io(opt.slots, more=8192)
         if self.drafter is not None and (opt.slots == 1 or len(self.segments) == 1):  # micro-batches do not catch up
             kept, methods = len(self.drafter.captures) + self.drafter.chained, [member.method for member in self.members]
-            self.ring = self.own(HiddenStateBuffer(self.backend, self.target.n_embd, kept, opt.width, opt.slots, methods))
+            whole_model = next((member.method for member in self.members if member.whole_model), "")
+            self.ring = self.own(HiddenStateBuffer(self.backend, self.target.n_embd, kept, opt.width, opt.slots, methods, whole_model))
         self.drafting: dict[str, Drafting] = {}
         if self.draft_kv is not None:
-            of = self.target, self.kv, self.draft_kv, opt.slots == 1
+            of = self.target, self.kv, self.draft_kv, opt.slots == 1, self.ring
             self.drafting = {member.method: drafting_of(member, *of) for member in self.members}
         self.devices.open(self)
 

@@ -161,7 +161,9 @@ class ModelRunner:
         if not batch.rows:
             self.check(batch)
         drafting, batch.proposed = {slot: item for slot, item in batch.items.items() if isinstance(item, Draft)}, {}
-        ids, sums, confidence = self._drafts(batch, drafting)
+        method = self._method(drafting)
+        ids, sums, confidence = self._drafts(batch, drafting, method)
+        batch.drafted = self._drafted(method, drafting)
         worth = self._worth(drafting, confidence, batch.slots)
         items = dict(batch.items)
         for slot, item in drafting.items():
@@ -182,10 +184,11 @@ class ModelRunner:
                 by_call.setdefault(item.weigh, {})[slot] = confidence[slot - slots.first, : item.width - 1]
         return {slot: most for weigh, of in by_call.items() for most in (weigh(of),) for slot in of}
 
-    def _drafts(self, batch: Batch, drafting: Mapping[int, Draft]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _drafts(self, batch: Batch, drafting: Mapping[int, Draft], method: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """I32 [slots, width - 1] drafts, F32 [slots, width] sums that are finite if the drafter is sound, and F32 [slots, width - 1] its confidence."""
-        width, method = self.graphs.width_for(max(item.width for item in drafting.values())), self._method(drafting)
-        self.state.catch_up(drafting)
+        width = self.graphs.width_for(max(item.width for item in drafting.values()))
+        self.state.catch_up(drafting, self.ring.others if self.ring is not None else ())
+        self.state.prepare_drafting(drafting, method)
         draft = Batch(dict(drafting), computed=drafting, slots=batch.slots, kind="draft", verify_len=width, method=method, drafting=True)
         draft.kv_bucket = self.kv.bucket(batch.context + width)
         step = self.graphs.get(draft.make_key())
@@ -335,11 +338,22 @@ class ModelRunner:
             self.delta.after_block(batch.slots) if batch.kind in ("verify", "fused") else self.delta.after_rows(int(batch.kind == "plain"))
         if "last_hidden" in step.host and (last_hidden := self.resources.last_hidden) is not None:
             last_hidden.at[list(rows)] = 0  # the first hidden state is that of the last committed token until more rows count
-        if "ring_rows" in step.host and self.ring is not None:
+        ring = self.ring
+        if ring is not None and ("ring_rows" in step.host or (ring.whole_model and batch.kind in ("plain", "verify", "fused"))):
+            ready = (batch.method,) if "ring_rows" in step.host else ring.others
+            drafted = self._drafted(batch.method, batch.computed) if batch.method else batch.drafted
             for slot, n in rows.items():
                 if (s := self.slots[slot]).drafting:
                     first = (slot - batch.slots.first) * batch.verify_len
-                    self.ring.stored(s.cursor.committed, step.host["tokens"][first : first + n], (batch.method,), slot)
+                    ring.stored(
+                        s.cursor.committed, step.host["tokens"][first : first + n], ready, slot, drafted.get(slot, 0) if drafted else 0
+                    )
+
+    def _drafted(self, method: str, items: Mapping[int, BatchItem]) -> dict[int, int]:
+        """K/V rows that the passes of a whole model have written, by slot."""
+        if self.ring is None or method != self.ring.whole_model:
+            return {}
+        return {slot: item.width - 1 for slot, item in items.items() if isinstance(item, Draft)}
 
     @property
     def rows_alike(self) -> bool:

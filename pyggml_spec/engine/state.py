@@ -5,7 +5,7 @@ compute K/V rows from the hidden-state buffer in batches (kind catchup).
 """
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from ..cache.snapshot import Snapshot
 from ..checks import token_ids, whole
 from ..errors import ContextError, DeviceError, EngineError
 from .batch import Batch, BatchItem, Draft, Ids, Prefill, Verify
+from .drafting import fill_near
 from .graphs import StepGraphs, catch_up_key, commit_key
 from .options import MOST_SLOTS, MOST_WIDTH
 from .resources import Resources
@@ -335,9 +336,9 @@ class StateManager:
         if batch.method or batch.deferred:
             self._make_room(batch.verify_len, batch.rows)
             if batch.method:
-                self.catch_up(batch.rows, batch.method)
-        else:
-            self.catch_up(batch.rows)
+                self.prepare_drafting(batch.rows, batch.method)
+        elif self._ring is not None:
+            self.catch_up(batch.rows, self._ring.others)
         self.lay_out(batch.verify_len)
 
     def settle(self, slot: int | None = None) -> None:
@@ -406,18 +407,25 @@ class StateManager:
                     self._resources.synchronize()
                     self._catch_up(method, dict.fromkeys(slots, ring.batch))
                 else:
-                    self.catch_up(slots, method)
+                    self.catch_up(slots, (method,))
 
     def _waiting(self, method: str, slot: int) -> int:
         assert self._ring is not None
         return self._ring.missing(method, self._slots[slot].cursor.committed, slot)
 
-    def catch_up(self, slots: Collection[int], *methods: str) -> None:
+    def prepare_drafting(self, slots: Collection[int], method: str) -> None:
+        """Computes the K/V rows that ``method`` needs to draft after these slots' tokens: a whole model's passes compute one missing row themselves."""
+        ring = self._ring
+        if ring is not None and method == ring.whole_model and all(self._waiting(method, slot) <= 1 for slot in slots):
+            return
+        self.catch_up(slots, (method,))
+
+    def catch_up(self, slots: Collection[int], methods: Iterable[str] | None = None) -> None:
         """Computes K/V rows of these slots that drafters lack (all of them, or these ``methods``), and the last hidden state of chains."""
         ring = self._ring
         if ring is None:
             return
-        for method in methods or ring.methods:
+        for method in ring.methods if methods is None else methods:
             while counts := {slot: min(ring.batch, n) for slot in slots if (n := self._waiting(method, slot))}:
                 self._resources.synchronize()
                 self._catch_up(method, counts)
@@ -428,26 +436,34 @@ class StateManager:
         """One batch: the first ``counts`` rows of each slot that wait."""
         r, ring, began = self._resources, self._ring, time.perf_counter_ns()
         assert r.draft_kv is not None and ring is not None
-        covered = covering(counts, len(r.slots))
+        covered, bucket = covering(counts, len(r.slots)), 0
         width = next(w for w in ring.catch_ups if max(counts.values()) <= w)
-        step = self._graphs.get(catch_up_key(method, width, covered))
+        if method == ring.whole_model:
+            bucket = r.draft_kv.bucket(max(s.cursor.committed for s in r.slots[covered.part]))
+        step = self._graphs.get(catch_up_key(method, width, covered, bucket))
         host = step.host
         for i, slot in enumerate(covered.slots):
             own, count = slice(i * width, (i + 1) * width), counts.get(slot, 0)
             first = r.slots[slot].cursor.committed - self._waiting(method, slot)
             at = ring.at(first, width, slot).copy()
             at[count:] = at[max(count - 1, 0)]  # padding reads a real row: NaN that was left elsewhere would spread
-            host["ring_at"][own] = at
+            if "ring_at" in host:
+                host["ring_at"][own] = at
+            if "ring_tokens" in host:
+                host["ring_tokens"][own] = ring.tokens[at]
             host["positions"][own] = first + np.arange(width)
             r.draft_kv.rows_for(first, width, count, host["kv_rows"][own])
             host["kv_rows"][own] += i * (r.draft_kv.live + r.draft_kv.trash)
             if "last_hidden" in host:
                 assert r.last_hidden is not None
-                host["ring_tokens"][own], host["last"][i] = ring.tokens[at], own.start + max(count - 1, 0)
+                host["last"][i] = own.start + max(count - 1, 0)
                 host["before"][i] = r.last_hidden.row(slot)
                 r.last_hidden.fill(slot, min(count, 1), host["last_hidden"][i : i + 1])
         if "draft_context" in host:
             np.maximum(host["positions"] - 1, 0, out=host["draft_context"])
+        if "q_last" in host:
+            host["q_last"][:] = host["positions"]
+        fill_near(host, r.member(method).window)
         step.fields.run()
         for slot, count in counts.items():
             if "last_hidden" in host and r.last_hidden is not None:

@@ -12,6 +12,7 @@ from ..drafters.dialects import ARCHS as DRAFTERS
 from ..drafters.dialects import SUPPORTED, as_dflash, refuse_other_methods
 from ..drafters.dspark import FROM, DSpark
 from ..drafters.eagle3 import Eagle3
+from ..drafters.model import ModelDrafter
 from ..drafters.mtp import MTP, has_layer, is_layer_alone
 from ..drafters.pairs import drafters_for
 from ..errors import ModelError
@@ -70,10 +71,10 @@ def open_drafter(file: GGUFFile, target: GGUFFile | None = None) -> Drafter:
     if has_layer(file):
         return MTP(file)
     if arch in TARGETS:
-        heads = " (its own MTP layers do not draft here)" if file.get(f"{arch}.nextn_predict_layers", int, 0) else ""
-        raise ModelError(
-            f"{file.path} is a target model ({arch}), not a drafter{heads}: whole models do not draft here yet; {_instead(target)}"
-        )
+        model = ModelDrafter(file)
+        if model.model.delta_shape() is not None:
+            raise ModelError(f"{file.path} has recurrent layers ({arch}), which do not draft as a whole model here yet: {_instead(target)}")
+        return model
     if arch in CHAINS:
         return CHAINS[arch](file)
     refuse_other_methods(file, SUPPORTED if target is None else f"{SUPPORTED}; {drafters_for(target)}")

@@ -8,13 +8,12 @@ from ..errors import PyspecError
 from ..suggest import meant
 from .ngram import LOOKUPS
 
-MODELS = ("draft-dflash", "draft-mtp", "draft-eagle3", "draft-dspark")
+MODELS = ("draft-dflash", "draft-mtp", "draft-eagle3", "draft-dspark", "draft-simple")
 METHODS = (*MODELS, *LOOKUPS)
 NONE = "none"
 IMPLIED = "suffix"  # drafts where there is no drafter and nothing was asked for
 LEAST_TOKENS = 64  # of the vocabulary; a head of fewer would be no faster
 _REFUSED = {
-    "draft-simple": "a separate small model would be a second engine; an MTP layer or a DFlash drafter gives more tokens per step for less",
     "ngram-map-k4v": "matches with several continuations are not counted; suffix takes the longest match",
     "ngram-cache": "there are no lookup files; suffix keeps the sequences of the session",
 }

@@ -373,7 +373,7 @@ def test_fewer_layers_than_there_are_leave_the_first_to_the_cpu(pair, monkeypatc
 
 
 @pytest.mark.parametrize("options, words", [
-    (["-fa", "off"], "always flash attention"), (["--spec-type", "draft-simple"], "would be a second engine"), (["-ngl", "some"], "'some'"),
+    (["-fa", "off"], "always flash attention"), (["--spec-type", "ngram-cache"], "no lookup files"), (["-ngl", "some"], "'some'"),
     (["--spec-draft-n-max", 0], "x<=1023"), (["--spec-draft-n-max", 3, "--draft-width", 8], "contradict"), (["-ngl", 0, "--device", "CUDA0"], "contradict"),
     (["-ngld", 0], "another device"), (["-sm", "row"], "whole layers are on one device"), (["-sm", "none", "--device", "CPU,CPU"], "contradict"),
     (["-ts", "1,x"], "'1,x' is not a list of proportions"),

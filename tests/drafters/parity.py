@@ -1,10 +1,11 @@
 """A session with a drafter and llama.cpp (llama_oracle.py) with the same files, block after block."""
 
 from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import numpy as np
 from engine.helpers import count_matched
-from llama_oracle import LlamaDFlash, LlamaEagle3, LlamaMTP
+from llama_oracle import LlamaDFlash, LlamaEagle3, LlamaMTP, LlamaSimple
 from random_gguf.archs import WRITERS
 from random_gguf.dflash2 import write_dflash2, write_dspark
 from random_gguf.eagle3 import write_eagle3
@@ -18,8 +19,18 @@ from pyggml_spec.cache.kv_types import KVTypes
 UB = 32  # tokens of a micro-batch, and of a chunk
 LAST = 3 * UB + 7
 LENGTHS = (0, 1, 2, 3, 4, 4, 0, 0, 2, 4, 1, 1, 3)
-WRITE = {"assistant": write_gemma4_assistant, "dflash2": write_dflash2, "dspark": write_dspark, "eagle3": write_eagle3, "mtp": write_mtp}
-USUAL = {"assistant": "gemma4", "dflash2": "qwen3", "dspark": "qwen3", "eagle3": "llama", "mtp": "qwen35"}  # targets
+
+
+def write_simple(path, shape=Shape(), quant="F32", small="llama", seed=5, **options):
+    """A whole small model."""
+    return WRITERS[small](path, replace(shape, n_layer=3, n_ff=256), quant, seed=seed, **options)
+
+
+WRITE = {
+    "assistant": write_gemma4_assistant, "dflash2": write_dflash2, "dspark": write_dspark, "eagle3": write_eagle3, "mtp": write_mtp,
+    "simple": write_simple,
+}  # fmt: skip
+USUAL = {"assistant": "gemma4", "dflash2": "qwen3", "dspark": "qwen3", "eagle3": "llama", "mtp": "qwen35", "simple": "qwen3"}  # targets
 
 
 def write_files(folder, method, quant="F32", arch=None, of_target=None, **of_drafter):
@@ -50,6 +61,8 @@ def both(method, target, draft, prompt, n_ctx=512, width=5, kv=KVTypes()):
                 {"top_k": drafter.top_k} if method == "dflash2" else {"from_anchor": drafter.from_anchor, "confident": drafter.confident}
             )
             made = LlamaDFlash(target, draft, drafter.hp.target_layers, drafter.hp.mask_token, block=width, **sizes, **options)
+        elif method == "simple":
+            made = LlamaSimple(target, draft, width=width, **sizes)
         elif method == "eagle3":
             made = LlamaEagle3(target, draft, Shape().target_layers, width=width, **sizes)
         else:
@@ -64,9 +77,10 @@ def disagreement(session, oracle, blocks, lengths=LENGTHS):
     engine, width = session.engine, session.engine.options.width
     for i in range(blocks):
         result, accepted = engine.fused_step(), min(lengths[i % len(lengths)], width - 1)
-        if result.tokens[1:].tolist() != oracle.draft(width):
+        drafts = result.tokens[1:].tolist()
+        if drafts != oracle.draft(width):
             return i
-        ids, _ = oracle.verify(result.tokens[1:].tolist(), accepted)
+        ids, _ = oracle.verify(drafts, accepted)
         assert result.ids.tolist() == ids.tolist(), f"verified ids of block {i}"
         engine.accept(accepted + 1, int(result.ids[accepted]))
     return None

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from cli.process import one_sentence, pyspec
 from click.testing import CliRunner
 from ggml.kernel_graphs import LEVELS
 from gguf_io.build import STR, U32, Model
-from random_gguf.archs import write_gemma4, write_llama, write_qwen3moe
+from random_gguf.archs import WRITERS, write_gemma4, write_llama, write_qwen3moe
 from random_gguf.dflash2 import write_dflash2, write_dspark
 from random_gguf.eagle3 import write_eagle3
 from random_gguf.gemma4_assistant import write_gemma4_assistant
@@ -46,6 +47,9 @@ KINDS = {
     "gemma4-assistant": (write_gemma4, write_gemma4_assistant, {}),
     "dspark and gemma4-assistant": (write_gemma4, (write_dspark, write_gemma4_assistant), {}),
     "dflash2 and eagle3": (write_llama, (write_dflash2, write_eagle3), {}),
+    "draft-simple": (write_llama, write_llama, {"seed": 1, "quant": "Q4_0"}),
+    "draft-simple, windows": (write_gemma4, partial(WRITERS["gemma3"], seed=1), {}),
+    "draft-simple and eagle3": (write_llama, (write_llama, write_eagle3), {}),
     "eagle3, d2t": (write_llama, write_eagle3, {"tokens": 90, "norm_before_fc": True}),
 }
 PROMPTS = ["def quicksort(items):\n", "import os\n", "class Queue:\n    ", "x = [", "for i in range(", "# sort\n"]
@@ -64,7 +68,7 @@ def session(request, tmp_path_factory):
     drafts = draft if isinstance(draft, tuple) else (draft,)
     files = (
         target(folder / "t.gguf", Shape(), QUANT),
-        [write(folder / f"{i}.gguf", Shape(), QUANT, **options) for i, write in enumerate(drafts)],
+        [write(folder / f"{i}.gguf", Shape(), **{"quant": QUANT, **options}) for i, write in enumerate(drafts)],
     )
     with ps.load(*files, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
         yield session
@@ -277,9 +281,9 @@ def test_an_unsupported_architecture_says_what_can_be_done(unknown, use):
 
 
 @pytest.mark.parametrize("use", ["load", "plan"])
-def test_a_whole_model_as_a_drafter_says_what_drafts(tmp_path, unknown, use):
+def test_a_file_that_does_not_draft_says_what_does(tmp_path, unknown, use):
     """For this target, today: n-gram drafting always, its own MTP layer, and what is published for its shape."""
-    small, target = write_llama(tmp_path / "small.gguf"), write_qwen3moe(tmp_path / "t.gguf")
+    small, target = write_qwen35(tmp_path / "small.gguf"), write_qwen3moe(tmp_path / "t.gguf")
     for draft in (small, unknown):
         with pytest.raises(ModelError) as raised:
             {"load": ps.load, "plan": plan}[use](target, draft, device="CPU")
@@ -295,8 +299,8 @@ def test_a_whole_model_as_a_drafter_says_what_drafts(tmp_path, unknown, use):
 
 
 def test_the_command_names_its_options(tmp_path):
-    small = write_llama(tmp_path / "small.gguf")
+    small = write_qwen35(tmp_path / "small.gguf")
     for name in ("run", "serve", "chat", "plan"):
         done = pyspec(name, "-m", small, "-md", small, "--device", "CPU", *(["-p", "a"] if name == "run" else []))
-        one_sentence(done, "whole models do not draft here yet", "--spec-type suffix")
+        one_sentence(done, "recurrent layers", "do not draft as a whole model here yet", "--spec-type suffix")
     one_sentence(pyspec("doctor", "-m", small, "--device", "CPU"), "examines a pair", "-md", "n-gram drafting")

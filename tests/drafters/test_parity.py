@@ -100,6 +100,12 @@ def cases(method):
             ),
             *(("F32", "qwen35", {}, {}, prompt, 13, 5) for prompt in PROMPTS),
         ],
+        "simple": [
+            *((quant, "qwen3", {}, {}, 20, 60, 5) for quant in QUANTS),
+            *(("Q8_0", "qwen35", {}, {"small": small}, 60, 20, width) for small, width in (("qwen2", 2), ("gemma3", 9), ("qwen3moe", 5))),
+            *(("F32", "gemma4", {}, {"small": small}, 60, 13, 5) for small in ("gemma4", "gpt-oss", "olmo2", "deepseek2")),
+            *(("F32", "llama", {}, {}, prompt, 13, 5) for prompt in PROMPTS),
+        ],
     }[method]
 
 

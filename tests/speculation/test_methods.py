@@ -52,7 +52,7 @@ def test_a_layer_that_may_not_draft_is_left_aside(files, options):
         ("own", "layer", {"no_spec": ["draft-mtp"]}, "not among what may draft"),
         ("own", None, {"spec": ["draft-mtp"], "no_spec": ["draft-mtp"]}, "asked for as a way of drafting and ruled out at once"),
         ("layer", None, {}, "is the MTP layer of a qwen35 model"),
-        ("plain", "plain", {}, "is a target model"),
+        ("plain", "plain", {}, "has recurrent layers"),
     ],
 )
 def test_what_is_not_there_is_said(files, target, draft, options, words):
@@ -63,7 +63,7 @@ def test_what_is_not_there_is_said(files, target, draft, options, words):
 @pytest.mark.parametrize(
     "names, words",
     [
-        (["draft-simple"], "second engine"),
+        (["ngram-cache"], "no lookup files"),
         (["draft-mtpp"], "not a way"),
         (["none", "draft-mtp"], "no drafts at all"),
     ],
