@@ -18,6 +18,10 @@
 //   conv    [row, (d_conv - 1 + max_width + 1) * N, L]: histories [d_conv - 1, N], then blocks [w, N], at the end one plain token of each slot
 // from which [history ; block] of every slot, and the next histories, are gathered by index. A step over some of the slots replays layer by layer, with a
 // copy that ggml-cuda fuses.
+//
+// Two more recurrences share all of this. A Mamba-2 scan has states [d_state, head_size, H, L], B and C in place of q and k (both after the convolution,
+// so that `qk` is empty), and replays layer by layer from `convd` and `gates` (dt, and the layer's decay A). A row is switched off by a dt of -1e30, whose
+// softplus is 0. A short convolution has neither states nor blocks: its histories are all that is committed.
 #include "pgs.h"
 
 #include <math.h>
@@ -39,6 +43,8 @@ struct pgs_delta {
     struct ggml_tensor * qk;
     struct ggml_tensor * gates;
     struct ggml_tensor * norm;   // [S] filled with 1/sqrt(S): rms_norm times this is the L2 norm, and fuses with it
+    struct ggml_tensor * decay;  // A of each layer, of a scan
+    struct ggml_tensor * ids;    // I32 [n_slots] 0, 1, ...: the states that a scan reads
     // the graph under construction: its slots, and the states as it sees them: the pool, the replay's output, or one replay per layer
     int64_t               first, count;
     struct ggml_tensor *  fresh;
@@ -46,7 +52,7 @@ struct pgs_delta {
 };
 
 static int64_t replay_scratch(const pgs_delta * d, int64_t width) {  // floats of attention output that a replay writes and discards
-    return d->s.head_size * d->s.n_head_v * width * d->n_slots * d->s.n_layer;
+    return d->s.recurrence == PGS_DELTA_RULE ? d->s.head_size * d->s.n_head_v * width * d->n_slots * d->s.n_layer : 0;
 }
 
 static int64_t table_rows(const pgs_delta * d) {  // of one layer's table in conv, with slots
@@ -58,7 +64,20 @@ static int64_t heads_qk(const pgs_delta * d) {  // heads of q, and of k, as the 
 }
 
 static int64_t state_floats(const pgs_delta * d) {  // one layer
-    return d->s.head_size * d->s.head_size * d->s.n_head_v;
+    return d->s.state_size * d->s.head_size * d->s.n_head_v;
+}
+
+// Floats per row of a layer's block: after the convolution; q and k; gates.
+static int64_t convd_row(const pgs_delta * d) {
+    return d->s.recurrence == PGS_CONVOLUTION ? 0 : d->channels;
+}
+
+static int64_t qk_row(const pgs_delta * d) {
+    return d->s.recurrence == PGS_DELTA_RULE ? d->s.head_size * 2 * heads_qk(d) : 0;
+}
+
+static int64_t gates_row(const pgs_delta * d) {  // each of two
+    return d->s.recurrence == PGS_CONVOLUTION ? 0 : d->s.n_head_v;
 }
 
 void pgs_delta_free(pgs_delta * d) {
@@ -82,8 +101,8 @@ static ggml_backend_buffer_t pretended(struct ggml_context * ctx, ggml_backend_b
 
 pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape, char * err) {
     const pgs_delta_shape s = *shape;
-    if (s.n_layer < 1 || s.head_size < 1 || s.n_head_k < 1 || s.repeat < 1 || s.n_head_v % (s.n_head_k * s.repeat) != 0 || s.conv < 2 || s.max_width < 1 ||
-        s.n_slots < 0) {
+    if (s.n_layer < 1 || s.head_size < 1 || s.state_size < 0 || s.n_head_k < 1 || s.repeat < 1 || s.n_head_v % (s.n_head_k * s.repeat) != 0 || s.conv < 2 ||
+        s.max_width < 1 || s.n_slots < 0 || (s.recurrence == PGS_DELTA_RULE && s.state_size != s.head_size)) {
         snprintf(err, PGS_ERR, "delta-net shape out of range: %lld layers, head size %lld, %lld/%lld heads, %lld taps, width %lld, "
                  "%lld slots", (long long) s.n_layer, (long long) s.head_size, (long long) s.n_head_k, (long long) s.n_head_v,
                  (long long) s.conv, (long long) s.max_width, (long long) s.n_slots);
@@ -97,24 +116,26 @@ pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape,
     d->s        = s;
     d->n_slots  = s.n_slots > 0 ? s.n_slots : 1;
     d->count    = 1;
-    d->channels = s.head_size * (2 * s.n_head_k + s.n_head_v);
-    d->s.level  = pgs_delta_native(s.level, s.head_size, s.max_width, s.conv) ? s.level : NULL;
+    d->channels = 2 * s.n_head_k * s.state_size + s.head_size * s.n_head_v;
+    d->s.level  = s.recurrence == PGS_DELTA_RULE && pgs_delta_native(s.level, s.head_size, s.max_width, s.conv) ? s.level : NULL;
     if (s.row < d->channels) {
         snprintf(err, PGS_ERR, "delta-net rows of %lld floats are narrower than %lld convolution channels", (long long) s.row,
                  (long long) d->channels);
         free(d);
         return NULL;
     }
-    const struct ggml_init_params params = { .mem_size = ggml_tensor_overhead() * 8, .mem_buffer = NULL, .no_alloc = true };
+    const struct ggml_init_params params = { .mem_size = ggml_tensor_overhead() * 10, .mem_buffer = NULL, .no_alloc = true };
     const int64_t w = s.max_width, L = s.n_layer * d->n_slots;
     d->replayed = calloc((size_t) s.n_layer, sizeof(*d->replayed));
     d->ctx    = ggml_init(params);
     d->states = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, replay_scratch(d, w) + state_floats(d) * L);
     d->conv   = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.row * (s.n_slots > 0 ? table_rows(d) : s.conv - 1 + w) * s.n_layer);
-    d->convd  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, d->channels * w * L);
-    d->qk     = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.head_size * 2 * heads_qk(d) * w * L);
-    d->gates  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.n_head_v * w * L * 2);
+    d->convd  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, convd_row(d) * w * L);
+    d->qk     = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, qk_row(d) * w * L);
+    d->gates  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, gates_row(d) * w * L * 2);
     d->norm   = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.head_size);
+    d->decay  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.recurrence == PGS_SCAN ? s.n_head_v * s.n_layer : 0);
+    d->ids    = ggml_new_tensor_1d(d->ctx, GGML_TYPE_I32, d->n_slots);
     const ggml_backend_buffer_type_t buft = ggml_backend_get_default_buffer_type(backend);
     d->bytes  = ggml_backend_alloc_ctx_tensors_from_buft_size(d->ctx, buft);
     d->buffer = s.planned ? pretended(d->ctx, buft) : ggml_backend_alloc_ctx_tensors_from_buft(d->ctx, buft);
@@ -131,7 +152,10 @@ pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape,
     return d;
 }
 
-static void write_norm(pgs_delta * d) {
+static void write_constants(pgs_delta * d) {
+    for (int32_t i = 0; i < d->n_slots; i++) {
+        ggml_backend_tensor_set(d->ids, &i, (size_t) i * sizeof(i), sizeof(i));
+    }
     const float each = 1.0f / sqrtf((float) d->s.head_size);
     for (int64_t i = 0; i < d->s.head_size; i++) {
         ggml_backend_tensor_set(d->norm, &each, (size_t) i * sizeof(float), sizeof(float));
@@ -140,7 +164,7 @@ static void write_norm(pgs_delta * d) {
 
 void pgs_delta_fill(pgs_delta * d, uint8_t value) {
     ggml_backend_buffer_clear(d->buffer, value);
-    write_norm(d);
+    write_constants(d);
 }
 
 void pgs_delta_clear(pgs_delta * d) {
@@ -163,13 +187,13 @@ void pgs_delta_read_state(const pgs_delta * d, void * out) {
 void pgs_delta_fill_slot(pgs_delta * d, int64_t slot, int64_t width, uint8_t value) {
     const size_t  f = sizeof(float);
     const int64_t N = d->n_slots, row = d->s.row, hist = d->s.conv - 1, scratch = replay_scratch(d, d->s.max_width), table = row * table_rows(d);
-    const int64_t state = state_floats(d), gates = d->s.n_head_v * width, qk = d->s.head_size * 2 * heads_qk(d) * width;
+    const int64_t state = state_floats(d), gates = gates_row(d) * width, qk = qk_row(d) * width, convd = convd_row(d) * width;
     const struct { struct ggml_tensor * pool; int64_t start, size, layer; } parts[] = {
         { d->states, scratch, state, state * N },
         { d->conv, 0, row * hist, table },
         { d->conv, row * hist * N, row * width, table },
         { d->conv, row * (hist + d->s.max_width) * N, row, table },
-        { d->convd, 0, d->channels * width, d->channels * width * N },
+        { d->convd, 0, convd, convd * N },
         { d->qk, 0, qk, qk * N },
         { d->gates, 0, gates, gates * N },
         { d->gates, gates * N * d->s.n_layer, gates, gates * N },
@@ -185,17 +209,18 @@ void pgs_delta_fill_slot(pgs_delta * d, int64_t slot, int64_t width, uint8_t val
 // Zeroes the block pools as far as a layout for `width` uses them: whatever another layout left there would pass through 0 * NaN.
 void pgs_delta_clear_blocks(pgs_delta * d, int64_t width) {
     const size_t rows = (size_t) (width * d->n_slots * d->s.n_layer) * sizeof(float);
-    ggml_backend_tensor_memset(d->convd, 0, 0, (size_t) d->channels * rows);
-    ggml_backend_tensor_memset(d->qk, 0, 0, (size_t) (d->s.head_size * 2 * heads_qk(d)) * rows);
-    ggml_backend_tensor_memset(d->gates, 0, 0, (size_t) (d->s.n_head_v * 2) * rows);
+    ggml_backend_tensor_memset(d->convd, 0, 0, (size_t) convd_row(d) * rows);
+    ggml_backend_tensor_memset(d->qk, 0, 0, (size_t) qk_row(d) * rows);
+    ggml_backend_tensor_memset(d->gates, 0, 0, (size_t) (gates_row(d) * 2) * rows);
+    ggml_backend_tensor_memset(d->decay, 0, 0, ggml_nbytes(d->decay));
 }
 
-// The n_seq states at `offset` floats of `from`, F32 [S, S, H_v, n_seq].
+// The n_seq states at `offset` floats of `from`, F32 [state size, S, H_v, n_seq].
 static struct ggml_tensor * states_view(const pgs_delta * d, struct ggml_context * ctx, struct ggml_tensor * from, int64_t offset,
                                         int64_t n_seq) {
-    const int64_t S = d->s.head_size;
+    const int64_t S = d->s.head_size, n = d->s.state_size;
     const size_t  f = sizeof(float);
-    return ggml_view_4d(ctx, from, S, S, d->s.n_head_v, n_seq, S * f, S * S * f, state_floats(d) * f, offset * f);
+    return ggml_view_4d(ctx, from, n, S, d->s.n_head_v, n_seq, n * f, n * S * f, state_floats(d) * f, offset * f);
 }
 
 // Where the states of one layer live: 2-D and right after the node that makes them, so that ggml-cuda fuses the copy into its kernel.
@@ -287,14 +312,58 @@ static void own_replay(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgr
     }
 }
 
+// dt F32 [H, T, n] with rows switched off where `on` F32 [1, T, n] is 0 and otherwise unchanged.
+static struct ggml_tensor * switched(struct ggml_context * ctx, struct ggml_tensor * dt, struct ggml_tensor * on) {
+    on = ggml_reshape_3d(ctx, on, 1, dt->ne[1], dt->ne[2]);
+    return ggml_add(ctx, ggml_mul(ctx, dt, on), ggml_scale_bias(ctx, on, 1e30f, -1e30f));
+}
+
+// A scan over x | B | C, F32 [channels, T, n] with `row` bytes between rows, from `state`; F32 y [S, H, T, n] and then the states.
+static struct ggml_tensor * scan(const pgs_delta * d, struct ggml_context * ctx, struct ggml_tensor * mixed, struct ggml_tensor * dt, struct ggml_tensor * a,
+                                 struct ggml_tensor * state) {
+    const pgs_delta_shape s = d->s;
+    const int64_t T = mixed->ne[1], n = mixed->ne[2], inner = s.head_size * s.n_head_v;
+    const size_t  f = sizeof(float), row = mixed->nb[1], at = mixed->nb[2];
+    struct ggml_tensor * x = ggml_view_4d(ctx, mixed, s.head_size, s.n_head_v, T, n, s.head_size * f, row, at, 0);
+    struct ggml_tensor * B = ggml_view_4d(ctx, mixed, s.state_size, s.n_head_k, T, n, s.state_size * f, row, at, inner * f);
+    struct ggml_tensor * C = ggml_view_4d(ctx, mixed, s.state_size, s.n_head_k, T, n, s.state_size * f, row, at, (inner + s.n_head_k * s.state_size) * f);
+    return ggml_ssm_scan(ctx, state, x, dt, a, B, C, ggml_view_1d(ctx, d->ids, n, 0), 1);
+}
+
+// The decays that a layer's block was computed with, [1, H].
+static struct ggml_tensor * decays(const pgs_delta * d, struct ggml_context * ctx, int64_t layer) {
+    return ggml_view_2d(ctx, d->decay, 1, d->s.n_head_v, sizeof(float), (size_t) (d->s.n_head_v * layer) * sizeof(float));
+}
+
+static void scan_replay(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t w, struct ggml_tensor * keep) {
+    const pgs_delta_shape s = d->s;
+    const int64_t scratch = replay_scratch(d, s.max_width), c = d->channels, H = s.n_head_v, n = d->count;
+    const size_t  f = sizeof(float);
+    for (int64_t layer = 0; layer < s.n_layer; layer++) {
+        const int64_t at = layer * d->n_slots + d->first;
+        struct ggml_tensor * mixed = ggml_view_3d(ctx, d->convd, c, w, n, c * f, c * w * f, (size_t) (c * w * at) * f);
+        struct ggml_tensor * dt    = ggml_view_3d(ctx, d->gates, H, w, n, H * f, H * w * f, (size_t) (H * w * at) * f);
+        struct ggml_tensor * state = states_view(d, ctx, d->states, scratch + state_floats(d) * at, n);
+        struct ggml_tensor * out   = scan(d, ctx, mixed, switched(ctx, dt, keep), decays(d, ctx, layer), state);
+        d->replayed[layer] = states_view(d, ctx, write_states(d, ctx, gf, out, w * n, layer), 0, n);
+    }
+}
+
 static int replay_all(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t width, struct ggml_tensor * keep,
                       char * err) {
     const pgs_delta_shape s = d->s;
     const int64_t L = s.n_layer, N = d->n_slots, w = width, scratch = replay_scratch(d, s.max_width);
     const size_t  f = sizeof(float), gn = s.n_head_v * f;
     struct ggml_tensor * gates;
+    if (s.recurrence == PGS_CONVOLUTION) {
+        return 0;
+    }
     if (s.level != NULL) {
         own_replay(d, ctx, gf, width, keep);
+        return 0;
+    }
+    if (s.recurrence == PGS_SCAN) {
+        scan_replay(d, ctx, gf, width, keep);
         return 0;
     }
     if (s.n_slots == 0) {
@@ -445,8 +514,34 @@ static struct ggml_tensor * own_layer(const pgs_delta * d, struct ggml_context *
     return out;
 }
 
-// One delta-net layer over T rows, up to but without the output norm. Returns F32 [S, H_v, T]. With slots, T rows are `count` slots of
-// the same number of rows, one slot after the other.
+// A Mamba-2 layer from the convolution F32 [channels, T, B] on, with the skip of x. Returns F32 [S, H, rows].
+static struct ggml_tensor * scan_layer(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer, bool uncommitted,
+                                       const pgs_delta_inputs * in, struct ggml_tensor * mixed, char * err) {
+    const pgs_delta_shape s = d->s;
+    const int64_t B = d->count, T = mixed->ne[1], rows = T * B, at = layer * d->n_slots + d->first;
+    const size_t  f = sizeof(float);
+    struct ggml_tensor * dt = ggml_add(ctx, ggml_cont_3d(ctx, in->alpha, s.n_head_v, T, B), in->dt);
+    if (uncommitted) {
+        if (pgs_place(d->convd, (size_t) (d->channels * T * at) * f, mixed, err) != 0 || pgs_place(d->gates, (size_t) (s.n_head_v * T * at) * f, dt, err) != 0) {
+            return NULL;
+        }
+        ggml_build_forward_expand(gf, ggml_cpy(ctx, in->a, decays(d, ctx, layer)));
+    } else if (in->on != NULL) {
+        dt = switched(ctx, dt, in->on);
+    }
+    struct ggml_tensor * state = d->replayed[layer] != NULL ? d->replayed[layer] :
+        states_view(d, ctx, d->states, replay_scratch(d, s.max_width) + state_floats(d) * at, B);
+    struct ggml_tensor * out = scan(d, ctx, mixed, dt, in->a, state);
+    if (!uncommitted) {
+        write_states(d, ctx, gf, out, rows, layer);
+    }
+    struct ggml_tensor * x = ggml_view_3d(ctx, mixed, s.head_size, s.n_head_v, rows, s.head_size * f, mixed->nb[1], 0);
+    struct ggml_tensor * y = ggml_view_3d(ctx, out, s.head_size, s.n_head_v, rows, s.head_size * f, s.head_size * s.n_head_v * f, 0);
+    return ggml_add(ctx, y, ggml_mul(ctx, x, in->beta));
+}
+
+// One recurrent layer over T rows, up to but without the output norm. Returns F32 [S, H_v, T], of a convolution [channels, T]. With slots, T rows are `count`
+// slots of the same number of rows, one slot after the other.
 //   width = T / count for blocks (the projected rows stay in the pool, the next begin makes the history from them), 0 for prefill.
 struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer, int64_t width,
                                      pgs_delta_mode mode, const pgs_delta_inputs * in, char * err) {
@@ -469,7 +564,14 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
         return own_layer(d, ctx, gf, at, uncommitted, in, sx, err);
     }
     sx = ggml_cont(ctx, ggml_transpose(ctx, sx));
-    struct ggml_tensor * mixed = ggml_silu(ctx, ggml_ssm_conv(ctx, sx, in->conv_w));  // [channels, T, B]
+    struct ggml_tensor * mixed = ggml_ssm_conv(ctx, sx, in->conv_w);  // [channels, T, B]
+    if (s.recurrence == PGS_CONVOLUTION) {
+        return ggml_reshape_2d(ctx, mixed, d->channels, rows);
+    }
+    mixed = ggml_silu(ctx, in->conv_b != NULL ? ggml_add(ctx, mixed, in->conv_b) : mixed);
+    if (s.recurrence == PGS_SCAN) {
+        return scan_layer(d, ctx, gf, layer, uncommitted, in, mixed, err);
+    }
     if (uncommitted && pgs_place(d->convd, d->channels * T * at * f, mixed, err) != 0) {
         return NULL;
     }

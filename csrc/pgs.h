@@ -211,11 +211,15 @@ struct ggml_tensor * pgs_flash_attention(struct ggml_context * ctx, struct ggml_
 
 // ---- delta_net.c
 
+typedef enum { PGS_DELTA_RULE, PGS_SCAN, PGS_CONVOLUTION } pgs_recurrence;  // gated delta rule, Mamba-2 scan, or a convolution without more
+
 typedef struct pgs_delta_shape {
-    int64_t n_layer;    // delta-net layers
-    int64_t head_size;  // S: rows and columns of one head's state
-    int64_t n_head_k;   // H_k
-    int64_t n_head_v;   // H_v, a multiple of H_k * repeat
+    int64_t recurrence; // a pgs_recurrence
+    int64_t n_layer;    // recurrent layers
+    int64_t head_size;  // S: rows of one head's state; channels of a convolution
+    int64_t state_size; // columns of it: S for the delta rule, 0 for a convolution
+    int64_t n_head_k;   // H_k; groups of a scan
+    int64_t n_head_v;   // H_v, a multiple of H_k * repeat; heads of a scan
     int64_t repeat;     // copies of each head of q and k: v-head h goes with head h % H_k of them for 1, with h / (H_v / H_k) for H_v / H_k
     int64_t conv;       // d_conv: taps of the causal convolution
     int64_t row;        // floats per projected row that the engine keeps: conv channels, or more when the projection is fused
@@ -230,13 +234,14 @@ typedef enum pgs_delta_mode {
     PGS_DELTA_UNCOMMITTED = 1,  // the block stays uncommitted; the next step commits the accepted prefix by replay
 } pgs_delta_mode;
 
-typedef struct pgs_delta_inputs {  // the tensors of one layer, all F32; T rows
+typedef struct pgs_delta_inputs {  // the tensors of one layer, all F32; T rows. Of a scan x | B | C, dt as alpha; of a convolution proj and conv_w only
     struct ggml_tensor * proj;    // [row, T] projections of the block; the first conv channels are q | k | v
-    struct ggml_tensor * beta;    // [H_v, T] before the sigmoid
+    struct ggml_tensor * beta;    // [H_v, T] before the sigmoid; of a scan the factors of its skip, [1, H_v]
     struct ggml_tensor * alpha;   // [H_v, T]
     struct ggml_tensor * conv_w;  // [d_conv, channels]
+    struct ggml_tensor * conv_b;  // [channels] or NULL
     struct ggml_tensor * dt;      // [H_v]
-    struct ggml_tensor * a;       // [H_v] = -exp(A_log)
+    struct ggml_tensor * a;       // [H_v] = -exp(A_log); of a scan [1, H_v]
     struct ggml_tensor * on;      // [1, T] 1 for real rows, 0 for padding; NULL: all rows are real
     struct ggml_tensor * last;    // I32 [d_conv - 1 (, slots)] rows of [history ; block] that become the next history (prefill only)
     struct ggml_tensor * take;    // with slots, for blocks and single rows: I32 [(d_conv - 1 + T) * slots], rows of the layer's table in `conv`

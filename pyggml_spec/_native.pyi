@@ -147,6 +147,7 @@ class pgs_delta_inputs(CData):
     beta: ggml_tensor
     alpha: ggml_tensor
     conv_w: ggml_tensor
+    conv_b: ggml_tensor
     dt: ggml_tensor
     a: ggml_tensor
     on: ggml_tensor
@@ -155,8 +156,10 @@ class pgs_delta_inputs(CData):
     eps: float
 
 class pgs_delta_shape(CData):
+    recurrence: int
     n_layer: int
     head_size: int
+    state_size: int
     n_head_k: int
     n_head_v: int
     repeat: int
@@ -272,10 +275,13 @@ class Lib:
     LLAMA_SPLIT_MODE_NONE: int
     LLAMA_TOKEN_ATTR_CONTROL: int
     LLAMA_TOKEN_ATTR_UNKNOWN: int
+    PGS_CONVOLUTION: int
     PGS_DELTA_DIRECT: int
+    PGS_DELTA_RULE: int
     PGS_DELTA_UNCOMMITTED: int
     PGS_ERR: int
     PGS_GEGLU: int
+    PGS_SCAN: int
     PGS_SWIGLU: int
     PGS_SWIGLU_OAI: int
     def call_get_extra_bufts(self, a0: Any, a1: ggml_backend_device, /) -> Array[ggml_backend_buffer_type]: ...

@@ -90,7 +90,7 @@ class Loader:
         self.target = open_target(file)
         for device in dict.fromkeys(backend.device for backend in self.backends):
             self.notes += [note for note in build_notes(device) if note not in self.notes]
-        self.notes += ignored_yarn(file, self.target.arch)
+        self.notes += ignored_yarn(file, self.target.arch, self.target.rope)
         if self.options.rope is not None:
             self.notes.append(self._rope_note(file))
         self.tokenizer: Tokenizer = self._own(Tokenizer(file))

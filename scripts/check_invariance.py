@@ -78,7 +78,7 @@ def check(name: str, target: str, drafter: str, device: str, promised: bool, eve
         for count, width in (*((1, w) for w in candidate_widths(ROWS) if w > 1), *TOGETHER):
             got = [block(engine, texts[0], width)] if count == 1 else together(session, texts, width, count)
             same = sum(np.array_equal(row, want[i][j]) for i, rows in enumerate(got) for j, row in enumerate(rows))
-            sure = promised and (everything or width > 1 or session.target.delta_shape() is None)
+            sure = promised and (everything or width > 1 or session.target.recurrent_shape() is None)
             right &= same == count * width or not sure
             cells.append(f"{count}x{width} {same}/{count * width}" if sure else f"({count}x{width} {same}/{count * width})")
     print(f"{name}: {', '.join(cells)}", flush=True)

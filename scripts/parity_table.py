@@ -135,7 +135,7 @@ def main() -> None:
                 continue
             largest: dict[str, float] = {}
             for weight, k, v in cases:
-                if arch in ("deepseek2", "glm-dsa") and k != v:  # K and V are one row
+                if arch in ("deepseek2", "deepseek32", "glm-dsa", "mistral4") and k != v:  # K and V are one row
                     continue
                 path = write(Path(folder) / "model.gguf", Shape(), weight)
                 results = [compare_logits(path, n, n, args.device, args.threads, "ggml", k, v) for n in lengths]

@@ -18,6 +18,8 @@ TINY = replace(SMALL, n_expert=4, n_used=2, n_ff_expert=32, n_ff_shared=32, targ
 SHAPES = {
     "gemma4": replace(TINY, n_layer=4),
     "deepseek2": replace(TINY, n_expert=8, head_size=24, n_rot=8, n_latent=32, n_lora_q=16, head_size_v=16),
+    "deepseek32": replace(TINY, head_size=24, n_rot=8, n_latent=32, n_lora_q=16, head_size_v=16, top_k=1),
+    "mistral4": replace(TINY, n_expert=8, head_size=24, n_rot=8, n_latent=32, n_lora_q=16, head_size_v=16),
     "glm-dsa": replace(TINY, head_size=24, n_rot=8, n_latent=32, n_lora_q=16, head_size_v=16, top_k=1),
 }
 OPTIONS = {"qwen3": {"yarn": 4.0}, "gemma4": {"routed": True}, "deepseek2": {"groups": 4}, "glm-dsa": {"full": (True, True)}}
@@ -38,7 +40,7 @@ def _facts() -> dict[str, dict[str, Any]]:
                 target = open_target(file)
                 out[arch] = {
                     "windowed": target.window > 0,
-                    "recurrent": target.delta_shape() is not None,
+                    "recurrent": target.recurrent_shape() is not None,
                     "routed": any("_exps." in spec.name for spec in target.specs()),
                     "latent": any(shape.latent for shape in target.kv_shapes()),
                     "layers": (frozenset(type(part) for layer in target.layers for part in (layer.mixer, layer.ffn)), target.softcap > 0),

@@ -29,6 +29,7 @@ import numpy as np
 from ..ggml.device import kernels_in_use
 from ..ggml.library import lost_reason
 from .chunk_store import ROWS, STATE, Chunk, ChunkStore, chunk_keys, end_keys
+from .kv import padded
 from .prefix_files import PrefixFiles, PrefixWriter, Refused
 from .snapshot import Pieces
 
@@ -486,6 +487,7 @@ def layout_of(
             for b in (s.backend for s in engine.resources.segments)
         ),
         **({"rope": repr(engine.target.file.rope)} if engine.target.file.rope is not None else {}),
+        **({"rope factors": "of long contexts"} if engine.target.is_long(padded(engine.options.n_ctx)) else {}),
         **({"split": ", ".join(map(str, engine.resources.segments))} if len(engine.resources.segments) > 1 else {}),
         "build": hashlib.sha256(repr(kernels_in_use()).encode()).hexdigest()[
             :32

@@ -16,7 +16,7 @@ from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import Graph
 from ..ggml.library import Context, Tensor, check, ffi, lib, new_err, text
-from ..models.base import DeltaShape
+from ..models.base import RecurrentShape
 from .slots import SlotRange
 
 
@@ -48,7 +48,7 @@ class DeltaState:
         uncommitted: whether the last step left blocks that are not part of the states.
     """
 
-    def __init__(self, homes: Sequence[DeltaSegment], shape: DeltaShape, max_width: int, slots: int = 1) -> None:
+    def __init__(self, homes: Sequence[DeltaSegment], shape: RecurrentShape, max_width: int, slots: int = 1) -> None:
         self.shape, self.max_width, self.slots, self.inline = shape, max_width, slots, slots == 1
         self._err = new_err()
         self._pools: list[_Pool] = []
@@ -63,7 +63,17 @@ class DeltaState:
 
     def _new(self, home: DeltaSegment) -> Any:
         shape = self.shape
-        sizes = [home.layers, shape.head_size, shape.n_head_k, shape.n_head_v, shape.repeat, shape.conv, home.row, self.max_width]
+        sizes = [
+            int(shape.recurrence),
+            home.layers,
+            shape.head_size,
+            shape.state_size,
+            shape.n_head_k,
+            shape.n_head_v,
+            shape.repeat,
+            shape.conv,
+        ]
+        sizes += [home.row, self.max_width]
         spec = ffi.new("pgs_delta_shape *", [*sizes, 0 if self.inline else self.slots, home.backend.counting, home.backend.level_handle])
         handle = lib.pgs_delta_new(home.backend.handle, spec, self._err)
         if handle == ffi.NULL:
@@ -188,7 +198,7 @@ class DeltaState:
 
 
 class DeltaInputs:
-    """The recurrent state as input of one graph (``models.base.DeltaLayers``).
+    """The recurrent state as input of one graph (``models.base.RecurrentLayers``).
 
     ``width`` 0: prefill, with ``on`` F32 [1, T] 0 for padding rows and ``last`` I32 [d_conv - 1] the rows of the next history. ``take``: rows of
     several slots, see ``DeltaState.fill_take``.
@@ -208,9 +218,20 @@ class DeltaInputs:
         self.on, self.last, self.take = (x or ffi.NULL for x in (on, last, take))
 
     def layer(
-        self, g: Graph, index: int, proj: Tensor, beta: Tensor, alpha: Tensor, conv_w: Tensor, dt: Tensor, a: Tensor, eps: float
+        self,
+        g: Graph,
+        index: int,
+        proj: Tensor,
+        conv_w: Tensor,
+        beta: Tensor | None = None,
+        alpha: Tensor | None = None,
+        dt: Tensor | None = None,
+        a: Tensor | None = None,
+        conv_b: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
-        inputs = ffi.new("pgs_delta_inputs *", [proj, beta, alpha, conv_w, dt, a, self.on, self.last, self.take, eps])
+        tensors = [x or ffi.NULL for x in (proj, beta, alpha, conv_w, conv_b, dt, a)]
+        inputs = ffi.new("pgs_delta_inputs *", [*tensors, self.on, self.last, self.take, eps])
         err, pool = new_err(), self.state.pool(g.segment)
         assert pool is not None
         out = lib.pgs_delta_layer(pool.handle, g.ctx, g.gf, index - pool.first, self.width, self.mode, inputs, err)

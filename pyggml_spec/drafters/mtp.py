@@ -1,4 +1,4 @@
-"""mtp: the additional layer that qwen35, qwen35moe and qwen3next models were trained with, to predict one more token.
+"""mtp: the additional layer that qwen35, qwen35moe, qwen3next and glm4moe models were trained with, to predict one more token.
 
 Its row at position p is the pair (x_p, h_{p-1}): a token, and the target's hidden state of the previous token, after output_norm.
     x = eh_proj [rms(E[x_p]; enorm) ; rms(h_{p-1}; hnorm)]
@@ -19,12 +19,12 @@ from ..gguf_io import GGUFFile
 from ..models.base import AttentionInputs, KVLayer, KVShape
 from ..models.blocks import head_product, product, write_kv
 from ..models.decoder import ARCHITECTURES, Decoder
-from ..models.layers import Attention, LayerContext
+from ..models.layers import QKV, Attention, LayerContext
 from ..models.model import ATTENTION, SCALED
 from ..models.weights import MATMUL, ROWS, VECTOR, Spec, Weights
 from .base import ChainInputs, ContextInputs, Drafter
 
-LAYERS = ("qwen35", "qwen35moe", "qwen3next")  # architectures whose layer drafts here
+LAYERS = ("glm4moe", "qwen35", "qwen35moe", "qwen3next")  # architectures whose layer drafts here
 EMBEDDING, NORM, HEAD = "token_embd.weight", "output_norm.weight", "output.weight"
 SHARED_TENSORS = {EMBEDDING: "embed_tokens", NORM: "shared_head_norm", HEAD: "shared_head_head"}
 PIECE = 1 << 24  # bytes compared at a time
@@ -58,12 +58,16 @@ class MTP(Drafter):
         self._model = ARCHITECTURES[arch](file)  # for the layer description
         f, layer = self._model.f, self._model.mtp
         assert layer is not None and isinstance(layer.mixer, Attention)
-        self._layer, self._attention = layer, layer.mixer
+        self._layer, self._attention, self.unscaled = layer, layer.mixer, self._model.unscaled
         self.n_embd, self.eps, count = f.n_embd, f.eps, f.n_block - f.n_layer
         if count != 1:
             raise ModelError(f"{file.path} has {count} MTP layers; files with one are supported, here as in llama.cpp")
         self.layer = f.n_layer
         self.prefix, self.alone = f"blk.{self.layer}.", is_layer_alone(file)
+        if f.shape(f"{self.prefix}{QKV}.weight"):
+            raise ModelError(
+                f"{file.path} has q, k and v of its MTP layer in one matrix, which does not draft here; convert the model again"
+            )
         # own embedding, norm and head: internal name -> name in the file
         found = {here: f"{self.prefix}nextn.{name}.weight" for here, name in SHARED_TENSORS.items()}
         if self.alone:
@@ -100,10 +104,8 @@ class MTP(Drafter):
     def groups(self) -> dict[str, tuple[str, ...]]:
         """k and v without q, because context rows need no q."""
         b = self.prefix
-        return {
-            f"{b}kv": tuple(f"{b}{name}.weight" for name in ("attn_k", "attn_v")),
-            f"{b}ffn": self._layer.groups(self._model.f, b)[f"{b}ffn"],
-        }
+        own = {name: members for name, members in self._layer.groups(self._model.f, b).items() if name != f"{b}mixer"}
+        return {f"{b}kv": tuple(f"{b}{name}.weight" for name in ("attn_k", "attn_v")), **own}
 
     def kv_shapes(self) -> list[KVShape]:
         return [self._attention.kv]
@@ -135,6 +137,7 @@ class MTP(Drafter):
         g.expand_norm(h)
         q = c.product("attn_q", h)
         x = g.add(self._attention.attend(c, q, *c.project("kv", h)), x)
+        assert self._layer.ffn is not None
         x = g.add(self._layer.ffn(c, c.rms_norm(x, self._layer.ffn_norm)), x)
         h = g.rms_norm(x, (self.weights if NORM in self._own else target.weights)[NORM], self.eps)
         return h, h

@@ -30,7 +30,7 @@ from ..errors import EngineError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields, StepIO
-from ..models.base import AttentionInputs, DeltaLayers, TargetInputs
+from ..models.base import AttentionInputs, RecurrentLayers, TargetInputs
 from ..models.decoder import Decoder
 from .batch import FIRST, Batch, GraphKey
 from .graph_cache import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphCache
@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
     """What layers read on one device: ``rows`` of ``GraphBuilder.rows``, ``tokens`` I32 [T]."""
 
     rows: dict
-    delta: DeltaLayers | None
+    delta: RecurrentLayers | None
     carry: Carry | None
     tokens: Tensor
 
@@ -127,6 +127,8 @@ class GraphBuilder:
             "kv_bucket": bucket,
             "sliding": sliding,
             "kv": self.caches(self.kv),
+            "n_ctx": padded(self.resources.options.n_ctx),
+            "q_scale": g.reshape(f.input("q_scale", "f32", total), 1, 1, total) if self.target.temperature[0] else None,
         }
 
     def _sliding(self, kv_rows: Tensor, q_last: Tensor) -> AttentionInputs:
@@ -176,7 +178,7 @@ class GraphBuilder:
         self._replay(self.key.verify_len, True)
         return DeltaInputs(self.delta, self.key.verify_len, True, take=self._take(self.key.verify_len))
 
-    def _plain_states(self) -> DeltaLayers | None:
+    def _plain_states(self) -> RecurrentLayers | None:
         """The states under plain tokens. One slot's token lies after its history, as a block of one row does."""
         if self.delta is None:
             return None
@@ -185,7 +187,7 @@ class GraphBuilder:
             return DeltaInputs(self.delta, 1, False)
         return self.chunk_states(self._take(1))
 
-    def chunk_states(self, take: Tensor | None = None) -> DeltaLayers | None:
+    def chunk_states(self, take: Tensor | None = None) -> RecurrentLayers | None:
         """The states under rows that are written directly."""
         if self.delta is None:
             return None

@@ -93,6 +93,10 @@ class InputBuilder:
         if step.rows is None:
             step.rows = self._pointers(step, batch.verify_len, batch.slots.count)
         lib.pgs_fill_rows(step.rows, self._committed, self._real)
+        if "q_scale" in step.host:
+            scale, length = self._target.temperature
+            times = np.floor(step.host["positions"].astype(np.float32) / np.float32(length)).astype(np.float64)
+            step.host["q_scale"].reshape(-1)[:] = np.log(times + 1) * np.float32(scale) + 1
 
     def _pointers(self, step: Step, width: int, count: int) -> Any:
         """The fields that C fills in."""

@@ -84,7 +84,7 @@ class Resources:
         part.close()
 
     def _allocate(self) -> None:
-        opt, shape, window = self.options, self.target.delta_shape(), self.target.window
+        opt, shape, window = self.options, self.target.recurrent_shape(), self.target.window
         widest = max(opt.chunk, opt.width)
         self.chunks, self.blocks = prefill_widths(opt.chunk), candidate_widths(opt.width)
         shapes, before = self.target.kv_shapes(), self.target.caches_before
@@ -114,7 +114,7 @@ class Resources:
 
     def new_io(self, slots: int, turns: object = None, more: int = 8192) -> StepIO:
         """A step buffer for so many slots."""
-        opt, shape = self.options, self.target.delta_shape()
+        opt, shape = self.options, self.target.recurrent_shape()
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
         rings = 2 if self.drafter is not None and self.drafter.shares_kv else 1
         of_slot = ROW_BYTES * max(opt.chunk, opt.width) + tail + 4 * rings * self.kv.ring + 8 * MOST_CANDIDATES * opt.width
@@ -127,7 +127,7 @@ class Resources:
             layers = self.target.caches_before(s.end)[1] - self.target.caches_before(s.first)[1]
             if layers:
                 weights.enter(index)
-                homes.append(DeltaSegment(index, s.backend, layers, self.target.delta_row(s.first)))
+                homes.append(DeltaSegment(index, s.backend, layers, self.target.recurrent_row(s.first)))
         weights.enter(len(self.segments) - 1)
         return homes
 

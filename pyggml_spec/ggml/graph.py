@@ -186,6 +186,11 @@ class Graph:
         """The tanh approximation."""
         return lib.ggml_gelu(self.ctx, x)
 
+    def relu_squared(self, x: Tensor) -> Tensor:
+        """max(x, 0)^2. Overwrites x."""
+        rectified = self.clamp(x, 0.0, float("inf"))
+        return self.mul(rectified, rectified)
+
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """gelu(gate) * up, elementwise."""
         require(list(gate.ne) == list(up.ne) and gate.type == up.type, "geglu", gate=gate, up=up)

@@ -2,17 +2,27 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 from ..ggml.graph import Graph
-from ..ggml.library import Tensor
+from ..ggml.library import Tensor, lib
+
+
+class Recurrence(IntEnum):
+    """What a recurrent layer does with the rows of its convolution."""
+
+    DELTA = lib.PGS_DELTA_RULE  # gated delta rule
+    SCAN = lib.PGS_SCAN  # Mamba-2
+    NONE = lib.PGS_CONVOLUTION
 
 
 @dataclass(frozen=True)
-class DeltaShape:
-    """Delta-net geometry: ``layers`` with ``n_head_v`` states [head_size, head_size]; ``conv`` taps; ``n_head_k`` heads of q and k.
+class RecurrentShape:
+    """Geometry of ``layers`` recurrent layers: ``n_head_v`` states [state_size, head_size]; ``conv`` taps; ``n_head_k`` heads of q and k.
 
-    v-head h uses q/k-head h % n_head_k, or h // (n_head_v / n_head_k) if ``grouped``.
+    The convolution has n_head_v * head_size channels of v (x of Mamba-2), and n_head_k * state_size each of q and k (C and B of Mamba-2, by groups).
+    v-head h uses q/k-head h % n_head_k, or h // (n_head_v / n_head_k) if ``grouped``. Without a recurrence n_head_k and n_head_v are 1, state_size 0.
     """
 
     layers: int
@@ -21,6 +31,8 @@ class DeltaShape:
     n_head_v: int
     conv: int
     grouped: bool = False
+    state_size: int = 0
+    recurrence: Recurrence = Recurrence.DELTA
 
     @property
     def repeat(self) -> int:
@@ -29,7 +41,7 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        return self.head_size * (2 * self.n_head_k + self.n_head_v)
+        return 2 * self.n_head_k * self.state_size + self.n_head_v * self.head_size
 
 
 @dataclass(frozen=True)
@@ -68,13 +80,23 @@ class KVLayer(NamedTuple):
         return attended if self.indexer is None else (*attended, self.indexer)
 
 
-class DeltaLayers(Protocol):
+class RecurrentLayers(Protocol):
     """The recurrent state as input of a graph (``cache.recurrent.DeltaInputs``)."""
 
     def layer(
-        self, g: Graph, index: int, proj: Tensor, beta: Tensor, alpha: Tensor, conv_w: Tensor, dt: Tensor, a: Tensor, eps: float
+        self,
+        g: Graph,
+        index: int,
+        proj: Tensor,
+        conv_w: Tensor,
+        beta: Tensor | None = None,
+        alpha: Tensor | None = None,
+        dt: Tensor | None = None,
+        a: Tensor | None = None,
+        conv_b: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
-        """Adds a delta-net layer; returns F32 [S, H_v, T]."""
+        """Adds a layer (tensors as in pgs_delta_inputs); returns F32 [head_size, H_v, T], without a recurrence [channels, T]."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +121,8 @@ class TargetInputs:
         sliding: the same for sliding-window layers; None without any.
         kv: a KVLayer per attention layer.
         delta: the recurrent state, or None.
+        n_ctx: tokens of context, a multiple of the smallest KV bucket.
+        q_scale: F32 [1, 1, T] factors of queries by position, or None.
         cross: of a split model: called by ``at`` for each layer.
     """
 
@@ -109,7 +133,9 @@ class TargetInputs:
     kv_bucket: int
     sliding: AttentionInputs | None
     kv: tuple[KVLayer, ...]
-    delta: DeltaLayers | None
+    delta: RecurrentLayers | None
+    n_ctx: int
+    q_scale: Tensor | None = None
     cross: Callable[[int, tuple], tuple["TargetInputs", tuple] | None] | None = None
 
     def at(self, layer: int, *tensors: Any) -> tuple[Any, ...]:

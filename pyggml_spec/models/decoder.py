@@ -12,11 +12,11 @@ from ..errors import ModelError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from .base import AttentionInputs, DeltaShape, KVShape, TargetInputs
+from .base import AttentionInputs, KVShape, RecurrentShape, TargetInputs
 from .blocks import head_product
 from .hparams import Hparams
 from .keys import embedding_and_head
-from .layers import ROPE_FREQS, Attention, Layer, LayerContext
+from .layers import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, Attention, Layer, LayerContext, any_norm
 from .model import SCALED, Model
 from .moe import Experts
 from .rope import Rope
@@ -53,7 +53,10 @@ class Decoder(Model):
 
     Args:
         window: positions visible to sliding layers, 0 for none.
-        layer_norms: norms subtract the mean, too, and have no bias.
+        layer_norms: norms subtract the mean, too. ``norm_biases``: all have a bias.
+        output_norm: name of the last norm in the file.
+        long_from: tokens of context above which ROPE_LONG applies, and ROPE_SHORT below; 0 for models without these tables.
+        temperature: (scale s, length n): queries at position p are multiplied by 1 + s ln(1 + floor(p / n)); (0, 0) for none.
         embedding_scale: factor of the embedding. ``norm_embedding``: RMS-normalise it, without a weight.
         logit_scale, softcap: logits are scaled, then capped, c tanh(l / c); 0 for none.
         scaled, unscaled, biased: as in ``Model``, by short names.
@@ -73,6 +76,10 @@ class Decoder(Model):
         *,
         window: int = 0,
         layer_norms: bool = False,
+        norm_biases: bool = False,
+        output_norm: str = "output_norm",
+        long_from: int = 0,
+        temperature: tuple[float, int] = (0.0, 0),
         embedding_scale: float = 1.0,
         norm_embedding: bool = False,
         logit_scale: float = 1.0,
@@ -87,7 +94,8 @@ class Decoder(Model):
         self.f, self.file, self.arch, self.layers = f, f.file, f.arch, tuple(layers)
         self.n_embd, self.n_layer, self.n_vocab, self.context_length = f.n_embd, f.n_layer, f.n_vocab, f.context_length
         self.eps, self.window, self.norm_embedding = f.layer_norm_eps if layer_norms else f.eps, window, norm_embedding
-        self.layer_norms = layer_norms
+        self._output_norm = output_norm
+        self.layer_norms, self.norm_biases, self.long_from, self.temperature = layer_norms, norm_biases, long_from, temperature
         self.embedding_scale, self.logit_scale, self.softcap = embedding_scale, logit_scale, softcap
         self.scaled, self.unscaled, self.biased, self._unused = scaled, frozenset(unscaled), biased, unused
         self.mtp, self._drafting_layers = mtp, drafting_layers
@@ -106,14 +114,22 @@ class Decoder(Model):
     # -- tensors
 
     def tensors(self) -> list[Spec]:
-        out = embedding_and_head(self.file, self.n_embd, self.n_vocab) + [
+        out = embedding_and_head(self.file, self.n_embd, self.n_vocab, self._output_norm) + [
             s for i, layer in enumerate(self.layers) for s in layer.tensors(self.f, f"blk.{i}.")
         ]
+        if self.norm_biases:
+            norms = ["output_norm", *(f"blk.{i}.{name}" for i, layer in enumerate(self.layers) for name in layer.norms)]
+            out += [Spec(f"{name}.bias", (self.n_embd,), VECTOR) for name in norms]
         return out + self._rope_factors()
 
     def _rope_factors(self) -> list[Spec]:
         rope = next((m.rope for m in (layer.mixer for layer in self.layers) if isinstance(m, Attention) and m.factors), None)
-        return [Spec(ROPE_FREQS, (rope.n_rot // 2,), VECTOR)] if rope is not None and ROPE_FREQS in self.file.tensors else []
+        names = (ROPE_LONG, ROPE_SHORT) if self.long_from else (ROPE_FREQS,)
+        return [Spec(name, (rope.n_rot // 2,), VECTOR) for name in names if rope is not None and name in self.file.tensors]
+
+    def is_long(self, n_ctx: int) -> bool:
+        """Whether ROPE_LONG applies to contexts of ``n_ctx`` tokens."""
+        return 0 < self.long_from < n_ctx
 
     def unused(self) -> dict[str, str]:
         found = {"cls.output.weight": "the head of a reranker, which generates no text", **self._unused}
@@ -128,20 +144,24 @@ class Decoder(Model):
 
     def fused_alike(self) -> list[tuple[str, ...]]:
         """Groups with the same number of fused matrices: the recurrent state has one row width for all layers."""
-        return [tuple(f"blk.{i}.mixer" for i in self._recurrent)] if self._recurrent else []
+        kept = tuple(f"blk.{i}.{group}" for i in self._recurrent if (group := self.layers[i].mixer.kept_group))
+        return [kept] if kept else []
 
     # -- caches
 
     def kv_shapes(self) -> list[KVShape]:
         return [shape for layer in self.layers if (shape := layer.mixer.kv) is not None]
 
-    def delta_shape(self) -> DeltaShape | None:
+    def recurrent_shape(self) -> RecurrentShape | None:
         return next((layer.mixer.recurrent for layer in self.layers if layer.mixer.recurrent), None)
 
-    def delta_row(self, first: int = 0) -> int:
+    def recurrent_row(self, first: int = 0) -> int:
         """Floats per projected row in the recurrent states, from layer ``first`` on."""
         i = next((i for i in self._recurrent if i >= first), None)
-        return 0 if i is None else self.layers[i].mixer.row(self.weights.group(f"blk.{i}.mixer"))
+        if i is None:
+            return 0
+        mixer = self.layers[i].mixer
+        return mixer.row(self.weights.group(f"blk.{i}.{mixer.kept_group}") if mixer.kept_group else None)
 
     def caches_before(self, layer: int) -> tuple[int, int]:
         """Number of K/V caches and of recurrent states of the layers before ``layer``."""
@@ -172,8 +192,7 @@ class Decoder(Model):
             x = layer(c, x)
             extra = c.extra
         captured[self.n_layer] = x
-        weight = self.weights["output_norm.weight"]
-        normed = g.layer_norm(x, weight, None, self.eps) if self.layer_norms else g.rms_norm(x, weight, self.eps)
+        normed = any_norm(g, self.weights, "output_norm", x, self.eps, self.layer_norms)
         return g.name(normed, "result_norm"), [captured[v] for v in capture]
 
     def extra(self, g: Graph, x: Tensor, tokens: Tensor) -> Tensor | None:
@@ -184,7 +203,11 @@ class Decoder(Model):
         attention = rows.sliding_inputs if self.layers[i].mixer.sliding else AttentionInputs(rows.kv_rows, rows.mask, rows.kv_bucket)
         caches = dict(zip(self._owners, rows.kv, strict=True))
         state = self._recurrent.index(i) if i in self._recurrent else 0
-        return LayerContext(g, self.weights, i, self.eps, rows.positions, attention, caches, rows.delta, state, extra, self.layer_norms)
+        factors = (ROPE_LONG if self.is_long(rows.n_ctx) else ROPE_SHORT) if self.long_from else ROPE_FREQS
+        return LayerContext(
+            g, self.weights, i, self.eps, rows.positions, attention, caches, rows.delta, state, extra, self.layer_norms,
+            self.weights.get(factors), rows.q_scale,
+        )  # fmt: skip
 
     def logits(self, g: Graph, hidden: Tensor, tokens: int = 0) -> Tensor:
         """F32 [n_embd, T] -> F32 [n_vocab, T]; only of the first ``tokens`` unless 0."""

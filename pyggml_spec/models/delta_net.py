@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..ggml.library import Tensor
-from .base import DeltaShape
+from .base import RecurrentShape
 from .blocks import product
 from .hparams import Hparams
 from .layers import LayerContext, Part, specs
@@ -19,10 +19,10 @@ class GatedDeltaNet(Part):
     ``shape``: geometry of the states; its ``layers`` counts all recurrent layers.
     """
 
-    shape: DeltaShape
+    shape: RecurrentShape
 
     @property
-    def recurrent(self) -> DeltaShape:  # type: ignore[override]
+    def recurrent(self) -> RecurrentShape:  # type: ignore[override]
         return self.shape
 
     def inputs(self, f: Hparams) -> dict[str, tuple[int, ...]]:
@@ -44,15 +44,20 @@ class GatedDeltaNet(Part):
     def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
         return {"mixer": tuple(self.inputs(f))}
 
-    def row(self, group: Group) -> int:
+    kept_group = "mixer"
+
+    def row(self, group: Group | None) -> int:
         """Floats per projected row in the recurrent state: a fused projection is kept whole, channels first."""
+        assert group is not None
         return sum(group.runs[0].rows)
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
         g, w, b = c.g, c.w, c.prefix
         proj, z, beta, alpha = self.projections(c, x)
         assert c.recurrent is not None
-        o = c.recurrent.layer(g, c.state, proj, beta, alpha, w[f"{b}ssm_conv1d.weight"], w[f"{b}ssm_dt.bias"], w[f"{b}ssm_a"], c.eps)
+        o = c.recurrent.layer(
+            g, c.state, proj, c["ssm_conv1d"], beta=beta, alpha=alpha, dt=w[f"{b}ssm_dt.bias"], a=w[f"{b}ssm_a"], eps=c.eps
+        )
         return product(g, c.matrix("ssm_out"), g.gated_norm(o, c["ssm_norm"], c.eps, z))
 
     def projections(self, c: LayerContext, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

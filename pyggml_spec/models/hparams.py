@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import ModelError
 from ..gguf_io import GGUFFile
-from .keys import epsilon, kv_heads, layer_heads, positive, size_of_heads, sliding_layers, vocabulary, windowed_layers
+from .keys import epsilon, kv_heads, layer_heads, per_layer, positive, size_of_heads, sliding_layers, vocabulary, windowed_layers
 from .moe import SIGMOID, SOFTMAX, Experts
 from .rope import Rope
 
@@ -78,6 +78,20 @@ class Hparams:
         return kv_heads(self.file, self.arch, self.heads)
 
     @cached_property
+    def hybrid_heads(self) -> tuple[tuple[int, int], ...]:
+        """Query heads and K/V heads of each layer; 0 K/V heads for layers without attention."""
+        heads, kv = (per_layer(self.file, f"{self.arch}.attention.{key}", self.n_layer, least=0) for key in ("head_count", "head_count_kv"))
+        for i, (n, n_kv) in enumerate(zip(heads, kv, strict=True)):
+            if n_kv and (not n or n % n_kv):
+                raise self.refuse(f"the {n} query heads of layer {i} cannot share {n_kv} K/V heads (attention.head_count_kv)")
+        return tuple(zip(heads, kv, strict=True))
+
+    @property
+    def hybrid_head_dim(self) -> int:
+        """Values per head where layers differ in their number of heads."""
+        return self.head_dim(default=self.n_embd // max(1, *(heads for heads, _ in self.hybrid_heads)))
+
+    @cached_property
     def heads_by_layer(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Query heads and K/V heads of each layer."""
         return layer_heads(self.file, self.arch, self.n_layer)
@@ -90,9 +104,9 @@ class Hparams:
     def ff(self) -> int:
         return self.positive("feed_forward_length")
 
-    def rope(self, head_dim: int, neox: bool = True, yarn: bool = True, windowed: bool = False) -> Rope:
+    def rope(self, head_dim: int, neox: bool = True, yarn: bool = True, windowed: bool = False, own_yarn: bool = False) -> Rope:
         """``windowed``: the model has sliding layers, for which llama.cpp keeps separate positions, so RoPE options are refused."""
-        return Rope.from_gguf(self.file, self.arch, head_dim, neox, yarn, not windowed)
+        return Rope.from_gguf(self.file, self.arch, head_dim, neox, yarn, not windowed, own_yarn)
 
     def whole_heads(self, rope: Rope, head_dim: int) -> Rope:
         """``rope``, checked to rotate all values of a head."""
@@ -124,6 +138,21 @@ class Hparams:
         """``n_ff``: hidden size of an expert if the file lacks it, or if ``own_size`` is False; ``how``: further arguments of ``Experts``."""
         self.routed = True
         return Experts.from_gguf(self.file, self.arch, self.n_layer, n_ff, **how)
+
+    @property
+    def original_context(self) -> int:
+        """Tokens of context before it was stretched."""
+        return self.positive("rope.scaling.original_context_length", self.context_length, 1 << 31)
+
+    @property
+    def long_from(self) -> int:
+        """As in ``Decoder``, of architectures whose files say that they have tables of long contexts."""
+        return self.original_context if self.get("rope.scaling.type", str, "") == "longrope" else 0
+
+    def temperature(self, key: str = "attention.temperature_length", default: int = 0) -> tuple[float, int]:
+        """As in ``Decoder``; ``key``: of the length."""
+        scale = self.number("attention.temperature_scale", 0.0, -1e3, 1e3)
+        return (scale, self.positive(key, default, 1 << 31)) if scale else (0.0, 0)
 
     def has_sections(self, head_dim: int) -> bool:
         """Whether the file rotates by the axes of a picture; over text these are NEOX pairs, if the sections cover them."""

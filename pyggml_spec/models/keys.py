@@ -17,16 +17,16 @@ def positive(file: GGUFFile, key: str, default: int | None = None, limit: int = 
     return value
 
 
-def per_layer(file: GGUFFile, key: str, n_layer: int, default: int | None = None, limit: int = 1 << 24) -> tuple[int, ...]:
-    """An integer in [1, limit] per layer: one number for all, or a list. Raises ModelError outside, or for a short list."""
+def per_layer(file: GGUFFile, key: str, n_layer: int, default: int | None = None, limit: int = 1 << 24, least: int = 1) -> tuple[int, ...]:
+    """An integer in [least, limit] per layer: one number for all, or a list. Raises ModelError outside, or for a short list."""
     if not isinstance(file.metadata.get(key), np.ndarray):
-        return (positive(file, key, default, limit),) * n_layer
+        return (positive(file, key, default, limit),) * n_layer  # 0 of all layers makes no model
     numbers = file.array(key, "iu")
     assert numbers is not None
     values = [int(v) for v in numbers[:n_layer]]
-    bad = [v for v in values if not 0 < v <= limit]
+    bad = [v for v in values if not least <= v <= limit]
     if bad or len(values) < n_layer:
-        raise ModelError(f"{file.path}: {key} is {values}, but it has to be {n_layer} numbers between 1 and {limit}")
+        raise ModelError(f"{file.path}: {key} is {values}, but it has to be {n_layer} numbers between {least} and {limit}")
     return tuple(values)
 
 
@@ -109,11 +109,11 @@ def vocabulary(file: GGUFFile) -> int:
     return embedding.shape[-1] if embedding else 0
 
 
-def embedding_and_head(file: GGUFFile, n_embd: int, n_vocab: int) -> list[Spec]:
-    """Specs of embedding, last norm and head; the head is the embedding if the file has none."""
-    head = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+def embedding_and_head(file: GGUFFile, n_embd: int, n_vocab: int, norm: str = "output_norm") -> list[Spec]:
+    """Specs of embedding, last norm (``norm`` in the file) and head; the head is the embedding if the file has none."""
+    source = None if "output.weight" in file.tensors else "token_embd.weight"
     return [
         Spec("token_embd.weight", (n_embd, n_vocab), ROWS),
-        Spec("output_norm.weight", (n_embd,), VECTOR),
-        Spec("output.weight", (n_embd, n_vocab), MATMUL, head),
+        Spec("output_norm.weight", (n_embd,), VECTOR, None if norm == "output_norm" else f"{norm}.weight"),
+        Spec("output.weight", (n_embd, n_vocab), MATMUL, source),
     ]

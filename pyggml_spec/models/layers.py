@@ -10,7 +10,7 @@ from typing import Any
 
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
-from .base import AttentionInputs, DeltaLayers, DeltaShape, KVLayer, KVShape
+from .base import AttentionInputs, KVLayer, KVShape, RecurrentLayers, RecurrentShape
 from .blocks import attend, geglu_ffn, product, project, softplus_gated, swiglu_ffn
 from .hparams import Hparams
 from .keys import inverse_root
@@ -20,7 +20,9 @@ from .rope import Rope
 from .weights import VECTOR, Group, Matrix, Spec, Weights
 
 ROPE_FREQS = "rope_freqs.weight"  # divisors of the frequencies, Llama 3.1 and later
-HEAD, ROW = "head", "row"  # norms of q and k: per head, or over all heads
+ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"  # the same, chosen by the context length
+QKV = "attn_qkv"  # q, k and v as one matrix of the file
+HEAD, ROW, EACH = "head", "row", "each"  # norms of q and k: per head, over all heads, or per head with weights of its own
 MAY, MUST = "may", "must"  # have a bias
 
 
@@ -42,6 +44,8 @@ class LayerContext:
         recurrent, state: the recurrent states, and the index of this layer's.
         extra: a tensor passed from layer to layer; None for most architectures.
         layer_norms: norms subtract the mean, too.
+        factors: F32 [n_rot / 2] divisors of RoPE frequencies, or None.
+        q_scale: F32 [1, 1, T] factors of queries by position, or None.
     """
 
     g: Graph
@@ -51,10 +55,12 @@ class LayerContext:
     positions: Tensor
     attention: AttentionInputs | None
     caches: Mapping[int, KVLayer]
-    recurrent: DeltaLayers | None = None
+    recurrent: RecurrentLayers | None = None
     state: int = 0
     extra: Tensor | None = None
     layer_norms: bool = False
+    factors: Tensor | None = None
+    q_scale: Tensor | None = None
 
     @property
     def prefix(self) -> str:
@@ -81,9 +87,7 @@ class LayerContext:
 
     def norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         """The model's kind of norm."""
-        if not self.layer_norms:
-            return self.rms_norm(x, name, eps)
-        return self.g.layer_norm(x, self[name], None, self.eps if eps is None else eps)
+        return any_norm(self.g, self.w, f"{self.prefix}{name}", x, self.eps if eps is None else eps, self.layer_norms)
 
     def rms_norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         return self.g.rms_norm(x, self[name], self.eps if eps is None else eps)
@@ -93,14 +97,24 @@ class LayerContext:
         return self.g.name(node, f"{name}-{self.i}")
 
 
+def any_norm(g: Graph, w: Weights, name: str, x: Tensor, eps: float, layer_norm: bool) -> Tensor:
+    """The norm ``name`` with its bias, if any: of layers (minus the mean) or RMS."""
+    weight, bias = w[f"{name}.weight"], w.get(f"{name}.bias")
+    if layer_norm:
+        return g.layer_norm(x, weight, bias, eps)
+    out = g.rms_norm(x, weight, eps)
+    return out if bias is None else g.add(out, bias)
+
+
 class Part:
     """A mixer or an FFN. Subclasses are frozen dataclasses."""
 
     kv: KVShape | None = None
-    recurrent: DeltaShape | None = None
+    recurrent: RecurrentShape | None = None
     experts: Experts | None = None
     ggml_attention = ""  # reason for ggml's attention where native kernels run
     sliding = False
+    kept_group = ""  # the group whose fused product is the input of the convolution, if any
     reads_extra = False  # the ``extra`` of the previous layer
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
@@ -114,9 +128,10 @@ class Part:
         """Full names of tensors that no graph uses, with the reason."""
         return {}
 
-    def row(self, group: Group) -> int:
-        """Floats per projected row in the recurrent state."""
-        raise NotImplementedError
+    def row(self, group: Group | None) -> int:
+        """Floats per row of the convolution's input in the recurrent state; ``group``: ``kept_group``."""
+        assert self.recurrent is not None
+        return self.recurrent.channels
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
         """F32 [n_embd, T], normalised -> F32 [n_embd, T]."""
@@ -129,8 +144,8 @@ class Attention(Part):
 
     Attributes:
         rope: None for layers without RoPE.
-        factors: whether ROPE_FREQS applies, if present.
-        norm: HEAD or ROW for RMS norms of q and k before RoPE; ``norm_last``: after it.
+        factors: whether the frequency divisors of the file apply, if present.
+        norm: HEAD or ROW for RMS norms of q and k before RoPE, EACH for the model's kind of norm; ``norm_last``: after it.
         scale: of the scores, None for 1 / sqrt(size); ``scale_q``: q is scaled instead.
         cap: scores are cap * tanh(score / cap); 0 for none.
         out_bias: whether the output MAY or MUST have a bias.
@@ -165,26 +180,39 @@ class Attention(Part):
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
         n, wide, wide_kv = f.n_embd, self.size * self.heads, self.size * self.kv_heads
         matrices = {"attn_q": (n, 2 * wide if self.gate == "in q" else wide), "attn_k": (n, wide_kv), "attn_v": (n, wide_kv)}
+        if self._is_packed(f, prefix):
+            matrices = {QKV: (n, wide + 2 * wide_kv)}
         if self._has_gate_matrix:
             shape = f.shape(f"{prefix}attn_gate.weight")  # one value per head, or one per output
             matrices["attn_gate"] = (n, self.heads if self.gate == "softplus" and (shape is None or shape[-1] != wide) else wide)
         matrices["attn_output"] = (wide, n)
-        by_row = self.norm == ROW
-        vectors = {"attn_q_norm": wide if by_row else self.size, "attn_k_norm": wide_kv if by_row else self.size} if self.norm else {}
-        if self.sinks:
-            vectors["attn_sinks"] = self.heads
+        vectors = {"attn_sinks": self.heads} if self.sinks else {}
+        norms = []
+        for name, heads in (("attn_q_norm", self.heads), ("attn_k_norm", self.kv_heads)) if self.norm else ():
+            shape = {HEAD: (self.size,), ROW: (self.size * heads,), EACH: (self.size, heads)}[self.norm]
+            norms.append(Spec(f"{prefix}{name}.weight", shape, VECTOR))
         bias = [Spec(f"{prefix}attn_output.bias", (n,), VECTOR, of=f"{prefix}attn_output.weight")] if self.out_bias == MUST else []
-        return specs(prefix, matrices, vectors) + bias
+        return specs(prefix, matrices, vectors) + norms + bias
+
+    @staticmethod
+    def _is_packed(f: Hparams, prefix: str) -> bool:
+        return f.shape(f"{prefix}{QKV}.weight") is not None
 
     @property
     def _has_gate_matrix(self) -> bool:
         return self.gate in ("sigmoid", "softplus")
 
     def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
-        return {"mixer": ("attn_q", "attn_k", "attn_v", *(("attn_gate",) if self._has_gate_matrix else ()))}
+        inputs = (QKV,) if self._is_packed(f, prefix) else ("attn_q", "attn_k", "attn_v")
+        return {"mixer": (*inputs, *(("attn_gate",) if self._has_gate_matrix else ()))}
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
-        return self.attend(c, *c.project("mixer", x))
+        inputs = c.project("mixer", x)
+        if QKV in c:
+            wide, wide_kv, qkv = self.size * self.heads, self.size * self.kv_heads, inputs[0]
+            parts = ((wide, 0), (wide_kv, wide), (wide_kv, wide + wide_kv))
+            inputs = [*(c.g.columns(qkv, n, first) for n, first in parts), *inputs[1:]]
+        return self.attend(c, *inputs)
 
     def attend(self, c: LayerContext, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Tensor:
         """From the projections F32 [.., T]: writes K and V, attends, and projects to F32 [n_embd, T]."""
@@ -196,6 +224,7 @@ class Attention(Part):
         scale = inverse_root(size) if self.scale is None else self.scale
         if self.scale_q:
             q, scale = g.scale(q, scale), 1.0
+        q = q if c.q_scale is None else g.mul(q, c.q_scale)
         k, v = self.keys_values(c, k, v)
         k, v = c.name(k, "Kcur"), c.name(v, "Vcur")
         assert c.attention is not None
@@ -220,9 +249,9 @@ class Attention(Part):
     def _rotated(self, c: LayerContext, x: Tensor, heads: int, norm: str, stride: int | None = None) -> Tensor:
         x = c.rms_norm(x, norm) if self.norm == ROW else x
         x = c.g.heads(x, self.size, heads, stride)
-        x = c.rms_norm(x, norm) if self.norm == HEAD and not self.norm_last else x
+        x = c.norm(x, norm) if self.norm == EACH else c.rms_norm(x, norm) if self.norm == HEAD and not self.norm_last else x
         if self.rope is not None:
-            x = self.rope(c.g, x, c.positions, c.w.get(ROPE_FREQS) if self.factors else None)
+            x = self.rope(c.g, x, c.positions, c.factors if self.factors else None)
         return c.rms_norm(x, norm) if self.norm == HEAD and self.norm_last else x
 
 
@@ -259,6 +288,21 @@ class GatedMLP(Part):
 
 
 @dataclass(frozen=True)
+class MLP(Part):
+    """W_down act(W_up x) with ``n_ff`` hidden values; ``act``: the method of ``Graph``."""
+
+    n_ff: int
+    act: str
+    suffix: str = ""
+
+    def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
+        return specs(prefix, {f"ffn_up{self.suffix}": (f.n_embd, self.n_ff), f"ffn_down{self.suffix}": (self.n_ff, f.n_embd)})
+
+    def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        return c.product(f"ffn_down{self.suffix}", getattr(c.g, self.act)(c.product(f"ffn_up{self.suffix}", x)))
+
+
+@dataclass(frozen=True)
 class MoE(Part):
     """Routed experts, plus a ``shared`` FFN for every token, with a sigmoid gate if ``gated``.
 
@@ -291,7 +335,7 @@ class MoE(Part):
 
 @dataclass(frozen=True)
 class Layer:
-    """x += mixer(norm(x)); x += FFN(norm(x)).
+    """x += mixer(norm(x)); x += FFN(norm(x)). Without an FFN the mixer may be any part.
 
     Attributes:
         mixer_norm, ffn_norm: names of the input norms, "" for none.
@@ -301,7 +345,7 @@ class Layer:
     """
 
     mixer: Part
-    ffn: Part
+    ffn: Part | None
     mixer_norm: str = "attn_norm"
     ffn_norm: str = "ffn_norm"
     post_mixer: str = ""
@@ -312,7 +356,21 @@ class Layer:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (self.mixer, self.ffn)
+        return (self.mixer,) if self.ffn is None else (self.mixer, self.ffn)
+
+    @staticmethod
+    def _source(f: Hparams, name: str) -> str | None:
+        """The name of a norm that a converter left without the suffix."""
+        return name if name in f.file.tensors else None
+
+    @property
+    def norms(self) -> list[str]:
+        """Names of the layer's norms."""
+        return [
+            name
+            for name in (self.mixer_norm, "" if self.parallel or not self.ffn else self.ffn_norm, self.post_mixer, self.post_ffn)
+            if name
+        ]
 
     @property
     def reads_extra(self) -> bool:
@@ -320,8 +378,8 @@ class Layer:
         return self.mixer.reads_extra
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
-        norms = [name for name in (self.mixer_norm, "" if self.parallel else self.ffn_norm, self.post_mixer, self.post_ffn) if name]
-        return specs(prefix, {}, dict.fromkeys(norms, f.n_embd)) + [s for part in self.parts for s in part.tensors(f, prefix)]
+        norms = [Spec(f"{prefix}{name}.weight", (f.n_embd,), VECTOR, self._source(f, f"{prefix}{name}")) for name in self.norms]
+        return norms + [s for part in self.parts for s in part.tensors(f, prefix)]
 
     def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
         found: Iterable[tuple[str, Any]] = (item for part in self.parts for item in part.groups(f, prefix).items())
@@ -333,6 +391,8 @@ class Layer:
             h = c.name(c.norm(x, self.mixer_norm), "attn_norm")
             c.g.expand_norm(h)
         a = self._residual(c, self.mixer(c, h), self.post_mixer)
+        if self.ffn is None:
+            return c.name(c.g.add(a, x), "l_out")
         if self.parallel:
             return c.name(c.g.add(c.g.add(c.name(self.ffn(c, h), "ffn_out"), x), a), "l_out")
         x = c.name(c.g.add(a, x), "ffn_inp")

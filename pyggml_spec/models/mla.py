@@ -68,6 +68,7 @@ class MLA(Part):
         plain, turned = g.split_heads(q, self.size, self.size - n_rot)
         absorbed = g.permute(g.matmul(c["attn_k_b"], g.permute(plain, 0, 2, 1, 3)), 0, 2, 1, 3)
         q = g.concat([absorbed, self.rope(g, turned, c.positions)])
+        q = q if c.q_scale is None else g.mul(q, c.q_scale)
         latent = c.rms_norm(g.columns(row, self.latent), "attn_kv_a_norm")
         key = self.rope(g, g.heads(row, n_rot, 1, first=self.latent), c.positions)
         g.expand(q)

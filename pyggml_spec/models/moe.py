@@ -29,7 +29,7 @@ class Experts:
     Attributes:
         gating: SOFTMAX, SIGMOID or SOFTMAX_OF_CHOSEN.
         normalise, scale: divide the weights by their sum; multiply them.
-        glu: the method of ``Graph`` that combines gate and up.
+        glu: the method of ``Graph`` that combines gate and up, or of up alone unless ``gated``.
         biased: `exp_probs_b` is added for the selection, not to the weights.
         biases: the router and all expert products have a bias.
         groups, groups_used: experts are limited to the best groups; 1 of 1 for no limit.
@@ -42,6 +42,7 @@ class Experts:
     normalise: bool = True
     scale: float = 1.0
     glu: str = "swiglu"
+    gated: bool = True
     biased: bool = False
     biases: bool = False
     groups: int = 1
@@ -86,7 +87,8 @@ class Experts:
         if f"{prefix}ffn_gate_up_exps.weight" in file.tensors and not self.biases:
             out.append(Spec(f"{prefix}ffn_gate_up_exps.weight", (n_embd, 2 * self.n_ff, self.n_expert), EXPERTS))
         else:
-            out += [Spec(f"{prefix}ffn_{name}_exps.weight", (n_embd, self.n_ff, self.n_expert), EXPERTS) for name in ("gate", "up")]
+            names = ("gate", "up") if self.gated else ("up",)
+            out += [Spec(f"{prefix}ffn_{name}_exps.weight", (n_embd, self.n_ff, self.n_expert), EXPERTS) for name in names]
         if self.biased:
             out.append(Spec(f"{prefix}exp_probs_b.bias", (self.n_expert,), VECTOR))
         for spec in out if self.biases else ():
@@ -165,8 +167,11 @@ class Experts:
             both = g.matmul_experts(w[f"{prefix}ffn_gate_up_exps.weight"], x, slots)
             gate, up = g.columns_3d(both, self.n_ff, 0), g.columns_3d(both, self.n_ff, self.n_ff)
         else:
-            names = [f"{prefix}ffn_{name}_exps.weight" for name in ("up", "gate")]
-            up, gate = [self._scaled(g, w, name, g.matmul_experts(w[name], x, slots), chosen) for name in names]
+            names = [f"{prefix}ffn_{name}_exps.weight" for name in (("up", "gate") if self.gated else ("up",))]
+            up, *gates = [self._scaled(g, w, name, g.matmul_experts(w[name], x, slots), chosen) for name in names]
+            if not gates:
+                return getattr(g, self.glu)(up)
+            gate = gates[0]
         # ggml's kernel, as for experts in host memory: the same bits on either side
         return g.swiglu(gate, up, native=False) if self.glu == "swiglu" else getattr(g, self.glu)(gate, up)
 

@@ -64,10 +64,17 @@ class Rope:
 
     @classmethod
     def from_gguf(
-        cls, file: GGUFFile, arch: str, head_size: int, neox: bool = True, yarn: bool = False, overridable: bool = True
+        cls,
+        file: GGUFFile,
+        arch: str,
+        head_size: int,
+        neox: bool = True,
+        yarn: bool = False,
+        overridable: bool = True,
+        own_yarn: bool = False,
     ) -> "Rope":
         """Reads `rope.dimension_count`, `rope.freq_base` and `rope.scaling.*`; ``yarn``: whether yarn is supported; ``overridable`` False: RoPE options
-        are refused, because llama.cpp scales sliding layers differently.
+        are refused, because llama.cpp scales sliding layers differently; ``own_yarn``: `yarn_beta_*` and `yarn_log_multiplier` are read.
 
         Raises:
             ModelError: another scaling type.
@@ -80,6 +87,7 @@ class Rope:
         overrides = file.rope or RopeOptions()
         # a factor without a type is linear scaling, as in llama.cpp
         kind = overrides.scaling or file.get(f"{arch}.rope.scaling.type", str, "linear")
+        kind = "linear" if kind == "longrope" else kind  # which divides frequencies by tables of the file, and is no other scaling
         factor = file.get(f"{arch}.rope.scaling.factor", float, file.get(f"{arch}.rope.scale_linear", float, 0.0))
         if kind not in kinds or (not yarn and overrides.ext_factor):
             raise ModelError(f"{file.path} uses rope scaling of the type {kind!r}; {arch} files with {', '.join(kinds)} are supported")
@@ -90,7 +98,8 @@ class Rope:
         scale = overrides.freq_scale or (float(np.float32(1) / np.float32(factor)) if factor > 0 else 1.0)
         scale = scale if kind != "none" else 1.0
         magnitude = file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0)
-        betas = (32.0 if overrides.beta_fast is None else overrides.beta_fast, 1.0 if overrides.beta_slow is None else overrides.beta_slow)
+        betas = cls._beta(file, arch, overrides, "beta_fast", 32.0, own_yarn), cls._beta(file, arch, overrides, "beta_slow", 1.0, own_yarn)
+        multiplier = file.get(f"{arch}.rope.scaling.yarn_log_multiplier", float, 0.0) if own_yarn else 0.0
         extrapolation = (1.0 if kind == "yarn" else 0.0) if overrides.ext_factor is None else overrides.ext_factor
         if not extrapolation:
             magnitude *= 1.0 if overrides.attn_factor is None else overrides.attn_factor
@@ -101,7 +110,16 @@ class Rope:
             )
         trained = file.get(f"{arch}.context_length", int)
         n_ctx_orig = overrides.orig_ctx or positive(file, f"{arch}.rope.scaling.original_context_length", trained, (1 << 31) - 1)
-        return cls(n_rot, base, scale, neox, (extrapolation, float(cls._magnitude(scale) * np.float32(magnitude)), *betas), n_ctx_orig)
+        return cls(
+            n_rot, base, scale, neox, (extrapolation, float(cls.magnitude(scale, multiplier) * np.float32(magnitude)), *betas), n_ctx_orig
+        )
+
+    @staticmethod
+    def _beta(file: GGUFFile, arch: str, overrides: RopeOptions, name: str, default: float, own: bool) -> float:
+        option: float | None = getattr(overrides, name)
+        if option is not None:
+            return option
+        return file.get(f"{arch}.rope.scaling.yarn_{name}", float, default) if own else default
 
     @staticmethod
     def _rotated(file: GGUFFile, arch: str, head_size: int, suffix: str = "", default: tuple = (None, 10000.0)) -> tuple[int, float]:
@@ -115,12 +133,12 @@ class Rope:
         return n_rot, base
 
     @staticmethod
-    def _magnitude(scale: float) -> np.float32:
-        """Cancels ggml's yarn magnitude and reapplies it in single precision, as llama.cpp does."""
+    def magnitude(scale: float, multiplier: float) -> np.float32:
+        """Cancels ggml's yarn magnitude and reapplies it in single precision, over that of ``multiplier`` unless 0, as llama.cpp does."""
         one, tenth = np.float32(1), np.float32(0.1)
         factor = one / np.float32(scale)
-        grown = tenth * one * np.log(factor) + one if factor > 1 else one
-        return grown * (one / (one + tenth * np.log(factor)))
+        grown, other = (tenth * np.float32(m) * np.log(factor) + one if factor > 1 else one for m in (1, multiplier))
+        return grown / other * (one / (one + tenth * np.log(factor)))
 
     def swa(self, file: GGUFFile, arch: str, head_size: int, base: float | None = None) -> "Rope":
         """RoPE of sliding layers: keys with `_swa`, no scaling; defaults are these values, or ``base``."""
@@ -152,19 +170,19 @@ class Rope:
         return g.rope(x, positions, self.n_rot, self.neox, self.base, self.scale, factors, self.n_ctx_orig, self.yarn)
 
 
-def ignored_yarn(file: GGUFFile, arch: str) -> list[str]:
+def ignored_yarn(file: GGUFFile, arch: str, used: Rope | None) -> list[str]:
     """Sentences about yarn keys of the file that llama.cpp ignores, and so this engine: it uses 1 + 0.1 ln(factor), times `attn_factor`."""
     if file.get(f"{arch}.rope.scaling.type", str, "none") != "yarn":
         return []
     stretch = 1 + 0.1 * np.log(max(1.0, file.get(f"{arch}.rope.scaling.factor", float, 1.0)))
-    used = {
+    applied = {
         "yarn_attn_factor": stretch * file.get(f"{arch}.rope.scaling.attn_factor", float, 1.0),
-        "yarn_beta_fast": 32.0,
-        "yarn_beta_slow": 1.0,
+        "yarn_beta_fast": used.yarn[2] if used else 32.0,
+        "yarn_beta_slow": used.yarn[3] if used else 1.0,
     }
-    overrides = {name: file.get(f"{arch}.rope.scaling.{name}", float, value) for name, value in used.items()}
+    overrides = {name: file.get(f"{arch}.rope.scaling.{name}", float, value) for name, value in applied.items()}
     return [
         f"{file.path.name} says {arch}.rope.scaling.{name} {overrides[name]:.4g}, which llama.cpp does not read for {arch}: {value:.4g} is used, as there"
-        for name, value in used.items()
+        for name, value in applied.items()
         if abs(overrides[name] - value) > 1e-3 * value
     ]

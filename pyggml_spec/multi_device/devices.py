@@ -174,7 +174,7 @@ class MultiDevice(Devices):
     # -- offloaded layers
 
     def _offload_cache(self) -> OffloadCache | None:
-        weights, r, shape = self._weights, self.resources, self.resources.target.delta_shape()
+        weights, r, shape = self._weights, self.resources, self.resources.target.recurrent_shape()
         if weights.offloaded is None:
             return None
         opt, first = r.options, r.target.caches_before(self.segments[1].first)
@@ -183,7 +183,7 @@ class MultiDevice(Devices):
         delta = None
         if shape is not None and first[1]:
             weights.visit()
-            home = DeltaSegment(1, backend, first[1], r.target.delta_row(0))
+            home = DeltaSegment(1, backend, first[1], r.target.recurrent_row(0))
             weights.enter(len(self.segments) - 1)
             delta = r.own(DeltaState([home], replace(shape, layers=first[1]), opt.width, opt.slots))
         there = SequenceMemory(kv, None, delta, shapes, window, first=first)

@@ -15,7 +15,7 @@ from ..engine.resources import Resources
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields
-from ..models.base import DeltaLayers, TargetInputs
+from ..models.base import RecurrentLayers, TargetInputs
 from .chain import ChainGraph
 from .offload_cache import OffloadCache
 
@@ -27,8 +27,8 @@ class BothRows(NamedTuple):
     first: int
     own: DeltaInputs
 
-    def layer(self, g: Graph, index: int, *more: Any) -> Tensor:
-        return (self.offloaded if index < self.first else self.own).layer(g, index, *more)
+    def layer(self, g: Graph, index: int, *tensors: Any, **more: Any) -> Tensor:
+        return (self.offloaded if index < self.first else self.own).layer(g, index, *tensors, **more)
 
 
 class ChainBuilder(GraphBuilder):
@@ -61,7 +61,7 @@ class ChainBuilder(GraphBuilder):
         moved = len(self.offload.kv.layers) if self.offload is not None else 0
         return [*range(moved), *range(before(segment.first)[0], before(segment.end)[0])]
 
-    def chunk_states(self, take: Tensor | None = None) -> DeltaLayers | None:
+    def chunk_states(self, take: Tensor | None = None) -> RecurrentLayers | None:
         own = super().chunk_states(take)
         states = self.offload.delta if self.offload is not None else None
         if states is None or own is None:

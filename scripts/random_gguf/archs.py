@@ -174,14 +174,17 @@ def write_muse_glimmer(
 
 def write_deepseek2(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, yarn: float = 4.0,
-    multiplier: float = 0.0707, groups: int = 1, sigmoid: bool = True, joined: bool = False, shared: int = 2
+    multiplier: float = 0.0707, groups: int = 1, sigmoid: bool = True, joined: bool = False, shared: int = 2, arch: str = "deepseek2"
 ) -> Path:  # fmt: skip
-    """Writes a random deepseek2 target: a leading dense layer, then routed experts plus ``shared`` ones in one matrix.
+    """Writes a random deepseek2 or mistral4 target: a leading dense layer, then routed experts plus ``shared`` ones in one matrix.
 
     ``multiplier`` is that of yarn's magnitude, 0 for none; with ``groups`` a token's experts lie in all of them but one; ``sigmoid`` False is the router
     of the first models: a softmax without a bias. ``joined`` stores gate and up of the experts as one tensor.
     """
-    w = Writer(Path(path), "deepseek2", quant, seed)
+    w = Writer(Path(path), arch, quant, seed)
+    if arch == "mistral4":
+        w.out.add_float32(f"{arch}.attention.temperature_scale", 0.3)
+        w.out.add_uint32(f"{arch}.attention.temperature_length", 24)
     _write_deepseek2(w, shape, mixed, yarn, multiplier, groups, sigmoid, joined, shared)
     w.close()
     return Path(path)
@@ -189,17 +192,17 @@ def write_deepseek2(
 
 def write_glm_dsa(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, yarn: float = 4.0,
-    full: tuple[bool, ...] | None = None, shared: int = 2
+    full: tuple[bool, ...] | None = None, shared: int = 2, arch: str = "glm-dsa"
 ) -> Path:  # fmt: skip
-    """Writes a random glm-dsa target: deepseek2 with an indexer in every layer, or in the ``full`` ones; ``shared`` experts."""
-    s, w = shape, Writer(Path(path), "glm-dsa", quant, seed)
+    """Writes a random glm-dsa or deepseek32 target: deepseek2 with an indexer in every layer, or in the ``full`` ones; ``shared`` experts."""
+    s, w = shape, Writer(Path(path), arch, quant, seed)
     key = f"{w.arch}.attention.indexer"
     w.out.add_uint32(f"{key}.head_count", s.index_heads)
     w.out.add_uint32(f"{key}.key_length", s.index_size)
     w.out.add_uint32(f"{key}.top_k", s.top_k)
     if full is not None:
         w.out.add_array(f"{key}.types", list(full))
-    _write_deepseek2(w, s, mixed, yarn, 0.0, 1, True, False, shared)
+    _write_deepseek2(w, s, mixed, yarn, 0.0 if arch == "glm-dsa" else 0.0707, 1, True, False, shared)
     kinds = {"attn_k": type_id("q6_K")} if mixed else {}
     shapes = {"attn_k": (s.n_embd, s.index_size), "attn_q_b": (s.n_lora_q, s.index_heads * s.index_size), "proj": (s.n_embd, s.index_heads)}
     for i in range(s.n_layer):
@@ -412,6 +415,6 @@ def _gemma4_layer(s: Shape, size: int, heads_kv: int, own_kv: bool, full: bool, 
 
 WRITERS: dict[str, Callable[..., Path]] = {arch: partial(write_described, arch) for arch in TARGETS} | {  # those with options of their own
     "deepseek2": write_deepseek2, "gemma4": write_gemma4, "glm-dsa": write_glm_dsa, "gpt-oss": write_gpt_oss, "laguna": write_laguna, "llama": write_llama,
-    "minimax-m2": write_minimax_m2, "muse-glimmer": write_muse_glimmer, "qwen3": write_qwen3, "qwen3moe": write_qwen3moe,
+    "minimax-m2": write_minimax_m2, "mistral4": partial(write_deepseek2, arch="mistral4"), "deepseek32": partial(write_glm_dsa, arch="deepseek32"), "muse-glimmer": write_muse_glimmer, "qwen3": write_qwen3, "qwen3moe": write_qwen3moe,
     "qwen3next": write_qwen3next, "qwen35": write_qwen35, "qwen35moe": write_qwen35moe,
 }  # fmt: skip

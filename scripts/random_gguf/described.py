@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pyggml_spec.errors import GGUFError
+from pyggml_spec.models.decoder import Decoder
 from pyggml_spec.models.model import FFN
 from pyggml_spec.models.registry import TARGETS
-from pyggml_spec.models.weights import EXPERTS, HEADS, MATMUL, ROWS, Spec
+from pyggml_spec.models.weights import EXPERTS, HEADS, MATMUL, ROWS, VECTOR, Spec
 
 from .model import Shape, Writer, type_id
 
@@ -39,24 +40,61 @@ def samples(s: Shape) -> dict[str, Any]:
         "expert_used_count": s.n_used,
         "expert_feed_forward_length": s.n_ff_expert,
         "expert_shared_feed_forward_length": s.n_ff_shared,
+        "shortconv.l_cache": 3,
+        "ssm.conv_kernel": 4,
+        "ssm.inner_size": 2 * s.n_embd,
+        "ssm.state_size": 16,
+        "ssm.time_step_rank": 2 * s.n_embd // 32,
+        "ssm.group_count": 2,
     }
 
 
 SCALES = {"logit_scale": 3.5, "residual_scale": 0.22, "embedding_scale": 1.7, "attention.scale": 0.19}
+LEADING = {
+    "expert_shared_count": 1, "leading_dense_block_count": 1, "expert_weights_norm": True, "expert_weights_scale": 1.3, "expert_gating_func": 2,
+}  # fmt: skip
+YARN = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 64,
+    "rope.scaling.attn_factor": 1.25,
+}
+TEMPERED = {"attention.temperature_scale": 0.3}
 KEYS: dict[str, dict[str, Any]] = {  # that a description has defaults for, and that its files differ by
+    "bailingmoe": {"expert_shared_count": 2, "expert_weights_norm": True, "expert_weights_scale": 0.7},
+    "bailingmoe2": LEADING | {"expert_shared_count": 2, "expert_shared_feed_forward_length": 96},
     "cohere2": {"logit_scale": 0.3},
+    "command-r": {"logit_scale": 0.3},
+    "deepseek": {"expert_shared_count": 2, "expert_weights_scale": 1.3, "leading_dense_block_count": 1},
+    "dots1": LEADING,
     "ernie4_5-moe": {"leading_dense_block_count": 1, "interleave_moe_layer_step": 1},
     "gemma2": {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 11.0},
-    "glm4moe": {
-        "expert_shared_count": 1, "leading_dense_block_count": 1, "expert_weights_norm": True, "expert_weights_scale": 1.3, "expert_gating_func": 2,
-    },
+    "exaone-moe": LEADING | {"expert_shared_feed_forward_length": 96},
+    "glm4moe": LEADING,
     "granite": SCALES,
     "granitemoe": SCALES | {"expert_count": 8, "expert_used_count": 3},
+    "falcon-h1": {"attention.scale": 0.19},
+    "granitehybrid": SCALES,
+    "hunyuan-moe": {"expert_feed_forward_length": 48, "expert_shared_feed_forward_length": 96},
+    "lfm2moe": {"leading_dense_block_count": 1, "expert_gating_func": 2},
+    "minicpm": {"attention.scale": 0.19},
+    "mistral3": TEMPERED | YARN | {"rope.scaling.yarn_beta_fast": 24.0, "rope.scaling.yarn_beta_slow": 2.0, "rope.scaling.yarn_log_multiplier": 0.7},
+    "nemotron_h": {"attention.layer_norm_epsilon": 1e-5},
+    "nemotron_h_moe": {"expert_count": 8, "expert_used_count": 3, "expert_weights_norm": True, "expert_weights_scale": 1.3, "moe_latent_size": 96},
+    "phi3": {"rope.scaling.attn_factor": 1.2, "rope.scaling.original_context_length": 64},
+    "phimoe": {"rope.scaling.attn_factor": 1.2, "rope.scaling.original_context_length": 4000},
 }  # fmt: skip
-OPTIONAL = {"glm4moe": ("blk.0.attn_q_norm.weight",), "ernie4_5-moe": ("blk.{last}.exp_probs_b.bias",)}  # tensors
-WINDOWED = ("cohere2", "gemma2", "gemma3", "olmo2")
-TIED = ("cohere2", "gemma", "gemma2")  # llama.cpp reads no head of theirs
-UNGROUPED = ("olmoe",)  # as many KV heads as query heads
+FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+PACKED, BIASED = "blk.{i}.attn_qkv.weight", "blk.{i}.exp_probs_b.bias"
+OPTIONAL = {  # tensors, of each layer i
+    "bailingmoe2": (PACKED, BIASED), "dots1": (BIASED,), "ernie4_5-moe": (BIASED,), "exaone-moe": (BIASED,), "falcon-h1": ("blk.0.ssm_norm.weight", "blk.{i}.ffn_norm"),
+    "glm4moe": ("blk.0.attn_q_norm.weight",),
+    "nemotron_h_moe": ("blk.1.ffn_latent_down.weight",), "phi3": (PACKED, *FACTORS), "phimoe": FACTORS,
+}  # fmt: skip
+WINDOWED = ("cohere2", "exaone-moe", "gemma2", "gemma3", "olmo2")
+TIED = ("cohere2", "command-r", "gemma", "gemma2")  # llama.cpp reads no head of theirs
+HYBRID = ("granitehybrid", "lfm2", "lfm2moe")  # every third layer is recurrent
+UNGROUPED = ("dots1", "olmoe")  # as many KV heads as query heads
 
 
 def own_shape(arch: str, s: Shape) -> Shape:
@@ -69,6 +107,15 @@ def own_keys(arch: str, s: Shape) -> dict[str, Any]:
     keys = dict(KEYS.get(arch, {}))
     if "expert_count" in keys:
         keys |= {"expert_count": s.n_expert, "expert_used_count": s.n_used}
+    if arch in ("qwen3vl", "qwen3vlmoe"):
+        keys["rope.dimension_sections"] = np.array([(s.head_size // 2 + 2 - i) // 3 for i in range(3)] + [0])
+    if arch == "qwen2vl":
+        keys["rope.dimension_sections"] = np.array([s.head_size // 8, s.head_size // 4, s.head_size // 8, 0])
+    if arch in HYBRID:
+        keys["attention.head_count_kv"] = np.array([0 if i % 3 == 0 else s.n_head_kv for i in range(s.n_layer)])
+    if arch.startswith("nemotron_h"):  # Mamba-2, FFN, attention, FFN
+        keys["attention.head_count_kv"] = np.array([s.n_head_kv if i % 4 == 2 else 0 for i in range(s.n_layer)])
+        keys["feed_forward_length"] = np.array([s.n_ff if i % 2 else 0 for i in range(s.n_layer)])
     if arch in WINDOWED:
         keys["attention.sliding_window"] = s.target_window or 32
     return keys
@@ -102,33 +149,48 @@ class Asked:
 
 def write_described(
     arch: str, path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False,
-    keys: dict[str, Any] | None = None, optional: tuple[str, ...] = (),
+    keys: dict[str, Any] | None = None, optional: tuple[str, ...] = (), mtp: tuple[str, ...] | None = None,
 ) -> Path:  # fmt: skip
     """Writes a random target of an architecture that ``registry`` knows.
 
     ``mixed`` gives attn_v and ffn_down another type, as real k-quant files do; ``keys`` are further ones, without the architecture; ``optional`` names
-    tensors that the file shall have though it need not.
+    tensors that the file shall have though it need not; ``mtp`` adds the MTP layer, with these tensors of its own: "embedding", "norm", "head".
     """
     shape = own_shape(arch, shape)
-    optional = (*optional, *(name.format(last=shape.n_layer - 1) for name in OPTIONAL.get(arch, ())))
-    asked = Asked(arch, shape, own_keys(arch, shape) | (keys or {}), optional)
+    optional = (*optional, *dict.fromkeys(name.format(i=i) for name in OPTIONAL.get(arch, ()) for i in range(shape.n_layer)))
+    keys = own_keys(arch, shape) | (keys or {})
+    if mtp is not None:
+        keys |= {"block_count": shape.n_layer + 1, "nextn_predict_layers": 1}
+    asked = Asked(arch, shape, keys, optional)
     target = TARGETS[arch](asked)  # type: ignore[arg-type]
     w = Writer(Path(path), arch, quant, seed, shape.n_layer)
     for key, value in asked.metadata.items():
         if not key.startswith("tokenizer."):
             _add(w, key, value)
-    w.embedding_and_head(shape)
+    w.embedding_and_head(shape, next(spec.source or spec.name for spec in target.tensors() if spec.name == "output_norm.weight"))
     kinds = dict.fromkeys(("attn_v", "ffn_down"), type_id("q6_K")) if mixed else {}
-    for spec in target.tensors():
+    for spec in [*target.tensors(), *(_mtp_specs(target, mtp) if mtp is not None else ())]:
         if spec.name not in ("token_embd.weight", "output.weight", "output_norm.weight"):
             _tensor(w, spec, kinds.get(spec.name.split(".")[-2]))
         short = spec.name.removesuffix(".weight").split(".")[-1]
         if (
-            spec.use == MATMUL and spec.name.startswith("blk.") and short in target.biased and not (quant == "NVFP4" and short in FFN)
+            spec.use == MATMUL
+            and spec.source != "token_embd.weight"
+            and short in target.biased
+            and not (quant == "NVFP4" and short in {*FFN} - target.unscaled)
         ):  # refused
             w.vector(spec.name.removesuffix("weight") + "bias", spec.shape[1], -0.5, 0.5)
     w.close()
     return Path(path)
+
+
+def _mtp_specs(target: Decoder, own: tuple[str, ...]) -> list[Spec]:
+    n, b = target.n_embd, f"blk.{target.n_layer}."
+    assert target.mtp is not None
+    out = [*target.mtp.tensors(target.f, b), Spec(f"{b}nextn.eh_proj.weight", (2 * n, n))]
+    out += [Spec(f"{b}nextn.{name}.weight", (n,), VECTOR) for name in ("enorm", "hnorm", *(("shared_head_norm",) if "norm" in own else ()))]
+    names = {"embedding": "embed_tokens", "head": "shared_head_head"}
+    return out + [Spec(f"{b}nextn.{names[name]}.weight", (n, target.n_vocab)) for name in own if name in names]
 
 
 def _add(w: Writer, key: str, value: Any) -> None:
@@ -152,9 +214,8 @@ def _tensor(w: Writer, spec: Spec, kind: int | None) -> None:
     elif spec.use in (MATMUL, ROWS) and len(spec.shape) == 2:
         router = spec.name.endswith("ffn_gate_inp.weight")
         w.matrix(spec.name, *spec.shape, gain=2.0 if router else 1.0, kind=type_id("f32") if router else kind)
-    elif spec.name.endswith("norm.weight") or "rope" in spec.name:
-        w.vector(spec.name, spec.shape[0], 0.5, 1.5)
     else:
-        size = int(np.prod(spec.shape))
-        values = w.rng.uniform(-0.5, 0.5, size).astype(np.float32)
-        w.out.add_tensor(spec.name, values.reshape(spec.shape[::-1]))
+        positive, decay = spec.name.endswith("norm.weight") or "rope" in spec.name, spec.name.endswith("ssm_a")
+        low, high = (0.5, 1.5) if positive else (-2.0, -0.05) if decay else (-0.5, 0.5)
+        values = w.rng.uniform(low, high, int(np.prod(spec.shape))).astype(np.float32)
+        w.out.add_tensor(spec.source or spec.name, values.reshape(spec.shape[::-1]))

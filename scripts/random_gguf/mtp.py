@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from .archs import expert_keys, ffn_shapes, write_experts
+from .described import write_described
 from .model import Shape, Writer, hybrid_keys, write_attention, write_hybrid
 
 OWN_TENSORS = ("embedding", "norm", "head")  # what a layer may have of its own instead of the target's
@@ -14,7 +15,9 @@ def write_mtp_target(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 1, mixed: bool = False, *, arch: str = "qwen35",
     own: tuple[str, ...] = ()
 ) -> Path:  # fmt: skip
-    """Writes a random target of qwen35, qwen35moe or qwen3next with an additional MTP layer; ``own`` as in OWN_TENSORS."""
+    """Writes a random target of an architecture with an additional MTP layer; ``own`` as in OWN_TENSORS."""
+    if arch not in ("qwen35", "qwen35moe", "qwen3next"):
+        return write_described(arch, path, shape, quant, seed, mixed, mtp=own)
     routed = arch != "qwen35"
 
     def ffn(w: Writer, prefix: str, other: int | None) -> None:

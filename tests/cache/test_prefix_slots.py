@@ -28,7 +28,7 @@ def tokens(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, count).tolist()
 
 
-KINDS = ["qwen35", "qwen3", "gemma4"]  # states, rows alone, rings
+KINDS = ["qwen35", "granitehybrid", "lfm2", "qwen3", "gemma4"]  # states, rows alone, rings
 OTHERS = others(KINDS)
 
 
@@ -203,7 +203,7 @@ def test_a_snapshot_goes_into_any_slot(pair):
         batch.snapshot(0)
 
 
-@pytest.fixture(scope="module", params=["qwen35", "qwen3", "gemma4"])
+@pytest.fixture(scope="module", params=["qwen35", "granitehybrid", "lfm2", "qwen3", "gemma4"])
 def any_pair(request, tmp_path_factory):
     """A hybrid, one whose rows are all there is, and one with rings."""
     made = Pair(tmp_path_factory.mktemp(request.param), request.param, N_CTX, Shape(window=12))

@@ -1,21 +1,27 @@
-"""Delta-net state: padding, rollback by replay, width changes, dirty memory. Everything here is exact."""
+"""Recurrent state: padding, rollback by replay, width changes, dirty memory. Everything here is exact."""
 
 import numpy as np
 import pytest
 from engine.helpers import oracle, reference, run
 from pairs import write_pair
 from random_gguf.model import Shape
-from sessions import loaded
 
 import pyggml_spec as ps
 from pyggml_spec.engine.batch import Prefill, Verify
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ContextError, EngineError
+from pyggml_spec.models.base import Recurrence
 
 PROMPT = np.random.default_rng(5).integers(0, 256, 21).tolist()
 BLOCK = np.random.default_rng(6).integers(0, 256, 15).tolist()
-session = loaded(pair=True, n_ctx=1024)
+
+
+@pytest.fixture(scope="module", params=["qwen35", "granitehybrid", "falcon-h1"])
+def session(request, tmp_path_factory):
+    """States of delta-nets, of Mamba-2, and of Mamba-2 in layers with K/V."""
+    with ps.load(*write_pair(tmp_path_factory.mktemp("pair"), request.param), device="CPU", threads=1, n_ctx=1024) as loaded:
+        yield loaded
 
 
 def _state_after(engine, tokens):
@@ -153,9 +159,11 @@ def test_several_layers_replay_in_place(session):
     engine.prefill(PROMPT)
     engine.verify_step(BLOCK)
     step = next(s for key, s in engine.graphs.steps().items() if key.kind == "verify")
-    layers = session.target.delta_shape().layers
+    layers = session.target.recurrent_shape().layers
     counts = step.graph.op_counts()
-    if session.backend.level is None:
+    if session.target.recurrent_shape().recurrence is Recurrence.SCAN:
+        assert counts["SSM_SCAN"] == 2 * layers
+    elif session.backend.level is None:
         assert counts["GATED_DELTA_NET"] == layers + 1
     else:
         assert (counts["native delta-net"], counts["native replay"]) == (layers, 1)
@@ -165,7 +173,7 @@ LONG_PROMPT = np.random.default_rng(1).integers(0, 256, 330).tolist()
 OTHER = np.random.default_rng(2).integers(0, 256, 400).tolist()
 
 
-@pytest.fixture(scope="module", params=["qwen35", "mtp", "eagle3", "assistant", "gemma4", "laguna", "qwen3"])
+@pytest.fixture(scope="module", params=["qwen35", "granitehybrid", "lfm2", "mtp", "eagle3", "assistant", "gemma4", "laguna", "qwen3"])
 def engine(request, tmp_path_factory):
     """Chunks of 64 in a context that is longer than the sliding layers' ring of 256 rows."""
     folder = tmp_path_factory.mktemp(request.param)

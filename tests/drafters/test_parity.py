@@ -94,6 +94,8 @@ def cases(method):
             ("F32", "qwen35moe", {}, {"apart": True}, 20, 20, 5),
             ("Q8_0", "qwen3next", {}, {}, 20, 20, 5),
             ("F32", "qwen3next", {}, {"apart": True}, 20, 20, 5),
+            *((quant, "glm4moe", {}, {}, 20, 60, 5) for quant in QUANTS),
+            ("F32", "glm4moe", {"own": ("norm", "head")}, {}, 40, 13, 5),
             *(
                 ("F32", "qwen35", {"own": own}, {}, 40, 13, 5)
                 for own in (("embedding",), ("norm",), ("head",), ("embedding", "norm", "head"))

@@ -22,7 +22,7 @@ from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.ggml.library import ffi, lib, text
 from pyggml_spec.ggml.step_io import StepFields
 
-KINDS = ("qwen35", "qwen3", "gemma4")  # states, rows alone, rings: what slots have to keep apart
+KINDS = ("qwen35", "granitehybrid", "lfm2", "qwen3", "gemma4")  # states, rows alone, rings: what slots have to keep apart
 OTHERS = others(KINDS)
 
 

@@ -327,7 +327,7 @@ def test_chunks_of_512_have_the_widths_of_small_tails_only():
     assert prefill_widths(512) == (32, 128, 512)
 
 
-@pytest.fixture(scope="module", params=["qwen35", "qwen3", "gemma4"])
+@pytest.fixture(scope="module", params=["qwen35", "granitehybrid", "lfm2", "qwen3", "gemma4"])
 def long_session(request, tmp_path_factory):
     path = TARGETS[request.param](tmp_path_factory.mktemp(request.param) / "t.gguf", Shape(window=12), "Q8_0")
     with ps.load(path, device="CPU", threads=1, n_ctx=1200) as made:

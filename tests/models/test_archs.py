@@ -251,7 +251,7 @@ REFUSED = [
     ("deepseek2", {"attention.key_length_mla": 0}, "K/V rows would be those of every head"),
     ("deepseek2", {"attention.key_length": 80}, "attention.key_length is not the 96"),
     ("deepseek2", {"attention.head_count_kv": 4}, "attention.head_count_kv is not the 1"),
-    ("deepseek2", {"attention.temperature_scale": 0.1}, "scales queries by their position"),
+    ("deepseek2", {"attention.temperature_scale": 0.1}, "attention.temperature_length is 0"),
     ("deepseek2", {"rope.dimension_count": 64}, "is not the 128|leaves nothing of heads of 64"),
     ("deepseek2", {"expert_gating_func": 4}, "expert_gating_func is 4"),
     ("deepseek2", {"expert_group_count": 3}, "expert_group_used_count is 0 of expert_group_count 3"),

@@ -153,7 +153,7 @@ def of_slots(session, slots=3):
     return out
 
 
-@pytest.mark.parametrize("name", ["qwen35", "mtp", "laguna"])
+@pytest.mark.parametrize("name", ["qwen35", "granitehybrid", "mtp", "laguna"])
 def test_slots_and_snapshots(tmp_path, name):
     target, draft = write_pair(tmp_path, name)
     with loaded(target, draft, draft_width=2) as session:
@@ -317,7 +317,7 @@ def test_a_plan_fits_where_every_device_has_room(tmp_path):
     assert not plan(target, draft, free=need.total - 1, **options).fits
 
 
-@pytest.mark.parametrize("name", ["qwen35", "mtp", "laguna"])
+@pytest.mark.parametrize("name", ["qwen35", "granitehybrid", "mtp", "laguna"])
 def test_prefill_chunks_without_synchronisation(tmp_path, name):
     """Ten chunks and more are launched one after the other: more than there are stages for their inputs."""
     target, draft = write_pair(tmp_path, name)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from architectures import thorough
+from architectures import having, thorough
 from cli.process import pyspec
 from random_gguf.archs import WRITERS, write_gemma4, write_gpt_oss, write_laguna, write_qwen3, write_qwen35moe
 from random_gguf.model import Shape, write_dflash, write_qwen35
@@ -163,7 +163,7 @@ def test_every_architecture_with_everything_at_once(tmp_path, arch):
     shape = Shape(window=12, head_size=64, n_ctx=1024)
     pair = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
     (tmp_path / "t.gguf.experts.json").write_text(Routing("t", 1, {i: np.arange(8) for i in range(4)}).to_json())
-    quantised = QUANTISED | ({"cache_type_v": "q8_0"} if arch in ("deepseek2", "glm-dsa") else {})  # whose K and V are one row
+    quantised = QUANTISED | ({"cache_type_v": "q8_0"} if arch in having("latent") else {})  # whose K and V are one row
     for options in ({"n_ctx": 300}, {"n_ctx": 600, "slots": 3, "experts": EXPERTS.get(arch), **quantised}):
         found = check(*pair, device="CPU", draft_width=8, **options)
         assert found.error < 0.01 and found.taken is None

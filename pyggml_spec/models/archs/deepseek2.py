@@ -1,7 +1,7 @@
-"""deepseek2 (DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash): latent attention, leading dense layers, then routed plus shared experts.
+"""deepseek2 (DeepSeek V2 and V3, Kimi K2, GLM 4.7 Flash), mistral4: latent attention, leading dense layers, then routed plus shared experts.
 
 Scores are divided by sqrt(D) of a whole head and, under yarn, multiplied with the square of its magnitude.
-Source of the formulae: llama.cpp, src/models/deepseek2.cpp.
+Source of the formulae: llama.cpp, src/models/deepseek2.cpp, mistral4.cpp.
 """
 
 import math
@@ -23,15 +23,18 @@ GLM_FLASH = ((47, 48), 154880)  # its first files lack the key of its sigmoid ro
 SIZES = ("attention.key_length_mla", "attention.value_length_mla")
 
 
-@register("deepseek2")
+@register("deepseek2", "mistral4")
 def deepseek2(f: Hparams) -> Decoder:
     small = f.n_layer in SMALL or (f.n_layer, f.n_vocab) == KANANA
-    # a tenth of the checkpoint's `mscale_all_dim`
-    multiplier = float(np.float32(f.get("rope.scaling.yarn_log_multiplier", float, 0.0)) / np.float32(0.1))
-    mixer = latent_attention(f, 0 if small else f.positive("attention.q_lora_rank"), multiplier)
+    mixer = latent_attention(f, 0 if small else f.positive("attention.q_lora_rank"), multiplier(f))
     router = SIGMOID if f.n_layer in GLM_FLASH[0] and f.n_vocab == GLM_FLASH[1] else SOFTMAX
     layers = [Layer(mixer, ffn) for ffn in ffns(f, router)]
-    return Decoder(f, layers, unscaled=("attn_q", "output", *FFN, *SHARED, *EXPERT))
+    return Decoder(f, layers, temperature=f.temperature(), unscaled=("attn_q", "output", *FFN, *SHARED, *EXPERT))
+
+
+def multiplier(f: Hparams) -> float:
+    """Of yarn's logarithm; the key is a tenth of the checkpoint's `mscale_all_dim`."""
+    return float(np.float32(f.get("rope.scaling.yarn_log_multiplier", float, 0.0)) / np.float32(0.1))
 
 
 def latent_attention(f: Hparams, lora_q: int, multiplier: float) -> MLA:
@@ -43,8 +46,6 @@ def latent_attention(f: Hparams, lora_q: int, multiplier: float) -> MLA:
         )
     size, size_v = (f.positive(name, limit=4096) for name in SIZES)
     latent = f.positive("attention.kv_lora_rank", limit=4096)
-    if f.get("attention.temperature_scale", float, 0.0):
-        raise f.refuse(f"it scales queries by their position (attention.temperature_scale), which {f.arch} models here do not")
     stored = latent + f.get("rope.dimension_count", int, 0)
     for name, expected in (("key_length", stored), ("value_length", latent), ("head_count_kv", 1)):
         if f.get(f"attention.{name}", int, expected) != expected:
@@ -53,14 +54,15 @@ def latent_attention(f: Hparams, lora_q: int, multiplier: float) -> MLA:
     if rope.n_rot == size:
         raise f.refuse(f"rope.dimension_count is {rope.n_rot}, which leaves nothing of heads of {size} that is not rotated")
     if rope.yarn[0] and multiplier:
-        # mscale equals mscale_all_dim, so that rows keep their norm: ggml's magnitude is cancelled
-        magnitude = np.float32(f.get("rope.scaling.attn_factor", float, 1.0)) * (np.float32(1) / _grown(rope.scale))
+        # mscale is 1, but equals mscale_all_dim in deepseek2, so that rows keep their norm: ggml's magnitude is cancelled
+        magnitude = np.float32(f.get("rope.scaling.attn_factor", float, 1.0))
+        magnitude *= Rope.magnitude(rope.scale, 1.0 if f.arch == "deepseek2" else multiplier)
         rope = replace(rope, yarn=(rope.yarn[0], float(magnitude), *rope.yarn[2:]))
     return MLA(f.heads, lora_q, latent, size, size_v, rope, _scale(rope, size, multiplier))
 
 
-def ffns(f: Hparams, router: int) -> list[GatedMLP | MoE]:
-    """FFN per layer: leading dense ones, then experts. ``router``: the default gating."""
+def ffns(f: Hparams, router: int | None) -> list[GatedMLP | MoE]:
+    """FFN per layer: leading dense ones, then experts. ``router``: the default gating, None for none."""
     n_dense = f.leading_dense(0)
     out: list[GatedMLP | MoE] = [GatedMLP(f.ff)] * n_dense if n_dense else []
     if n_dense == f.n_layer:

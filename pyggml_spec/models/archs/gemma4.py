@@ -147,9 +147,10 @@ class GemmaLayer(Layer):
         return out + (specs(prefix, {}, {"layer_output_scale": 1}) if self.scaled else [])
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
-        g = c.g
+        g, ffn = c.g, self.ffn
+        assert ffn is not None
         a = g.add(self._residual(c, self.mixer(c, c.rms_norm(x, self.mixer_norm)), self.post_mixer), x)
-        f = self.ffn(c, c.rms_norm(a, self.ffn_norm))
+        f = ffn(c, c.rms_norm(a, self.ffn_norm))
         if self.experts is not None:
             f = g.add(c.rms_norm(f, "post_ffw_norm_1"), c.rms_norm(self._routed(c, a, self.experts), "post_ffw_norm_2"))
         x = g.add(self._residual(c, f, self.post_ffn), a)

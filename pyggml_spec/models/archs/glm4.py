@@ -8,6 +8,7 @@ from ..hparams import Hparams
 from ..layers import HEAD, Attention, GatedMLP, Layer, MoE
 from ..model import ATTENTION, EXPERT, FFN, SHARED
 from ..moe import SIGMOID
+from .qwen35 import MTP_LAYERS
 
 
 @register("glm4")
@@ -39,5 +40,6 @@ def glm4moe(f: Hparams) -> Decoder:
         layers,
         biased=ATTENTION,
         unscaled=(*FFN, *EXPERT, *SHARED),
-        drafting_layers="an MTP layer, which drafts for targets of other architectures only",
+        mtp=Layer(attention, moe, ffn_norm="post_attention_norm"),
+        drafting_layers=MTP_LAYERS,
     )

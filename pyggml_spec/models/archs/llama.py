@@ -1,6 +1,6 @@
 """llama (Llama 2 and 3, Mistral, SmolLM2; Mixtral with experts): RoPE pairs (2 i, 2 i + 1), with optional frequency factors.
 
-mistral3 (Ministral 3) is the same. Source of the formulae: llama.cpp, src/models/llama.cpp, mistral3.cpp.
+mistral3 (Ministral 3) may scale queries by position, and reads more of yarn's keys. Source of the formulae: llama.cpp, src/models/llama.cpp, mistral3.cpp.
 """
 
 from ..decoder import Decoder, register
@@ -11,9 +11,11 @@ from ..model import ATTENTION, FFN
 
 @register("llama", "mistral3")
 def llama(f: Hparams) -> Decoder:
-    if f.number("attention.temperature_scale", 0.0):
-        raise f.refuse("attention.temperature_scale is not 0: scores that are scaled by position are not supported")
-    size = f.head_dim()
-    attention = Attention(f.heads, f.kv_heads, size, f.rope(size, neox=False), factors=True, out_bias=MAY)
+    newer, size = f.arch == "mistral3", f.head_dim()
+    temperature = f.temperature("rope.scaling.original_context_length", f.context_length)
+    if temperature[0] and not newer:
+        raise f.refuse("attention.temperature_scale is not 0: llama models with scores that are scaled by position are not supported")
+    attention = Attention(f.heads, f.kv_heads, size, f.rope(size, neox=False, own_yarn=newer), factors=True, out_bias=MAY)
     ffn = MoE(f.experts(f.ff, own_size=False)) if f.number("expert_count", 0) else GatedMLP(f.ff)
-    return Decoder(f, [Layer(attention, ffn)] * f.n_layer, biased=(*ATTENTION, "attn_output", *FFN))
+    biased = (*ATTENTION, "attn_output", *FFN)
+    return Decoder(f, [Layer(attention, ffn)] * f.n_layer, long_from=f.long_from, temperature=temperature, biased=biased)

@@ -1,12 +1,13 @@
-"""qwen2 (Qwen2, Qwen2.5, Qwen2.5-Coder): biases on q, k and v. qwen2moe: routed experts plus a gated shared one.
+"""qwen2 (Qwen2, Qwen2.5, Qwen2.5-Coder): biases on q, k and v. qwen2vl (Qwen2-VL, Qwen2.5-VL): the same over text.
 
-Source of the formulae: llama.cpp, src/models/qwen2.cpp, qwen2moe.cpp.
+qwen2moe: routed experts plus a gated shared one. Source of the formulae: llama.cpp, src/models/qwen2.cpp, qwen2vl.cpp, qwen2moe.cpp.
 """
 
 from ..decoder import Decoder, register
 from ..hparams import Hparams
 from ..layers import Attention, GatedMLP, Layer, MoE
 from ..model import ATTENTION, EXPERT, FFN, SHARED
+from .ernie4_5 import UNADDED
 
 
 @register("qwen2")
@@ -14,6 +15,16 @@ def qwen2(f: Hparams) -> Decoder:
     size = f.head_dim()
     attention = Attention(f.heads, f.kv_heads, size, f.whole_heads(f.rope(size), size))
     return Decoder(f, [Layer(attention, GatedMLP(f.ff))] * f.n_layer, biased=(*ATTENTION, "output"), unscaled=FFN)
+
+
+@register("qwen2vl")
+def qwen2vl(f: Hparams) -> Decoder:
+    f.eps = 0.0  # llama.cpp reads none for this architecture
+    size = f.head_dim()
+    rope = f.whole_heads(f.rope(size), size)
+    rope.check_sections(f.file, f.arch, interleaved=False)
+    layer = Layer(Attention(f.heads, f.kv_heads, size, rope), GatedMLP(f.ff))
+    return Decoder(f, [layer] * f.n_layer, biased=ATTENTION, unscaled=FFN, unused={"output.bias": UNADDED})
 
 
 @register("qwen2moe")

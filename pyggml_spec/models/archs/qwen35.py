@@ -4,7 +4,7 @@
 Source of the formulae: llama.cpp, src/models/qwen35.cpp, qwen35moe.cpp.
 """
 
-from ..base import DeltaShape
+from ..base import RecurrentShape
 from ..decoder import Decoder, register
 from ..delta_net import GatedDeltaNet
 from ..hparams import Hparams
@@ -57,5 +57,5 @@ def hybrid_mixers(f: Hparams, mixer: type[GatedDeltaNet] = GatedDeltaNet, groupe
     if not grouped:
         rope.check_sections(f.file, f.arch, interleaved=True)
     attention = Attention(f.heads, f.kv_heads, size, rope, norm=HEAD, gate="in q")
-    delta = mixer(DeltaShape(sum(recurrent), state, heads_k, heads_v, f.positive("ssm.conv_kernel", limit=16), grouped))
+    delta = mixer(RecurrentShape(sum(recurrent), state, heads_k, heads_v, f.positive("ssm.conv_kernel", limit=16), grouped, state))
     return [delta if one else attention for one in recurrent], attention

@@ -44,7 +44,8 @@ class JoinedDeltaNet(GatedDeltaNet):
     def unused(self, f: Hparams, prefix: str) -> dict[str, str]:
         return {} if joined(f) else {f"{prefix}{IN}.weight": "q, k, v and z in one matrix, which the file has apart, too"}
 
-    def row(self, group: Group) -> int:
+    def row(self, group: Group | None) -> int:
+        assert group is not None
         return super().row(group) if self._apart(group) else self.shape.channels
 
     def _apart(self, group: Group) -> bool:
