@@ -121,7 +121,7 @@ class TargetInputs:
         sliding: the same for sliding-window layers; None without any.
         kv: a KVLayer per attention layer.
         delta: the recurrent state, or None.
-        n_ctx: tokens of context, a multiple of the smallest KV bucket.
+        n_ctx: tokens of context, a multiple of the smallest KV bucket; 0 in graphs of drafters.
         q_scale: F32 [1, 1, T] factors of queries by position, or None.
         cross: of a split model: called by ``at`` for each layer.
     """
@@ -134,7 +134,7 @@ class TargetInputs:
     sliding: AttentionInputs | None
     kv: tuple[KVLayer, ...]
     delta: RecurrentLayers | None
-    n_ctx: int
+    n_ctx: int = 0
     q_scale: Tensor | None = None
     cross: Callable[[int, tuple], tuple["TargetInputs", tuple] | None] | None = None
 
