@@ -30,10 +30,10 @@ serve: $(READY)
 # The router of tests/server/test_workers.py, which says so where it cannot be installed.
 test: $(READY)
 	-$(BIN)/pip install -q --retries 0 --timeout 10 sglang-router==0.3.2
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-fast: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not real and not browser"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu and not real and not browser"
 
 cuda: $(READY)
 	$(BIN)/pyspec build --cuda $(if $(ARCH),--arch "$(ARCH)")

@@ -150,8 +150,7 @@ def resident(pid: int) -> int:
 
 def answers(worker: Worker, seconds: float = 20) -> float:
     """Seconds until the worker computes a sum for a program that means well."""
-    began = time.monotonic()
-    peer = Peer(worker, seconds)
+    began, peer = time.monotonic(), Peer(worker, seconds)
     with peer.socket:
         for at, value in ((0, 1.5), (32, 2.25)):
             peer.send(SET, peer.tensor(1, at) + b"\0" + struct.pack("<Q8f", 0, *[value] * 8))

@@ -127,8 +127,7 @@ class _Pair:
             row = _Embd(hidden[i].ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, self.n_embd)
             assert _ext_set_embd(self.pairs, i, row)
             pos = (ctypes.c_int32 * 4)(first + i, first + i, first + i, 0)
-            assert _ext_set_pos(self.pairs, i, pos)
-            assert _ext_set_output(self.pairs, i, last and i == len(tokens) - 1)
+            assert _ext_set_pos(self.pairs, i, pos) and _ext_set_output(self.pairs, i, last and i == len(tokens) - 1)
         assert _process(self.dft, _DECODE, self.pairs) == 0
 
     rounded = False  # whether rows that were decoded again gave other bits than in their block: ggml's AMX kernels do, 1e-6 at Q4_K
@@ -169,8 +168,7 @@ class _Pair:
         """Target ids of all rows; keeps ``accepted`` drafts, or those that are right. Returns (ids, matched)."""
         rows, before = [self.pending, *drafts], _state(self.tgt)
         logits, hidden = self._target(rows, self.n)
-        ids = logits.argmax(axis=1)
-        matched = self._keep(rows, logits, accepted, before)
+        ids, matched = logits.argmax(axis=1), self._keep(rows, logits, accepted, before)
         self.boundary, self.pending = hidden[matched], int(ids[matched])
         return ids, matched
 
@@ -406,8 +404,7 @@ class LlamaEagle3(_Pair):
 
     def _target(self, tokens, first):
         """Logits and g of all rows; the drafter's rows of the same tokens are computed too."""
-        logits = _decode(self.tgt, self.batch, tokens, first, self.n_vocab)
-        g = self._encoded(len(tokens))
+        logits, g = _decode(self.tgt, self.batch, tokens, first, self.n_vocab), self._encoded(len(tokens))
         if self.boundary is not None and first > 0:
             assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, first - 1, -1)
             self._rows(tokens, np.concatenate([self.boundary[None], g[:-1]]), first - 1)

@@ -11,6 +11,5 @@ from pyggml_spec.folders import build_folder
 @pytest.fixture(scope="session")
 def templates(tmp_path_factory) -> Path:
     """Without a network and without a cached sdist this fails, with pip's reason."""
-    folder = "models/templates/"
-    sdist = patching.fetch_sdist(build_folder())
+    folder, sdist = "models/templates/", patching.fetch_sdist(build_folder())
     return patching.unpack(sdist, tmp_path_factory.mktemp("templates"), only=lambda name: name.startswith(folder)) / folder

@@ -13,8 +13,7 @@ NORMAL, CONTROL = 1, 3
 
 def _byte_names() -> list[str]:
     """How byte-level vocabularies write the 256 bytes."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
+    shown, others = [*range(33, 127), *range(161, 173), *range(174, 256)], iter(range(256, 512))
     return [chr(b) if b in shown else chr(next(others)) for b in range(256)]
 
 

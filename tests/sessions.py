@@ -27,3 +27,11 @@ def together(calls: Iterable[Callable[[], object]], seconds: float = 120) -> Non
         thread.start()
     for thread in threads:
         thread.join(seconds)
+
+
+def fails_with(
+    error: type[BaseException] | tuple[type[BaseException], ...], words: str, call: Callable[..., object], *args, **more
+) -> None:
+    """``call`` raises ``error``, and its message has ``words``, a regular expression."""
+    with pytest.raises(error, match=words):
+        call(*args, **more)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gguf_io.build import F32, I32, Model
 from random_gguf.model import Shape
-from sessions import loaded
+from sessions import fails_with, loaded
 
 import pyggml_spec as ps
 from pyggml_spec import arguments
@@ -36,10 +36,9 @@ def test_the_named_options_are_those_of_the_call(call, options):
     assert typing.get_type_hints(options) == {name: hints[name] for name in named}
 
 
-def test_the_fields_of_load_options_are_listed_once():
+def test_options_and_fields_of_load_are_listed_once():
     """Python, the command line, the server and `plan` build LoadOptions: a second list of its fields would drift from it."""
-    names = {field.name for field in fields(ps.LoadOptions)}
-    root = Path(ps.__file__).parent
+    names, root = {field.name for field in fields(ps.LoadOptions)}, Path(ps.__file__).parent
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.FunctionDef):
@@ -49,16 +48,12 @@ def test_the_fields_of_load_options_are_listed_once():
             else:
                 continue
             assert len(found) < 8 or node.name == "LoadOptions", f"{path.relative_to(root)} lists {sorted(found)} in {node.name}"
-
-
-def test_options_and_fields_of_load():
     options = ps.LoadOptions(device="CPU", threads=1, n_ctx=128, draft_width=4)
     as_arguments = {"device": "CPU", "threads": 1, "n_ctx": 128, "draft_width": 4}
     with ps.load(options=options) as one, ps.load(options=options, n_ctx=256) as two, ps.load(**as_arguments) as three:
         assert one.options == three.options == options and two.options == replace(options, n_ctx=256)
         assert (one.engine.options, two.engine.options.n_ctx) == (three.engine.options, 256)
-    with pytest.raises(TypeError, match="n_context"):
-        ps.load(n_context=5)
+    fails_with(TypeError, "n_context", ps.load, n_context=5)
 
 
 @pytest.mark.slow
@@ -81,27 +76,19 @@ def test_a_type_checker_knows_the_options(tmp_path):
     assert '"n_ctx"' in errors[2] and "n_context" in errors[3], done.stdout
 
 
-def test_many_prompts(demo):
+def test_prompts_and_chats_in_one_call(demo):
     got = demo.generate_all(iter(TEXTS), 9, slots=2, ignore_end=True)
     assert [text for text, _ in got] == [demo.generate(text, 9, mode="plain", ignore_end=True)[0] for text in TEXTS]
-    assert [stats.emitted for _, stats in got] == [9] * len(TEXTS)
-    assert demo.generate_all([]) == []
-    with pytest.raises(ContextError, match="one text"):
-        demo.generate_all("def f(x):", 5)
-    with pytest.raises(ContextError, match="does not fit"):
-        demo.generate_all([TEXTS[0], [1] * 300], 5)
+    assert [stats.emitted for _, stats in got] == [9] * len(TEXTS) and demo.generate_all([]) == []
+    fails_with(ContextError, "one text", demo.generate_all, "def f(x):", 5)
+    fails_with(ContextError, "does not fit", demo.generate_all, [TEXTS[0], [1] * 300], 5)
     assert demo.generate(TEXTS[0], 5)[1].emitted == 5  # the session is free again
-
-
-def test_a_chat_in_one_call(demo):
     with ps.Chat.load(device="CPU", threads=1, n_ctx=256) as chat:
         first = chat.answer("def f(x):", 12)
         assert chat.messages[-1] == {"role": "assistant", "content": first} and chat.stats[0].emitted == 12
-    with pytest.raises(ps.EngineError, match="closed"):
-        chat.session.generate("a", 1)
+    fails_with(ps.EngineError, "closed", chat.session.generate, "a", 1)
     assert ps.Chat(demo).answer("def f(x):", 12) == first
-    with pytest.raises(TemplateError, match="empty"):
-        ps.Chat.load(device="CPU", threads=1, n_ctx=256, template="")
+    fails_with(TemplateError, "empty", ps.Chat.load, device="CPU", threads=1, n_ctx=256, template="")
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +108,7 @@ def test_the_file_recommends_to_the_api_what_it_recommends_to_the_command_line(r
     assert recommending.sampling(seed=None, temperature=0.9).top_k == 20
     texts = [recommending.generate([1, 2, 3], 6, sampling=s)[0] for s in (seeded, recommending.sampling(seed=4))]
     assert texts[0] == texts[1]
-    with pytest.raises(SamplingError, match="no field 'temp'"):
-        recommending.sampling(temp=0.5)
+    fails_with(SamplingError, "no field 'temp'", recommending.sampling, temp=0.5)
 
 
 @pytest.mark.parametrize("call, says", [
@@ -190,32 +176,22 @@ def refused(call, *args, error=PyspecError, **named) -> None:
     assert "\n" not in message and 10 < len(message) < 400, message
 
 
-@pytest.mark.parametrize(
-    "name, values, error",
-    [
-        ("threads", [0, -1, 513, 10**9, *NUMBERS[1:5], HUGE], DeviceError),
-        ("n_ctx", [-2, 10**18, *NUMBERS[:5], HUGE], ContextError),
-        ("draft_width", [0, -5, 10**9, *NUMBERS[:5], HUGE], PairError),
-        ("chunk", [0, 1 << 31, 10**12, *NUMBERS], EngineError),
-        ("prefix_memory", [-1, 1.5, NAN, "x", HUGE], PyspecError),
-        ("cache_type_k", ["x", 3, None, ""], PyspecError),
-        ("device", [3, "", b"CPU", "nope"], DeviceError),
-        ("prefix_cache", ["a\0b"], PyspecError),
-    ],
-)
+@pytest.mark.parametrize("name, values, error", [
+    ("threads", [0, -1, 513, 10**9, *NUMBERS[1:5], HUGE], DeviceError), ("n_ctx", [-2, 10**18, *NUMBERS[:5], HUGE], ContextError),
+    ("draft_width", [0, -5, 10**9, *NUMBERS[:5], HUGE], PairError), ("chunk", [0, 1 << 31, 10**12, *NUMBERS], EngineError),
+    ("prefix_memory", [-1, 1.5, NAN, "x", HUGE], PyspecError), ("cache_type_k", ["x", 3, None, ""], PyspecError),
+    ("device", [3, "", b"CPU", "nope"], DeviceError), ("prefix_cache", ["a\0b"], PyspecError),
+])  # fmt: skip
 def test_load(pair, name, values, error):
     for value in values:
         refused(ps.load, *pair, error=error, **{"device": "CPU", "threads": 1, "n_ctx": 64, name: value})
 
 
-def test_prompts(session, engine):
+def test_prompts_and_options_of_a_generation(session, engine):
     for ids in NO_IDS:
         refused(session.generate, ids, 3, error=ContextError)
     assert session.generate(np.array([1, 2], np.uint8), 3)[0] == session.generate(iter([1, 2]), 3)[0] == session.generate((1, 2), 3)[0]
     assert session.generate(b"ab\xff", 3)[0] == session.generate("ab\ufffd", 3)[0]  # bytes are text, not token ids
-
-
-def test_options_of_a_generation(session, engine):
     for value in (-1, 1.5, NAN, "x", True):
         refused(session.generate, "ab", value, error=EngineError)
     for named, error in (

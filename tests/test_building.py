@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import run_sanitized_tests as sanitized
 from click.testing import CliRunner
+from sessions import fails_with
 from workers import need_library
 
 from pyggml_spec import building, rpc_library
@@ -68,8 +69,7 @@ def source(tmp_path) -> Path:
 
 def test_a_build_shows_its_steps_and_keeps_its_wheel(cache, source):
     """The recipe reaches the build of llama-cpp-python, leaves out what is never loaded, and the wheel is found again."""
-    steps = []
-    key = building.build_key()
+    steps, key = [], building.build_key()
     assert building.kept_wheel(key) is None
     wheel = building.build_wheel(key, source=source, progress=lambda done, total: steps.append((done, total)))
     assert building.kept_wheel(key) == wheel and cache in wheel.parents
@@ -89,14 +89,12 @@ def test_builds_that_fail(cache, source):
         'Target "ggml-cuda" links to: CUDA::cublas but the target was not found.  Possible reasons include:'
     )
     assert building.failure_reason(["x.cu(3): error: identifier is undefined", "error: subprocess-exited-with-error"]).startswith("x.cu(3)")
-    assert (
-        building.failure_reason(["ERROR: No matching distribution", "more"]) == "ERROR: No matching distribution"
-        and building.failure_reason(["fine"]) == ""
-    )
+    assert building.failure_reason(["ERROR: No matching distribution", "more"]) == "ERROR: No matching distribution"
+    assert building.failure_reason(["fine"]) == ""
 
 
-def test_what_decides_a_build_decides_its_name(cache, monkeypatch, tmp_path):
-    """pip's name is the version alone: it gave a wheel without the compiler's fix to machines that need it, and those of other processors."""
+def test_names_of_builds_and_of_unnamed_processors(cache, monkeypatch, tmp_path):
+    # pip's name is the version alone: it gave a wheel without the compiler's fix to machines that need it, and those of other processors.
     keys = [building.build_key(*more) for more in ((), (["-DGGML_CUDA=ON"],), ([], [b"a patch"]), ([], [b"another"]))]
     monkeypatch.setenv("CXXFLAGS", "-O2")
     keys.append(building.build_key())
@@ -105,10 +103,10 @@ def test_what_decides_a_build_decides_its_name(cache, monkeypatch, tmp_path):
     monkeypatch.setattr(building, "RECIPE", recipe)
     keys.append(building.build_key())
     assert len(set(keys)) == len(keys) and building.build_key() == keys[-1]
-
-
-def test_a_compiler_that_cannot_name_the_processor_decides_a_build_too(cache, monkeypatch, tmp_path):
-    """Without macros, all compilers and processors had one name for their wheels."""
+    monkeypatch.setenv("CUDACXX", "/nothing/nvcc")
+    done = CliRunner().invoke(command, ["--cuda", "--out", str(cache)])
+    assert isinstance(done.exception, BuildError) and "no CUDA compiler /nothing/nvcc" in str(done.exception)
+    # Without macros, all compilers and processors had one name for their wheels.
     keys = []
     for version, flags in (("one 1.0", "avx"), ("one 2.0", "avx"), ("one 2.0", "avx avx512")):
         compiler = tmp_path / "compiler"
@@ -120,7 +118,7 @@ def test_a_compiler_that_cannot_name_the_processor_decides_a_build_too(cache, mo
     assert len(set(keys)) == len(keys)
 
 
-def test_a_damaged_wheel_is_one_sentence(tmp_path):
+def test_damaged_wheels_and_killed_builds(tmp_path):
     """A kept wheel on a disk that lost a part of it ended every set-up with a traceback."""
     wheel = tmp_path / "llama_cpp_python-x.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -128,13 +126,23 @@ def test_a_damaged_wheel_is_one_sentence(tmp_path):
     whole = wheel.read_bytes()
     for data in (whole[:500], whole[:200] + bytes(100) + whole[300:], b""):
         wheel.write_bytes(data)
-        with pytest.raises(BuildError, match="is damaged .*delete it and build again"):
-            building.check_wheel(wheel, tmp_path / "out")
+        fails_with(BuildError, "is damaged .*delete it and build again", building.check_wheel, wheel, tmp_path / "out")
+    with pytest.raises(BuildError, match="ended with -9"):
+        building.run([sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"], "failed")
+    name, before, after = sanitized.INJECTED
+    assert (ROOT / name).read_text().count(before) == 1 and before in after
+    assert all((ROOT / test).exists() for test in sanitized.TESTS)
 
 
-def test_the_users_own_cmake_options_stay(monkeypatch):
+def test_options_and_compilers(monkeypatch):
     monkeypatch.setenv("CMAKE_ARGS", "-DGGML_BLAS=ON")
     assert building.cmake_args("-DX=a b") == f"-DGGML_BLAS=ON -DCMAKE_PROJECT_INCLUDE={RECIPE} '-DX=a b'"
+    monkeypatch.setenv("CXX", "/nothing/c++")
+    set_up = Path(__file__).parents[1] / "scripts" / "set_up.py"
+    code = f"import runpy; s = runpy.run_path({str(set_up)!r}); s['llama_cpp_python']()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "BuildError: there is no C++ compiler /nothing/c++" in done.stderr.splitlines()[-1]
+    fails_with(BuildError, r"no C\+\+ compiler /nothing/c\+\+; install one", building.plan)
 
 
 def test_an_interrupted_build_leaves_no_compilers(tmp_path):
@@ -152,7 +160,6 @@ def test_an_interrupted_build_leaves_no_compilers(tmp_path):
         os.kill(int(pid_file.read_text()), 0)
 
 
-# -- into place
 @pytest.fixture
 def site(tmp_path) -> Path:
     """The libraries of an environment with an older build."""
@@ -183,7 +190,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 GOOD = "void llama_backend_init(void) {}"
 
 
-def test_libraries_are_exchanged_whole(site, tmp_path):
+def test_installations_are_exchanged_whole(site, tmp_path):
     libraries = site / "llama_cpp" / "lib"
     building.install(wheel_of(tmp_path, GOOD), libraries, {"key": "k", "cuda": True})
     assert {path.name for path in libraries.iterdir()} == {"libllama.so", building.NOTE}  # what the new build has not is gone
@@ -191,14 +198,18 @@ def test_libraries_are_exchanged_whole(site, tmp_path):
     record = next(site.glob("*.dist-info/RECORD")).read_text()
     assert "libllama.so,," in record and "libmtmd" not in record and "llama_cpp/__init__.py" in record and building.NOTE in record
     assert {path.name for path in libraries.parent.iterdir()} == {"lib", ".installing"}
+    libraries, wheel = site / "llama_cpp" / "lib", wheel_of(tmp_path, GOOD)
+    (libraries.parent / ".new-killed").mkdir()
+    with building.exclusive(libraries.parent):
+        assert not (libraries.parent / ".new-killed").exists()
+        fails_with(BuildError, "another process is installing", building.install, wheel, libraries, {})
 
 
 @pytest.mark.parametrize("code", ["void llama_backend_init(void) { __builtin_trap(); }", "void something_else(void) {}"])
 def test_what_does_not_start_is_not_installed(site, tmp_path, code):
     """A wheel of another machine, or one that was built wrong."""
     wheel, before = wheel_of(tmp_path, code), contents(site)
-    with pytest.raises(BuildError, match="does not start here.*left as it was"):
-        building.install(wheel, site / "llama_cpp" / "lib", {})
+    fails_with(BuildError, "does not start here.*left as it was", building.install, wheel, site / "llama_cpp" / "lib", {})
     assert contents(site) == before
 
 
@@ -251,16 +262,6 @@ def test_readers_never_see_half_of_the_libraries(site, tmp_path):
     assert seen == {b"old", (libraries / "libllama.so").read_bytes()}
 
 
-def test_what_a_killed_installation_left_is_removed_and_two_at_once_are_refused(site, tmp_path):
-    libraries, wheel = site / "llama_cpp" / "lib", wheel_of(tmp_path, GOOD)
-    (libraries.parent / ".new-killed").mkdir()
-    with building.exclusive(libraries.parent):
-        assert not (libraries.parent / ".new-killed").exists()
-        with pytest.raises(BuildError, match="another process is installing"):
-            building.install(wheel, libraries, {})
-
-
-# -- CUDA
 @pytest.fixture
 def nvcc(tmp_path, monkeypatch) -> Path:
     """A compiler that only says its version."""
@@ -272,19 +273,32 @@ def nvcc(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def test_no_cuda_compiler_is_a_sentence(monkeypatch, cache):
-    monkeypatch.setenv("CUDACXX", "/nothing/nvcc")
-    done = CliRunner().invoke(command, ["--cuda", "--out", str(cache)])
-    assert isinstance(done.exception, BuildError) and "no CUDA compiler /nothing/nvcc" in str(done.exception)
-
-
-def test_an_old_driver_is_a_sentence(monkeypatch, nvcc):
+def test_drivers_and_gpus(monkeypatch, nvcc):
     assert building.toolkit_version(nvcc) == (13, 0)
     monkeypatch.setattr(building, "driver_version", lambda: (12, 4))
     with pytest.raises(BuildError, match=r"driver knows CUDA 12\.4, and the compiler is CUDA 13\.0.*update the driver"):
         building.plan(cuda=True)
     monkeypatch.setattr(building, "driver_version", lambda: (13, 2))
     building.plan(cuda=True)
+    # A wheel that is kept as "native" would be given to a machine with other GPUs.
+    monkeypatch.setattr(building.ctypes, "CDLL", Driver)
+    assert building.driver_version() == (13, 0) and building.gpu_architectures() == ("86", "90")
+    for arch in (None, "native"):
+        assert "-DCMAKE_CUDA_ARCHITECTURES=86;90" in building.plan(True, arch).options
+    # It took half an hour to find out that libcuda.so.1 is missing.
+    monkeypatch.setattr(building, "driver_version", lambda: None)
+    done = CliRunner().invoke(command, ["--cuda"])
+    assert isinstance(done.exception, BuildError) and "no NVIDIA driver" in str(done.exception) and "--out" in str(done.exception)
+    monkeypatch.setattr(building, "driver_version", lambda: None)
+    monkeypatch.setattr(building, "gpu_architectures", lambda: ())
+    assert "-DCMAKE_CUDA_ARCHITECTURES=80;90a-real" in building.plan(True, "80;90a-real").options
+    assert not [option for option in building.plan(True).options if "ARCHITECTURES" in option]  # those that ggml names
+    for wrong in ("hopper", "90;", "-DX=1", "native"):
+        fails_with(BuildError, "no CUDA architecture|no NVIDIA GPU", building.plan, True, wrong)
+    monkeypatch.setattr(building, "driver_version", lambda: None)
+    plan = building.plan(cuda=True, patched=True)
+    assert plan.key != building.plan(cuda=True).key and "0011-amx-tile-config" in plan.note["patches"]
+    assert f"{len(plan.patches)} patches" in plan.description
 
 
 class Driver:
@@ -310,38 +324,6 @@ class Driver:
         return 0
 
 
-def test_the_gpus_of_this_machine_are_named_by_number(monkeypatch, nvcc):
-    """A wheel that is kept as "native" would be given to a machine with other GPUs."""
-    monkeypatch.setattr(building.ctypes, "CDLL", Driver)
-    assert building.driver_version() == (13, 0) and building.gpu_architectures() == ("86", "90")
-    for arch in (None, "native"):
-        assert "-DCMAKE_CUDA_ARCHITECTURES=86;90" in building.plan(True, arch).options
-
-
-def test_without_a_driver_only_a_wheel_for_others_is_built(monkeypatch, nvcc):
-    """It took half an hour to find out that libcuda.so.1 is missing."""
-    monkeypatch.setattr(building, "driver_version", lambda: None)
-    done = CliRunner().invoke(command, ["--cuda"])
-    assert isinstance(done.exception, BuildError) and "no NVIDIA driver" in str(done.exception) and "--out" in str(done.exception)
-
-
-def test_architectures_are_named_or_found(monkeypatch, nvcc):
-    monkeypatch.setattr(building, "driver_version", lambda: None)
-    monkeypatch.setattr(building, "gpu_architectures", lambda: ())
-    assert "-DCMAKE_CUDA_ARCHITECTURES=80;90a-real" in building.plan(True, "80;90a-real").options
-    assert not [option for option in building.plan(True).options if "ARCHITECTURES" in option]  # those that ggml names
-    for wrong in ("hopper", "90;", "-DX=1", "native"):
-        with pytest.raises(BuildError, match="no CUDA architecture|no NVIDIA GPU"):
-            building.plan(True, wrong)
-
-
-def test_a_patched_build_is_named_by_its_patches(nvcc, monkeypatch):
-    monkeypatch.setattr(building, "driver_version", lambda: None)
-    plan = building.plan(cuda=True, patched=True)
-    assert plan.key != building.plan(cuda=True).key and "0011-amx-tile-config" in plan.note["patches"]
-    assert f"{len(plan.patches)} patches" in plan.description
-
-
 def test_the_command_writes_a_wheel_and_installs_nothing(cache, tmp_path, nvcc, monkeypatch):
     monkeypatch.setattr(building, "driver_version", lambda: None)
     monkeypatch.setattr(building, "install", lambda *_: pytest.fail("installed"))
@@ -353,16 +335,6 @@ def test_the_command_writes_a_wheel_and_installs_nothing(cache, tmp_path, nvcc, 
     assert CliRunner().invoke(command, ["--arch", "90"]).exit_code == 2
 
 
-def test_no_compiler_is_a_sentence(monkeypatch):
-    monkeypatch.setenv("CXX", "/nothing/c++")
-    set_up = Path(__file__).parents[1] / "scripts" / "set_up.py"
-    code = f"import runpy; s = runpy.run_path({str(set_up)!r}); s['llama_cpp_python']()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "BuildError: there is no C++ compiler /nothing/c++" in done.stderr.splitlines()[-1]
-    with pytest.raises(BuildError, match=r"no C\+\+ compiler /nothing/c\+\+; install one"):
-        building.plan()
-
-
 @pytest.mark.parametrize("note", [{"cuda": True}, {"cuda": False, "patches": ["0011-amx-tile-config"]}])
 def test_set_up_keeps_an_explicit_build(monkeypatch, note):
     """A patched build for the CPU was taken away by the first `make` after a change of csrc."""
@@ -371,11 +343,6 @@ def test_set_up_keeps_an_explicit_build(monkeypatch, note):
     monkeypatch.setattr(building, "kept_wheel", lambda key: Path("a wheel"))
     monkeypatch.setattr(building, "install", lambda *_: pytest.fail("installed"))
     set_up["llama_cpp_python"]()
-
-
-def test_a_build_that_is_killed_says_by_what():
-    with pytest.raises(BuildError, match="ended with -9"):
-        building.run([sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"], "failed")
 
 
 @pytest.fixture
@@ -390,13 +357,9 @@ def empty_cache(tmp_path, monkeypatch):
     (build_folder() / SDIST).symlink_to(sdist)
 
 
-def test_without_a_compiler_it_is_not_built(empty_cache, monkeypatch):
+def test_builds_without_a_compiler_or_that_fail(empty_cache, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(BuildError, match=r"there is no C\+\+ compiler no-such-compiler"):
-        rpc_library.build()
-
-
-def test_a_build_that_fails_says_why_and_leaves_nothing(empty_cache, monkeypatch):
+    fails_with(BuildError, r"there is no C\+\+ compiler no-such-compiler", rpc_library.build)
     monkeypatch.setenv("CXXFLAGS", "-DRPC_PROTO_MAJOR_VERSION=x -Werror -O0 -fmax-errors=1")
     with pytest.raises(BuildError, match=r"ggml's RPC backend could not be built: .*error: ") as raised:
         rpc_library.build()
@@ -406,8 +369,7 @@ def test_a_build_that_fails_says_why_and_leaves_nothing(empty_cache, monkeypatch
 def test_the_rpc_library_is_built_alone():
     need_library()
     path = rpc_library.kept()
-    before = path.stat().st_mtime_ns
-    done = CliRunner().invoke(command, ["--rpc"])
+    before, done = path.stat().st_mtime_ns, CliRunner().invoke(command, ["--rpc"])
     assert done.exit_code == 0 and str(path) in done.output and path.stat().st_mtime_ns == before
     for other in (["--cuda"], ["--arch", "90"], ["--no-patches"], ["--out", "x"]):
         done = CliRunner().invoke(command, ["--rpc", *other])
@@ -430,9 +392,3 @@ def test_the_weekly_set_of_ci_has_the_sanitizers(tmp_path, slow, targets):
     command = ["make", "-n", "test-sanitized", "-o", ".venv/.ready"]
     planned = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert planned.index("run_sanitized_tests.py --proof") < planned.rindex("run_sanitized_tests.py\n")
-
-
-def test_what_is_injected_fits_the_source():
-    name, before, after = sanitized.INJECTED
-    assert (ROOT / name).read_text().count(before) == 1 and before in after
-    assert all((ROOT / test).exists() for test in sanitized.TESTS)

@@ -9,7 +9,7 @@ from architectures import params
 from pairs import CHATML, CONTROL, with_control_tokens
 from random_gguf.archs import write_gemma4, write_laguna, write_qwen35moe
 from random_gguf.model import Shape, write_dflash
-from sessions import loaded
+from sessions import fails_with, loaded
 
 import pyggml_spec as ps
 from pyggml_spec.chat import CONTINUE, Chat, chat_template, tool_template
@@ -33,18 +33,24 @@ def say(chat, text, n=12, **more):
     return "".join(event.text for event in events), events[-1].stats
 
 
-def test_three_turns_go_on_in_the_caches_and_say_what_a_fresh_computation_says(demo):
+def test_turns_and_other_generations(demo):
     """What was generated is not computed again, its drafter rows are there, and acceptance does not suffer from it."""
     chat, held = Chat(demo, chat_template(demo)[0]), 0
     for line in ("class Stack:\n    def __init__(self):", "    def push(self, item):", "    def pop(self):"):
         ids = chat.template.encode(demo.tokenizer, chat.as_messages({"role": "user", "content": line}))
         answer, stats = say(chat, line)
-        assert stats.drafted > 0 and stats.prompt_tokens == len(ids)
-        assert stats.reused_tokens == held
+        assert stats.drafted > 0 and stats.prompt_tokens == len(ids) and stats.reused_tokens == held
         held = demo.engine.cursor.committed
         assert held == len(ids) + stats.emitted - 1
-    assert sum(s.matched for s in chat.stats) > 0
-    assert answer == demo.generate(ids, 12)[0]
+    assert sum(s.matched for s in chat.stats) > 0 and answer == demo.generate(ids, 12)[0]
+    first, second = Chat(demo, chat_template(demo)[0]), Chat(demo, chat_template(demo)[0])
+    for chat in (first, second):
+        say(chat, "def f(a, b):")
+    demo.generate("x", 3)
+    told, stats = say(second, "def g(")
+    assert stats.reused_tokens == 0
+    again, _ = say(first, "def g(")
+    assert told == again
 
 
 @pytest.mark.parametrize(
@@ -70,17 +76,6 @@ def test_continuing_generated_tokens_is_right_for_every_cache(tmp_path, write, s
         assert len(history) > 300
 
 
-def test_another_generation_in_between_costs_the_reuse_and_nothing_else(demo):
-    first, second = Chat(demo, chat_template(demo)[0]), Chat(demo, chat_template(demo)[0])
-    for chat in (first, second):
-        say(chat, "def f(a, b):")
-    demo.generate("x", 3)
-    told, stats = say(second, "def g(")
-    assert stats.reused_tokens == 0
-    again, _ = say(first, "def g(")
-    assert told == again
-
-
 def test_a_template_makes_the_turns(talker):
     template, origin = chat_template(talker)
     assert template.source == CHATML and origin == "the template of target.gguf"
@@ -90,8 +85,7 @@ def test_a_template_makes_the_turns(talker):
     assert stats.drafted > 0  # noise does not always encode as it was generated: the caches may or may not be of use
     assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2
     chat.reset()
-    assert chat.messages == [] and chat.system == "Be brief."
-    assert say(chat, "why", 5)[1].reused_tokens == 0
+    assert chat.messages == [] and chat.system == "Be brief." and say(chat, "why", 5)[1].reused_tokens == 0
 
 
 @pytest.mark.parametrize("source", [None, CONTINUE])
@@ -119,19 +113,15 @@ def test_thinking_and_failed_turns(talker):
     chat = Chat(talker, chat_template(talker)[0])
     say(chat, "he", 3)
     before = list(chat.messages)
-    with pytest.raises(ContextError, match="512"):
-        say(chat, "x" * 600)
+    fails_with(ContextError, "512", say, chat, "x" * 600)
     refusing = chat_template(talker, "{{ raise_exception('not today') }}")[0]
-    with pytest.raises(TemplateError, match="not today"):
-        say(Chat(talker, refusing), "he")
-    with pytest.raises(TemplateError, match="makes no text"):
-        say(Chat(talker, chat_template(talker, "{{ '' }}")[0]), "he")
+    fails_with(TemplateError, "not today", lambda: say(Chat(talker, refusing), "he"))
+    fails_with(TemplateError, "makes no text", lambda: say(Chat(talker, chat_template(talker, "{{ '' }}")[0]), "he"))
     assert chat.messages == before and say(chat, "he", 3)[1].emitted == 3
 
 
 def test_an_answer_that_is_stopped_counts_as_far_as_it_came(demo):
-    chat = Chat(demo, chat_template(demo)[0])
-    asked = []
+    chat, asked = Chat(demo, chat_template(demo)[0]), []
     answer, stats = say(chat, "def f(", 100, interrupted=lambda: len(asked) > 4 or asked.append(1))
     assert stats.stop_reason == "interrupt" and chat.messages[-1] == {"role": "assistant", "content": answer} and answer
     assert say(chat, "def g(", 5)[1].emitted == 5
@@ -169,14 +159,11 @@ def test_answers_in_channels_are_told_apart(tmp_path):
             assert len(chat.messages) == 2 * (turn + 1)
 
 
-@pytest.mark.parametrize(
-    "more, says",
-    [
-        ({"tokenizer.chat_template": ["one", "two"]}, "is no text (tokenizer.chat_template)"),
-        ({"tokenizer.chat_template.tool_use": ["one"]}, "is no text (tokenizer.chat_template.tool_use)"),
-        ({"tokenizer.chat_template": 3}, "is no text (tokenizer.chat_template)"),
-    ],
-)
+@pytest.mark.parametrize("more, says", [
+    ({"tokenizer.chat_template": ["one", "two"]}, "is no text (tokenizer.chat_template)"),
+    ({"tokenizer.chat_template.tool_use": ["one"]}, "is no text (tokenizer.chat_template.tool_use)"),
+    ({"tokenizer.chat_template": 3}, "is no text (tokenizer.chat_template)"),
+])  # fmt: skip
 def test_a_template_that_is_no_text_is_named(tmp_path, more, says):
     scripted.write(tmp_path / "model.gguf", ["some words"], "{{ 1 }}", more=more)
     with pytest.raises(TemplateError, match=re.escape(says)), Chat.load(tmp_path / "model.gguf", device="CPU", threads=1):
@@ -194,8 +181,7 @@ def test_templates_by_their_names(tmp_path):
             assert chat_template(session, name)[0].source == source
         assert tool_template(session).source == "tools" and not any("tokenizer.ggml.pre" in note for note in session.notes)
         named = r"'other' is neither Jinja text nor one of the file's; the file's are named default, tool_use, rag"
-        with pytest.raises(TemplateError, match=named):
-            chat_template(session, "other")
+        fails_with(TemplateError, named, chat_template, session, "other")
     with ps.load(tmp_path / "alone.gguf", device="CPU", threads=1) as session:
         assert chat_template(session)[0].source == "tools" and tool_template(session) is None
         assert any("tokenizer.ggml.pre" in note and "convert it again" in note for note in session.notes)

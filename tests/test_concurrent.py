@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sessions import loaded, together
+from sessions import fails_with, loaded, together
 
 import pyggml_spec as ps
 from pyggml_spec import concurrent
@@ -46,8 +46,7 @@ def test_threads(server, want):
 
     together(partial(read, prompt) for prompt in PROMPTS)
     assert {prompt: text for prompt, (text, _) in got.items()} == want
-    assert {reason for _, reason in got.values()} <= {"length", "end"}
-    assert sum(server.stats.finished.values()) == 7
+    assert {reason for _, reason in got.values()} <= {"length", "end"} and sum(server.stats.finished.values()) == 7
 
 
 async def test_asyncio(server, want):
@@ -56,8 +55,7 @@ async def test_asyncio(server, want):
 
     texts = await asyncio.gather(*map(read, PROMPTS))
     text, stats = await server.submit(PROMPTS[0], 20).result_async()
-    assert stats.drafted > 0 and stats.device == "CPU"
-    assert dict(zip(PROMPTS, texts)) | {PROMPTS[0]: text} == want
+    assert stats.drafted > 0 and stats.device == "CPU" and dict(zip(PROMPTS, texts)) | {PROMPTS[0]: text} == want
 
 
 def test_results_stop_texts_and_limits(server, want):
@@ -69,6 +67,29 @@ def test_results_stop_texts_and_limits(server, want):
     assert got == text[: text.index(text[4:7])] and stats.stop_reason == "stop"
     assert server.submit(PROMPTS[0], 0).result(WAIT)[0] == ""
     assert server.submit(PROMPTS[0], ignore_end=True).result(WAIT)[1].stop_reason == "context"
+
+
+def test_sizes_are_those_of_the_last_step(server, want):
+    """They are taken in the thread of the steps: buffers that are being planned are read by no other thread."""
+    engine = server.engine.runner
+    before, asked = server.graph_bytes, []
+    engine.memory = lambda: asked.append(threading.current_thread().name) or type(engine).memory(engine)
+    server.submit(PROMPTS[0], 20).result(WAIT)
+    assert set(server.memory()) >= {"weights", "kv", "compute"} and server.graph_bytes == engine.graphs.host_bytes > before
+    assert set(asked) == {"pyggml_spec steps"}
+
+
+def test_a_sink_gets_what_a_reader_would(server):
+    got, over = [], threading.Event()
+
+    def sink(item):
+        got.append(item)
+        if isinstance(item, End):
+            over.set()
+
+    server.submit(PROMPTS[1], 20, sink=sink)
+    assert over.wait(WAIT) and got[-1] == End(None)
+    assert "".join(event.text for event in got[:-1]) == server.submit(PROMPTS[1], 20).result(WAIT)[0]
 
 
 @pytest.mark.parametrize("mode", ["speculative", "plain"])
@@ -143,22 +164,16 @@ def test_opening_it_again_and_again_keeps_nothing_of_the_ones_before(session, wa
 
 
 def test_what_cannot_be_submitted(session, server):
-    with pytest.raises(ContextError, match="empty"):
-        server.submit("")
-    with pytest.raises(ContextError, match="256"):
-        server.submit([1] * 300)
-    with pytest.raises(EngineError, match="plain or reference"):
-        server.submit("x", mode="eager")
-    with pytest.raises(EngineError, match="many requests at once"):
-        session.generate("x", 1)
-    with pytest.raises(EngineError, match="many requests at once"):
-        session.concurrent(slots=2)
+    fails_with(ContextError, "empty", server.submit, "")
+    fails_with(ContextError, "256", server.submit, [1] * 300)
+    fails_with(EngineError, "plain or reference", server.submit, "x", mode="eager")
+    fails_with(EngineError, "many requests at once", session.generate, "x", 1)
+    fails_with(EngineError, "many requests at once", session.concurrent, slots=2)
 
 
 def test_closing_wakes_every_reader(session, want):
     server = session.concurrent(slots=2)
-    handles = [server.submit(prompt, ignore_end=True) for prompt in PROMPTS]
-    ended = []
+    handles, ended = [server.submit(prompt, ignore_end=True) for prompt in PROMPTS], []
     threads = [threading.Thread(target=lambda h=handle: ended.append(h.result(WAIT)[1].stop_reason)) for handle in handles]
     for thread in threads:
         thread.start()
@@ -166,8 +181,7 @@ def test_closing_wakes_every_reader(session, want):
     for thread in threads:
         thread.join(WAIT)
     assert len(ended) == 7 and set(ended) <= {"cancelled", "context"}
-    with pytest.raises(EngineError, match="closed"):
-        server.submit("x")
+    fails_with(EngineError, "closed", server.submit, "x")
     assert session.generate(PROMPTS[0], 20)[0] == want[PROMPTS[0]]
 
 
@@ -179,13 +193,11 @@ def test_a_step_that_fails_ends_its_requests_with_the_error(session, error, monk
         with server.changed:  # no step in between: it would end a request, or the session, before the next one is there
             handles = [server.submit(prompt, 5) for prompt in PROMPTS[:3]]
         for handle in handles:
-            with pytest.raises(type(error), match=str(error)):
-                handle.result(WAIT)
+            fails_with(type(error), str(error), handle.result, WAIT)
             with pytest.raises(type(error)):  # at each call
                 next(handle)
         if isinstance(error, ZeroDivisionError):
-            with pytest.raises(EngineError, match="ended by ZeroDivisionError: a bug"):
-                server.submit(PROMPTS[0], 5)
+            fails_with(EngineError, "ended by ZeroDivisionError: a bug", server.submit, PROMPTS[0], 5)
 
 
 def test_another_one_is_made_while_the_failed_one_still_ends(session, want, monkeypatch):
@@ -200,16 +212,6 @@ def test_another_one_is_made_while_the_failed_one_still_ends(session, want, monk
         assert failed.closed and another.submit(PROMPTS[0], 20).result(WAIT)[0] == want[PROMPTS[0]]
 
 
-def test_sizes_are_those_of_the_last_step(server, want):
-    """They are taken in the thread of the steps: buffers that are being planned are read by no other thread."""
-    engine = server.engine.runner
-    before, asked = server.graph_bytes, []
-    engine.memory = lambda: asked.append(threading.current_thread().name) or type(engine).memory(engine)
-    server.submit(PROMPTS[0], 20).result(WAIT)
-    assert set(server.memory()) >= {"weights", "kv", "compute"} and server.graph_bytes == engine.graphs.host_bytes > before
-    assert set(asked) == {"pyggml_spec steps"}
-
-
 def test_events_that_cannot_be_made_end_their_request_alone(server, want, monkeypatch):
     """They are made while a step is under way: neither the step nor the other requests may notice."""
     with server.changed:
@@ -217,8 +219,7 @@ def test_events_that_cannot_be_made_end_their_request_alone(server, want, monkey
         monkeypatch.setattr(bad.text_events, "take", lambda block: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bad.result(WAIT)
-    assert good.result(WAIT)[0] == want[PROMPTS[1]]
-    assert server.submit(PROMPTS[0], 20).result(WAIT)[0] == want[PROMPTS[0]]
+    assert good.result(WAIT)[0] == want[PROMPTS[1]] and server.submit(PROMPTS[0], 20).result(WAIT)[0] == want[PROMPTS[0]]
 
 
 def test_requests_that_begin_alike_share_the_beginning(session, want):
@@ -266,7 +267,7 @@ def test_a_second_waiter_sees_the_end(server):
             thread.start()
         handle.cancel()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert len(ended) == 3
 
 
@@ -292,15 +293,12 @@ def test_a_reader_that_is_cancelled_while_it_waits_ends_its_request(server, want
     assert server.submit(PROMPTS[1], 20).result(WAIT)[0] == want[PROMPTS[1]]
 
 
-def test_the_statistics_of_an_event_are_those_of_its_moment(server):
+def test_statistics_of_events_and_drafts(server):
     done = 0
     for event in server.submit(PROMPTS[0], 20):
         done += len(event.tokens)
         assert event.stats.emitted == done == 1 + event.stats.steps + event.stats.matched
-
-
-def test_the_drafts_of_a_step_are_told(server):
-    """The accepted ones are the tokens that came out, and the figures of the statistics are those of the events."""
+    # The accepted ones are the tokens that came out, and the figures of the statistics are those of the events.
     events = list(server.submit(PROMPTS[0], 20, ignore_end=True))
     blocks = [event for event in events if event.tokens]
     assert blocks[0].drafts == ()
@@ -320,21 +318,7 @@ def test_a_prompt_without_tokens_is_computed(session):
         assert server.submit(longer, 4, reuse=False).result(WAIT)[1].reused_tokens == 0
         handle = server.submit(longer, 4, progress=True)
         told = [event.prompt_read for event in handle if event.prompt_read is not None]
-        assert handle.stats.reused_tokens == 128
-        assert told == sorted(told) and handle.prompt_read == len(longer)
-
-
-def test_a_sink_gets_what_a_reader_would(server):
-    got, over = [], threading.Event()
-
-    def sink(item):
-        got.append(item)
-        if isinstance(item, End):
-            over.set()
-
-    server.submit(PROMPTS[1], 20, sink=sink)
-    assert over.wait(WAIT) and got[-1] == End(None)
-    assert "".join(event.text for event in got[:-1]) == server.submit(PROMPTS[1], 20).result(WAIT)[0]
+        assert handle.stats.reused_tokens == 128 and told == sorted(told) and handle.prompt_read == len(longer)
 
 
 def threads_of_this_process() -> set[str]:
@@ -387,6 +371,5 @@ def test_a_sink_that_fails_ends_its_request_alone(server, want):
         raise RuntimeError("no")
 
     handle = server.submit(PROMPTS[0], 20, sink=fails)
-    with pytest.raises(RuntimeError, match="no"):
-        handle.result(WAIT)
+    fails_with(RuntimeError, "no", handle.result, WAIT)
     assert server.submit(PROMPTS[1], 20).result(WAIT)[0] == want[PROMPTS[1]]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli.process import environment, one_sentence, pyspec
+from sessions import fails_with
 from test_pages import GUIDE, PAGES, arguments, blocks, commands
 
 from pyggml_spec import building, rpc_library
@@ -57,8 +58,7 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch, variabl
     assert cache_folder() == folder
     folder.mkdir(exist_ok=True)
     folder.chmod(mode)
-    with pytest.raises(PyspecError, match=f"can be written by others; .*PYSPEC_CACHE.*chmod go-w {folder}"):
-        cache_folder()
+    fails_with(PyspecError, f"can be written by others; .*PYSPEC_CACHE.*chmod go-w {folder}", cache_folder)
     folder.chmod(0o755)
     assert cache_folder() == folder
 
@@ -66,8 +66,7 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch, variabl
 def test_a_cache_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr("os.geteuid", lambda: os.stat(tmp_path).st_uid + 1)
-    with pytest.raises(PyspecError, match="belongs to the user"):
-        cache_folder()
+    fails_with(PyspecError, "belongs to the user", cache_folder)
 
 
 def test_the_command_says_so_in_one_sentence(tmp_path):
@@ -83,8 +82,7 @@ def test_a_wheel_that_others_could_have_built_is_not_installed(tmp_path, monkeyp
     wheel.write_text("")
     assert building.kept_wheel("key") == wheel and building.kept_wheel("other") is None
     (tmp_path / "pyggml_spec" / place).chmod(0o777)
-    with pytest.raises(BuildError, match=r"can be written by others; .*XDG_CACHE_HOME.*chmod -R go-w"):
-        building.kept_wheel("key")
+    fails_with(BuildError, r"can be written by others; .*XDG_CACHE_HOME.*chmod -R go-w", building.kept_wheel, "key")
 
 
 @pytest.mark.parametrize("place", ["..", ".", "libggml-rpc.so"])
@@ -95,8 +93,7 @@ def test_a_backend_that_others_could_have_built_is_not_loaded(tmp_path, monkeypa
     path.write_text("")
     assert rpc_library.kept() == path
     (path.parent / place).chmod(0o777)
-    with pytest.raises(BuildError, match="can be written by others"):
-        rpc_library.kept()
+    fails_with(BuildError, "can be written by others", rpc_library.kept)
 
 
 def test_what_is_built_is_private_whatever_the_umask(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from gguf_io.build import split_gguf
 
 from pyggml_spec.hub import _chosen
 
+pytestmark = pytest.mark.slow
 CPU = ["--device", "CPU", "-t", "1", "-c", "64", "-p", "abc", "-n", "4", "--draft-width", "4"]
 FILES = ["README.md", "m-Q8_0.gguf", "m-q4_k_m.gguf", "sub/m-BF16.gguf", "mmproj-F16.gguf", "imatrix.gguf", "dflash-m-Q8_0.gguf",
          "m-Q6_K-00001-of-00002.gguf", "m-Q6_K-00002-of-00002.gguf"]  # fmt: skip
@@ -58,15 +59,13 @@ def test_which_drafter_and_which_quantisation():
     for kind in ("sub/dflash-m-F16.gguf", "dspark-m-Q8_0.gguf", "eagle3-m-F16.gguf", "mtp-m-Q8_0.gguf"):
         assert _chosen(names, None, True) == kind and _chosen(names, None, False) == "m-F16.gguf"
         names.remove(kind)
-    assert _chosen(names, None, True) == "m-F16.gguf"
-    assert _chosen(["a-F16.gguf", "a-Q8_0.gguf"], None, False) == "a-Q8_0.gguf"
+    assert _chosen(names, None, True) == "m-F16.gguf" and _chosen(["a-F16.gguf", "a-Q8_0.gguf"], None, False) == "a-Q8_0.gguf"
     assert _chosen(["mmproj-a.gguf", "a-Q5_1.gguf", "a-F16.gguf"], None, False) == "a-Q5_1.gguf"
     assert _chosen(["a-Q4_K_M.gguf"], None, True) == "a-Q4_K_M.gguf"  # a drafter's own repository
     assert _chosen(["mmproj-a.gguf"], None, False) is None
 
 
-@pytest.mark.slow
-def test_a_pair_of_the_hub_runs_and_is_fetched_once(hub, asked, pair, tmp_path):
+def test_pairs_and_models_in_several_files(hub, asked, pair, tmp_path):
     named = ["-hf", "Some/Target-GGUF", "-hfd", "Some/Target-GGUF"]
     first, files = asked("run", *named, *CPU), asked("run", "-m", str(pair[0]), "-md", str(pair[1]), *CPU)
     assert first.returncode == 0 and first.stdout == files.stdout and "t-Q8_0.gguf" in first.stderr and "dflash-t.gguf" in first.stderr
@@ -80,18 +79,13 @@ def test_a_pair_of_the_hub_runs_and_is_fetched_once(hub, asked, pair, tmp_path):
     assert offline.stdout == first.stdout and offline.stderr == ""
     hub.broken = True
     assert asked("run", *named, *CPU, "-q").stdout == first.stdout
-
-
-@pytest.mark.slow
-def test_a_model_in_several_files_is_fetched_whole(hub, asked, pair):
     done, file = asked("run", "-hf", "some/split", *CPU[:-2]), asked("run", "-m", str(pair[0]), *CPU[:-2])
     assert done.returncode == 0 and done.stdout == file.stdout, done.stderr
     assert len({line for line in hub.asked if line.startswith("GET") and "/resolve/" in line}) == 3
     assert asked("run", "-hf", "some/split", *CPU[:-2], "-q", HF_HUB_OFFLINE="1").stdout == done.stdout
 
 
-@pytest.mark.slow
-def test_the_python_api_fetches_too(asked, hub, tmp_path):
+def test_python_fetches_and_closed_repositories(asked, hub, tmp_path):
     script = (
         "import pyggml_spec as ps; seen = []\n"
         "path = ps.fetch('Some/Target-GGUF:q8_0', progress=lambda what, done, total: seen.append((what, done, total)))\n"
@@ -101,29 +95,6 @@ def test_the_python_api_fetches_too(asked, hub, tmp_path):
     env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout == "True True\n" and done.stderr == "", done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "names, words",
-    [
-        (["-hf", "nobody/nothing"], ["nobody/nothing", "does not exist on the hub"]),
-        (["-hf", "Some/Target-GGUF:Q2_K"], ["no GGUF of the quantisation Q2_K", "it has t-F16.gguf, t-Q8_0.gguf"]),
-        (["-hf", "Some/Target-GGUF", "-hff", "x.gguf"], ["no file 'x.gguf'", "t-Q8_0.gguf"]),
-        (["-hf", "some/parts:Q6_K"], ["one of 2 parts", "m-Q6_K-00002-of-00002.gguf is not there"]),
-        (["-hf", "some/miscounted:Q6_K"], ["m-Q6_K-00001-of-00000.gguf", "is no part"]),
-        (["-hf", "some/none"], ["no GGUF of a model"]),
-        (["-hf", "a/b/c"], ["'a/b/c' names no repository", "USER/MODEL"]),
-        (["-hf", "Some/Target-GGUF:F16"], ["t-F16.gguf", "not a GGUF"]),
-    ],
-)
-def test_what_cannot_be_had_is_one_sentence(asked, names, words):
-    done = asked("run", *names, *CPU)
-    one_sentence(done, *words)
-
-
-@pytest.mark.slow
-def test_a_closed_repository_an_absent_hub_and_an_absent_package(asked, hub, tmp_path):
     hub.closed.add("Some/Target-GGUF")
     assert "closed to you" in (done := asked("run", "-hf", "Some/Target-GGUF", *CPU)).stderr and done.returncode == 1
     away = asked("run", "-hf", "Some/Target-GGUF", *CPU, HF_ENDPOINT="http://127.0.0.1:9")
@@ -136,24 +107,30 @@ def test_a_closed_repository_an_absent_hub_and_an_absent_package(asked, hub, tmp
     assert asked("run", "-hf", "a/b", "-m", "c", *CPU).returncode == asked("run", "-hff", "b", *CPU).returncode == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings, words",
-    [
-        ({"HF_ENDPOINT": "http://["}, "Invalid IPv6 URL"),
-        ({"HF_ENDPOINT": "http://a\u007fb"}, ""),
-        ({"HF_ENDPOINT": "hub"}, ""),
-        ({"HF_TOKEN": "schl\u00fcssel"}, ""),
-        ({"HF_HUB_DOWNLOAD_TIMEOUT": "soon"}, "soon"),
-        ({"HF_HUB_ETAG_TIMEOUT": "soon"}, "soon"),
-        ({"HTTP_PROXY": "foo://x", "NO_PROXY": "", "no_proxy": "", "HF_ENDPOINT": "http://hub.invalid"}, ""),
-    ],
-)
+@pytest.mark.parametrize("names, words", [
+    (["-hf", "nobody/nothing"], ["nobody/nothing", "does not exist on the hub"]),
+    (["-hf", "Some/Target-GGUF:Q2_K"], ["no GGUF of the quantisation Q2_K", "it has t-F16.gguf, t-Q8_0.gguf"]),
+    (["-hf", "Some/Target-GGUF", "-hff", "x.gguf"], ["no file 'x.gguf'", "t-Q8_0.gguf"]),
+    (["-hf", "some/parts:Q6_K"], ["one of 2 parts", "m-Q6_K-00002-of-00002.gguf is not there"]),
+    (["-hf", "some/miscounted:Q6_K"], ["m-Q6_K-00001-of-00000.gguf", "is no part"]),
+    (["-hf", "some/none"], ["no GGUF of a model"]),
+    (["-hf", "a/b/c"], ["'a/b/c' names no repository", "USER/MODEL"]),
+    (["-hf", "Some/Target-GGUF:F16"], ["t-F16.gguf", "not a GGUF"]),
+])  # fmt: skip
+def test_what_cannot_be_had_is_one_sentence(asked, names, words):
+    done = asked("run", *names, *CPU)
+    one_sentence(done, *words)
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"HF_ENDPOINT": "http://["}, "Invalid IPv6 URL"), ({"HF_ENDPOINT": "http://a\u007fb"}, ""), ({"HF_ENDPOINT": "hub"}, ""),
+    ({"HF_TOKEN": "schl\u00fcssel"}, ""), ({"HF_HUB_DOWNLOAD_TIMEOUT": "soon"}, "soon"), ({"HF_HUB_ETAG_TIMEOUT": "soon"}, "soon"),
+    ({"HTTP_PROXY": "foo://x", "NO_PROXY": "", "no_proxy": "", "HF_ENDPOINT": "http://hub.invalid"}, ""),
+])  # fmt: skip
 def test_settings_that_cannot_be_read_are_one_sentence(asked, settings, words):
     one_sentence(asked("run", "-hf", "Some/Target-GGUF", *CPU, **settings), "Some/Target-GGUF", words)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("repo", ["a--b/c", "a/b..c", "a/b.git", "-a/b", "a/b-", f"a/{'x' * 200}"])
 def test_names_that_the_hub_does_not_have(asked, repo):
     one_sentence(asked("run", "-hf", repo, *CPU), "names no repository of the hub")

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from sessions import loaded, together
+from sessions import fails_with, loaded, together
 
 import pyggml_spec as ps
 from pyggml_spec.engine.sequence import GenerationOptions
@@ -24,27 +24,22 @@ session = loaded(pair=True, n_ctx=256, draft_width=4)
 
 def test_generations_exclude_each_other(session):
     """It went on in the other one's caches, with text that looks right."""
-    want = session.generate(SECOND, 20)[0]
-    left = session.steps(FIRST, 20)
+    want, left = session.generate(SECOND, 20)[0], session.steps(FIRST, 20)
     next(left)
     other = session.steps(SECOND, 20)
     begun = next(other).text
-    with pytest.raises(EngineError, match="ended by the next one"):
-        next(left)
+    fails_with(EngineError, "ended by the next one", next, left)
     assert begun + "".join(event.text for event in other) == want
     left = session.steps(FIRST, 20)
     next(left)
     with session.concurrent(slots=1) as server:
-        with pytest.raises(EngineError, match="ended by the next one"):
-            next(left)
-        with pytest.raises(EngineError, match="many requests at once"):
-            session.calibrate_plain()
+        fails_with(EngineError, "ended by the next one", next, left)
+        fails_with(EngineError, "many requests at once", session.calibrate_plain)
         assert server.submit(SECOND, 5).result(120)[1].emitted == 5
 
     # As from a second thread: two would step one engine at the same time.
     def inside(done, total):
-        with pytest.raises(EngineError, match="generating already"):
-            session.generate(SECOND, 1)
+        fails_with(EngineError, "generating already", session.generate, SECOND, 1)
 
     assert session.generate(FIRST, 5, prefill_progress=inside)[1].emitted == 5
 
@@ -82,8 +77,7 @@ def _in_thread(work):
 
 def test_of_two_threads_that_start_together_each_gets_its_own_text_or_the_sentence(session, switching):
     """They got wrong text, false NaN and other threads' errors: the guard looked and then acted, and the prefix cache came before it."""
-    want = {prompt: session.generate(prompt, 8)[0] for prompt in (FIRST, SECOND)}
-    served = 0
+    want, served = {prompt: session.generate(prompt, 8)[0] for prompt in (FIRST, SECOND)}, 0
     for _ in range(25):
         got, barrier = {}, threading.Barrier(2)
 
@@ -104,8 +98,7 @@ def test_of_two_threads_that_start_together_each_gets_its_own_text_or_the_senten
 
 def test_another_thread_is_refused_at_once_while_a_generation_is_half_read(session):
     """And leaves its caches alone: it goes on as if nothing had been asked."""
-    want = session.generate(FIRST, 20)[0]
-    left = session.steps(FIRST, 20)
+    want, left = session.generate(FIRST, 20)[0], session.steps(FIRST, 20)
     begun = next(left).text
     for work in (lambda: session.generate(SECOND, 3), session.calibrate_plain, lambda: session.concurrent(slots=1)):
         assert "generating already" in str(_in_thread(work))
@@ -125,8 +118,7 @@ def test_an_abandoned_generation_does_not_block_the_session(session, how):
         gc.collect()
     elif how == "closed":
         left.close()
-    assert _in_thread(lambda: session.generate(SECOND, 3)[1].emitted) == 3
-    assert session.generate(SECOND, 3)[1].emitted == 3
+    assert _in_thread(lambda: session.generate(SECOND, 3)[1].emitted) == 3 and session.generate(SECOND, 3)[1].emitted == 3
 
 
 async def test_tasks_of_one_event_loop_are_one_thread(session):
@@ -143,41 +135,35 @@ async def test_tasks_of_one_event_loop_are_one_thread(session):
     busy.close()
 
 
-def test_during_requests_every_thread_gets_the_same_error(session):
+def test_threads_and_requests(session):
     with session.concurrent(slots=1) as server:
         for work in (lambda: session.generate(SECOND, 3), lambda: session.concurrent(slots=1), session.calibrate_plain):
             assert "many requests at once" in str(_in_thread(work))
-            with pytest.raises(EngineError, match="many requests at once"):
-                work()
+            fails_with(EngineError, "many requests at once", work)
         assert server.submit(SECOND, 5).result(120)[1].emitted == 5
     assert session.generate(SECOND, 3)[1].emitted == 3
+    # They were filled in after the request was queued: the first events could lack them.
+    sampling = session.sampling(temperature=1.0, seed=7)
+    with session.concurrent(slots=1) as server:
+        for _ in range(10):
+            first = next(iter(server.submit(SECOND, 3, sampling=sampling)))
+            assert first.stats.seed == 7 and first.stats.device and first.stats.versions
 
 
 def test_a_generation_during_a_batch_is_refused(session):
     left = session.steps(FIRST, 20)
     next(left)
     with session.batch(2) as scheduler:
-        with pytest.raises(EngineError, match="ended by the next one"):
-            next(left)
+        fails_with(EngineError, "ended by the next one", next, left)
         for work in (lambda: session.generate(SECOND, 3), lambda: session.batch(2), lambda: session.concurrent(slots=1), session.close):
             assert "many requests at once" in str(_in_thread(work))
-            with pytest.raises(EngineError, match="many requests at once"):
-                work()
+            fails_with(EngineError, "many requests at once", work)
         assert len(scheduler.submit(session.prompt_ids(SECOND), GenerationOptions(5)).result()) == 5
     assert session.generate(SECOND, 3)[1].emitted == 3
     busy = session.steps(FIRST, 20)
     next(busy)
     assert "generating already" in str(_in_thread(lambda: session.batch(2)))
     busy.close()
-
-
-def test_requests_know_device_and_seed_before_their_first_event(session):
-    """They were filled in after the request was queued: the first events could lack them."""
-    sampling = session.sampling(temperature=1.0, seed=7)
-    with session.concurrent(slots=1) as server:
-        for _ in range(10):
-            first = next(iter(server.submit(SECOND, 3, sampling=sampling)))
-            assert first.stats.seed == 7 and first.stats.device and first.stats.versions
 
 
 def test_a_session_is_not_closed_under_a_step(pair):
@@ -192,19 +178,16 @@ def test_a_session_is_not_closed_under_a_step(pair):
         thread = threading.Thread(target=lambda: session.generate(FIRST, 3, prefill_progress=wait), daemon=True)
         thread.start()
         stepping.wait(60)
-        with pytest.raises(EngineError, match="generating already"):
-            session.close()
+        fails_with(EngineError, "generating already", session.close)
         closed.set()
         thread.join(60)
         assert session.generate(SECOND, 3)[1].emitted == 3
-    with pytest.raises(EngineError, match="closed"):
-        session.generate(SECOND, 3)
+    fails_with(EngineError, "closed", session.generate, SECOND, 3)
 
 
 def test_statistics_of_events_and_of_early_ends(session):
     """All events shared one object, which said "20 emitted" in the first of them."""
-    events = list(session.steps(FIRST, 20))
-    done = 0
+    events, done = list(session.steps(FIRST, 20)), 0
     for event in events:
         done += len(event.tokens)
         assert event.stats.emitted == done == 1 + event.stats.steps + event.stats.matched
@@ -227,10 +210,8 @@ def test_a_session_for_requests_alone_has_no_caches_of_its_own(pair):
             with session.concurrent(2, only=True) as server:
                 assert session.engine.graphs.closed and session.configuration().memory == {} and own > 0
                 assert server.submit("def f(x):", 8).result()[0] == want
-        with pytest.raises(EngineError, match="gave up its own caches"):
-            session.generate("def f(x):", 8)
-        with pytest.raises(EngineError, match="gave up its own caches"):
-            session.calibrate_plain()
+        fails_with(EngineError, "gave up its own caches", session.generate, "def f(x):", 8)
+        fails_with(EngineError, "gave up its own caches", session.calibrate_plain)
 
 
 @pytest.mark.slow
@@ -308,5 +289,4 @@ def test_the_file_of_packed_weights_is_released():
                 inside = line.endswith(path)
             elif inside and line.startswith("Rss:"):
                 held += 1024 * int(line.split()[1])
-        assert 0 < held < 0.2 * size
-        assert session.configuration().memory["weights"] < 1.05 * (size + DEMO_DRAFTER.stat().st_size)
+        assert 0 < held < 0.2 * size and session.configuration().memory["weights"] < 1.05 * (size + DEMO_DRAFTER.stat().st_size)

@@ -82,7 +82,7 @@ class Worker:
         with suppress(OSError, IndexError):
             self.signal(signal.SIGKILL)
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
         self.process.stderr.close()
 
     def __enter__(self) -> Self:
@@ -142,7 +142,7 @@ def fake_server(serve: Callable[[socket.socket], None]) -> Iterator[int]:
             yield listening.getsockname()[1]
         finally:
             listening.shutdown(socket.SHUT_RDWR)
-            thread.join(20)
+            thread.join(60)
 
 
 def exactly(connection: socket.socket, count: int) -> bytes:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from random_gguf.model import Shape, write_dflash, write_qwen35
+from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.cache import kv_types
@@ -45,7 +46,7 @@ def rows(cache, first, count, real) -> list[int]:
     return out.tolist()
 
 
-def test_a_span_holds_its_tokens_hides_at_most_a_quarter_of_them_and_is_one_of_the_listed():
+def test_spans_pairs_and_types_at_their_limits(tmp_path):
     live = padded(33_000)
     listed = buckets_up_to(live)
     assert listed == sorted(set(listed)) and listed[-1] == live and len(listed) <= 25
@@ -54,6 +55,16 @@ def test_a_span_holds_its_tokens_hides_at_most_a_quarter_of_them_and_is_one_of_t
         assert span in listed and n <= span <= max(n + KV_BUCKET, 1.25 * n) and span % KV_BUCKET == 0
         assert min(bucket_for(n, GPU_KV_BUCKET), live) in listed  # whose memory has been measured
     assert [len({bucket_for(n, least) for n in range(1, 4097)}) for least in (GPU_KV_BUCKET, KV_BUCKET)] == [4, 12]
+    fails_with(PyspecError, "'q4_K'.*use one of f16, bf16, q8_0", KVTypes, "q4_K")
+    fails_with(PyspecError, "'Q8_0'", ps.load, device="CPU", cache_type_v="Q8_0")
+    target, draft = write_qwen35(tmp_path / "t.gguf", Shape()), write_dflash(tmp_path / "d.gguf", Shape(draft_head_size=80))
+    with pytest.raises(ModelError, match="the drafter's heads of 80"):
+        ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_cache_type_k="q8_0")
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, cache_type_k="q8_0", cache_type_v="q4_0") as session:
+        assert session.configuration().kv_type == "K q8_0 V q4_0, drafter f16"
+    # Masks are computed in F32 from 0.5 - position; from 2^23 on the half is lost, and tokens did not see themselves.
+    last = np.float32(MOST_CONTEXT - 1)
+    assert last + (np.float32(0.5) - last) > 0 > last + np.float32(0.5 - MOST_CONTEXT)
 
 
 @pytest.mark.parametrize("row_kib, least", [(20, 1024), (64, 1024), (65, 512), (160, 512), (256, 512), (257, 256), (880, 256)])
@@ -110,13 +121,6 @@ def test_bytes_of_a_row(name, nbytes):
     assert KVTypes(name, name).row_bytes(KVShape(1, 64, latent=32, index=128, index_heads=3)) == 3 * nbytes
 
 
-def test_a_type_that_rows_cannot_have_is_named():
-    with pytest.raises(PyspecError, match="'q4_K'.*use one of f16, bf16, q8_0"):
-        KVTypes("q4_K")
-    with pytest.raises(PyspecError, match="'Q8_0'"):
-        ps.load(device="CPU", cache_type_v="Q8_0")
-
-
 @pytest.mark.parametrize(
     "size, types, rotations",
     [(64, ("q8_0", "q8_0"), (64, 64)), (256, ("q8_0", "f16"), (256, 0)), (192, ("f16", "q4_0"), (0, 64)), (96, ("q8_0", "q8_0"), (0, 0)),
@@ -149,15 +153,12 @@ def test_the_cpu_runs_every_type(backend, name):
     check_types(KVTypes(name, name), [KVShape(2, 64)], backend, draft=False)
 
 
-def test_a_device_without_the_kernel(backend, monkeypatch):
+def test_devices_without_kernels(backend, monkeypatch):
     """Some backends lack attention over some types; ggml would end the process in the middle of a step."""
     monkeypatch.setattr(Backend, "supports", lambda self, node: node.type != KVTypes("q8_0").ids[0])
     with pytest.raises(DeviceError, match="CPU cannot attend over K q8_0 V f16 rows with heads of 64.*`draft_cache_type_k`"):
         check_types(KVTypes("q8_0", "f16"), [KVShape(2, 64)], backend, draft=True)
     check_types(KVTypes("bf16", "f16"), [KVShape(2, 64)], backend, draft=False)
-
-
-def test_an_indexers_rows_of_a_type_that_a_device_cannot_score(backend, monkeypatch):
     shape = KVShape(1, 96, latent=64, index=64, index_heads=32)
     monkeypatch.setattr(kv_types, "_scores", lambda types, shape, backend: types.k == "f16")
     check_types(KVTypes(), [shape], backend, draft=False)
@@ -165,17 +166,6 @@ def test_an_indexers_rows_of_a_type_that_a_device_cannot_score(backend, monkeypa
         DeviceError, match="CPU cannot score iq4_nl rows of 64 values for 32 heads .*; use `cache_type_k` and `cache_type_v` f16$"
     ):
         check_types(KVTypes("iq4_nl", "iq4_nl"), [shape], backend, draft=False)
-
-
-def test_pairs_and_contexts_at_their_limits(tmp_path):
-    target, draft = write_qwen35(tmp_path / "t.gguf", Shape()), write_dflash(tmp_path / "d.gguf", Shape(draft_head_size=80))
-    with pytest.raises(ModelError, match="the drafter's heads of 80"):
-        ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_cache_type_k="q8_0")
-    with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, cache_type_k="q8_0", cache_type_v="q4_0") as session:
-        assert session.configuration().kv_type == "K q8_0 V q4_0, drafter f16"
-    # Masks are computed in F32 from 0.5 - position; from 2^23 on the half is lost, and tokens did not see themselves.
-    last = np.float32(MOST_CONTEXT - 1)
-    assert last + (np.float32(0.5) - last) > 0 > last + np.float32(0.5 - MOST_CONTEXT)
 
 
 def state(cursor):
@@ -194,8 +184,7 @@ def test_the_cursor_moves_within_the_context():
     cursor.advance(4, 1)
     cursor.advance(0, 1)
     for rows in (1, -1):
-        with pytest.raises(EngineError, match=f"{rows}"):
-            cursor.advance(rows, 2)
+        fails_with(EngineError, f"{rows}", cursor.advance, rows, 2)
         assert state(cursor) == (4, 1, 0)
     cursor = Cursor(100, 30)
     cursor.check_fits(70)

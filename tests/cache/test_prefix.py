@@ -19,6 +19,7 @@ from pyggml_spec.engine.engine import generate
 from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.engine.stats import Stats
 
+pytestmark = pytest.mark.slow
 CHUNK, N_CTX, WIDTH = 32, 1024, 8
 MANY = 1 << 30
 
@@ -75,8 +76,7 @@ def answer(engine, prompt, cache=None, mode=SPECULATIVE, n=12) -> Run:
 
 
 def assert_same(got: Run, want: Run) -> None:
-    assert got.text == want.text
-    assert np.array_equal(got.left, want.left)
+    assert got.text == want.text and np.array_equal(got.left, want.left)
     for name in ("drafted", "matched", "matched_at", "steps", "emitted"):
         assert getattr(got.stats, name) == getattr(want.stats, name)
     assert got.stats.drafted > 0 or want.stats.mode == PLAIN
@@ -89,7 +89,6 @@ def cache(engine):
     with_close.close()
 
 
-@pytest.mark.slow
 def test_reuse_by_one_sequence(engine, cache):
     prompt = tokens(1, 330)
     want = answer(engine, prompt)
@@ -115,7 +114,6 @@ def test_reuse_by_one_sequence(engine, cache):
         assert_same(run, answer(engine, prompt))
 
 
-@pytest.mark.slow
 def test_rows_that_were_overwritten(engine, cache):
     one, two = tokens(7, 200), tokens(8, 260)
     want = answer(engine, one), answer(engine, two)
@@ -135,7 +133,6 @@ def test_rows_that_were_overwritten(engine, cache):
     assert_same(run, want)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 32, 33, 64])
 def test_a_prompt_always_leaves_a_token_to_compute(engine, cache, length):
     prompt = tokens(10, length)
@@ -146,13 +143,11 @@ def test_a_prompt_always_leaves_a_token_to_compute(engine, cache, length):
     assert run.reused == (length - 1) // CHUNK * CHUNK
 
 
-@pytest.mark.slow
 def test_prompts_of_each_kind_and_interrupted_ones(engine, cache):
     """A plain sequence has no drafter rows: drafting after it would be blind."""
     prompt = tokens(11, 100)
     want = answer(engine, prompt), answer(engine, prompt, mode=PLAIN)
-    plain = answer(engine, prompt, cache, PLAIN)
-    speculative = answer(engine, prompt, cache)
+    plain, speculative = answer(engine, prompt, cache, PLAIN), answer(engine, prompt, cache)
     assert plain.reused == speculative.reused == 0
     assert_same(speculative, want[0])
     assert_same(answer(engine, prompt, cache, PLAIN), want[1])
@@ -172,7 +167,6 @@ def test_prompts_of_each_kind_and_interrupted_ones(engine, cache):
     assert_same(run, want)
 
 
-@pytest.mark.slow
 def test_the_budget_holds_and_the_longest_unused_go_first(engine):
     prompts = [tokens(30 + i, 5 * CHUNK + 1) for i in range(4)]
     want = [answer(engine, prompt) for prompt in prompts]
@@ -188,7 +182,6 @@ def test_the_budget_holds_and_the_longest_unused_go_first(engine):
     assert cache.used_bytes == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0, 1000])
 def test_no_memory_is_no_error(engine, budget):
     """What is in place is still reused where rows are enough; otherwise the reason is said."""
@@ -198,18 +191,15 @@ def test_no_memory_is_no_error(engine, budget):
         run = answer(engine, prompt, cache)
         assert_same(run, want)
     assert run.reused == (0 if engine.sequence.stateful else 192)
-    assert len(cache.notes) == (engine.sequence.stateful and budget > 0)
-    assert answer(engine, tokens(14, 200), cache).reused == 0
+    assert len(cache.notes) == (engine.sequence.stateful and budget > 0) and answer(engine, tokens(14, 200), cache).reused == 0
     cache.close()
 
 
-@pytest.mark.slow
 def test_a_prompt_longer_than_the_context_touches_nothing(engine, cache):
     answer(engine, tokens(15, 100), cache)
     assert cache.begin(tokens(15, N_CTX + 1)).tokens == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("session", [*KINDS, *OTHERS], indirect=True)
 def test_many_requests_in_random_order(engine):
     texts, rng = (tokens(40, 400), tokens(41, 400)), np.random.default_rng(42)
@@ -226,7 +216,6 @@ def test_many_requests_in_random_order(engine):
     cache.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", [SPECULATIVE, PLAIN])
 def test_a_session_reuses_what_requests_share_and_says_so(mode):
     """The embedded pair, real text and a real drafter: text, drafts and acceptance as of a session that reuses nothing."""
@@ -238,17 +227,14 @@ def test_a_session_reuses_what_requests_share_and_says_so(mode):
         with ps.load(device="CPU", threads=1, draft_width=8, chunk=128, prefix_memory=memory) as session:
             seen[memory] = [session.generate(prompt, 12, mode=mode) for prompt in prompts]
     for (text, fresh), (same_text, stats) in zip(seen[0], seen[None]):
-        assert same_text == text
-        assert fresh.reused_tokens == 0
+        assert same_text == text and fresh.reused_tokens == 0
         for name in ("drafted", "matched", "matched_at", "steps", "emitted", "prompt_tokens"):
             assert getattr(stats, name) == getattr(fresh, name)
         assert mode == PLAIN or stats.matched > 0
-    reused = [stats.reused_tokens for _, stats in seen[None]]
-    shared_chunks = seen[None][0][1].prompt_tokens // 128
+    reused, shared_chunks = [stats.reused_tokens for _, stats in seen[None]], seen[None][0][1].prompt_tokens // 128
     assert reused[0] == 0 and reused[1] == reused[2] == 128 * shared_chunks and reused[3] > 0 and reused[4] >= 128 * (shared_chunks - 1)
 
 
-@pytest.mark.slow
 def test_an_abandoned_generation_is_no_obstacle(tmp_path):
     prompt = Path(__file__).read_text()[:1500]
     with ps.load(device="CPU", threads=1, draft_width=8, chunk=128, prefix_cache=tmp_path) as session:
@@ -261,15 +247,12 @@ def test_an_abandoned_generation_is_no_obstacle(tmp_path):
     session.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kernels, drafter", [("native", False), ("native", True), ("ggml", False)])
 def test_a_session_goes_on_to_the_token_where_rows_keep_their_bits(tmp_path, kernels, drafter):
     if kernels == "native" and not LEVELS:
         pytest.skip("native kernels do not run on this processor")
-    target, draft = (
-        write_qwen3(tmp_path / "t.gguf", Shape(), "Q8_0"),
-        write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0") if drafter else None,
-    )
+    target = write_qwen3(tmp_path / "t.gguf", Shape(), "Q8_0")
+    draft = write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0") if drafter else None
     options = {"device": "CPU", "threads": 1, "n_ctx": 512, "kernels": kernels, **({"draft_width": 4} if drafter else {})}
     first = tokens(1, 100)
     with ps.load(target, draft, **options) as session:
@@ -336,8 +319,7 @@ def test_keys_and_budgets_of_chunks():
     for number in range(4):
         assert kept(copies, number, 25)
     copies.chunks[b"\0"].used[ROWS] = copies.chunks[b"\3"].used[ROWS] = 5
-    assert kept(copies, 4, 25) and held(copies) == {0, 1, 3, 4}
-    assert kept(copies, 5, 25) and held(copies) == {0, 1, 3, 5}
+    assert kept(copies, 4, 25) and held(copies) == {0, 1, 3, 4} and kept(copies, 5, 25) and held(copies) == {0, 1, 3, 5}
     copies = ChunkStore(100)
     assert kept(copies, 0, 50) and kept(copies, 1, 50)
     spared = [copies.chunks[b"\0"], copies.chunks[b"\1"]]
@@ -354,8 +336,7 @@ def test_what_was_forgotten_is_known_again_with_a_copy(monkeypatch):
     for number in range(3):
         copies.chunk(bytes([number]), number, 1)
     copies.forget()
-    assert b"a" not in copies.chunks and copies.keep(first, ROWS, Part(60))
-    assert copies.chunks[b"a"] is first
+    assert b"a" not in copies.chunks and copies.keep(first, ROWS, Part(60)) and copies.chunks[b"a"] is first
     assert kept(copies, 9, 80) and held(copies) == {9} and copies.used_bytes == 80
     for number in (20, 21):
         copies.chunk(bytes([number]), number, 1)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cache.test_prefix import CHUNK, answer, assert_same, tokens
+from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.cache import prefix_files
@@ -138,12 +139,11 @@ def test_files_of_another_model_or_name(engine, want, tmp_path):
     files = PrefixFiles(tmp_path, "model: one", MANY)
     files.store(KEY, "rows", np.arange(10, dtype=np.uint8))
     os.rename(files.path_of(KEY, "rows"), files.path_of(KEY[::-1], "rows"))
-    with pytest.raises(Refused, match="another prefix"):
-        files.load(KEY[::-1], "rows", 10)
+    fails_with(Refused, "another prefix", files.load, KEY[::-1], "rows", 10)
     assert not files.has(KEY[::-1], "rows")
 
 
-def test_a_file_says_a_size_and_nothing_is_allocated_for_it(tmp_path):
+def test_files_of_the_disk_that_lie_or_are_in_the_way(tmp_path):
     files = PrefixFiles(tmp_path, "model: one", MANY)
     files.store(KEY, "rows", np.arange(10, dtype=np.uint8))
     path = files.path_of(KEY, "rows")
@@ -152,23 +152,22 @@ def test_a_file_says_a_size_and_nothing_is_allocated_for_it(tmp_path):
     header[-32:] = hashlib.sha256(header[:-32]).digest()
     path.write_bytes(header)
     os.truncate(path, 1 << 40)
-    with pytest.raises(Refused, match=f"has {1 << 40} bytes instead of {HEADER + 10}"):
-        files.load(KEY, "rows", 10)
+    fails_with(Refused, f"has {1 << 40} bytes instead of {HEADER + 10}", files.load, KEY, "rows", 10)
     assert not files.has(KEY, "rows")
+    (tmp_path / "f").write_text("")
+    fails_with(PyspecError, "cannot be opened", PrefixFiles, tmp_path / "f", "", MANY)
 
 
 def test_the_disk_budget_deletes_what_was_not_used_for_longest(tmp_path):
     size = HEADER + 1000
-    files = PrefixFiles(tmp_path, "model: one", 3 * size)
-    keys = [bytes([i]) * 32 for i in range(4)]
+    files, keys = PrefixFiles(tmp_path, "model: one", 3 * size), [bytes([i]) * 32 for i in range(4)]
     for i, key in enumerate(keys):
         files.store(key, "rows", np.zeros(1000, np.uint8))
         os.utime(files.path_of(key, "rows"), (i, i))
     files.load(keys[0], "rows", 1000)
     (tmp_path / "another file").write_text("x" * 10000)
     files.trim()
-    assert [files.has(key, "rows") for key in keys] == [True, False, True, True]
-    assert (tmp_path / "another file").exists()
+    assert [files.has(key, "rows") for key in keys] == [True, False, True, True] and (tmp_path / "another file").exists()
 
 
 def test_a_folder_that_cannot_be_written_costs_a_sentence(engine, want, tmp_path, monkeypatch):
@@ -193,12 +192,6 @@ def test_a_session_says_at_once_what_could_not_be_written(pair, tmp_path, monkey
         assert len(notes) == 1 and "No space left on device; the text is not affected" in notes[0]
         monkeypatch.undo()
         assert session.generate(list(range(50)), 4)[1].notes == [] and os.listdir(tmp_path)
-
-
-def test_a_file_in_place_of_the_folder(tmp_path):
-    (tmp_path / "f").write_text("")
-    with pytest.raises(PyspecError, match="cannot be opened"):
-        PrefixFiles(tmp_path / "f", "", MANY)
 
 
 WRITER = """
@@ -268,8 +261,7 @@ def test_files_are_the_users_alone(tmp_path, open_umask):
 def test_a_folder_that_others_can_write_is_refused(tmp_path, mode):
     """They could put rows there that this model goes on with."""
     tmp_path.chmod(mode)
-    with pytest.raises(PyspecError, match="can be written by others, who could put rows.*chmod go-w"):
-        PrefixFiles(tmp_path, "model: one", MANY)
+    fails_with(PyspecError, "can be written by others, who could put rows.*chmod go-w", PrefixFiles, tmp_path, "model: one", MANY)
     tmp_path.chmod(0o700)
 
 
@@ -277,10 +269,8 @@ def test_what_belongs_to_another_user_is_not_used(tmp_path, monkeypatch):
     files = PrefixFiles(tmp_path, "model: one", MANY)
     files.store(KEY, "rows", np.zeros(10, np.uint8))
     monkeypatch.setattr("pyggml_spec.files.os.geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(PyspecError, match="belongs to the user"):
-        PrefixFiles(tmp_path, "model: one", MANY)
-    with pytest.raises(Refused, match="belongs to the user"):
-        files.load(KEY, "rows", 10)
+    fails_with(PyspecError, "belongs to the user", PrefixFiles, tmp_path, "model: one", MANY)
+    fails_with(Refused, "belongs to the user", files.load, KEY, "rows", 10)
 
 
 def test_an_entry_that_is_a_link_or_that_others_can_write_is_refused(tmp_path):
@@ -293,8 +283,7 @@ def test_an_entry_that_is_a_link_or_that_others_can_write_is_refused(tmp_path):
             path.symlink_to(tmp_path / "elsewhere")
         else:
             path.chmod(0o666)
-        with pytest.raises(Refused, match="cannot be read|can be written by others"):
-            files.load(KEY, "rows", 10)
+        fails_with(Refused, "cannot be read|can be written by others", files.load, KEY, "rows", 10)
 
 
 def test_part_files_have_random_names_and_follow_no_link(tmp_path, monkeypatch):
@@ -309,8 +298,7 @@ def test_part_files_have_random_names_and_follow_no_link(tmp_path, monkeypatch):
     files = PrefixFiles(tmp_path / "p", "model: one", MANY)
     monkeypatch.setattr("pyggml_spec.files.secrets.token_hex", lambda n: "0" * 2 * n)
     (tmp_path / "p" / f".pyspec-{'0' * 32}.part").symlink_to(victim)
-    with pytest.raises(Refused, match="cannot be written"):
-        files.store(KEY, "rows", np.zeros(10, np.uint8))
+    fails_with(Refused, "cannot be written", lambda: files.store(KEY, "rows", np.zeros(10, np.uint8)))
     assert victim.read_text() == "mine" and not files.has(KEY, "rows")
 
 
@@ -343,6 +331,5 @@ def test_a_session_is_freed_whatever_one_of_its_parts_raises(pair, tmp_path, mon
     server.submit(list(range(40)), 4).result()
     monkeypatch.setattr(PrefixCache, "save", fails)
     engines = session.engine, server.engine.runner
-    with pytest.raises(OSError, match="Input/output"):
-        session.close()
+    fails_with(OSError, "Input/output", session.close)
     assert [engine.graphs.closed for engine in engines] == [True, True] and not session._parts

@@ -7,9 +7,10 @@ import pytest
 from architectures import others, params
 from engine.batch_helpers import Pair
 from random_gguf.model import Shape
+from sessions import fails_with
 
 from pyggml_spec.cache.prefix import layout_of
-from pyggml_spec.cache.prefix_files import PrefixFiles
+from pyggml_spec.cache.prefix_files import PrefixFiles, PrefixWriter
 from pyggml_spec.engine.batch import Draft, Prefill
 from pyggml_spec.engine.engine import Engine
 from pyggml_spec.engine.options import EngineOptions
@@ -52,16 +53,14 @@ def make(pair, slots=3, memory=MANY, width=8) -> Engine:
 
 
 def check(pair, streams) -> None:
-    assert all(pair.agrees(s.prompt, s.tokens) and len(s.tokens) == 12 for s in streams)
-    assert pair.ties <= 1
+    assert all(pair.agrees(s.prompt, s.tokens) and len(s.tokens) == 12 for s in streams) and pair.ties <= 1
 
 
 @pytest.mark.parametrize("pair", [*KINDS, *OTHERS], indirect=True)
 def test_one_after_the_other(pair, scheduler):
     """The third goes on exactly where the first two parted; drafting is not blind after a hit."""
     shared = tokens(1, 300)
-    prompts = [shared + tokens(seed, 100) for seed in (2, 3, 4)] + [shared + tokens(2, 100)]
-    streams = []
+    prompts, streams = [shared + tokens(seed, 100) for seed in (2, 3, 4)] + [shared + tokens(2, 100)], []
     for prompt in prompts:
         streams.append(scheduler.submit(prompt, OPTIONS))
         scheduler.run()
@@ -122,8 +121,7 @@ def test_identical_prompts_and_cancelled_ones(pair, scheduler):
 
 
 def test_reuse_beside_others_and_by_kind(pair, scheduler):
-    shared = tokens(8, 260)
-    a = scheduler.submit(tokens(9, 20), GenerationOptions(60, SPECULATIVE))
+    shared, a = tokens(8, 260), scheduler.submit(tokens(9, 20), GenerationOptions(60, SPECULATIVE))
     scheduler.step()
     b, c = (scheduler.submit(shared + tokens(20 + i, 5), OPTIONS) for i in range(2))
     scheduler.run()
@@ -173,8 +171,7 @@ def test_a_snapshot_goes_into_any_slot(pair):
     batch.accept(8, 3, 0), batch.accept(1, 4, 1)
     batch.step({1: Draft(8)})  # slot 1 is in the middle of a block: that is its own business
     batch.rollback(len(prompt) + 3, 0)
-    snapshot = batch.snapshot(0)
-    n = len(prompt) + 3
+    snapshot, n = batch.snapshot(0), len(prompt) + 3
 
     def go_on(slot):
         out = []
@@ -190,17 +187,13 @@ def test_a_snapshot_goes_into_any_slot(pair):
     for slot in (2, 0, 2):
         batch.restore(snapshot, slot)
         assert batch.rollback_range(slot) == (n, n)
-        with pytest.raises(EngineError, match="cannot be rolled back"):
-            batch.rollback(n - 1, slot)
+        fails_with(EngineError, "cannot be rolled back", batch.rollback, n - 1, slot)
         assert go_on(slot) == want
     snapshot.close()
-    with pytest.raises(EngineError, match="no open snapshot"):
-        batch.restore(snapshot, 0)
-    with pytest.raises(EngineError, match="length of the sequence is 1,"):
-        batch.resume(1, slot=0)
+    fails_with(EngineError, "no open snapshot", batch.restore, snapshot, 0)
+    fails_with(EngineError, "length of the sequence is 1,", batch.resume, 1, slot=0)
     batch.step({0: Draft(8)})
-    with pytest.raises(EngineError, match="neither accepted nor given up"):
-        batch.snapshot(0)
+    fails_with(EngineError, "neither accepted nor given up", batch.snapshot, 0)
 
 
 @pytest.fixture(scope="module", params=["qwen35", "granitehybrid", "lfm2", "qwen3", "gemma4"])
@@ -227,8 +220,7 @@ def test_the_next_turn_reuses_the_answer(any_pair, slots, mode):
         for turn, more in enumerate((45, 200, 90)):
             stream = run(scheduler, prompt, 21, mode)
             assert stream.stats.reused_tokens == before and any_pair.agrees(prompt, stream.tokens)
-            before = len(prompt) + len(stream.tokens) - 1
-            prompt = prompt + stream.tokens + tokens(2 + turn, more)
+            before, prompt = len(prompt) + len(stream.tokens) - 1, prompt + stream.tokens + tokens(2 + turn, more)
         assert before % CHUNK
         if scheduler.runner.sequence.stateful:
             again = run(scheduler, prompt[: before - 100] + tokens(9, 30), 5, mode)
@@ -246,8 +238,7 @@ def test_ends_within_blocks_and_without_reuse(any_pair):
             fresh = tokens(30 + count, 100)
             ended = run(scheduler, fresh, count)
             following = run(scheduler, [*fresh, *ended.tokens, 7], 8)
-            assert following.stats.reused_tokens == 99 + count
-            assert any_pair.agrees([*fresh, *ended.tokens, 7], following.tokens)
+            assert following.stats.reused_tokens == 99 + count and any_pair.agrees([*fresh, *ended.tokens, 7], following.tokens)
     with make(any_pair) as scheduler:
         prompt = tokens(22, 200)
         first = run(scheduler, prompt, reuse=False)
@@ -268,10 +259,8 @@ def test_another_prefix_does_not_reuse_an_end(any_pair):
             stream = run(scheduler, other, 6)
             assert stream.stats.reused_tokens <= max(CHUNK, at) and any_pair.agrees(other, stream.tokens)
         exact = run(scheduler, whole[:-1], 6)
-        assert (
-            exact.stats.reused_tokens == (90 - STATE_BEFORE_END if scheduler.runner.sequence.stateful else 98)
-            and exact.tokens[0] == answer[-1]
-        )
+        assert exact.stats.reused_tokens == (90 - STATE_BEFORE_END if scheduler.runner.sequence.stateful else 98)
+        assert exact.tokens[0] == answer[-1]
 
 
 def test_a_cancelled_answer_can_be_gone_on_with(any_pair):
@@ -318,7 +307,6 @@ def test_drafts_and_acceptance_after_a_hit_are_those_without(tmp_path, slots):
         pair.close()
 
 
-# -- files
 def files_of(engine, folder):
     return PrefixFiles(folder, layout_of(engine, versions(), shared=True), MANY)
 
@@ -375,8 +363,6 @@ def _full(*_, **__):
 
 def test_an_unexpected_error_does_not_stop_the_writer(tmp_path, monkeypatch):
     """The thread ended without a word: nothing was written any more, and what waited counted for ever."""
-    from pyggml_spec.cache.prefix_files import PrefixWriter
-
     files, keys = PrefixFiles(tmp_path, "layout", MANY), [bytes([i]) * 32 for i in range(3)]
     store = files.store
 
@@ -397,8 +383,6 @@ def test_an_unexpected_error_does_not_stop_the_writer(tmp_path, monkeypatch):
 def test_what_waits_for_the_disk_is_bounded(any_pair, tmp_path, monkeypatch):
     monkeypatch.setattr("pyggml_spec.cache.prefix_files.MOST_UNWRITTEN", 1)
     files = PrefixFiles(tmp_path, "layout", MANY)
-    from pyggml_spec.cache.prefix_files import PrefixWriter
-
     writer = PrefixWriter(files)
     writer.run = lambda: None  # a disk that takes nothing
     assert writer.wants(bytes(32), "rows", 1000)
@@ -449,5 +433,4 @@ def test_nor_of_chunks_before_those_that_another_slot_brought(any_pair):
         chunks(slots[1], 3)
         assert cache.restore(slots[0]).tokens == 3 * CHUNK
         cache.discard(slots[0])
-        kept = [bool(chunk.data) for chunk in mine.values()]
-        assert kept == [False, True, True, False] and cache.used_bytes > 0
+        assert [bool(chunk.data) for chunk in mine.values()] == [False, True, True, False] and cache.used_bytes > 0

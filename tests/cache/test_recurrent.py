@@ -5,6 +5,7 @@ import pytest
 from engine.helpers import oracle, reference, run
 from pairs import write_pair
 from random_gguf.model import Shape
+from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.engine.batch import Prefill, Verify
@@ -68,21 +69,32 @@ def test_rollback_then_going_on_equals_a_sequence_that_never_drafted(session, ro
     assert tokens == text
 
 
-def test_padding_rows_do_not_step_the_recurrence(session):
+def test_prefill_commits_and_padding_does_not_step(session):
     """21 tokens in a chunk of 32: the padded rows must leave the state alone (0.63 relative error when they do not)."""
     engine = session.engine
     want = _state_after(engine, PROMPT)
     engine.reset()
     engine.prefill(PROMPT)
     np.testing.assert_allclose(engine.delta.read(), want, rtol=0, atol=2e-5 * np.abs(want).max())
+    engine, more = session.engine, [11, 12, 13, 14]
+    engine.reset()
+    engine.prefill(PROMPT)
+    first = engine.cursor.last_token
+    engine.verify_step(BLOCK)
+    engine.accept(3, 0)
+    got = engine.prefill(more)
+    engine.reset()
+    assert got == engine.prefill([*PROMPT, first, *BLOCK[:2], *more])
+    # Repeating a prompt must not depend on what was there before (a fork's drafter went blind on the second one).
+    runs = [run(session.engine, PROMPT, 50) for _ in range(3)]
+    assert all(r[0] == runs[0][0] and r[1].matched_at == runs[0][1].matched_at for r in runs)
 
 
 def test_changing_the_width_in_the_middle_changes_nothing(session):
     engine = session.engine
     text = reference(engine, PROMPT, 90)
     engine.reset()
-    tokens = [engine.prefill(PROMPT)]
-    widths = [16, 4, 1, 8, 2, 1, 1, 16, 3, 16]
+    tokens, widths = [engine.prefill(PROMPT)], [16, 4, 1, 8, 2, 1, 1, 16, 3, 16]
     i = 0
     while len(tokens) < 80:
         width = widths[i % len(widths)]
@@ -115,20 +127,6 @@ def test_plain_steps_then_a_block_then_plain_steps(session):
     assert tokens == text[: len(tokens)]
 
 
-def test_prefill_commits_an_uncommitted_block_first(session):
-    engine = session.engine
-    more = [11, 12, 13, 14]
-    engine.reset()
-    engine.prefill(PROMPT)
-    first = engine.cursor.last_token
-    engine.verify_step(BLOCK)
-    engine.accept(3, 0)
-    got = engine.prefill(more)
-    engine.reset()
-    want = engine.prefill([*PROMPT, first, *BLOCK[:2], *more])
-    assert got == want
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("poison", [0xFF, 0x3E], ids=["NaN bytes", "0x3e bytes"])
 def test_dirty_memory_changes_nothing(session, poison):
@@ -146,12 +144,6 @@ def test_dirty_memory_changes_nothing(session, poison):
     engine.draft_kv.fill(0)
 
 
-def test_identical_prompts_give_identical_counts(session):
-    """Repeating a prompt must not depend on what was there before (a fork's drafter went blind on the second one)."""
-    runs = [run(session.engine, PROMPT, 50) for _ in range(3)]
-    assert all(r[0] == runs[0][0] and r[1].matched_at == runs[0][1].matched_at for r in runs)
-
-
 def test_several_layers_replay_in_place(session):
     """All layers are replayed by one node that writes the states where they are; the counts say that it is one node."""
     engine = session.engine
@@ -159,9 +151,9 @@ def test_several_layers_replay_in_place(session):
     engine.prefill(PROMPT)
     engine.verify_step(BLOCK)
     step = next(s for key, s in engine.graphs.steps().items() if key.kind == "verify")
-    layers = session.target.recurrent_shape().layers
-    counts = step.graph.op_counts()
-    if session.target.recurrent_shape().recurrence is Recurrence.SCAN:
+    recurrent, counts = session.target.recurrent_shape(), step.graph.op_counts()
+    layers = recurrent.layers
+    if recurrent.recurrence is Recurrence.SCAN:
         assert counts["SSM_SCAN"] == 2 * layers
     elif session.backend.level is None:
         assert counts["GATED_DELTA_NET"] == layers + 1
@@ -211,8 +203,7 @@ def test_restoring_a_snapshot(engine, before):
     for _ in range(2):
         engine.restore(snapshot)
         got, bytes_left = go_on(engine)
-        assert got == want
-        assert np.array_equal(bytes_left, left)
+        assert got == want and np.array_equal(bytes_left, left)
     snapshot.close()
 
 
@@ -221,13 +212,12 @@ def test_a_snapshot_in_the_middle_of_a_block_is_refused(engine):
     engine.reset()
     engine.prefill(LONG_PROMPT[:40])
     engine.fused_step(4)
-    with pytest.raises(EngineError, match="neither accepted"):
-        engine.snapshot()
+    fails_with(EngineError, "neither accepted", engine.snapshot)
     engine.reset()
     assert engine.snapshot().committed == 0
 
 
-def test_what_was_not_sound_is_not_when_it_comes_back(engine):
+def test_what_comes_back_is_sound_and_long_enough(engine):
     """Nothing of a sequence that gave NaN goes to later prompts, and its rows are cleared after it: a restored one's were not."""
     engine.reset()
     engine.prefill(LONG_PROMPT[:40])
@@ -239,6 +229,11 @@ def test_what_was_not_sound_is_not_when_it_comes_back(engine):
     assert not engine.slots[0].sound and not engine.slots[0].clean
     snapshot.close()
     engine.reset()
+    engine.reset()
+    engine.prefill(LONG_PROMPT[:40])
+    fails_with(EngineError, "40", engine.resume, 39)
+    engine.reset()
+    fails_with(EngineError, "9999", engine.resume, 9999)
 
 
 def test_a_sound_sequence_in_a_slot_of_nan(tmp_path):
@@ -265,17 +260,7 @@ def test_a_sound_sequence_in_a_slot_of_nan(tmp_path):
         engine.close()
 
 
-def test_resuming_with_fewer_tokens_than_there_are_is_refused(engine):
-    engine.reset()
-    engine.prefill(LONG_PROMPT[:40])
-    with pytest.raises(EngineError, match="40"):
-        engine.resume(39)
-    engine.reset()
-    with pytest.raises(EngineError, match="9999"):
-        engine.resume(9999)
-
-
-def test_a_snapshot_is_closed_after_its_session(tmp_path):
+def test_snapshots_and_rows_at_their_ends(tmp_path):
     """The device that it lies on is freed then; closing it raised, and its memory stayed."""
     target, _ = write_pair(tmp_path, "qwen3", Shape())
     with ps.load(target, device="CPU", threads=1, n_ctx=64) as session:
@@ -285,9 +270,6 @@ def test_a_snapshot_is_closed_after_its_session(tmp_path):
     snapshot.close()
     assert snapshot.pieces.closed
     snapshot.close()
-
-
-def test_rows_beyond_the_context_are_not_accepted(tmp_path):
     target, _ = write_pair(tmp_path, "qwen3", Shape())
     with ps.load(target, device="CPU", threads=1, n_ctx=32) as session:
         engine = ModelRunner(session.backend, session.target, None, EngineOptions(n_ctx=32, width=8))

@@ -14,6 +14,7 @@ import pytest
 from cli.process import one_sentence, pyspec, start
 from pairs import with_control_tokens
 
+pytestmark = pytest.mark.slow
 DEMO = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-c", 512]
 
 
@@ -89,7 +90,6 @@ def terminal():
             one.process.wait()
 
 
-@pytest.mark.slow
 def test_three_turns_through_a_terminal_with_drafts_in_each(terminal, tmp_path):
     chat = terminal(*DEMO, "-n", 20, "--draft-width", 8)
     start_text = chat.until("> ")
@@ -117,7 +117,6 @@ def test_three_turns_through_a_terminal_with_drafts_in_each(terminal, tmp_path):
     assert chat.ends() == 0
 
 
-@pytest.mark.slow
 def test_ctrl_c_and_the_end_of_input(terminal):
     chat = terminal(*DEMO, "-n", 400, "-l", "4094-inf", "--temp", 1, "-s", 1)
     chat.until("> ")
@@ -149,7 +148,6 @@ def test_piped_lines_and_defaults(talker):
     assert done.returncode == 0 and done.stdout.strip() and "ended by" in done.stderr
 
 
-@pytest.mark.slow
 def test_names_of_the_template_and_full_contexts(talker):
     done = pyspec("chat", *talker, "-n", 2, "--no-think", stdin=b"he\n/think on\nhe\n/think\n/think maybe\n")
     assert "thinking off;" in done.stderr and done.stderr.count("thinking on\n") == 2
@@ -167,19 +165,18 @@ def test_names_of_the_template_and_full_contexts(talker):
     assert done.returncode == 1 and done.stderr.count("ended by: context") == 2
 
 
-def test_system_prompt_and_templates(talker, tmp_path):
+def test_system_prompts_templates_foreign_bytes_and_errors(talker, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages | length }}{{ messages[0].content }}")
     done = pyspec("chat", *talker, "-n", 2, "-sys", "Be brief.", "--chat-template-file", tmp_path / "t.jinja",
                   stdin=b"he\n/system\n/system -\n/system Now\n")  # fmt: skip
     assert done.returncode == 0 and "template that was given" in done.stderr
-    assert [line for line in done.stderr.splitlines() if "system prompt" in line] == [
-        "system prompt: Be brief.",
-        "no system prompt",
-        "system prompt: Now",
-    ]
-
-
-def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_path):
+    said = [line.removeprefix("system prompt: ") for line in done.stderr.splitlines() if "system prompt" in line]
+    assert said == ["Be brief.", "no system prompt", "Now"]
+    done = pyspec(
+        "chat", *talker, "-n", 2, "-q", "-sys", os.fsdecode(b"\xff"), stdin=b"\xff\xfe\n/save " + os.fsencode(tmp_path / "talk.json")
+    )
+    messages = json.loads((tmp_path / "talk.json").read_text("utf-8"))["messages"]
+    assert done.returncode == 0 and [m["content"] for m in messages][:2] == ["\ufffd", "\ufffd" * 2]
     lines = "x" * 600 + "\n/unknown\n/save\n/save " + str(tmp_path / "no" / "f") + f"\n/save {tmp_path}\n/save ~nosuch/x\n/save a\0b\nhe\n"
     done = pyspec("chat", *talker, "-n", 2, "-q", stdin=lines.encode())
     said = done.stderr.splitlines()
@@ -191,7 +188,6 @@ def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options, words", [
     (["--chat-template", "{% if %}"], ["chat template"]), (["--chat-template", ""], ["is empty"]), (["--chat-template-file", "/nowhere"], ["/nowhere"]),
     (["--grammar", "root ::= ("], ["grammar is wrong"]), (["-j", "{"], ["no JSON"]), (["--chat-template-kwargs", "{"], ["--chat-template-kwargs '{' is no JSON"]), (["--chat-template-kwargs", "[]"], ["no JSON object"]), (["-l", "999999+1"], ["token 999999"]),
@@ -199,16 +195,6 @@ def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_p
 ])  # fmt: skip
 def test_what_cannot_start_is_one_sentence(options, words):
     one_sentence(pyspec("chat", *DEMO, "-q", *options, stdin=b""), *words)
-
-
-def test_input_that_is_no_utf8(talker, tmp_path):
-    done = pyspec(
-        "chat", *talker, "-n", 2, "-q", "-sys", os.fsdecode(b"\xff"), stdin=b"\xff\xfe\n/save " + os.fsencode(tmp_path / "talk.json")
-    )
-    assert done.returncode == 0 and [m["content"] for m in json.loads((tmp_path / "talk.json").read_text("utf-8"))["messages"]][:2] == [
-        "\ufffd",
-        "\ufffd" * 2,
-    ]
 
 
 @pytest.mark.parametrize(
@@ -220,8 +206,7 @@ def test_a_template_that_fails_fails_the_turn_and_not_the_chat(talker, template)
     assert done.returncode == 1 and not done.stdout and len(said) == 1 and "chat template" in said[0] and "no answer yet" in done.stderr
 
 
-@pytest.mark.slow
-def test_readers_that_leave_and_piped_ctrl_c(talker):
+def test_readers_that_leave_and_what_outlives_the_chat(talker, tmp_path):
     process = start("chat", *talker, "-n", 400, "-q", stdin=subprocess.PIPE)
     process.stdout.close()
     assert process.communicate(b"he\nhe\n", timeout=100)[1] == b"" and process.returncode == 141
@@ -231,12 +216,6 @@ def test_readers_that_leave_and_piped_ctrl_c(talker):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130 and err == b""
-
-
-@pytest.mark.slow
-def test_computed_prompts_outlive_the_chat(talker, tmp_path):
-    first, second = (
-        pyspec("chat", *talker, "-n", 2, "-ub", 16, "--prefix-cache", tmp_path / "kept", "-sys", "s" * 100, stdin=b"he\n").stderr
-        for _ in range(2)
-    )
+    line = ("chat", *talker, "-n", 2, "-ub", 16, "--prefix-cache", tmp_path / "kept", "-sys", "s" * 100)
+    first, second = (pyspec(*line, stdin=b"he\n").stderr for _ in range(2))
     assert "in the caches" not in first and "in the caches" in second

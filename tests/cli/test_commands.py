@@ -24,22 +24,35 @@ from pyggml_spec.ggml.kernels import levels
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools import compare
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("command", Commands.names)
 def test_every_command_has_help(command):
     done = pyspec(command, "--help")
     assert done.returncode == 0 and not done.stderr and f"Usage: pyspec {command}" in done.stdout.decode()
 
 
-def test_the_list_of_commands():
+def test_commands_help_versions_and_escapes(tmp_path):
     listed = pyspec("--help").stdout.decode()
-    assert all(f"\n  {name} " in listed for name in Commands.names)
-    assert "..." not in listed.split("Commands:")[1]
+    assert all(f"\n  {name} " in listed for name in Commands.names) and "..." not in listed.split("Commands:")[1]
     assert pyspec("-h").stdout.decode() == listed
     # It is what a user with a wrong llama-cpp-python sees first.
     code = "import sys; from pyggml_spec.cli.main import cli; cli.main(['--help'], standalone_mode=False); sys.exit('llama_cpp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    # It began with the stretching of positions.
+    assert [params.opts[0] for params in grouped(run.command.params)["Options"]][:3] == ["-p", "-f", "-n"]
+    modules = [__import__(f"pyggml_spec.cli.{command}", fromlist=["command"]) for command in ("run", "chat", "bench", "serve")]
+    assert {name for names in GROUPS.values() for name in names} <= {p.name for module in modules for p in module.command.params}
+    assert pyspec("--version").stdout.startswith(b"pyspec, version ")
+    done = pyspec("fly")
+    assert done.returncode == 2 and "fly" in done.stderr
+    evil = "\x1b]0;owned\x07\n"
+    content = gguf([key("general.name", STR, evil), key(evil, U32, 1), key("k" * 5000, U32, 1)], [info(evil)], bytes(128))
+    (tmp_path / "x.gguf").write_bytes(content)
+    shown = pyspec("inspect", tmp_path / "x.gguf").stdout.decode()
+    assert "\x1b" not in shown and "\x07" not in shown and "owned" in shown
+    assert len(shown) < 3 * 5000  # one long key does not indent the lines of all others
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "bench"])
@@ -52,19 +65,7 @@ def test_long_help_is_grouped_and_complete(command):
     assert all(option.opts[0] in shown for options in groups.values() for option in options)
 
 
-def test_help_and_version():
-    """It began with the stretching of positions."""
-    first = [params.opts[0] for params in grouped(run.command.params)["Options"]]
-    assert first[:3] == ["-p", "-f", "-n"]
-    modules = [__import__(f"pyggml_spec.cli.{command}", fromlist=["command"]) for command in ("run", "chat", "bench", "serve")]
-    assert {name for names in GROUPS.values() for name in names} <= {p.name for module in modules for p in module.command.params}
-    assert pyspec("--version").stdout.startswith(b"pyspec, version ")
-    done = pyspec("fly")
-    assert done.returncode == 2 and "fly" in done.stderr
-
-
-# -- inspect
-def test_inspect_as_text_and_json(pair, tmp_path):
+def test_inspect_as_text_json_and_in_any_locale(pair, tmp_path):
     target, drafter = (pyspec("inspect", path).stdout.decode() for path in pair)
     assert "a qwen35 target of 4 layers" in target and "give it with -m" in target
     assert "qwen35.block_count" in target and "blk.0.ffn_up.weight" in target and "f32" in target
@@ -79,19 +80,6 @@ def test_inspect_as_text_and_json(pair, tmp_path):
     (tmp_path / "x.gguf").write_bytes(gguf([key("general.architecture", STR, "mamba9")], [info("t")], bytes(128)))
     done = pyspec("inspect", tmp_path / "x.gguf")
     assert done.returncode == 0 and "cannot be run: it has the architecture 'mamba9', which does not run here yet" in done.stdout.decode()
-
-
-def test_inspect_lets_no_escape_sequence_through(tmp_path):
-    evil = "\x1b]0;owned\x07\n"
-    content = gguf([key("general.name", STR, evil), key(evil, U32, 1), key("k" * 5000, U32, 1)], [info(evil)], bytes(128))
-    (tmp_path / "x.gguf").write_bytes(content)
-    shown = pyspec("inspect", tmp_path / "x.gguf").stdout.decode()
-    assert "\x1b" not in shown and "\x07" not in shown and "owned" in shown
-    assert len(shown) < 3 * 5000  # one long key does not indent the lines of all others
-
-
-@pytest.mark.slow
-def test_inspect_writes_what_the_locale_cannot(pair):
     assert pyspec("inspect", pair[0], env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}).returncode == 0
 
 
@@ -115,10 +103,6 @@ def test_devices_and_files_that_are_no_gguf(tmp_path, pair):
 # -- devices
 
 
-# -- compare
-
-
-@pytest.mark.slow
 def test_compare_ends_with_a_verdict_in_words(pair, tmp_path, monkeypatch):
     """On random ids alone, and with numbers alone, it was unclear whether a file or an engine was wrong."""
     line = ["compare", "--logits", str(pair[0]), "--tokens", "16", "--device", "CPU", "-t", "1", "--kernels", "ggml"]
@@ -190,14 +174,12 @@ def test_convert_from_outside(demo, tmp_path):
     assert b"block 16, mask token 4095, inputs of target layers [1, 4, 6, 7]" in done.stdout and done.stdout.count(b"\n") == 1
     again = _run(demo, "-m", DEMO_TARGET, "-o", out)
     assert again.returncode == 1 and again.stderr.count("\n") == 1 and "--force" in again.stderr
-    assert _run(demo, "-m", DEMO_TARGET, "-o", out, "--force", "-t", 1).returncode == 0
-    assert list(tmp_path.iterdir()) == [out]
+    assert _run(demo, "-m", DEMO_TARGET, "-o", out, "--force", "-t", 1).returncode == 0 and list(tmp_path.iterdir()) == [out]
     assert _run(demo, "-o", tmp_path / "o.gguf").returncode == 2
     bad = _run(demo, "-m", DEMO_DRAFTER, "-o", tmp_path / "o.gguf", "--type", "int3")
     assert bad.returncode == 1 and bad.stderr.startswith("pyspec: 'int3' is not a type")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_ctrl_c_leaves_nothing(demo, tmp_path):
     """Slow on purpose: each tensor of the patched converter waits."""
@@ -228,7 +210,6 @@ def test_ctrl_c_leaves_nothing(demo, tmp_path):
 ON_CPU = ("--device", "CPU", "-t", 1, "-c", 256)
 
 
-@pytest.mark.slow
 def test_doctors_exit_codes(pair, tmp_path):
     """The random drafter was never trained for its random target: nothing it reads helps it."""
     done = pyspec("doctor", "-m", pair[0], "-md", pair[1], *ON_CPU)
@@ -271,7 +252,6 @@ def prompts(tmp_path):
     return path
 
 
-@pytest.mark.slow
 def test_bench_of_lengths(pinned):
     done = pyspec("bench", *pinned, "-p", "8,16", "-n", 4, "-r", 2, "--json")
     assert done.returncode == 0 and "configuration: " in done.stderr
@@ -285,25 +265,18 @@ def test_bench_of_lengths(pinned):
     assert done.returncode == 2 and "there is nothing to measure" in done.stderr and not done.stdout
 
 
-@pytest.mark.slow
 def test_prompts_and_their_conditions(talker, prompts):
     done = pyspec("bench", *talker, "--prompts", prompts, "-r", 2, "--temp", 1, "-s", 7, "--json")
     assert done.returncode == 0
     table, last = done.stdout.decode().splitlines(), json.loads(done.stdout.splitlines()[-1])
     assert [line.split(" | ")[:4] for line in table[2:5]] == [
-        ["| code", "-", "1", "2"],
-        ["| chat", "on", "1", "2"],
-        ["| chat", "off", "1", "2"],
+        [f"| {a}", b, "1", "2"] for a, b in (("code", "-"), ("chat", "on"), ("chat", "off"))
     ]
     seen = last["conditions"]
     assert any(line == "* seeds: [7, 8]" for line in table) and seen["seeds"] == [7, 8] and "temperature 1" in seen["sampling"]
     for name, path, more in (("target", talker[1], {}), ("drafter", talker[3], {}), ("prompts", prompts, {"prompts": 2})):
-        assert seen[name] == {
-            "file": path.name,
-            "bytes": path.stat().st_size,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            **more,
-        }
+        of_file = {"file": path.name, "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        assert seen[name] == {**of_file, **more}
     assert seen["template"] == {"origin": "the target's", "sha256": hashlib.sha256(CHATML.encode()).hexdigest()}
     assert {"date", "device", "threads", "context", "width", "kv_type", "command", "tokens", "runs"} <= seen.keys() and "ggml" in seen[
         "versions"
@@ -311,52 +284,18 @@ def test_prompts_and_their_conditions(talker, prompts):
     assert all(len(row["acceptance"]["runs"]) == 2 and row["acceptance"]["deviation"] is not None for row in last["rows"])
 
 
-@pytest.mark.slow
-def test_prompts_as_csv_and_jsonl(talker, prompts):
+def test_prompts_of_every_kind_and_ctrl_c(talker, prompts):
     done = pyspec("bench", *talker, "--prompts", prompts, "-r", 1, "--no-think", "-o", "csv")
     rows = list(csv.reader(done.stdout.decode().splitlines()))
     assert [row[:4] for row in rows] == [["category", "thinking", "prompts", "runs"], ["code", "-", "1", "1"], ["chat", "off", "1", "1"]]
     assert json.loads(next(line for line in done.stderr.splitlines() if line.startswith("conditions: "))[12:])["runs"] == 1
     lines = [json.loads(line) for line in pyspec("bench", *talker, "--prompts", prompts, "-r", 1, "-o", "jsonl").stdout.splitlines()]
     assert [line.get("category") for line in lines] == ["code", "chat", "chat", None] and lines[-1]["conditions"]["context"] > 0
-
-
-@pytest.mark.slow
-def test_prompts_from_a_pipe_are_read_once(talker, prompts):
-    done = pyspec(
-        "bench",
-        *talker,
-        "--prompts",
-        "/dev/stdin",
-        "-r",
-        1,
-        "--no-think",
-        "--temp",
-        1,
-        "-s",
-        (1 << 32) - 3,
-        "-o",
-        "jsonl",
-        stdin=prompts.read_bytes(),
-    )
+    options = ["--prompts", "/dev/stdin", "-r", 1, "--no-think", "--temp", 1, "-s", (1 << 32) - 3, "-o", "jsonl"]
+    done = pyspec("bench", *talker, *options, stdin=prompts.read_bytes())
     seen = json.loads(done.stdout.splitlines()[-1])["conditions"]
-    assert (
-        done.returncode == 0
-        and seen["prompts"]["sha256"] == hashlib.sha256(prompts.read_bytes()).hexdigest()
-        and seen["seeds"] == [(1 << 32) - 3]
-    )
-
-
-@pytest.mark.slow
-def test_included_prompts_on_the_embedded_pair():
-    done = pyspec("bench", "--prompts", "reasoning", *SMALL, "-r", 1, "-o", "jsonl")
-    row, conditions = map(json.loads, done.stdout.splitlines())
-    assert done.returncode == 0 and row["prompts"] == 6 and sum(row["offered_at"]) > 0
-    assert conditions["conditions"]["template"]["origin"].startswith("none")
-
-
-@pytest.mark.slow
-def test_ctrl_c_writes_the_complete_runs(talker, prompts):
+    assert done.returncode == 0 and seen["prompts"]["sha256"] == hashlib.sha256(prompts.read_bytes()).hexdigest()
+    assert seen["seeds"] == [(1 << 32) - 3]
     process = start("bench", *talker, "--prompts", prompts, "-r", 100000, "-o", "csv")
     while not process.stderr.readline().startswith(b"configuration"):
         pass
@@ -365,7 +304,13 @@ def test_ctrl_c_writes_the_complete_runs(talker, prompts):
     assert process.returncode == 130 and out.startswith(b"category,") and b"of 100000 runs" in err and b"Traceback" not in err
 
 
-@pytest.mark.slow
+def test_included_prompts_on_the_embedded_pair():
+    done = pyspec("bench", "--prompts", "reasoning", *SMALL, "-r", 1, "-o", "jsonl")
+    row, conditions = map(json.loads, done.stdout.splitlines())
+    assert done.returncode == 0 and row["prompts"] == 6 and sum(row["offered_at"]) > 0
+    assert conditions["conditions"]["template"]["origin"].startswith("none")
+
+
 @pytest.mark.parametrize("busy", [True, False])
 @pytest.mark.parametrize("measured", ["-p 8", "--prompts FILE"])
 def test_figures_of_a_busy_machine_are_called_that(pair, tmp_path, capsys, monkeypatch, measured, busy):
@@ -375,15 +320,11 @@ def test_figures_of_a_busy_machine_are_called_that(pair, tmp_path, capsys, monke
     monkeypatch.setattr("pyggml_spec.speculation.calibrate.cpu_wait_s", lambda: next(clock))
     with pytest.raises(SystemExit) as end:
         main(
-            [
-                "bench",
-                *f"-m {pair[0]} -md {pair[1]} --device CPU -t 1 -n 2 -r 1 {measured}".replace("FILE", str(tmp_path / "p.jsonl")).split(),
-            ]
+            ["bench", *f"-m {pair[0]} -md {pair[1]} --device CPU -t 1 -n 2 -r 1 {measured}".replace("FILE", f"{tmp_path}/p.jsonl").split()]
         )
     assert end.value.code == 0 and ("warning: other work had the processor" in capsys.readouterr().err) is busy
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("output", ["md", "jsonl"])
 def test_ctrl_c_keeps_what_was_measured(pinned, output):
     """Hours of it were lost."""
@@ -409,7 +350,6 @@ def test_ctrl_c_keeps_what_was_measured(pinned, output):
         assert [len(json.loads(line)["runs"]) for line in done.stdout.splitlines()] == [3, 3, 2]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options, words", [
     (["--prompts", "all", "-p", "8"], "--n-prompt and --prompts do not go together"), (["--prompts", "all", "--slots", "2"], "--slots and"),
     (["--prompts", "all", "-n", "0"], "needs tokens"), (["--temp", "1"], "--temperature needs --prompts"), (["--no-think"], "--think needs --prompts"),
@@ -420,7 +360,6 @@ def test_options_that_contradict_each_other(options, words):
     assert done.returncode == 2 and words in done.stderr and not done.stdout
 
 
-@pytest.mark.slow
 def test_prompts_that_cannot_be_measured(talker, tmp_path):
     one_sentence(pyspec("bench", *talker, "--prompts", tmp_path / "no"), "cannot be read")
     done = pyspec("bench", "--prompts", "chat", *SMALL, "--think")

@@ -100,8 +100,7 @@ def test_an_interrupted_command_is_ended_and_the_next_gets_its_own_status(forks,
         waiter.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert told == [b"holds holds ", b""]
-    assert run(forks, "import sys; sys.exit(5)") == (5, b"", b"")
+    assert told == [b"holds holds ", b""] and run(forks, "import sys; sys.exit(5)") == (5, b"", b"")
 
 
 def test_dead_parents_and_variables(forks):
@@ -118,8 +117,7 @@ def test_dead_parents_and_variables(forks):
 def test_where_there_is_a_gpu_nothing_is_forked(monkeypatch):
     from pyggml_spec.ggml import device
 
-    gpu = device.Device("CUDA0", "a GPU", "gpu", 1, 1, 1)
-    listed = device.devices()
+    gpu, listed = device.Device("CUDA0", "a GPU", "gpu", 1, 1, 1), device.devices()
     monkeypatch.setattr(device, "devices", lambda: [*listed, gpu])
     forks = Forks(environment())
     assert forks.run(["--version"], None, environment(), cwd=os.getcwd(), one_core=False) is None and forks.process is None

@@ -24,6 +24,7 @@ from pyggml_spec.cli.report import configuration_line, footer
 from pyggml_spec.cli.run import write_atomically
 from pyggml_spec.engine.stats import Stats
 
+pytestmark = pytest.mark.slow
 DOCUMENTED = {
     "emitted", "steps", "drafted", "matched", "tokens_per_step", "matched_per_position", "target_forwards", "draft_forwards",
     "graphs_built", "graphs_built_after_warmup", "buffer_growths", "buffer_growths_after_warmup", "computes", "mode", "width", "device",
@@ -31,38 +32,31 @@ DOCUMENTED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_stdout_is_the_text_and_nothing_else(pinned, text):
     done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40)
     assert (done.returncode, done.stdout.decode()) == (0, text)
     assert done.stderr.startswith("configuration: ") and "ended by: length" in done.stderr
-
-
-def test_without_a_terminal_there_are_no_bars_and_no_escapes(pinned):
     done = pyspec("run", *pinned, "-p", PROMPT, "-n", 5)
     assert "\x1b" not in done.stderr and "\r" not in done.stderr
+    process = start("run", *pinned, "-p", PROMPT, "-n", 40, "-q")
+    out, err = process.communicate()
+    assert (process.returncode, out.decode(), err) == (0, text, b"")
+    done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, env={"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert done.stdout.decode() == text
 
 
-@pytest.mark.slow
-def test_cache_types_are_engaged(pinned):
+def test_cache_types_and_closed_streams(pinned, tmp_path):
     for more in (["--cache-type-k", "q8_0", "--draft-cache-type-v", "q4_0"], ["-ctk", "q8_0", "-ctvd", "q4_0"],
                  ["-ctk", "q8_0", "--spec-draft-type-v", "q4_0"]):  # fmt: skip
         done = pyspec("run", *pinned, "-p", PROMPT, "-n", 5, *more)
         assert done.returncode == 0 and "K q8_0 V f16, drafter K f16 V q4_0" in done.stderr
     assert pyspec("run", *pinned, "-p", PROMPT, "-ctv", "q4_K").returncode == 2
-
-
-@pytest.mark.slow
-def test_quiet_says_nothing(pinned, text):
-    process = start("run", *pinned, "-p", PROMPT, "-n", 40, "-q")
-    out, err = process.communicate()
-    assert (process.returncode, out.decode(), err) == (0, text, b"")
-
-
-@pytest.mark.slow
-def test_the_locale_does_not_change_the_text(pinned, text):
-    done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, env={"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
-    assert done.stdout.decode() == text
+    # Daemons start with them closed; Python then has None instead of a file.
+    line = [str(a) for a in ("run", *pinned, "-p", PROMPT, "-n", 5, "--stats", tmp_path / "s.json")]
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *COMMAND, *line], timeout=60)
+    assert done.returncode == 0 and json.loads((tmp_path / "s.json").read_text())["emitted"] == 5
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *COMMAND, "run", *map(str, pinned)], capture_output=True, text=True)
+    assert done.returncode == 1 and "there is no prompt" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_prompts_of_every_source(pinned, text, tmp_path):
@@ -82,7 +76,6 @@ def test_prompts_of_every_source(pinned, text, tmp_path):
     assert (done.returncode, done.stdout) == (0, b"") and json.loads((tmp_path / "s.json").read_text())["emitted"] == 0
 
 
-# -- statistics
 def test_statistics_files(pinned, tmp_path, text):
     pyspec("run", *pinned, "-p", PROMPT, "-n", 40, "-q", "--stats", tmp_path / "s.json")
     s = json.loads((tmp_path / "s.json").read_text())
@@ -92,8 +85,7 @@ def test_statistics_files(pinned, tmp_path, text):
     assert (s["mode"], s["width"], s["device"]) == ("speculative", 4, "CPU")
     assert s["graphs_built_after_warmup"] == s["buffer_growths_after_warmup"] == 0
     assert s["waited_s"] is None or 0 <= s["waited_s"] <= s["seconds"]["decode"]
-    assert {"pyggml_spec", "llama_cpp_python", "ggml"} <= set(s["versions"])
-    assert len(s["matched_per_position"]) == 3
+    assert {"pyggml_spec", "llama_cpp_python", "ggml"} <= set(s["versions"]) and len(s["matched_per_position"]) == 3
     assert os.listdir(tmp_path) == ["s.json"]
     # A disk that is full by then. A folder that is missing, or in the file's place, is said at once: test_usage.py.
     done = pyspec("run", *pinned, "-p", PROMPT, "-n", 40, "--stats", "/dev/full")
@@ -105,20 +97,14 @@ def test_statistics_files(pinned, tmp_path, text):
     assert pyspec("run", *pinned, "-p", PROMPT, "-n", 5, "--require-spec").returncode == 0
 
 
-# -- requirements
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more, words",
-    [(["--mode", "plain"], "the mode was plain"), (["--mode", "reference"], "the mode was reference"), (["-n", 1], "first token")],
-)
+@pytest.mark.parametrize("more, words", [
+    (["--mode", "plain"], "the mode was plain"), (["--mode", "reference"], "the mode was reference"), (["-n", 1], "first token"),
+])  # fmt: skip
 def test_require_spec_fails_with_the_reason(pinned, more, words):
     done = pyspec("run", *pinned, "-p", PROMPT, "-n", 5, "--require-spec", "-q", *more)
     assert done.returncode == 3 and words in done.stderr
 
 
-@pytest.mark.slow
 def test_outputs_that_end_early(pair, pinned, tmp_path):
     run = ["run", "-m", pair[0], "--device", "CPU", "-t", 1, "-p", PROMPT, "-n", 3, "--require-spec"]
     done = pyspec(*run)
@@ -139,21 +125,7 @@ def test_outputs_that_end_early(pair, pinned, tmp_path):
     assert done.returncode == 1 and done.stderr == "pyspec: the output cannot be written: No space left on device\n"
 
 
-# -- an output that goes away
-
-
-@pytest.mark.slow
-def test_closed_standard_streams_are_no_crash(pinned, tmp_path):
-    """Daemons start with them closed; Python then has None instead of a file."""
-    line = [str(a) for a in ("run", *pinned, "-p", PROMPT, "-n", 5, "--stats", tmp_path / "s.json")]
-    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *COMMAND, *line], timeout=60)
-    assert done.returncode == 0 and json.loads((tmp_path / "s.json").read_text())["emitted"] == 5
-    done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *COMMAND, "run", *map(str, pinned)], capture_output=True, text=True)
-    assert done.returncode == 1 and "there is no prompt" in done.stderr and "Traceback" not in done.stderr
-
-
-# -- what cannot be run
-def test_usage_errors_and_prompts(pinned, pair):
+def test_usage_and_contradictions(pinned, pair):
     wrong = {"-f b": "not with both", "--unknown": "--unknown", "-n -3": "-3", "--draft-width 1": "draft-width", "--mode fast": "fast"}
     for more, words in wrong.items():
         done = pyspec("run", *pinned, "-p", "a", *more.split())
@@ -162,9 +134,13 @@ def test_usage_errors_and_prompts(pinned, pair):
     one_sentence(pyspec("run", *pinned, "-q", stdin=b""), "no prompt")
     one_sentence(pyspec("run", *pinned, "-q", "-c", 64, "-p", "x" * 65), "65", "64", "-c")
     assert pyspec("run", *pinned, "-q", "-c", 64, "-p", "x" * 64).returncode == 0
+    asked = OffloadRows()
+    assert [asked.convert(text, None, None) for text in ("off", "auto", "128")] == [None, "auto", 128]
+    for text, words in (("maybe", "neither auto nor off, nor a number of rows"), ("0", "not in the range"), ("-1", "neither auto nor off")):
+        with pytest.raises(click.BadParameter, match=words):
+            asked.convert(text, None, None)
 
 
-@pytest.mark.slow
 def test_files_of_devices_and_links(pinned, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
@@ -184,7 +160,6 @@ def test_files_of_devices_and_links(pinned, tmp_path):
     assert victim.read_text() == "mine" and path.read_text() == "{}" and not path.is_symlink()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["/dev/stderr", "/dev/fd/2", "/proc/self/fd/2"])
 def test_statistics_for_a_descriptor_go_to_it(tmp_path, name):
     code = f"from pathlib import Path; from pyggml_spec.cli.run import write_atomically as w; w(Path({name!r}), 'two')"
@@ -285,7 +260,6 @@ def test_speeds_that_are_not_claimed():
 N = ["-p", PROMPT, "-n", 30]
 
 
-@pytest.mark.slow
 def test_seeds_and_defaults_of_sampling(pinned, text, tmp_path):
     options = ["--temp", 1.2, "--seed", 5, "--repeat-penalty", 1.1]
     first, again, plain = (pyspec("run", *pinned, *N, *options, *more) for more in ([], [], ["--reference-shape"]))
@@ -300,7 +274,6 @@ def test_seeds_and_defaults_of_sampling(pinned, text, tmp_path):
     assert f"--seed {stats['seed']}" in done.stderr and "top-k 7" in stats["sampling"]
 
 
-@pytest.mark.slow
 def test_constraints_and_log_probabilities(pinned, tmp_path):
     done = pyspec("run", *pinned, *N, "--temp", 0, "--logprobs", tmp_path / "p.jsonl", "--n-probs", 2)
     lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
@@ -324,7 +297,6 @@ def test_constraints_and_log_probabilities(pinned, tmp_path):
     assert "ended by: length (cut: not complete)" in cut.stderr
 
 
-@pytest.mark.slow
 def test_what_the_file_recommends_counts_where_nothing_was_asked_for(pair, pinned, tmp_path):
     model = Model(pair[0])
     model.keys |= {f"general.sampling.{key}": value for key, value in {"temp": (F32, 0.5), "top_k": (I32, 7), "mirostat": (I32, 2)}.items()}
@@ -346,12 +318,8 @@ def test_what_cannot_be_sampled_is_one_sentence(pinned, options, words):
 
 
 def test_usage(pinned):
-    for options, words in {
-        "-l 5*2": "5*2",
-        "--grammar a --grammar-file b": "not both",
-        "--mirostat 2": "--mirostat",
-        "-s -2": "-2",
-    }.items():
+    wrong = {"-l 5*2": "5*2", "--grammar a --grammar-file b": "not both", "--mirostat 2": "--mirostat", "-s -2": "-2"}
+    for options, words in wrong.items():
         done = pyspec("run", *pinned, *N, *options.split())
         assert done.returncode == 2 and words in done.stderr
 
@@ -375,24 +343,17 @@ def on_a_terminal(*args, **env) -> tuple[bytes, str]:
     return out, seen.decode()
 
 
-@pytest.mark.slow
-def test_a_bar_while_loading_and_none_while_text_streams(pinned, text):
+def test_bars_and_colours_of_terminals(pinned, text):
     out, seen = on_a_terminal("run", *pinned, "-p", PROMPT, "-n", 40)
-    assert out.decode() == text
-    assert "weights" in seen and "prefill" in seen and COLOUR.search(seen)
+    assert out.decode() == text and "weights" in seen and "prefill" in seen and COLOUR.search(seen)
     assert seen.count("\x1b[?25h") >= seen.count("\x1b[?25l") > 0  # the cursor is shown again
     assert "\x1b" not in seen[seen.index(" tok/s") :]
-
-
-@pytest.mark.slow
-def test_terminals_without_colour(pinned):
     _, seen = on_a_terminal("run", *pinned, "-p", PROMPT, "-n", 3, NO_COLOR="1")
     assert "weights" in seen and not COLOUR.search(seen)
     _, seen = on_a_terminal("run", *pinned, "-p", PROMPT, "-n", 3, TERM="dumb")
     assert "\x1b" not in seen and "configuration: " in seen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", [["inspect"], ["devices"]])
 def test_other_commands_write_no_escapes(pair, command):
     out, seen = on_a_terminal(*command, *([pair[0]] if command == ["inspect"] else []))
@@ -412,8 +373,7 @@ def run(pinned, tmp_path):
     return run
 
 
-@pytest.mark.slow
-def test_prefix_cache_over_two_runs(run, tmp_path):
+def test_prefix_cache_over_two_runs(run, tmp_path, pinned):
     folder = tmp_path / "made" / "on the way"
     (first, a), (second, b) = (run(suffix, "--prefix-cache", folder) for suffix in ("return 1", "yield 2"))
     without, c = run("yield 2")
@@ -437,10 +397,7 @@ def test_prefix_cache_over_two_runs(run, tmp_path):
     assert "was made for this model and layout ('chunk: 32' there, 'chunk: 64' here)" in done.stderr and stats["reused_tokens"] == 0
     run("return 1", "--prefix-cache", tmp_path / "cache", "--prefix-disk", 0)
     assert not os.listdir(tmp_path / "cache")
-
-
-def test_prefix_cache_folders_that_cannot_be(pinned, tmp_path):
-    """They were dropped without a word."""
+    # They were dropped without a word.
     for option in ("--prefix-disk", "--prefix-memory"):
         done = pyspec("run", *pinned, "-q", "-p", "x", "-n", 1, option, 100)
         assert done.returncode == 2 and f"{option} is a limit of the prefix cache" in done.stderr
@@ -459,7 +416,6 @@ def model(tmp_path_factory):
     return write_qwen35moe(tmp_path_factory.mktemp("experts") / "t.gguf", quant="Q8_0")
 
 
-@pytest.mark.slow
 def test_profile_then_run_with_it(model, tmp_path):
     text, stats = tmp_path / "text.txt", tmp_path / "stats.json"
     text.write_text("Which experts does this text need? " * 40)
@@ -469,8 +425,7 @@ def test_profile_then_run_with_it(model, tmp_path):
     plain = pyspec(*run)
     for more in (("--expert-residency", 0.5), ("--cpu-moe",), ("--n-cpu-moe", 1, "--expert-residency", 0.5)):
         done = pyspec(*run, *more, "--stats", stats)
-        assert done.returncode == 0 and done.stdout == plain.stdout
-        assert "in host memory" in done.stderr and "% of" in done.stderr
+        assert done.returncode == 0 and done.stdout == plain.stdout and "in host memory" in done.stderr and "% of" in done.stderr
         seen = json.loads(stats.read_text())
         assert seen["expert_hit_rate"] == seen["experts"]["hits"] / seen["experts"]["chosen"]
         assert (seen["expert_hit_rate"] == 0) == (more == ("--cpu-moe",))
@@ -481,20 +436,11 @@ def test_residency_without_a_profile_says_how_to_make_one(tmp_path):
     one_sentence(pyspec("run", "-m", model, "-p", "x", "--expert-residency", 0.5, *CPU), "no routing profile", "pyspec experts profile")
 
 
-def test_prompts_with_copies_are_off_measured_or_from_a_number_of_rows_on():
-    asked = OffloadRows()
-    assert [asked.convert(text, None, None) for text in ("off", "auto", "128")] == [None, "auto", 128]
-    for text, words in (("maybe", "neither auto nor off, nor a number of rows"), ("0", "not in the range"), ("-1", "neither auto nor off")):
-        with pytest.raises(click.BadParameter, match=words):
-            asked.convert(text, None, None)
-
-
 @pytest.mark.parametrize("options", [("--expert-profile", "x.json"), ("--cpu-moe", "--n-cpu-moe", 1), ("--expert-residency", 2)])
 def test_contradictions_are_usage_errors(model, options):
     assert pyspec("run", "-m", model, "-p", "x", *options, *CPU).returncode == 2
 
 
-@pytest.mark.slow
 def test_experts_of_a_dense_model_and_texts_that_are_too_short(model, pair, tmp_path):
     one_sentence(pyspec("run", "-m", pair[0], "-p", "x", "--cpu-moe", *CPU), "no routed experts")
     (tmp_path / "t.txt").write_text("short")
@@ -518,7 +464,6 @@ def run_patched(patch: str, *args):
     return done
 
 
-@pytest.mark.slow
 def test_during_decoding(pinned, text, tmp_path):
     process = start("run", *pinned, "-p", PROMPT, "--ignore-eos", "-c", 4096, "--stats", tmp_path / "s.json")
     first = process.stdout.read(1)
@@ -532,7 +477,6 @@ def test_during_decoding(pinned, text, tmp_path):
     assert stats["stop_reason"] == "interrupt" and stats["emitted"] == 1 + stats["steps"] + stats["matched"] < 4096
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["draft-mtp", "draft-dflash,draft-mtp"])
 def test_during_decoding_by_chains(spec, tmp_path):
     """The embedded target's MTP layer, alone and alongside the block drafter: the text so far is the plain one, and who drafted what is counted."""
@@ -550,7 +494,6 @@ def test_during_decoding_by_chains(spec, tmp_path):
     assert set(stats["drafters"]) <= set(spec.split(","))
 
 
-@pytest.mark.slow
 def test_during_prefill(pinned, tmp_path):
     patch = """if True:
         from pyggml_spec.engine.runner import ModelRunner
@@ -566,7 +509,6 @@ def test_during_prefill(pinned, tmp_path):
     assert (stats["stop_reason"], stats["emitted"], stats["computes"]) == ("interrupt", 0, 1)  # one chunk of three
 
 
-@pytest.mark.slow
 def test_while_the_command_line_is_imported(monkeypatch):
     class Interrupted:
         def find_spec(self, name, *_):
@@ -580,29 +522,21 @@ def test_while_the_command_line_is_imported(monkeypatch):
     assert end.value.code == 130
 
 
-@pytest.mark.slow
 def test_both_names_of_the_program_are_one():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["pyspec"] == "pyggml_spec.__main__:main"
 
 
-@pytest.mark.slow
-def test_while_weights_are_loaded(pinned):
-    patch = """if True:
+WHILE_LOADING = {
+    "weights are loaded": """if True:
         from pyggml_spec.models.weights import Weights
         upload = Weights.upload
         def slow(self, *args, **kwargs):
             ctrl_c()
             return upload(self, *args, **kwargs)
         Weights.upload = slow
-    """
-    done = run_patched(patch, *pinned, "-p", PROMPT)
-    assert (done.returncode, done.stdout) == (130, "") and not done.stderr.strip()
-
-
-@pytest.mark.slow
-def test_while_a_tensor_is_copied(pinned):
-    """Its bytes in the file were still held when they were given back: a BufferError in place of the interrupt."""
-    patch = """if True:
+    """,
+    # Its bytes in the file were still held when they were given back: a BufferError in place of the interrupt.
+    "a tensor is copied": """if True:
         from pyggml_spec.models import weights
         class Copying:
             def __getattr__(self, name):
@@ -610,15 +544,9 @@ def test_while_a_tensor_is_copied(pinned):
             def ggml_backend_tensor_set(self, *args):
                 ctrl_c()
         real, weights.lib = weights.lib, Copying()
-    """
-    done = run_patched(patch, *pinned, "-p", PROMPT)
-    assert (done.returncode, done.stdout) == (130, "") and not done.stderr.strip()
-
-
-@pytest.mark.slow
-def test_while_llama_cpp_reads_the_vocabulary(pinned):
-    """Its log went to a Python function: Ctrl-C was raised in there, ctypes dropped it, and the run went on."""
-    patch = """if True:
+    """,
+    # Its log went to a Python function: Ctrl-C was raised in there, ctypes dropped it, and the run went on.
+    "llama.cpp reads the vocabulary": """if True:
         import threading, time
         from pyggml_spec.text import tokenizer
         class Slow:
@@ -633,12 +561,16 @@ def test_while_llama_cpp_reads_the_vocabulary(pinned):
                     model = real.llama_model_load_from_file(*args)
                 return model
         real, tokenizer.lib = tokenizer.lib, Slow()
-    """
+    """,
+}
+
+
+@pytest.mark.parametrize("patch", WHILE_LOADING.values(), ids=WHILE_LOADING)
+def test_while_loading(pinned, patch):
     done = run_patched(patch, *pinned, "-p", PROMPT)
     assert (done.returncode, done.stdout) == (130, "") and not done.stderr.strip()
 
 
-@pytest.mark.slow
 def test_a_second_one_does_not_wait_for_the_step(pinned, text, tmp_path):
     patch = """if True:
         from pyggml_spec.engine.runner import ModelRunner
@@ -658,7 +590,6 @@ def test_a_second_one_does_not_wait_for_the_step(pinned, text, tmp_path):
     assert stats["steps"] == 4 and stats["computes"] >= 5
 
 
-@pytest.mark.slow
 def test_one_after_the_text_is_complete_changes_nothing(pinned, text):
     """While the footer's plain speed is measured: the text is whole, so the run succeeded."""
     patch = """if True:

@@ -142,15 +142,12 @@ def test_a_share_of_one_device_is_a_number(said, share):
     assert code == 1 and f"there is one for {share}: name them with --device" in text, text
 
 
-@pytest.mark.parametrize(
-    "error, words",
-    [
-        (OSError(28, "No space left on device"), "the output cannot be written: No space left on device"),
-        (OSError(22, "Invalid argument"), "the system refused the operation: Invalid argument"),
-        (OSError(2, "No such file or directory", "x.pem"), "x.pem: No such file or directory"),
-        (OSError("odd"), "the system refused the operation: odd"),
-    ],
-)
+@pytest.mark.parametrize("error, words", [
+    (OSError(28, "No space left on device"), "the output cannot be written: No space left on device"),
+    (OSError(22, "Invalid argument"), "the system refused the operation: Invalid argument"),
+    (OSError(2, "No such file or directory", "x.pem"), "x.pem: No such file or directory"),
+    (OSError("odd"), "the system refused the operation: odd"),
+])  # fmt: skip
 def test_an_error_of_the_system_is_called_what_it_is(said, monkeypatch, error, words):
     """Whatever it was, it was said to be the output."""
 
@@ -190,7 +187,7 @@ def run(target, draft=None, *more):
     return pyspec("run", "-m", target, *drafter, "--device", "CPU", "-t", 1, "-p", "a", "-n", 2, *more)
 
 
-def test_missing_and_foreign_files(pair, tmp_path):
+def test_files_and_options_that_do_not_fit(pair, tmp_path):
     one_sentence(run(tmp_path / "none.gguf"), "none.gguf does not exist")
     one_sentence(run(pair[0], tmp_path / "none.gguf"), "none.gguf does not exist")
     done = pyspec("run", "-m", pair[0], "-f", tmp_path / "none.txt")
@@ -198,6 +195,16 @@ def test_missing_and_foreign_files(pair, tmp_path):
     (tmp_path / "x").write_bytes(b"PK\3\4 not a model")
     one_sentence(run(tmp_path / "x"), "not a GGUF")
     one_sentence(run(tmp_path), "not a file")
+    one_sentence(run(pair[1]), "is a drafter", "-md")
+    one_sentence(run(pair[0], pair[0]), "is a target model")
+    one_sentence(run(*pair, "--draft-width", 17), "17", "block of 16")
+    one_sentence(run(pair[0], None, "--draft-width", 4), "4", "-md")
+    one_sentence(pyspec("run", "-md", pair[1], "-p", "a"), "name it with -m")
+    one_sentence(pyspec("run", "-m", pair[0], "--device", "TPU7", "-p", "a"), "'TPU7'", "CPU")
+    done = pyspec("run", "-m", pair[0], "-t", 1, "-ngl", 0, "-p", PROMPT, "-n", 2)
+    assert done.returncode == 0 and " on CPU " in done.stderr
+    done = pyspec("run", "-m", pair[0], "-t", 1, "-ngl", 2, "-p", PROMPT, "-n", 2)
+    assert done.returncode == 0 and " on CPU " in done.stderr
 
 
 @pytest.mark.parametrize("part", [3, 20, 0.01, 0.5, -1])
@@ -207,28 +214,13 @@ def test_truncated_files(pair, tmp_path, part):
     one_sentence(run(tmp_path / "cut.gguf"), "cut.gguf")
 
 
-def test_drafter_and_target_exchanged(pair):
-    one_sentence(run(pair[1]), "is a drafter", "-md")
-    one_sentence(run(pair[0], pair[0]), "is a target model")
-
-
-OTHERS = [
+@pytest.mark.parametrize("shape, words", [
     ({"n_vocab": 300}, ["target.gguf has 320 tokens", "other.gguf has 300"]),
     ({"n_embd": 128}, ["128", "256"]),
     ({"target_layers": (1, 2, 99)}, ["layer 99", "layers 0 to 3"]),
-]
-
-
-@pytest.mark.parametrize("shape, words", OTHERS)
+])  # fmt: skip
 def test_a_drafter_for_another_target(pair, tmp_path, shape, words):
     one_sentence(run(pair[0], write_dflash(tmp_path / "other.gguf", Shape(**shape))), "other.gguf cannot draft for target.gguf", *words)
-
-
-def test_options_that_do_not_fit_the_files(pair):
-    one_sentence(run(*pair, "--draft-width", 17), "17", "block of 16")
-    one_sentence(run(pair[0], None, "--draft-width", 4), "4", "-md")
-    one_sentence(pyspec("run", "-md", pair[1], "-p", "a"), "name it with -m")
-    one_sentence(pyspec("run", "-m", pair[0], "--device", "TPU7", "-p", "a"), "'TPU7'", "CPU")
 
 
 LISTED = [line.split() for line in (Path(__file__).parent / "llama_cpp_options.txt").read_text().splitlines() if not line.startswith("#")]
@@ -253,51 +245,43 @@ def test_every_option_of_llama_cpp_is_taken_or_answered(capsys, tools, count, na
             assert left[:-2] or name == "--slots" or (name in KNOWN and (not KNOWN[name].text or KNOWN[name].text in note)), (command, name)
 
 
-def test_what_is_refused_says_what_to_use_instead():
+def test_options_refused_hidden_and_like_values(tmp_path):
     for name, one in KNOWN.items():
         assert not one.refused or len(one.text) > 20, name
         for words in re.findall(r"pyspec (\w+)", one.text):
             assert words in cli.names or words == "pyspec", one.text
         own = {option for command in COMMANDS.values() for option in options_of(command)} | {"--help", "--version"}
         assert not set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", re.sub(r"`hf [^`]*`", "", one.text))) - own, one.text
-
-
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        (["run", "--temprature", "1"], "no such option: --temprature; did you mean --temp"),
-        (["run", "-temp", "0.5"], "did you mean --temp"),
-        (["run", "--promt", "a"], "did you mean --prompt"),
-        (["chat", "--sytem-prompt", "a"], "did you mean --system-prompt"),
-        (["serve", "--prot", "80"], "did you mean --port"),
-        (["doctor", "--devise", "CPU"], "did you mean --device"),
-        (["compare", "--logit", "x.gguf"], "did you mean --logits"),
-        (["run", "--port", "80"], "`pyspec serve` has it"),
-        (["run", "--qqqq"], "`pyspec run --help` lists the options"),
-        (["rnu"], "there is no command 'rnu'; did you mean run?"),
-        (["sever"], "did you mean serve?"),
-        (["llama-server"], "use `pyspec serve`"),
-        (["qqqq"], "`pyspec --help` lists them"),
-        (["model.gguf"], "pyspec run -m model.gguf"),
-        (["run", "--kernels", "gmml"], "did you mean ggml?"),
-        (["run", "-ctk", "q8"], "did you mean q8_0?"),
-        (["run", "--mode", "spekulative"], "did you mean speculative?"),
-        (["run", "-p", "a", "--spec-type", "draft-dflahs"], "did you mean draft-dflash?"),
-        (["run", "-p", "a", "--samplers", "topk"], "did you mean top_k?"),
-        (["run", "-p", "a", "--device", "CPPU"], "did you mean CPU?"),
-    ],
-)
-def test_what_was_perhaps_meant(said, args, words):
-    code, text = said(*args)
-    assert code in (1, 2) and words in text, text
-
-
-def test_values_that_look_like_options_are_values():
     ctx = click.Context(COMMANDS["run"], click.Context(cli), info_name="run")
     for args in (["-p", "--mlock", "-n", "-1"], ["-n20"], ["--prompt=-b", "-t4"], ["--", "--mlock"], ["-fa", "on", "-p", "a"]):
         assert resolve(ctx, args) == args
     assert resolve(ctx, ["-fa", "-p", "a"]) == ["-fa", "on", "-p", "a"]
     assert resolve(click.Context(COMMANDS["serve"]), ["--slots", "--metrics"]) == ["--metrics"]
+    assert "-ngl" not in pyspec("run", "--help").stdout.decode()
+    run = ["run", "-m", write_qwen3(tmp_path / "t.gguf"), "-t", 1, "-p", PROMPT * 4, "-n", 24, "--ignore-eos"]
+    plain, same = pyspec(*run), pyspec(*run, "--rope-scaling", "linear", "--rope-scale", 1)
+    other = pyspec(*run, "--rope-scaling", "yarn", "--rope-scale", 16, "--yarn-orig-ctx", 64)
+    assert plain.returncode == same.returncode == other.returncode == 0 and plain.stdout == same.stdout != other.stdout
+    twice = pyspec("run", "-p", PROMPT, "--rope-scale", 2, "--rope-freq-scale", 0.5)
+    assert twice.returncode == 2 and "say the same thing" in twice.stderr
+
+
+@pytest.mark.parametrize("args, words", [
+    (["run", "--temprature", "1"], "no such option: --temprature; did you mean --temp"),
+    (["run", "-temp", "0.5"], "did you mean --temp"), (["run", "--promt", "a"], "did you mean --prompt"),
+    (["chat", "--sytem-prompt", "a"], "did you mean --system-prompt"), (["serve", "--prot", "80"], "did you mean --port"),
+    (["doctor", "--devise", "CPU"], "did you mean --device"), (["compare", "--logit", "x.gguf"], "did you mean --logits"),
+    (["run", "--port", "80"], "`pyspec serve` has it"), (["run", "--qqqq"], "`pyspec run --help` lists the options"),
+    (["rnu"], "there is no command 'rnu'; did you mean run?"), (["sever"], "did you mean serve?"),
+    (["llama-server"], "use `pyspec serve`"), (["qqqq"], "`pyspec --help` lists them"), (["model.gguf"], "pyspec run -m model.gguf"),
+    (["run", "--kernels", "gmml"], "did you mean ggml?"), (["run", "-ctk", "q8"], "did you mean q8_0?"),
+    (["run", "--mode", "spekulative"], "did you mean speculative?"),
+    (["run", "-p", "a", "--spec-type", "draft-dflahs"], "did you mean draft-dflash?"),
+    (["run", "-p", "a", "--samplers", "topk"], "did you mean top_k?"), (["run", "-p", "a", "--device", "CPPU"], "did you mean CPU?"),
+])  # fmt: skip
+def test_what_was_perhaps_meant(said, args, words):
+    code, text = said(*args)
+    assert code in (1, 2) and words in text, text
 
 
 MODEL = ["--device", "CPU", "-t", "1", "-c", "256", "-n", "4"]
@@ -354,13 +338,6 @@ def test_llama_cpps_lines_and_limits(pair, pinned):
         assert pyspec(*run, *more, "--draft-max", 8).returncode == 0
 
 
-def test_layers_on_no_device(pair):
-    done = pyspec("run", "-m", pair[0], "-t", 1, "-ngl", 0, "-p", PROMPT, "-n", 2)
-    assert done.returncode == 0 and " on CPU " in done.stderr
-    done = pyspec("run", "-m", pair[0], "-t", 1, "-ngl", 2, "-p", PROMPT, "-n", 2)
-    assert done.returncode == 0 and " on CPU " in done.stderr
-
-
 @pytest.mark.parametrize("asked, shares", [(5, None), (4, [1, 3]), (2, [3, 1])])
 def test_fewer_layers_than_there_are_leave_the_first_to_the_cpu(pair, monkeypatch, asked, shares):
     gpu = replace(pick_device("CPU"), name="CUDA0", kind="gpu")
@@ -381,17 +358,6 @@ def test_fewer_layers_than_there_are_leave_the_first_to_the_cpu(pair, monkeypatc
 def test_what_they_cannot_have(options, words):
     done = pyspec("run", "-p", PROMPT, *options)
     assert done.returncode == 2 and words in done.stderr and not done.stdout
-
-
-def test_hidden_options(tmp_path):
-    assert "-ngl" not in pyspec("run", "--help").stdout.decode()
-    run = ["run", "-m", write_qwen3(tmp_path / "t.gguf"), "-t", 1, "-p", PROMPT * 4, "-n", 24, "--ignore-eos"]
-    plain, same = pyspec(*run), pyspec(*run, "--rope-scaling", "linear", "--rope-scale", 1)
-    other = pyspec(*run, "--rope-scaling", "yarn", "--rope-scale", 16, "--yarn-orig-ctx", 64)
-    assert plain.returncode == same.returncode == other.returncode == 0
-    assert plain.stdout == same.stdout != other.stdout
-    twice = pyspec("run", "-p", PROMPT, "--rope-scale", 2, "--rope-freq-scale", 0.5)
-    assert twice.returncode == 2 and "say the same thing" in twice.stderr
 
 
 ROOT = DEMO_TARGET.parents[1]
@@ -425,7 +391,7 @@ def test_no_sentence_of_the_library_names_an_option(path):
 
 
 @pytest.mark.slow
-def test_arguments_are_named_as_options():
+def test_arguments_as_options_and_limits_as_in_llama_cpp():
     run, convert = (next(c for c in _commands() if c.name == name) for name in ("run", "convert"))
     assert (
         in_options("raise `n_ctx`, or `draft_width`; `cache_type_k` and `nothing`", run) == "raise -c, or --draft-width; -ctk and `nothing`"
@@ -438,18 +404,13 @@ def test_arguments_are_named_as_options():
     for command, hint in (("run", "with -p"), ("chat", "piped in")):
         done = pyspec(command, "Write a poem")
         assert done.returncode == 2 and "unexpected argument 'Write a poem'" in done.stderr and hint in done.stderr
-
-
-@pytest.mark.slow
-def test_no_limit_and_the_trained_context_are_said_as_in_llama_cpp():
-    """-n -1 and -2: until the end token or the end of the context. -c 0: the context that the model was trained with."""
+    # -n -1 and -2: until the end token or the end of the context. -c 0: the context that the model was trained with.
     counts = []
     for limit in ("-1", "-2", "300"):
         done = pyspec("run", *CPU, "--mode", "plain", "-c", 64, "--ignore-eos", "-p", "def f(", "-n", limit)
         counts.append(re.search(r"(\d+) tokens in .* steps", done.stderr)[1])
         assert "ended by: context" in done.stderr
-    assert counts[0] == counts[1] == counts[2]
-    assert pyspec("run", *CPU, "-p", "a", "-n", "-3").returncode == 2
+    assert counts[0] == counts[1] == counts[2] and pyspec("run", *CPU, "-p", "a", "-n", "-3").returncode == 2
     with ps.load(device="CPU", threads=1, n_ctx=0) as session:
         trained = session.target.context_length
         assert session.engine.options.n_ctx == trained

@@ -34,7 +34,7 @@ def test_a_signal_ends_it_and_its_server(number):
     worker = Worker()
     server = worker.server()
     worker.process.send_signal(number)
-    err = worker.process.communicate(timeout=20)[1]
+    err = worker.process.communicate(timeout=60)[1]
     assert worker.process.returncode == 0 and "Traceback" not in err
     first, second = err.splitlines()[:2]
     assert re.match(rf"CPU \(.*MiB free\) is the device RPC:127\.0\.0\.1:{worker.port}$", first)
@@ -45,8 +45,8 @@ def test_a_signal_ends_it_and_its_server(number):
 def test_servers_that_end_and_break():
     worker = Worker()
     worker.process.kill()
-    worker.process.communicate(timeout=20)
-    deadline = time.monotonic() + 10
+    worker.process.communicate(timeout=60)
+    deadline = time.monotonic() + 60
     while listens(worker.port):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -60,15 +60,19 @@ def test_servers_that_end_and_break():
         assert "GGML_ASSERT" in said[3] and "another one was started" in said[3], said
 
 
-def test_a_server_that_cannot_begin_is_told_from_one_that_crashed(monkeypatch):
+def test_servers_that_cannot_begin(monkeypatch):
     """Two seconds decided: a crash within them ended the worker, and a start that took longer was tried again for ever."""
     with pytest.raises(DeviceError, match=r"RPC server at 127\.0\.0\.1:\d+ ended with 7, before it listened"):
         scripted(monkeypatch, "import time, sys; time.sleep(2.1); sys.exit(7)")
     crashes = "print('Listening\\nAccepted client connection', flush=True); raise SystemExit('error: one')"
-    said = scripted(monkeypatch, crashes, most=4)
-    assert said.count("the server ended with 1: error: one; another one was started") >= 3
+    assert scripted(monkeypatch, crashes, most=4).count("the server ended with 1: error: one; another one was started") >= 3
     with pytest.raises(DeviceError, match="ended with 1: error: two$"):
         scripted(monkeypatch, "print('Listening', flush=True); raise SystemExit('error: two')")
+    # Its thread had ended, and the worker stayed and served nothing.
+    worker = tools.Worker("127.0.0.1", free_port(), "CPU", 1, False)
+    monkeypatch.setattr(worker, "command", lambda: ["/nowhere/python"])
+    with ended_within(60, worker), pytest.raises(DeviceError, match="cannot be run: FileNotFoundError"):
+        worker.serve()
 
 
 def scripted(monkeypatch, code: str, most: int = 99) -> list[str]:
@@ -98,14 +102,6 @@ def ended_within(seconds: float, worker: tools.Worker):
         timer.cancel()
 
 
-def test_a_server_that_cannot_be_run_is_a_sentence(monkeypatch):
-    """Its thread had ended, and the worker stayed and served nothing."""
-    worker = tools.Worker("127.0.0.1", free_port(), "CPU", 1, False)
-    monkeypatch.setattr(worker, "command", lambda: ["/nowhere/python"])
-    with ended_within(60, worker), pytest.raises(DeviceError, match="cannot be run: FileNotFoundError"):
-        worker.serve()
-
-
 def test_a_worker_survives_a_closed_stderr(monkeypatch):
     """`pyspec worker 2>&1 | head -1`: the thread that said the next line ended, and with it the worker's service."""
     said = []
@@ -127,7 +123,7 @@ def test_a_worker_survives_a_closed_stderr(monkeypatch):
 
 def test_several_programs_at_a_time():
     with Worker("--programs", "2") as worker:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(worker.servers()) < 2:
             assert time.monotonic() < deadline
         with ps.load(device=worker.device, n_ctx=256, draft_width=4) as session:
@@ -157,8 +153,7 @@ def test_weights_are_sent_once_with_a_cache(tmp_path, monkeypatch):
         kept[0].write_bytes(kept[0].read_bytes()[:-4])
         kept[1].write_bytes(bytes(100) + kept[1].read_bytes()[100:])
         third = run(worker)  # both are sent, and kept anew
-        assert third[0] == text and third[1] - again[1] > 2 * 12_000_000
-        assert run(worker)[1] == again[1]
+        assert third[0] == text and third[1] - again[1] > 2 * 12_000_000 and run(worker)[1] == again[1]
 
 
 def test_what_is_wrong_is_a_sentence():

@@ -15,7 +15,7 @@ import llama_cpp
 import numpy as np
 import pytest
 import scripted
-from sessions import loaded
+from sessions import fails_with, loaded
 
 import pyggml_spec as ps
 from pyggml_spec.constraints import grammar as grammars
@@ -75,17 +75,20 @@ def test_the_output_matches_and_equals_plain_decoding(demo, values):
     assert text == demo.generate("import os\n\n", 120, sampling=sampling, mode="reference")[0]
 
 
-def test_schemas_and_dead_ends(demo):
+def test_schemas_dead_ends_and_contradictions(demo):
     text, stats = demo.generate("config = ", 200, sampling=Sampling(json_schema=json.dumps(SCHEMA), temperature=0.6, seed=4))
     value = json.loads(text)
     assert set(value) == {"name", "kind", "sizes"} and value["kind"] in ("list", "dict") and all(type(n) is int for n in value["sizes"])
     assert stats.stop_reason == "end" and stats.drafted > 0
     # Nothing is left after the bias; llama.cpp would end the process when it is told to accept a token that does not fit.
+    nothing = {i: float("-inf") for i in range(4090)}
     with pytest.raises(ps.EngineError, match="no token"):
-        demo.generate(
-            "a", 5, sampling=Sampling(temperature=0, grammar="root ::= [a-z]+", logit_bias={i: float("-inf") for i in range(4090)})
-        )
+        demo.generate("a", 5, sampling=Sampling(temperature=0, grammar="root ::= [a-z]+", logit_bias=nothing))
     assert demo.generate("a", 3)[1].emitted == 3
+    fails_with(SamplingError, "end token", lambda: demo.generate("a", 5, sampling=Sampling(grammar=CALL), ignore_end=True))
+    Grammar("grammar", r'root ::= "{5,2}" [{5,2}(] "\"((((" # {5,2}', demo.tokenizer)
+    Grammar("grammar", "root ::= " + "(" * MAX_DEPTH + "[a]" + ")" * MAX_DEPTH, demo.tokenizer)
+    Grammar("grammar", "".join(f"r{i} ::= r{i + 1}\n" for i in range(8000)) + "r8000 ::= [a]\nroot ::= r0", demo.tokenizer)
 
 
 def test_what_a_constraint_has_seen_is_not_kept_for_ever(demo, monkeypatch):
@@ -93,14 +96,8 @@ def test_what_a_constraint_has_seen_is_not_kept_for_ever(demo, monkeypatch):
     monkeypatch.setattr("pyggml_spec.constraints.grammar.MASKS", 20)
     kept, one = Vocabulary.of(demo.tokenizer).compiled, ("regex", "[ab]{50}")
     first = Grammar(*one, demo.tokenizer)
-    assert all(first.bits().any() for _ in range(10)) and one in kept
-    assert len(first.copy().some(12)[1]) == 13 and one not in kept
+    assert all(first.bits().any() for _ in range(10)) and one in kept and len(first.copy().some(12)[1]) == 13 and one not in kept
     assert (first.bits() == Grammar(*one, demo.tokenizer).bits()).all() and one in kept
-
-
-def test_a_grammar_and_ignored_end_tokens_contradict_each_other(demo):
-    with pytest.raises(SamplingError, match="end token"):
-        demo.generate("a", 5, sampling=Sampling(grammar=CALL), ignore_end=True)
 
 
 @pytest.mark.parametrize("text, words", [
@@ -112,15 +109,8 @@ def test_a_grammar_and_ignored_end_tokens_contradict_each_other(demo):
     ("root ::= [a]" + " " * MAX_TEXT, "characters"),
 ])  # fmt: skip
 def test_wrong_grammars_are_one_sentence(demo, text, words, capfd):
-    with pytest.raises(SamplingError, match=words):
-        Grammar("grammar", text, demo.tokenizer)
+    fails_with(SamplingError, words, Grammar, "grammar", text, demo.tokenizer)
     assert capfd.readouterr().err == ""
-
-
-def test_what_looks_absurd_inside_a_literal_is_none(demo):
-    Grammar("grammar", r'root ::= "{5,2}" [{5,2}(] "\"((((" # {5,2}', demo.tokenizer)
-    Grammar("grammar", "root ::= " + "(" * MAX_DEPTH + "[a]" + ")" * MAX_DEPTH, demo.tokenizer)
-    Grammar("grammar", "".join(f"r{i} ::= r{i + 1}\n" for i in range(8000)) + "r8000 ::= [a]\nroot ::= r0", demo.tokenizer)
 
 
 @pytest.mark.slow
@@ -135,12 +125,10 @@ def test_a_grammar_that_is_compiled_takes_nothing_that_other_threads_say():
 def test_what_may_come_does_not_depend_on_what_masks_take(tmp_path, monkeypatch):
     """Masks by threads name the tokenizer's own tokens where text is forced; other spellings of it may come all the same, as by the quick way."""
     scripted.write(tmp_path / "t.gguf", ['{"name": "get_weather", "city": "Paris"}'], None)
-    schema = (
-        '{"type": "object", "properties": {"name": {"const": "get_weather"}, "city": {"type": "string"}}, "required": ["name", "city"]}'
-    )
+    keys = {"name": {"const": "get_weather"}, "city": {"type": "string"}}
+    schema = json.dumps({"type": "object", "properties": keys, "required": [*keys]})
     with ps.load(tmp_path / "t.gguf", device="CPU", threads=1) as session:
-        tokens = range(session.tokenizer.n_vocab)
-        quick = Grammar("json_schema", schema, session.tokenizer)
+        tokens, quick = range(session.tokenizer.n_vocab), Grammar("json_schema", schema, session.tokenizer)
         monkeypatch.setattr(grammars, "SLOW_S", -1.0)
         monkeypatch.setattr(grammars, "HEAVY_S", -1.0)
         slow = Grammar("json_schema", schema, session.tokenizer)
@@ -237,8 +225,7 @@ def test_the_same_tokens_are_allowed_as_by_libllama(tokenizer, name, seed):
 ])  # fmt: skip
 def test_texts_of_a_grammar(tokenizer, grammar, good, bad):
     if not good:
-        with pytest.raises(Exception, match="repetitions"):
-            parse(grammar)
+        fails_with(Exception, "repetitions", parse, grammar)
         return
     for text, fits in [(text, True) for text in good] + [(text, False) for text in bad]:
         tokens, state = tokenizer.encode(text, bos=False) if text else [], Grammar("grammar", grammar, tokenizer)
@@ -248,16 +235,17 @@ def test_texts_of_a_grammar(tokenizer, grammar, good, bad):
         assert (whole and state.complete) is fits, text
 
 
-def test_tokens_and_classes(tokenizer):
+def test_tokens_classes_triggers_and_errors(tokenizer):
     name, token = next((name, token) for name, token in tokenizer.control_tokens().items() if not tokenizer.is_end(token))
-    assert name.startswith("<")
-    assert name.endswith(">")
+    assert (name[0], name[-1]) == ("<", ">")
     for grammar in (f'root ::= {name} "a"', f'root ::= <[{token}]> "a"'):
         assert Grammar("grammar", grammar, tokenizer).fits([token, *tokenizer.encode("a", bos=False)]) == 2
     assert not Grammar("grammar", f'root ::= !{name} "a"', tokenizer).allows(token)
     assert not Grammar("grammar", "root ::= .*", tokenizer).allows(token), "the name of a control token is no text"
     (part,) = parse(r"root ::= [^b-y\U00000061-\u0063]").values()
     assert part == Characters(((0, 0x60), (0x7A, 0xD7FF), (0xE000, 0x10FFFF)))
+    assert issubclass(ps.ConstraintError, ps.SamplingError) and issubclass(ps.ConstraintError, ps.EngineError)
+    fails_with(SamplingError, "does not begin with its trigger", LazyGrammar, "grammar", 'root ::= "x"', [WORD], tokenizer)
 
 
 def keys(**more):
@@ -323,14 +311,12 @@ def test_what_can_end_is_led_to_no_dead_end(tokenizer, name):
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_schema_without_a_document_that_ends_is_refused(tokenizer, name):
-    with pytest.raises(SamplingError, match="no finite document.*anyOf"):
-        Grammar("json_schema", json.dumps(ENDLESS[name]), tokenizer)
+    fails_with(SamplingError, "no finite document.*anyOf", lambda: Grammar("json_schema", json.dumps(ENDLESS[name]), tokenizer))
 
 
 @pytest.mark.parametrize("schema", CONTRADICTIONS, ids=json.dumps)
 def test_a_contradiction_is_refused_at_the_start(tokenizer, schema):
-    with pytest.raises(SamplingError, match="Unsatisfiable|'not'|minProperties"):
-        Grammar("json_schema", json.dumps(schema), tokenizer)
+    fails_with(SamplingError, "Unsatisfiable|'not'|minProperties", lambda: Grammar("json_schema", json.dumps(schema), tokenizer))
 
 
 @pytest.mark.parametrize("schema", [
@@ -350,8 +336,7 @@ def test_keys_that_are_put_together_lead_nowhere_or_are_refused(tokenizer, schem
     ("regex", "a[^\\s\\S]", "no token continues"),
 ])  # fmt: skip
 def test_grammars_without_an_end_are_refused(tokenizer, kind, text, words):
-    with pytest.raises(SamplingError, match=words):
-        Grammar(kind, text, tokenizer)
+    fails_with(SamplingError, words, Grammar, kind, text, tokenizer)
 
 
 @pytest.mark.parametrize("kind, text", [
@@ -363,28 +348,15 @@ def test_what_does_not_end_is_not_begun(tokenizer, kind, text):
 
 
 def test_parts_end_where_enough_of_what_they_need_does():
-    parts = {
-        "leaf": (0, ()),
-        "all": (2, ("leaf", "one")),
-        "one": (1, ("loop", "leaf")),
-        "loop": (1, ("loop",)),
-        "both": (2, ("leaf", "loop")),
-        "twice": (2, ("leaf", "leaf")),
-    }
-    assert productive(parts) == {"leaf", "all", "one", "twice"}
+    parts = {"leaf": (0, ()), "all": (2, ("leaf", "one")), "one": (1, ("loop", "leaf")), "loop": (1, ("loop",))}
+    assert productive({**parts, "both": (2, ("leaf", "loop")), "twice": (2, ("leaf", "leaf"))}) == {"leaf", "all", "one", "twice"}
 
 
 def test_a_dead_end_while_generating_is_one_sentence(tokenizer, monkeypatch):
     monkeypatch.setattr(grammars.lark_rules, "check", lambda text: None)
     grammar = Grammar("lark", 'start: "x" A\nA: /a+/ & /b+/', tokenizer)
     grammar.accept(tokenizer.encode("x", bos=False)[0])
-    with pytest.raises(ConstraintError, match="cannot continue"):
-        grammar.bits()
-
-
-def test_errors_of_constraints_are_the_callers(tokenizer):
-    assert issubclass(ps.ConstraintError, ps.SamplingError)
-    assert issubclass(ps.ConstraintError, ps.EngineError)
+    fails_with(ConstraintError, "cannot continue", grammar.bits)
 
 
 TOOL_CALL = 'root ::= "<tool_call>" [ \\n]? "{" [a-z]+ "}" "</tool_call>"'
@@ -409,8 +381,7 @@ def test_every_cut_of_a_text_is_held_to_the_same(tokenizer):
     """Free before the word, matched after it: the same verdict whether tokens come one by one, in blocks, or as a mask."""
     rng = random.Random(1)
     for _ in range(40):
-        right = rng.random() < 0.5
-        lead = rng.choice(["", "so: ", "<tool", "<<tool_cal ", "a < b\n"])
+        right, lead = rng.random() < 0.5, rng.choice(["", "so: ", "<tool", "<<tool_cal ", "a < b\n"])
         text = f"{lead}{WORD}{{{'abc' if right else '12'}}}</tool_call>"
         tokens = cut(tokenizer, text, rng)
         one, block = LazyGrammar("grammar", TOOL_CALL, [WORD], tokenizer), LazyGrammar("grammar", TOOL_CALL, [WORD], tokenizer)
@@ -421,8 +392,7 @@ def test_every_cut_of_a_text_is_held_to_the_same(tokenizer):
                 break
             one.accept(token)
             taken += 1
-        assert block.fits(tokens) == taken and (taken == len(tokens)) == right
-        assert len(block.ahead(tokens)) == taken + 1
+        assert block.fits(tokens) == taken and (taken == len(tokens)) == right and len(block.ahead(tokens)) == taken + 1
         assert np.array_equal(block.ahead(tokens)[-1], one.bits())
         if right:
             assert one.complete and one.allows(end(tokenizer)) and not one.allows(tokens[0])
@@ -450,23 +420,12 @@ def test_triggers_of_text_and_tokens(tokenizer):
     assert lazy.fits(tokenizer.encode("12}", bos=False)) >= 1
 
 
-@pytest.mark.parametrize(
-    "fields, why",
-    [
-        ({"triggers": (WORD,)}, "no constraint"),
-        ({"triggers": ("",), "grammar": TOOL_CALL}, "words of 1 to"),
-        ({"triggers": (-1,), "grammar": TOOL_CALL}, "words of 1 to"),
-        ({"triggers": (True,), "grammar": TOOL_CALL}, "words of 1 to"),
-    ],
-)
+@pytest.mark.parametrize("fields, why", [
+    ({"triggers": (WORD,)}, "no constraint"), ({"triggers": ("",), "grammar": TOOL_CALL}, "words of 1 to"),
+    ({"triggers": (-1,), "grammar": TOOL_CALL}, "words of 1 to"), ({"triggers": (True,), "grammar": TOOL_CALL}, "words of 1 to"),
+])  # fmt: skip
 def test_triggers_that_mean_nothing_are_refused(fields, why):
-    with pytest.raises(SamplingError, match=why):
-        Sampling(**fields)
-
-
-def test_a_constraint_has_to_begin_with_its_trigger(tokenizer):
-    with pytest.raises(SamplingError, match="does not begin with its trigger"):
-        LazyGrammar("grammar", 'root ::= "x"', [WORD], tokenizer)
+    fails_with(SamplingError, why, Sampling, **fields)
 
 
 @pytest.mark.parametrize("temperature", [0, 1.2])
@@ -505,8 +464,7 @@ def test_what_a_trigger_forbids_is_found_once(tokenizer, monkeypatch):
 def test_long_triggers(tokenizer):
     """64 words of 256 characters have 16,000 ends; each token was compared with all of them, minutes for a large vocabulary."""
     words = [f"{i:02}" + "ab" * 127 for i in range(64)]
-    grammar = "root ::= (" + " | ".join(f'"{word}"' for word in words) + ") [0-9]+"
-    began = time.process_time()
+    grammar, began = "root ::= (" + " | ".join(f'"{word}"' for word in words) + ") [0-9]+", time.process_time()
     lazy = LazyGrammar("grammar", grammar, words, tokenizer)
     assert time.process_time() - began < 10
     for token in tokenizer.encode("x" + words[7][:-1], bos=False):
@@ -541,14 +499,8 @@ SAMPLERS = [{"temperature": 0.0}, {"seed": 7, "temperature": 1.0}]
 
 @pytest.fixture(scope="module", params=[None, DEMO_DRAFTER], ids=["no drafter", "drafter"])
 def session(request):
-    with ps.load(
-        DEMO_TARGET,
-        draft=request.param,
-        device="CPU",
-        threads=1,
-        n_ctx=512,
-        **({"spec": ["none"]} if request.param is None else {"draft_width": 4}),
-    ) as session:
+    more = {"spec": ["none"]} if request.param is None else {"draft_width": 4}
+    with ps.load(DEMO_TARGET, draft=request.param, device="CPU", threads=1, n_ctx=512, **more) as session:
         yield session
 
 
@@ -559,8 +511,7 @@ def test_the_text_is_the_same_with_drafts_and_without_in_slots_and_alone(session
     sampling = Sampling(**CONSTRAINTS[kind], **values)
     text, stats = session.generate("import os\n\n", 90, sampling=sampling)
     plain, alone = session.generate("import os\n\n", 90, sampling=sampling, mode="plain")
-    assert text == plain
-    assert alone.drafted == alone.forced == 0
+    assert text == plain and alone.drafted == alone.forced == 0
     assert (stats.stop_reason, stats.cut) == ("end", False)
     with session.concurrent(slots=2) as server:
         handles = [server.submit("import os\n\n", 90, sampling=sampling), server.submit("def f(", 20)]
@@ -572,10 +523,8 @@ def test_the_text_is_the_same_with_drafts_and_without_in_slots_and_alone(session
 def test_forced_tokens_make_fewer_steps(session):
     _, stats = session.generate("config = ", 90, sampling=Sampling(json_schema=OBJECT, seed=3))
     _, plain = session.generate("config = ", 90, sampling=Sampling(json_schema=OBJECT, seed=3), mode="plain")
-    assert stats.forced >= 10
-    assert stats.forced_matched == stats.forced
-    assert stats.steps < 0.6 * plain.steps
-    assert stats.emitted == plain.emitted == 1 + stats.steps + stats.matched
+    assert stats.forced >= 10 and stats.forced_matched == stats.forced
+    assert stats.steps < 0.6 * plain.steps and stats.emitted == plain.emitted == 1 + stats.steps + stats.matched
 
 
 def test_logits_are_read_only_where_the_likeliest_token_is_forbidden(session, monkeypatch):
@@ -587,8 +536,7 @@ def test_logits_are_read_only_where_the_likeliest_token_is_forbidden(session, mo
     assert not read
     free = "".join(f"\\x{{{ord(c):x}}}" for c in text)
     again, stats = session.generate("x = 1\n", 12, sampling=Sampling(temperature=0, regex=f"({free}|zz)(.|\\n)*"))
-    assert again == text
-    assert stats.emitted == 12
+    assert again == text and stats.emitted == 12
     assert not read, "everything was allowed"
     session.generate("x = 1\n", 12, sampling=Sampling(temperature=0, regex="[A-Z]{30}"))
     assert read
@@ -597,8 +545,7 @@ def test_logits_are_read_only_where_the_likeliest_token_is_forbidden(session, mo
 def test_a_text_that_is_cut_is_said_to_be(session):
     for options, cut in [({"max_tokens": 5}, True), ({"max_tokens": 90}, False), ({"max_tokens": 90, "stop": ["arguments"]}, True)]:
         _, stats = session.generate("config = ", sampling=Sampling(json_schema=OBJECT, temperature=0), **options)
-        assert stats.cut is cut
-        assert stats.stop_reason == ("stop" if "stop" in options else "length" if cut else "end")
+        assert stats.cut is cut and stats.stop_reason == ("stop" if "stop" in options else "length" if cut else "end")
     _, stats = session.generate(
         "config = ", 5, sampling=Sampling(regex="[a-z]*", temperature=0, logit_bias={session.tokenizer.encode("a")[0]: 20.0})
     )
@@ -621,8 +568,7 @@ def test_the_drafter_is_preferred_while_it_gives_more():
 
 
 def test_a_constraint_is_compiled_once_per_text(session, monkeypatch):
-    compiled = []
-    real = Vocabulary.source_of
+    compiled, real = [], Vocabulary.source_of
     monkeypatch.setattr(Vocabulary, "source_of", lambda self, kind, text: compiled.append(text) or real(self, kind, text))
     schema = '{"enum": ["once"]}'
     first, second = (Grammar("json_schema", schema, session.tokenizer) for _ in range(2))
@@ -634,8 +580,7 @@ def test_a_constraint_is_compiled_once_per_text(session, monkeypatch):
 def test_a_vocabulary_goes_with_its_tokenizer():
     """For 250,000 tokens it is more than 100 MB; llguidance holds what it was made of, and Python does not see that."""
     tokenizer = Tokenizer(GGUFFile(DEMO_TARGET))
-    grammar = Grammar("regex", "abc+", tokenizer)
-    vocabulary = weakref.ref(Vocabulary.of(tokenizer))
+    grammar, vocabulary = Grammar("regex", "abc+", tokenizer), weakref.ref(Vocabulary.of(tokenizer))
     del tokenizer, grammar
     gc.collect()
     assert vocabulary() is None

@@ -43,8 +43,7 @@ def _own_embedding(model: Model) -> None:
 def _nan_mask_embedding(model: Model) -> None:
     _own_embedding(model)
     (_width, _), _kind, data = model.tensors["token_embd.weight"]
-    row = len(data) // 4096
-    broken = bytearray(data)
+    row, broken = len(data) // 4096, bytearray(data)
     broken[4095 * row : 4095 * row + 2] = np.float16(np.nan).tobytes()  # the first block's scale
     model.tensors["token_embd.weight"][2] = bytes(broken)
 

@@ -42,8 +42,7 @@ def test_the_good_pair_passes(subject):
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_cause_is_named_alone(subject, tmp_path, name):
-    cause = write(name, tmp_path / "drafter.gguf")
-    report = examine_drafter(subject, tmp_path / "drafter.gguf")
+    cause, report = write(name, tmp_path / "drafter.gguf"), examine_drafter(subject, tmp_path / "drafter.gguf")
     assert [check.name for check in report.failed] == [cause], [(c.name, c.found) for c in report.failed]
     assert report.failed[0].remedy and VALUES.get(name, "") in report.failed[0].found
     json.dumps(report.as_dict(), allow_nan=False)
@@ -60,8 +59,7 @@ def glance():
 
 @pytest.mark.parametrize("name", AT_A_GLANCE)
 def test_what_the_file_gives_away_is_named(glance, tmp_path, name):
-    cause = write(name, tmp_path / "drafter.gguf")
-    report = examine_drafter(glance, tmp_path / "drafter.gguf")
+    cause, report = write(name, tmp_path / "drafter.gguf"), examine_drafter(glance, tmp_path / "drafter.gguf")
     assert report.failed[0].name == cause, [(c.name, c.found) for c in report.failed]
     json.dumps(report.as_dict(), allow_nan=False)
 

@@ -26,28 +26,33 @@ from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.quants import type_id
 
 
-def test_times_under_load_are_a_warning():
+def test_readings_and_their_causes():
     rule = ThreadRule(2)
     backends = [SimpleNamespace(rule=None), SimpleNamespace(rule=rule)]
     assert not other_work(backends)
     rule.threads = 1
     (check,) = other_work(backends)
     assert check.verdict == WARN and "other processes used the CPU" in check.found
+    weights, features = Check("weights", FAIL, "", stage=FILES), Check("fit", FAIL, "", stage=FIT)
+    assert failed(weights, features) == ["weights"] and failed(features) == ["fit"]
+    assert failed(weights, Check("tokenizer", FAIL, "", stage=FILES)) == ["weights", "tokenizer"]  # neither explains the other
+    few, many = (Check(name, FAIL, "", stage=READING, data={"gain": g}) for name, g in (("base", 0.4), ("layers", 2.0)))
+    demoted = causes_only([few, many])[0]
+    assert failed(few, many) == ["layers"] and demoted.verdict == WARN and "'layers' first" in demoted.remedy
+
+    def named(*gains):
+        checks = [Check(name, FAIL, "", "", READING, {"gain": gain}) for name, gain in zip(("block size", "block direction"), gains)]
+        return [check.name for check in causes_only(checks) if check.verdict == FAIL]
+
+    assert named(1.01, 0.98) == named(0.98, 1.01) == ["block size"] and named(0.2, 1.0) == ["block direction"]
+    from pyggml_spec.doctor.readings import soft_cap
+
+    drafter = SimpleNamespace(hp=SimpleNamespace(softcap=0.0))
+    assert soft_cap(None, None, None, drafter, SimpleNamespace(softcap=0.0)).verdict == "n/a"
 
 
 def failed(*checks: Check) -> list[str]:
     return [check.name for check in causes_only(list(checks)) if check.verdict == FAIL]
-
-
-def test_causes_of_readings():
-    weights, features = Check("weights", FAIL, "", stage=FILES), Check("fit", FAIL, "", stage=FIT)
-    assert failed(weights, features) == ["weights"]
-    assert failed(features) == ["fit"]
-    assert failed(weights, Check("tokenizer", FAIL, "", stage=FILES)) == ["weights", "tokenizer"]  # neither explains the other
-    few, many = (Check(name, FAIL, "", stage=READING, data={"gain": g}) for name, g in (("base", 0.4), ("layers", 2.0)))
-    demoted = causes_only([few, many])[0]
-    assert failed(few, many) == ["layers"]
-    assert demoted.verdict == WARN and "'layers' first" in demoted.remedy
 
 
 def measured(matched, likelihood) -> Measured:
@@ -61,8 +66,7 @@ def test_noise_late_graphs_and_break_even():
         other = measured(np.full(30, 3), -2.0)
         other.likelihood[:] += rng.normal(0, 0.3, other.likelihood.shape)
         assert not better(base, other)
-    assert better(base, measured(np.full(30, 4), -1.5))
-    assert gain(base, measured(np.full(30, 4), -1.5))[0] == pytest.approx(0.5)
+    assert better(base, measured(np.full(30, 4), -1.5)) and gain(base, measured(np.full(30, 4), -1.5))[0] == pytest.approx(0.5)
     good, late, nan = Stats(computes=100), Stats(computes=100, graphs_built_after_warmup=2), Stats(nan_drafts=1)
     assert replay([good]).verdict == OK and replay([good, late]).verdict == FAIL
     eager = Stats(computes=100, cuda_graphs={"warmup": 4, "captured": 1, "replayed": 10, "eager": 90})
@@ -100,20 +104,7 @@ def test_a_whole_examination():
         "repeated step", "time split", "break-even", "speed-up", "trees",
     ]  # fmt: skip
     assert not report.failed, [(c.name, c.found) for c in report.failed]
-    assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["passed"] is True
-    assert said[-1] == "generations"
-
-
-def test_equal_gains_and_caps():
-    def named(*gains):
-        checks = [Check(name, FAIL, "", "", READING, {"gain": gain}) for name, gain in zip(("block size", "block direction"), gains)]
-        return [check.name for check in causes_only(checks) if check.verdict == FAIL]
-
-    assert named(1.01, 0.98) == named(0.98, 1.01) == ["block size"] and named(0.2, 1.0) == ["block direction"]
-    from pyggml_spec.doctor.readings import soft_cap
-
-    drafter = SimpleNamespace(hp=SimpleNamespace(softcap=0.0))
-    assert soft_cap(None, None, None, drafter, SimpleNamespace(softcap=0.0)).verdict == "n/a"
+    assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["passed"] is True and said[-1] == "generations"
 
 
 def test_a_replay_that_computes_something_else_is_noticed(pair, monkeypatch):
@@ -162,8 +153,7 @@ def test_likelihoods_and_captured_layers(session):
         right, wrong = probe.measure(Reading(session.drafter.hp)), probe.measure(Reading(session.drafter.hp, features_of=1))
     assert right.likelihood.mean() > wrong.likelihood.mean() + 1
     assert right.likelihood.max() <= 0 and np.isfinite(wrong.likelihood).all()
-    engine = session.engine
-    ids = session.tokenizer.encode(PROMPT)
+    engine, ids = session.engine, session.tokenizer.encode(PROMPT)
     engine.reset(drafting=False)
     chosen, features = engine.capture(ids, (0, 8))
     assert features.shape == (2, len(ids), 512) and chosen.shape == (len(ids),)
@@ -174,23 +164,30 @@ def test_likelihoods_and_captured_layers(session):
             engine.capture(ids, (bad,))
 
 
-def test_mask_shows_each_block_itself_and_what_was_committed():
+def test_masks_and_second_choices():
     anchors = np.array([1, 3])
     seen = np.isfinite(_mask(anchors, 2, 3, 8, 0, False).astype(np.float32))
-    assert seen.astype(int).tolist() == [
-        [1, 0, 0, 1, 1, 0, 0, 0],
-        [1, 0, 0, 1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0, 1, 1, 0],
-        [1, 1, 1, 0, 0, 1, 1, 0],
-    ]
+    assert seen.astype(int).tolist() == [[1, 0, 0, 1, 1, 0, 0, 0]] * 2 + [[1, 1, 1, 0, 0, 1, 1, 0]] * 2
     causal = np.isfinite(_mask(anchors, 2, 3, 8, 0, True).astype(np.float32))
     assert causal[0, 4] == 0 and causal[1, 3] == 1
     window = np.isfinite(_mask(anchors, 2, 3, 8, 2, False).astype(np.float32))
     assert window[2].astype(int).tolist() == [0, 0, 1, 0, 0, 1, 1, 0]  # position 3 sees 2 and later
+    assert sum(trees.leaves(15)) == 16 and trees.leaves(15)[:2] == [2, 1] and trees.leaves(3) == [BEST - 1] * 3
+    nothing = Measured(np.array([3]), np.empty(0, np.int32), np.empty((0, 0)), True, np.array([-1]), np.array([-1]))
+    assert trees.check(nothing, COSTS).verdict == "n/a"
+    assert trees.check(Measured(np.array([3]), np.empty(0, np.int32), np.empty((0, 0)), True), COSTS).verdict == "n/a"  # a chain's
+    with ps.load(DEMO_TARGET, DEMO_DRAFTER, device="CPU", threads=1, n_ctx=512, draft_width=16) as session:
+        ids = session.tokenizer.encode("class Stack:\n    def __init__(self):\n")
+        passage = write_passages(session.engine, [ids], session.drafter.hp.target_layers, 80)[0]
+        with closing(Probe(session.backend, session.target, session.drafter, [passage], blocks=12)) as probe:
+            plain, ranked = (probe.measure(Reading(session.drafter.hp, ranked=ranked)) for ranked in (False, True))
+    assert not plain.ranks.size and (ranked.matched == plain.matched).all() and len(ranked.ranks) == len(ranked.matched)
+    assert not (ranked.ranks == 1).any()  # the best choice is the draft, and that was wrong
+    assert (ranked.ranks >= 2).any()
 
 
 @pytest.mark.slow
-def test_targets_that_draft_for_themselves(tmp_path):
+def test_targets_that_draft_and_ways_of_asking(tmp_path):
     target = write_mtp_target(tmp_path / "t.gguf", Shape())
     report = examine(target, device="CPU", threads=1, n_ctx=256, prompts=["def f(x):\n    return x"])
     names = [check.name for check in report.checks]
@@ -202,15 +199,6 @@ def test_targets_that_draft_for_themselves(tmp_path):
     assert check.verdict == FAIL and "hidden states of 128 values" in check.found
     with pytest.raises(PyspecError, match="examines a pair"):
         examine(write_qwen35(tmp_path / "t.gguf", Shape()), device="CPU")
-
-
-TEMPLATE = (
-    "{% for m in messages %}# {{ m.role }}\n{{ m.content }}{% endfor %}{% if enable_thinking %}\n# thinking:\n{% else %}\n{% endif %}"
-)
-
-
-@pytest.mark.slow
-def test_ways_of_asking_are_compared(tmp_path):
     model = Model(DEMO_TARGET)
     model.keys["tokenizer.chat_template"] = (STR, TEMPLATE)
     model.write(tmp_path / "target.gguf")
@@ -225,6 +213,11 @@ def test_ways_of_asking_are_compared(tmp_path):
     assert check.verdict in ("ok", "warn") and all(value >= 1 for value in check.data["ways"].values())
 
 
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}\n{{ m.content }}{% endfor %}{% if enable_thinking %}\n# thinking:\n{% else %}\n{% endif %}"
+)
+
+
 COSTS = {1: 10.0, 2: 11.0, 4: 12.0, 8: 14.0, 16: 18.0}
 
 
@@ -232,8 +225,7 @@ def scripted(second, next_right, blocks=400, drafts=15, seed=1):
     """A drafter whose third draft is always wrong: the target's token is its second choice there in this share of the blocks, and the draft
     after it is right in that share."""
     rng = np.random.default_rng(seed)
-    tokens = rng.integers(100, 200, 20 * blocks + 40)
-    anchors = np.arange(blocks) * 20
+    tokens, anchors = rng.integers(100, 200, 20 * blocks + 40), np.arange(blocks) * 20
     best = rng.integers(1000, 2000, (blocks, drafts, BEST))
     for b, anchor in enumerate(anchors):
         best[b, :, 0] = tokens[anchor + 1 : anchor + 1 + drafts]
@@ -255,18 +247,3 @@ def test_the_shares_are_those_of_the_drafter(second, next_right):
     assert check.data["tree_ms"] == 18.0 + 0.5 * 16 and check.data["best_width"] == 4
     assert check.data["speed_of_tree"] == pytest.approx((3.0 + second) / 26.0 / (3.0 / 12.0))
     assert f"second choice in {100 * second:.0f} % of 400 blocks" in check.found
-
-
-def test_second_choices():
-    assert sum(trees.leaves(15)) == 16 and trees.leaves(15)[:2] == [2, 1] and trees.leaves(3) == [BEST - 1] * 3
-    nothing = Measured(np.array([3]), np.empty(0, np.int32), np.empty((0, 0)), True, np.array([-1]), np.array([-1]))
-    assert trees.check(nothing, COSTS).verdict == "n/a"
-    assert trees.check(Measured(np.array([3]), np.empty(0, np.int32), np.empty((0, 0)), True), COSTS).verdict == "n/a"  # a chain's
-    with ps.load(DEMO_TARGET, DEMO_DRAFTER, device="CPU", threads=1, n_ctx=512, draft_width=16) as session:
-        ids = session.tokenizer.encode("class Stack:\n    def __init__(self):\n")
-        passage = write_passages(session.engine, [ids], session.drafter.hp.target_layers, 80)[0]
-        with closing(Probe(session.backend, session.target, session.drafter, [passage], blocks=12)) as probe:
-            plain, ranked = (probe.measure(Reading(session.drafter.hp, ranked=ranked)) for ranked in (False, True))
-    assert not plain.ranks.size and (ranked.matched == plain.matched).all() and len(ranked.ranks) == len(ranked.matched)
-    assert not (ranked.ranks == 1).any()  # the best choice is the draft, and that was wrong
-    assert (ranked.ranks >= 2).any()

@@ -28,11 +28,18 @@ def examined(device: str, **more):
         subject.close()
 
 
-def test_what_drafts_are_worth_is_what_it_is_on_one_device():
+def test_drafts_and_remedies():
     """It was refused. Texts, captured rows, noise and readings have the same bits, so every figure is the same."""
     one, two = examined("CPU"), examined("CPU,CPU", tensor_split=[3, 1])
     assert [c.as_dict() for c in two.checks] == [c.as_dict() for c in one.checks]
     assert two.conditions["device"] == f"{one.conditions['device']} and {one.conditions['device']}"
+    ways = {"directly": "", "without peer access: PYSPEC_PEER_COPIES=0 is set": "start without PYSPEC_PEER_COPIES=0",
+            "without peer access: the driver offers none": "nvidia-smi topo -m"}  # fmt: skip
+    for way, words in ways.items():
+        check = split.device_copies([CopySpeed("CUDA0", "CUDA1", 50.0, 1e9, way)])
+        assert (check.verdict == WARN) == bool(words) == bool(check.remedy) and words in check.remedy and way in check.found
+    assert level_chunks(layers(3.0, 1.0), 15) == Move((4, 12), 12.0) and level_chunks(layers(1.0, 1.0), 15) is None
+    assert level_chunks(layers(3.0, 1.0, room=3), 15) is None and level_chunks(layers(3.0, 0.0), 15) is None
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +51,7 @@ def session(tmp_path_factory):
 
 def test_splits_are_taken_apart(session, tmp_path):
     checks = {check.name: check for check in split.examine(session.engine)}
-    assert list(checks) == CHECKS
-    assert all(check.verdict in (OK, WARN) for check in checks.values())
+    assert list(checks) == CHECKS and all(check.verdict in (OK, WARN) for check in checks.values())
     assert checks["cut cost"].data["width"] == 8 and 0 < checks["cut cost"].data["cut_share"] < 1
     assert checks["cut cost"].found.startswith("1 cut: ") and "of a block of 8 rows" in checks["cut cost"].found
     waits = checks["waiting devices"]
@@ -86,30 +92,25 @@ def test_layers_and_devices_that_could_be_moved():
     assert faster_step(twice, 15) == Move((1, 15), 14.0)  # a device that has others of the layers too is not left out
 
 
-def test_room_is_that_of_the_largest_layer(session, monkeypatch):
+def test_rooms_and_slow_devices(session, monkeypatch):
     engine, parts = session.engine, session.engine.resources
-    sizes = [
-        sum(t.nbytes for name, t in engine.target.file.tensors.items() if name.startswith(f"blk.{i}."))
-        for i in range(engine.target.n_layer)
-    ]
+    tensors = engine.target.file.tensors.items()
+    sizes = [sum(t.nbytes for name, t in tensors if name.startswith(f"blk.{i}.")) for i in range(engine.target.n_layer)]
     each = max(sizes) + (parts.kv.nbytes + parts.delta.nbytes) // len(sizes)
     monkeypatch.setattr(split, "free_bytes", lambda device: 10 * each)
     shares = tuple(DeviceShare(f"D{i}", "layers", 1.0, 1, 4096, 0.1, 0.5) for i in range(2))
     first, last = split.layers_of(engine, SplitStep(1, 2.0, shares))
     assert (first.room, last.room) == (9, 9)
     assert first.next_layers == -(-engine.target.file.tensors["token_embd.weight"].nbytes // each) and last.next_layers == 0
-
-
-def test_remedies_of_copies_and_chunks():
-    ways = {"directly": "", "without peer access: PYSPEC_PEER_COPIES=0 is set": "start without PYSPEC_PEER_COPIES=0",
-            "without peer access: the driver offers none": "nvidia-smi topo -m"}  # fmt: skip
-    for way, words in ways.items():
-        check = split.device_copies([CopySpeed("CUDA0", "CUDA1", 50.0, 1e9, way)])
-        assert (check.verdict == WARN) == bool(words) == bool(check.remedy) and words in check.remedy and way in check.found
-    assert level_chunks(layers(3.0, 1.0), 15) == Move((4, 12), 12.0)
-    assert level_chunks(layers(1.0, 1.0), 15) is None
-    assert level_chunks(layers(3.0, 1.0, room=3), 15) is None
-    assert level_chunks(layers(3.0, 0.0), 15) is None
+    monkeypatch.setattr(split, "layers_of", lambda *_, **more: [Layers("A", 3, 2.0, 0), Layers("B", 1, 1.0, 9)])
+    check = split.waiting(session.engine, step(0.1, 6.0, 1.0))
+    assert check.verdict == WARN and check.data["better_split"] == [1, 3]
+    assert check.remedy == (
+        "1,3 layers (`tensor_split` 1,3) would take that step from 7.20 to about 5.20 ms; A could be left out, the others have room for what it holds"
+    )
+    levelled = split.prompts(session.engine, step(0.1, 6.0, 1.0))
+    assert levelled.verdict == WARN and levelled.data["level_split"] == [1, 3]
+    assert split.prompts(session.engine, None).verdict == NOT_APPLICABLE
 
 
 def step(copy_ms: float, *computes: float) -> SplitStep:
@@ -126,18 +127,6 @@ def test_a_dear_cut_is_a_warning_with_its_remedy(way, words):
     dear, cheap = split.cut_cost(step(1.0, 4.0, 4.0), copies), split.cut_cost(step(0.1, 4.0, 4.0), copies)
     assert dear.verdict == WARN and words in dear.remedy and "2 copies of 2.000 ms in 10.00 ms of a plain step (20.0 %)" in dear.found
     assert cheap.verdict == OK and not cheap.remedy
-
-
-def test_a_slow_device_is_named_with_the_better_split(session, monkeypatch):
-    monkeypatch.setattr(split, "layers_of", lambda *_, **more: [Layers("A", 3, 2.0, 0), Layers("B", 1, 1.0, 9)])
-    check = split.waiting(session.engine, step(0.1, 6.0, 1.0))
-    assert check.verdict == WARN and check.data["better_split"] == [1, 3]
-    assert check.remedy == (
-        "1,3 layers (`tensor_split` 1,3) would take that step from 7.20 to about 5.20 ms; A could be left out, the others have room for what it holds"
-    )
-    levelled = split.prompts(session.engine, step(0.1, 6.0, 1.0))
-    assert levelled.verdict == WARN and levelled.data["level_split"] == [1, 3]
-    assert split.prompts(session.engine, None).verdict == NOT_APPLICABLE
 
 
 def test_the_command_takes_several_devices(monkeypatch):

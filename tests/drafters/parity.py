@@ -89,8 +89,7 @@ def disagreement(session, oracle, blocks, lengths=LENGTHS):
 def assert_blocks_equal(session, target, draft, prompt, blocks):
     """A DFlash drafter and llama.cpp in step, as many drafts accepted as are right; returns how many in all."""
     engine, hp, opt = session.engine, session.drafter.hp, session.engine.options
-    kv = {"kv": opt.kv, "draft_kv": opt.draft_kv}
-    accepted = 0
+    kv, accepted = {"kv": opt.kv, "draft_kv": opt.draft_kv}, 0
     with closing(
         LlamaDFlash(target, draft, hp.target_layers, hp.mask_token, n_ctx=opt.n_ctx, block=hp.block_size, causal=hp.causal, **kv)
     ) as oracle:

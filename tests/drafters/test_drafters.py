@@ -37,6 +37,12 @@ from pyggml_spec.models.registry import TARGETS
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan
 
+
+def slow_with_kernels(test):
+    reason = "native kernels do not run on this processor: ggml's promise no such thing"
+    return pytest.mark.slow(pytest.mark.skipif(not LEVELS, reason=reason)(test))
+
+
 QUANT = "Q8_0"  # own kernels: a row has the same bits in every step
 KINDS = {
     "eagle3": (write_llama, write_eagle3, {}),
@@ -66,16 +72,13 @@ def session(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     target, draft, options = KINDS[request.param]
     drafts = draft if isinstance(draft, tuple) else (draft,)
-    files = (
-        target(folder / "t.gguf", Shape(), QUANT),
-        [write(folder / f"{i}.gguf", Shape(), **{"quant": QUANT, **options}) for i, write in enumerate(drafts)],
-    )
+    drafts = [write(folder / f"{i}.gguf", Shape(), **{"quant": QUANT, **options}) for i, write in enumerate(drafts)]
+    files = target(folder / "t.gguf", Shape(), QUANT), drafts
     with ps.load(*files, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
         yield session
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
+@slow_with_kernels
 @pytest.mark.parametrize("values", VALUES)
 def test_the_text_is_the_plain_one(session, values):
     for prompt in (PROMPTS[0], PROMPTS[0] + PROMPTS[1], PROMPTS[0]):  # the second and third begin with what was kept of the first
@@ -86,8 +89,7 @@ def test_the_text_is_the_plain_one(session, values):
         assert values == "regex" or any(stats.drafters[method][1] > 0 for method in session.methods if method in stats.drafters)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
+@slow_with_kernels
 @pytest.mark.parametrize("slots", [1, 8])
 def test_the_text_does_not_depend_on_slots(session, slots):
     options, texts = VALUES["sampled"], [*PROMPTS, *(prompt + "#" for prompt in PROMPTS[:2])]
@@ -97,16 +99,14 @@ def test_the_text_does_not_depend_on_slots(session, slots):
         assert [handle.result()[0] for handle in got] == want
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
+@slow_with_kernels
 def test_nothing_is_built_while_it_runs(session):
     session.generate(PROMPTS[0], 40)
     stats = session.generate(PROMPTS[0], 60)[1]
     assert stats.drafted > 0 and (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
+@slow_with_kernels
 def test_a_constraint_finds_the_graphs_of_every_number_of_drafts(monkeypatch):
     """12 drafts of a chain, all of which may come, were verified by a graph that was not built: blocks are of 2, 4, 8 and 16 rows."""
     monkeypatch.setattr("pyggml_spec.api.cached_costs", lambda engine, widths, *_, **__: ({1: 1.0, **{w: 0.9 * w for w in widths}}, True))
@@ -125,8 +125,7 @@ def test_a_constraint_finds_the_graphs_of_every_number_of_drafts(monkeypatch):
         assert stats.widths[12] > 0 and unforeseen == []
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
+@slow_with_kernels
 def test_control_c_between_two_steps_leaves_a_usable_session(session):
     want = session.generate(PROMPTS[2], 24)[0]
     for steps in (1, 2, 5):
@@ -153,8 +152,7 @@ def _argmax_of_cuda(x):
     return best
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
+@slow_with_kernels
 @pytest.mark.parametrize("kinds", [("cpu",), ()], ids=["CPU", "elsewhere"])
 def test_drafts_of_nan_are_tokens_and_switch_speculation_off(session, monkeypatch, kinds):
     """Last, as it spoils the session. On CUDA the argmax of NaN is -1, and a chain would look that row up: what it is given elsewhere is finite."""
@@ -212,8 +210,7 @@ def test_the_table_is_that_of_the_pages(scripts):
     # Two lists of published sizes that contradict each other would name a drafter of another model, or none.
     models = scripts("make_random_gguf").MODELS
     for name, target in NAMES.items():
-        shape = models[name].shape
-        found = next(p for p in PUBLISHED if p.target == target)
+        shape, found = models[name].shape, next(p for p in PUBLISHED if p.target == target)
         routed = found.n_expert > 0
         assert (found.n_layer, found.n_embd, found.n_expert) == (shape.n_layer, shape.n_embd, shape.n_expert if routed else 0), name
     assert {p.target for p in PUBLISHED if p.arch in TARGETS and p.n_embd} >= set(NAMES.values())
@@ -226,7 +223,7 @@ def of_shape(path, write, arch, **keys):
     return model.write(path)
 
 
-def test_drafters_of_a_target(tmp_path):
+def test_drafters_of_a_target_and_their_options(tmp_path):
     path = of_shape(tmp_path / "t.gguf", write_qwen35, "qwen35", block_count=65, nextn_predict_layers=1, embedding_length=5120)
     drafters = {p.drafter for p in inspect_file(path).drafters}
     assert {"z-lab/Qwen3.5-27B-DFlash", "z-lab/Qwen3.6-27B-DFlash", "incoai/Qwen3.8-27B-DFlash2"} <= drafters
@@ -240,14 +237,18 @@ def test_drafters_of_a_target(tmp_path):
     assert not inspect_file(write_llama(tmp_path / "a.gguf")).drafters and not inspect_file(write_dflash(tmp_path / "d.gguf")).drafters
     path = of_shape(tmp_path / "t.gguf", write_llama, "llama", block_count=32, embedding_length=4096, expert_count=8)
     assert not inspect_file(path).drafters
+    small = write_qwen35(tmp_path / "small.gguf")
+    for name in ("run", "serve", "chat", "plan"):
+        done = pyspec(name, "-m", small, "-md", small, "--device", "CPU", *(["-p", "a"] if name == "run" else []))
+        one_sentence(done, "recurrent layers", "do not draft as a whole model here yet", "--spec-type suffix")
+    one_sentence(pyspec("doctor", "-m", small, "--device", "CPU"), "examines a pair", "-md", "n-gram drafting")
 
 
 def test_what_does_not_run_has_its_reason(monkeypatch):
     pair = pairs.Published("T", "deepseek9", 1, 1, 0, "a/b")
     assert "architecture deepseek9" in pair.refused
     monkeypatch.setitem(pairs.ARCHITECTURES, "deepseek9", object)
-    assert pair.refused == ""
-    assert "Domino drafters" in pairs.Published("T", "qwen3", 1, 1, 0, "a/b", "Domino").refused
+    assert pair.refused == "" and "Domino drafters" in pairs.Published("T", "qwen3", 1, 1, 0, "a/b", "Domino").refused
     assert "layout Other" in pairs.Published("T", "qwen3", 1, 1, 0, "a/b", layout="Other").refused
     assert {p.arch for p in PUBLISHED if not p.refused} <= TARGETS.keys()
 
@@ -296,11 +297,3 @@ def test_a_file_that_does_not_draft_says_what_does(tmp_path, unknown, use):
         assert "the published z-lab/Qwen3-Coder-30B-A3B-DFlash (docs/pairs.md)" in pairs.drafters_for(file)
     with GGUFFile(write_mtp_target(tmp_path / "mtp.gguf")) as file:
         assert "its own MTP layer" in pairs.drafters_for(file)
-
-
-def test_the_command_names_its_options(tmp_path):
-    small = write_qwen35(tmp_path / "small.gguf")
-    for name in ("run", "serve", "chat", "plan"):
-        done = pyspec(name, "-m", small, "-md", small, "--device", "CPU", *(["-p", "a"] if name == "run" else []))
-        one_sentence(done, "recurrent layers", "do not draft as a whole model here yet", "--spec-type suffix")
-    one_sentence(pyspec("doctor", "-m", small, "--device", "CPU"), "examines a pair", "-md", "n-gram drafting")

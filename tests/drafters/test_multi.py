@@ -8,6 +8,7 @@ import pytest
 from ggml.kernel_graphs import LEVELS
 from random_gguf.model import Shape, write_dflash, write_qwen35
 from random_gguf.mtp import write_mtp, write_mtp_target
+from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.cache import hidden as features
@@ -15,6 +16,7 @@ from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import EngineError, PairError
+from pyggml_spec.ggml.library import lib
 from pyggml_spec.speculation.policy import PLAIN_STEP, SpeculationPolicy, StepPlan
 
 BLOCKS, CHAIN, BOTH = "draft-dflash", "draft-mtp", ["draft-dflash", "draft-mtp"]
@@ -51,12 +53,8 @@ class InTurn(SpeculationPolicy):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder, shape = tmp_path_factory.mktemp("files"), Shape()
-    return {
-        "target": write_mtp_target(folder / "own.gguf", shape, "Q8_0"),
-        "blocks": write_dflash(folder / "dflash.gguf", shape, "Q8_0"),
-        "layer": write_mtp(folder / "layer.gguf", shape, "Q8_0"),
-        "plain": write_qwen35(folder / "plain.gguf", shape, "Q8_0"),
-    }
+    writers = {"target": write_mtp_target, "blocks": write_dflash, "layer": write_mtp, "plain": write_qwen35}
+    return {name: write(folder / f"{name}.gguf", shape, "Q8_0") for name, write in writers.items()}
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +68,9 @@ def team(files):
 def test_each_drafts_what_it_drafts_alone(files, team, slots):
     """After every token both draft; what the other one did before leaves no trace in caches, boundary and states."""
     with ExitStack() as stack:
-        alone = [
-            stack.enter_context(ps.load(files["target"], draft, spec=[method], device="CPU", threads=1, n_ctx=512, draft_width=8))
-            for method, draft in ((BLOCKS, files["blocks"]), (CHAIN, None))
-        ]
+        options = {"device": "CPU", "threads": 1, "n_ctx": 512, "draft_width": 8}
+        each = [ps.load(files["target"], draft, spec=[m], **options) for m, draft in ((BLOCKS, files["blocks"]), (CHAIN, None))]
+        alone = [stack.enter_context(session) for session in each]
         engines = [session.engine if slots == 1 else stack.enter_context(session.batch(slots)).runner for session in (team, *alone)]
         drafts = []
         for engine, methods in zip(engines, (BOTH, [BLOCKS], [CHAIN])):
@@ -101,8 +98,7 @@ def test_the_text_is_plain_with_every_drafter(team, values):
         plain, _ = team.generate(prompt, 48, mode="plain", **VALUES[values])
         whole, _ = team.generate(prompt, 48, mode="reference", **VALUES[values])
         text, stats = team.generate(prompt, 48, mode="speculative", **VALUES[values])
-        assert text == plain == whole
-        assert {*stats.drafters} >= {*BOTH} and all(stats.drafters[method][1] > 0 for method in BOTH)
+        assert text == plain == whole and {*stats.drafters} >= {*BOTH} and all(stats.drafters[method][1] > 0 for method in BOTH)
 
 
 def test_nothing_is_built_while_drafters_take_turns(team):
@@ -126,30 +122,24 @@ def test_the_text_does_not_depend_on_slots(team, values):
 
 def test_names_and_steps_of_two_drafters(files, team):
     both = {"device": "CPU", "threads": 1, "n_ctx": 256}
-    with pytest.raises(PairError, match="both draft blocks"):
-        ps.load(files["plain"], [files["blocks"], files["blocks"]], **both)
-    with pytest.raises(PairError, match="nothing that drafts as draft-mtp"):
-        ps.load(files["plain"], files["blocks"], spec=BOTH, **both)
+    fails_with(PairError, "both draft blocks", ps.load, files["plain"], [files["blocks"], files["blocks"]], **both)
+    fails_with(PairError, "nothing that drafts as draft-mtp", ps.load, files["plain"], files["blocks"], spec=BOTH, **both)
     with ps.load(files["plain"], [files["layer"], files["blocks"]], draft_width=4, **both) as session:
-        assert session.methods == (CHAIN, BLOCKS) and session.configuration().drafter == "layer.gguf and dflash.gguf"
+        assert session.methods == (CHAIN, BLOCKS) and session.configuration().drafter == "layer.gguf and blocks.gguf"
     with team.batch(2) as scheduler:
         engine = scheduler.runner
         for slot in (engine.admit(), engine.admit()):
             engine.prefill([1, 2, 3], slot=slot)
         with pytest.raises(EngineError, match="cannot draft in one step"):
             engine.step({0: Draft(4, drafter=BLOCKS), 1: Draft(4, drafter=CHAIN)})
-        with pytest.raises(EngineError, match="unknown drafting method 'suffix'"):
-            engine.step({0: Draft(4, drafter="suffix")})
+        fails_with(EngineError, "unknown drafting method 'suffix'", lambda: engine.step({0: Draft(4, drafter="suffix")}))
 
 
 def test_a_layer_of_nan_switches_speculation_off_and_keeps_the_text(files):
     """Of a chain every draft after the first NaN is token 0: it has to be noticed, counted, and the text has to stay the target's."""
-    from pyggml_spec.ggml.library import lib
-
     for draft, spec in ((None, [CHAIN]), (files["blocks"], BOTH)):
         with ps.load(files["target"], draft, spec=spec, device="CPU", threads=1, n_ctx=512, draft_width=4) as session:
-            want = session.generate(PROMPTS[0], 20, mode="plain")[0]
-            chain = session.drafter.methods[-1]
+            want, chain = session.generate(PROMPTS[0], 20, mode="plain")[0], session.drafter.methods[-1]
             weight = chain.weights[f"{chain.prefix}nextn.hnorm.weight"]
             lib.ggml_backend_tensor_memset(weight, 0xFF, 0, 4)
             session.scheduler.policy = InTurn([StepPlan.of(CHAIN, 4), StepPlan.of(CHAIN, 3, 4)])
@@ -342,9 +332,8 @@ def test_rows_that_are_caught_up_with_at_once(slots, batch):
 def test_a_drafter_that_does_not_draft_catches_up_in_batches(files, slots):
     """Its rows were computed in every step: a plain step with both drafters took 1.21 times what it takes without."""
     with ExitStack() as stack:
-        session = stack.enter_context(
-            ps.load(files["target"], files["blocks"], spec=BOTH, device="CPU", threads=1, n_ctx=512, draft_width=8)
-        )
+        options = {"spec": BOTH, "device": "CPU", "threads": 1, "n_ctx": 512, "draft_width": 8}
+        session = stack.enter_context(ps.load(files["target"], files["blocks"], **options))
         engine = session.engine if slots == 1 else stack.enter_context(session.batch(slots)).runner
         for slot in range(slots):
             assert slots == 1 or engine.admit() == slot

@@ -11,6 +11,7 @@ import pytest
 from architectures import others, params
 from engine.batch_helpers import Pair, accept, prompts, random_work, run, serve
 from random_gguf.model import Shape
+from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.cache.kv import GPU_KV_BUCKET, KV_BUCKET
@@ -22,6 +23,7 @@ from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.ggml.library import ffi, lib, text
 from pyggml_spec.ggml.step_io import StepFields
 
+pytestmark = pytest.mark.slow
 KINDS = ("qwen35", "granitehybrid", "lfm2", "qwen3", "gemma4")  # states, rows alone, rings: what slots have to keep apart
 OTHERS = others(KINDS)
 
@@ -46,26 +48,24 @@ def test_distinct_prompts_equal_their_solo_streams(hybrid, count):
     assert run(hybrid.batch(count), texts, 24) == [hybrid.solo(text, 24) for text in texts]
 
 
-@pytest.mark.slow
-def test_identical_prompts_give_one_answer(pair):
+def test_identical_prompts_and_single_tokens_in_turn(pair):
     """Compared with each other, not with a model's answer: nothing can excuse a difference."""
     text = prompts(3)[2]
     answers = run(pair.batch(5), [text] * 5, 24)
-    assert all(answer == answers[0] for answer in answers)
-    assert answers[0] == pair.solo(text, 24)
+    assert all(answer == answers[0] for answer in answers) and answers[0] == pair.solo(text, 24)
+    # The shape of every step is the same and only the slot differs: a graph that was kept must not answer for the other one.
+    texts, batch = prompts(2, seed=3), pair.batch(2)
+    slots, out = [batch.admit(), batch.admit()], {0: [], 1: []}
+    for slot, text in zip(slots, texts):
+        accept(batch, batch.step({slot: Prefill(text)}), out)
+    for _ in range(20):
+        for slot in slots:
+            accept(batch, batch.step({slot: Verify()}), out)
+    assert [out[0], out[1]] == [pair.solo(text, 21) for text in texts]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)])
-def test_unequal_lengths_in_any_order(pair, order):
-    texts = [prompts(4)[i] for i in order]
-    assert run(pair.batch(4), texts, 24) == [pair.solo(text, 24) for text in texts]
-
-
-@pytest.mark.slow
 def test_one_sequence_ends_in_the_middle_of_a_block(hybrid):
-    texts = prompts(4)
-    batch = hybrid.batch(4)
+    texts, batch = prompts(4), hybrid.batch(4)
     want = [hybrid.solo(text, 30) for text in texts]
     slots, out = [batch.admit() for _ in texts], {i: [] for i in range(4)}
     accept(batch, batch.step({slot: Prefill(text) for slot, text in zip(slots, texts)}), out)
@@ -81,7 +81,6 @@ def test_one_sequence_ends_in_the_middle_of_a_block(hybrid):
     assert [out[s][:30] for s in (0, 2, 3)] == [want[s] for s in (0, 2, 3)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("least", [KV_BUCKET, GPU_KV_BUCKET])
 def test_slots_on_both_sides_of_what_a_ring_has_in_use(tmp_path, least):
     """A ring of 512 rows is read up to the span of the longest sequence: half of it at first, all of it behind its wrap."""
@@ -109,7 +108,6 @@ def test_slots_on_both_sides_of_what_a_ring_has_in_use(tmp_path, least):
     pair.close()
 
 
-@pytest.mark.slow
 def test_no_step_reads_what_others_left_in_the_step_buffer(pair, monkeypatch):
     """Graphs share it: where one has ids of padding rows, another has logits. A decoding slot beside a prompt had such rows, and their embeddings
     were looked up wherever the bytes of a logit pointed."""
@@ -144,17 +142,13 @@ def test_no_step_reads_what_others_left_in_the_step_buffer(pair, monkeypatch):
     accept(batch, batch.step({0: Draft(4), 1: Verify(), 2: Prefill(texts[2])}), got)
     for slot, text in enumerate(texts):
         assert pair.agrees(text, got[slot])
-    assert serve(pair, seed=65, requests=4) == []
-    assert max(checked) > 16
+    assert serve(pair, seed=65, requests=4) == [] and max(checked) > 16
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("poison", [0xFF, 0x71, 0x3E], ids=["NaN bytes", "1e30", "0x3e bytes"])
 def test_a_poisoned_freed_slot_changes_nothing(pair, poison):
-    texts = prompts(4, seed=7)
-    clean = pair.batch(4)
-    want = run(clean, texts, 20)
-    batch = pair.batch(4)
+    texts, clean = prompts(4, seed=7), pair.batch(4)
+    want, batch = run(clean, texts, 20), pair.batch(4)
     slots, out = [batch.admit() for _ in texts], {i: [] for i in range(4)}
     for slot, text in zip(slots, texts):
         accept(batch, batch.step({slot: Prefill(text)}), out)
@@ -176,7 +170,6 @@ def test_a_poisoned_freed_slot_changes_nothing(pair, poison):
     assert [out[s][:20] for s in (0, 1, 3)] == [want[s] for s in (0, 1, 3)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("gone, between", [(1, None), (2, 4)], ids=["same width", "another width between"])
 def test_a_block_of_nan_leaves_nothing_in_its_slot(hybrid, gone, between):
     """A sequence whose verified block is NaN throughout is released: conv rows, keys, decays and betas of that block are stale then. Rows that are
@@ -210,30 +203,22 @@ def test_a_block_of_nan_leaves_nothing_in_its_slot(hybrid, gone, between):
     assert all(hybrid.agrees(texts[slot], out[slot][:24]) for slot in range(3)) and want[gone] == out[gone][:24]
 
 
-@pytest.mark.slow
-def test_four_times_512_tokens_are_one_forward_pass(tmp_path):
+def test_four_prompts_of_512_tokens(tmp_path):
     pair = Pair(tmp_path, "qwen35", n_ctx=768)
-    texts = [np.random.default_rng(i).integers(0, 256, 512).tolist() for i in range(4)]
-    batch = pair.batch(4)
+    texts, batch = [np.random.default_rng(i).integers(0, 256, 512).tolist() for i in range(4)], pair.batch(4)
     slots = [batch.admit() for _ in texts]
     before, computes = batch.forwards, sum(c.computes for c in batch.graphs.counters().values())
     got = batch.logits_together(dict(zip(slots, texts)))
-    assert batch.forwards - before == 1
-    assert sum(c.computes for c in batch.graphs.counters().values()) - computes == 1
+    assert batch.forwards - before == 1 and sum(c.computes for c in batch.graphs.counters().values()) - computes == 1
     assert batch.rows_used == batch.rows_computed == 4 * 512
     engine = pair.session.engine
     for slot, text in zip(slots, texts):
         engine.reset()
         want = engine.logits(text)
-        error = ((got[slot] - want) ** 2).sum() / (want**2).sum()
-        assert error <= 1e-10
+        assert (((got[slot] - want) ** 2).sum() / (want**2).sum()) <= 1e-10
         assert abs(_perplexity(got[slot], text) / _perplexity(want, text) - 1) <= 1e-6 and _perplexity(want, text) > 10
     pair.close()
-
-
-@pytest.mark.slow
-def test_real_text_four_times_512_tokens(tmp_path):
-    """The embedded target on Python source: what it has learnt is still there when four texts share a pass."""
+    # The embedded target on Python source: what it has learnt is still there when four texts share a pass.
     text = Path(np.__file__).parent.joinpath("lib", "_function_base_impl.py").read_text()
     with ps.load(device="CPU", threads=1, n_ctx=512, draft_width=8) as session:
         ids = session.tokenizer.encode(text[:12000])
@@ -245,8 +230,7 @@ def test_real_text_four_times_512_tokens(tmp_path):
         for slot, part in enumerate(texts):
             session.engine.reset()
             want = session.engine.logits(part)
-            assert ((got[slot] - want) ** 2).sum() <= 1e-10 * (want**2).sum()
-            assert 2 < _perplexity(got[slot], part) < 100
+            assert ((got[slot] - want) ** 2).sum() <= 1e-10 * (want**2).sum() and 2 < _perplexity(got[slot], part) < 100
 
 
 def _perplexity(logits, text) -> float:
@@ -255,21 +239,6 @@ def _perplexity(logits, text) -> float:
     return float(np.exp(-picked.mean()))
 
 
-@pytest.mark.slow
-def test_single_tokens_of_two_sequences_in_turn(pair):
-    """The shape of every step is the same and only the slot differs: a graph that was kept must not answer for the other one."""
-    texts = prompts(2, seed=3)
-    batch = pair.batch(2)
-    slots, out = [batch.admit(), batch.admit()], {0: [], 1: []}
-    for slot, text in zip(slots, texts):
-        accept(batch, batch.step({slot: Prefill(text)}), out)
-    for _ in range(20):
-        for slot in slots:
-            accept(batch, batch.step({slot: Verify()}), out)
-    assert [out[0], out[1]] == [pair.solo(text, 21) for text in texts]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "pair, seed", [(arch, seed) for arch in KINDS for seed in range(6)] + [(arch, 6) for arch in OTHERS], indirect=["pair"]
 )
@@ -279,11 +248,7 @@ def test_ragged_steps_with_random_acceptance(pair, seed):
     texts = prompts(count, seed)
     want = {i: pair.solo(text, 24) for i, text in enumerate(texts)}
     got = run(pair.batch(count), texts, 24, random_work(rng, want))
-    assert all(pair.agrees(text, tokens) for text, tokens in zip(texts, got))
-    assert pair.ties <= 2
-
-
-# -- rollback
+    assert all(pair.agrees(text, tokens) for text, tokens in zip(texts, got)) and pair.ties <= 2
 
 
 def _after_block(pair, text, drafts):
@@ -309,12 +274,10 @@ def _continues(batch, text, pair, n=6, slot=0):
 DRAFTS = np.random.default_rng(6).integers(0, 256, 15).tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("keep", range(17))
 def test_rollback_to_every_length_of_a_block(hybrid, keep):
     text = prompts(3, seed=4)[2]
-    first = hybrid.solo(text, 1)[0]
-    batch = _after_block(hybrid, text, DRAFTS)
+    first, batch = hybrid.solo(text, 1)[0], _after_block(hybrid, text, DRAFTS)
     batch.accept(16, 3, 0)
     batch.rollback(len(text) + keep, 0)
     rows = [*text, first, *DRAFTS]
@@ -324,28 +287,33 @@ def test_rollback_to_every_length_of_a_block(hybrid, keep):
     assert _continues(batch, [*rows[: len(text) + keep], batch.slots[0].cursor.last_token], hybrid)
 
 
-def test_rollback_and_its_limits(hybrid):
+def test_rollbacks_folds_and_their_limits(hybrid):
     text = prompts(3, seed=4)[2]
-    first = hybrid.solo(text, 1)[0]
-    batch = _after_block(hybrid, text, DRAFTS)
+    first, batch = hybrid.solo(text, 1)[0], _after_block(hybrid, text, DRAFTS)
     for keep in (12, 3, 9):
         batch.rollback(len(text) + keep, 0)
     assert _continues(batch, [*text, first, *DRAFTS[:9]], hybrid)
-    text = prompts(3, seed=4)[2]
-    first = hybrid.solo(text, 1)[0]
     batch = _after_block(hybrid, text, DRAFTS)
     batch.rollback(len(text) + 5, 0)
     for n in (0, len(text) - 1, len(text) + 17):
-        with pytest.raises(EngineError, match=f"{n} tokens.*{len(text)} to {len(text) + 16}"):
-            batch.rollback(n, 0)
+        fails_with(EngineError, f"{n} tokens.*{len(text)} to {len(text) + 16}", batch.rollback, n, 0)
     assert _continues(batch, [*text, first, *DRAFTS[:5]], hybrid)
+    # What a snapshot does first: the uncommitted block goes into the state, and rollback starts from there.
+    text = prompts(3, seed=4)[2]
+    first, batch = hybrid.solo(text, 1)[0], _after_block(hybrid, text, DRAFTS)
+    batch.accept(7, 11, 0)
+    batch.settle()
+    n = len(text) + 7
+    assert batch.rollback_range(0) == (n, n)
+    with pytest.raises(EngineError):
+        batch.rollback(n - 1, 0)
+    assert _continues(batch, [*text, first, *DRAFTS[:6], 11], hybrid)
 
 
 def test_after_plain_steps_only_the_current_length_is_left(hybrid):
     """llama.cpp accepts a rollback here and returns a wrong state."""
     text = prompts(3, seed=4)[2]
-    want = hybrid.solo(text, 12)
-    batch = hybrid.batch(2)
+    want, batch = hybrid.solo(text, 12), hybrid.batch(2)
     batch.admit()
     batch.step({0: Prefill(text)})
     for token in want[1:5]:
@@ -354,24 +322,9 @@ def test_after_plain_steps_only_the_current_length_is_left(hybrid):
     n = len(text) + 4
     assert batch.rollback_range(0) == (n, n)
     for wrong in (n - 1, n - 4, n + 1):
-        with pytest.raises(EngineError, match="cannot be rolled back"):
-            batch.rollback(wrong, 0)
+        fails_with(EngineError, "cannot be rolled back", batch.rollback, wrong, 0)
     batch.rollback(n, 0)
     assert _continues(batch, [*text, *want[:5]], hybrid)
-
-
-def test_a_fold_makes_lengths_final(hybrid):
-    """What a snapshot does first: the uncommitted block goes into the state, and rollback starts from there."""
-    text = prompts(3, seed=4)[2]
-    first = hybrid.solo(text, 1)[0]
-    batch = _after_block(hybrid, text, DRAFTS)
-    batch.accept(7, 11, 0)
-    batch.settle()
-    n = len(text) + 7
-    assert batch.rollback_range(0) == (n, n)
-    with pytest.raises(EngineError):
-        batch.rollback(n - 1, 0)
-    assert _continues(batch, [*text, first, *DRAFTS[:6], 11], hybrid)
 
 
 @pytest.mark.parametrize("work", [Verify(), Prefill([7, 8, 9])], ids=["plain token", "prompt"])
@@ -389,14 +342,10 @@ def test_an_open_block_outlives_certain_rows_of_its_neighbours(hybrid, work):
         for slot in (0, 2):
             if batch.slots[slot].open_rows:
                 batch.accept(1, 9, slot)
-    with pytest.raises(EngineError, match="slot 1 .*open block"):
-        batch.step({0: Draft(16), 2: Draft(16)})
+    fails_with(EngineError, "slot 1 .*open block", lambda: batch.step({0: Draft(16), 2: Draft(16)}))
     assert batch.slots[1].cursor.committed == n
     batch.accept(8, int(r[1].ids[7]), 1)
     assert int(r[1].ids[7]) == want[8] and _continues(batch, [*texts[1], *want[:9]], hybrid, slot=1)
-
-
-# -- refusals
 
 
 def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
@@ -416,23 +365,16 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
         ({0: Prefill([1] * 512)}, ContextError, "do not fit"),
         ({0: Draft(16), 1: Prefill([1] * 17)}, EngineError, "at most 16 rows"),
     ):
-        with pytest.raises(error, match=words):
-            batch.step(work)
+        fails_with(error, words, batch.step, work)
     assert batch.forwards == before
-    with pytest.raises(EngineError, match="1 rows cannot be accepted of a block of 0"):
-        batch.accept(1, 5, 0)
+    fails_with(EngineError, "1 rows cannot be accepted of a block of 0", batch.accept, 1, 5, 0)
     for slot, words in ((-1, "the slot is -1"), (2, "slot 2 has no sequence"), (True, "the slot is True")):  # -1 was the last one
         for call in (batch.reset, batch.settle, lambda slot: batch.read_candidates(4, slot)):
-            with pytest.raises(EngineError, match=words):
-                call(slot=slot)
+            fails_with(EngineError, words, call, slot=slot)
     batch.step({0: Draft(16)})
-    with pytest.raises(EngineError, match="nothing was accepted of"):
-        batch.step({0: Verify()})
+    fails_with(EngineError, "nothing was accepted of", lambda: batch.step({0: Verify()}))
     batch.rollback(len(text), 0)
     assert _continues(batch, [*text, batch.slots[0].cursor.last_token], hybrid)
-
-
-# -- slots of a step
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 7, 8, 12, 64])
@@ -449,13 +391,9 @@ def test_a_step_covers_few_rows_too_many_in_few_different_ways(slots):
         assert lowest == {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 6, 7: 8, 8: 8}
 
 
-# -- candidates
-
-
 def test_candidates_of_requests_that_want_different_numbers(hybrid):
     """As on a GPU: so many of each row's largest logits as the most demanding request wants, and never fewer; all rows if one needs all."""
-    texts = prompts(3, seed=9)
-    batch = hybrid.batch(3)
+    texts, batch = prompts(3, seed=9), hybrid.batch(3)
     assert [batch.admit() for _ in range(3)] == [0, 1, 2]
 
     def run(wanted):
@@ -475,10 +413,6 @@ def test_candidates_of_requests_that_want_different_numbers(hybrid):
             assert np.allclose(best, logits[ids], atol=1e-4) and best.min() >= np.sort(logits)[-len(ids)] - 1e-4
 
 
-# -- graphs
-
-
-@pytest.mark.slow
 def test_eight_ragged_slots_share_one_graph_per_span(tmp_path):
     """Whatever their lengths and widths, and it is there before it is needed: no step waits for a graph, no buffer grows."""
     pair = Pair(tmp_path, "qwen35", n_ctx=1024)
@@ -519,7 +453,7 @@ def large_states(tmp_path_factory):
     made.close()
 
 
-def test_one_slot_moves_no_state_but_the_one_write_back(large_states):
+def test_slots_move_no_state_but_the_one_write_back(large_states):
     engine, floats = large_states.session.engine, 128 * 128 * 4
     back = 0 if large_states.session.backend.level is not None else 3
     counts = {}
@@ -527,10 +461,7 @@ def test_one_slot_moves_no_state_but_the_one_write_back(large_states):
         counts[role, width] = _state_copies(engine.graphs.get(engine.graphs.key(role, width, 256)).graph, floats)
     assert counts == {("prefill", 32): back, ("plain", 1): back, ("verify", 4): 0, ("fused", 4): 0, ("fused", 16): 0}
     assert _state_copies(engine.graphs.get(commit_key(16, engine.graphs.every, 0, True)).graph, floats) == 0
-
-
-def test_several_slots_move_no_state_but_the_one_write_back(large_states):
-    """Of all slots in place; some of many are replayed layer by layer, with one write-back each, which native kernels do not need."""
+    # Of all slots in place; some of many are replayed layer by layer, with one write-back each, which native kernels do not need.
     batch, floats = large_states.batch(4), 128 * 128 * 4
     back = 0 if large_states.session.backend.level is not None else 3
     every, half = SlotRange(0, 4), SlotRange(2, 2)

@@ -12,6 +12,7 @@ from random_gguf.model import Shape, write_dflash
 import pyggml_spec as ps
 from pyggml_spec.engine.sequence import PLAIN
 from pyggml_spec.ggml.kernels import FEATURES
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.compare import compare_logits
 
 pytestmark = [
@@ -20,16 +21,14 @@ pytestmark = [
 ]
 DENSE = ["qwen35", "qwen3", "llama", "gemma4"]
 ROUTED = [("qwen3moe", "MXFP4"), ("qwen35moe", "Q4_K")]
-CASES = (
-    ROUTED + [(arch, "Q8_0") for arch in DENSE] + [("qwen35", quant) for quant in ("F32", "F16", "BF16", "Q4_0", "Q4_K", "Q5_K", "Q6_K")]
-)
+QUANTS = ["F32", "F16", "BF16", "Q4_0", "Q4_K", "Q5_K", "Q6_K"]
 
 
 def prompt_of(n, seed=5):
     return np.random.default_rng(seed).integers(0, 256, n).tolist()
 
 
-@pytest.mark.parametrize("arch, quant", CASES)
+@pytest.mark.parametrize("arch, quant", [*ROUTED, *((arch, "Q8_0") for arch in DENSE), *(("qwen35", quant) for quant in QUANTS)])
 def test_logits_do_not_depend_on_the_shape_of_a_step(tmp_path, arch, quant):
     path, ids, seen = TARGETS[arch](tmp_path / "t.gguf", Shape(), quant), prompt_of(600), []
     singly = [*range(60), 60, *range(460, 600)]  # where steps begin
@@ -42,7 +41,7 @@ def test_logits_do_not_depend_on_the_shape_of_a_step(tmp_path, arch, quant):
     assert all(np.array_equal(seen[0], other) for other in seen[1:])
 
 
-def test_ggmls_kernels_do_depend_on_it(tmp_path):
+def test_what_depends_on_the_width_and_what_is_held_once(tmp_path):
     """Whether the test above could fail."""
     path, ids, seen = TARGETS["qwen35"](tmp_path / "t.gguf", Shape(), "Q8_0"), prompt_of(600), []
     with ps.load(path, device="CPU", threads=1, n_ctx=640, kernels="ggml") as session:
@@ -50,6 +49,13 @@ def test_ggmls_kernels_do_depend_on_it(tmp_path):
             session.engine.reset()
             seen.append(np.concatenate([session.engine.logits(ids[i : i + rows]) for i in range(0, len(ids), rows)]))
     assert (seen[0] != seen[1]).any(axis=1).sum() > 300
+    # The table that rows are looked up in is the packed head itself; all weights together take what the file takes, and 5 % at most.
+    with ps.load(device="CPU", threads=1, n_ctx=64) as session:
+        weights = session.target.weights
+        assert weights["token_embd.weight"] is weights["output.weight"]
+        assert session.configuration().memory["weights"] < 1.05 * DEMO_TARGET.stat().st_size
+        assert session.configuration().memory["draft_weights"] < 1.05 * DEMO_DRAFTER.stat().st_size
+        assert session.configuration().kernels == f"native ({LEVELS[0].name})"
 
 
 @pytest.mark.parametrize("arch", [*DENSE, "qwen3moe"])
@@ -87,22 +93,10 @@ def test_the_embedded_pair_and_continued_answers(tmp_path):
         assert [t for event in session.steps(whole, 40, ignore_end=True) for t in event.tokens] == went_on and session.engine.epoch > reused
 
 
-@pytest.mark.parametrize("quant", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("quant", ["Q8_0", *QUANTS])
 def test_own_kernels_are_llama_cpps_to_rounding(tmp_path, quant):
     result = compare_logits(TARGETS["qwen35"](tmp_path / "t.gguf", Shape(), quant), 65, device="CPU", threads=1, kernels="native")
     assert result.nmse < 1e-3 and result.argmax_agree > 0.95
-
-
-def test_a_tied_head_is_held_once(tmp_path):
-    """The table that rows are looked up in is the packed head itself; all weights together take what the file takes, and 5 % at most."""
-    from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
-
-    with ps.load(device="CPU", threads=1, n_ctx=64) as session:
-        weights = session.target.weights
-        assert weights["token_embd.weight"] is weights["output.weight"]
-        assert session.configuration().memory["weights"] < 1.05 * DEMO_TARGET.stat().st_size
-        assert session.configuration().memory["draft_weights"] < 1.05 * DEMO_DRAFTER.stat().st_size
-        assert session.configuration().kernels == f"native ({LEVELS[0].name})"
 
 
 @pytest.mark.skipif(len(LEVELS) < 2, reason="this processor has only one level")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine.helpers import oracle, reference, run
-from sessions import loaded
+from sessions import fails_with, loaded
 
 import pyggml_spec as ps
 from pyggml_spec.engine.engine import Engine, generate
@@ -29,10 +29,8 @@ def text(session):
 
 
 def _adds_up(stats):
-    assert stats.emitted == 1 + stats.steps + stats.matched
-    assert stats.target_forwards == 1 + stats.steps
-    assert sum(stats.matched_at) == stats.matched
-    assert sum(n * k for n, k in stats.block_sizes.items()) == stats.emitted - 1
+    assert stats.emitted == 1 + stats.steps + stats.matched and stats.target_forwards == 1 + stats.steps
+    assert sum(stats.matched_at) == stats.matched and sum(n * k for n, k in stats.block_sizes.items()) == stats.emitted - 1
     assert all(a >= b for a, b in zip(stats.matched_at, stats.matched_at[1:]))
 
 
@@ -47,11 +45,25 @@ def test_scripted_drafters_change_the_speed_and_never_the_tokens(session, text, 
     _adds_up(stats)
 
 
-def test_full_and_zero_acceptance_counts(session, text):
+def test_counts_and_interrupted_generations(session, text):
     _, full = run(session.engine, PROMPT, 65, drafts=oracle(PROMPT, text))
     assert (full.steps, full.matched, full.tokens_per_step) == (4, 60, 16.0)
     _, zero = run(session.engine, PROMPT, 11, drafts=oracle(PROMPT, text, lambda s: 0))
     assert (zero.steps, zero.matched, zero.drafted, zero.tokens_per_step) == (10, 0, 150, 1.0)
+    seen = []
+    tokens, stats = run(session.engine, PROMPT, N, drafts=oracle(PROMPT, text), interrupted=lambda: len(seen) > 3 or seen.append(1))
+    assert stats.stop_reason == "interrupt" and tokens == text[: len(tokens)] and 1 <= len(tokens) < N
+    engine, more = session.engine, []
+    assert engine.cursor.last_token == tokens[-1]
+    for _ in range(8):
+        result = engine.verify_step([0] * 15)
+        engine.accept(1, int(result.ids[0]))
+        more.append(int(result.ids[0]))
+    assert more == text[len(tokens) : len(tokens) + 8]
+    for event in session.steps(PROMPT, 60):
+        if event.stats.emitted > 5:
+            break
+    assert run(session.engine, PROMPT, 30, drafts=oracle(PROMPT, text))[0] == text[:30]
 
 
 @pytest.mark.parametrize("width", [2, 4, 8, 16])
@@ -96,23 +108,6 @@ def test_the_end_of_the_context_inside_a_block(pair, mode):
             small.engine.plain_step()
 
 
-def test_interrupted_and_abandoned_generations(session, text):
-    seen = []
-    tokens, stats = run(session.engine, PROMPT, N, drafts=oracle(PROMPT, text), interrupted=lambda: len(seen) > 3 or seen.append(1))
-    assert stats.stop_reason == "interrupt" and tokens == text[: len(tokens)] and 1 <= len(tokens) < N
-    engine, more = session.engine, []
-    assert engine.cursor.last_token == tokens[-1]
-    for _ in range(8):
-        result = engine.verify_step([0] * 15)
-        engine.accept(1, int(result.ids[0]))
-        more.append(int(result.ids[0]))
-    assert more == text[len(tokens) : len(tokens) + 8]
-    for event in session.steps(PROMPT, 60):
-        if event.stats.emitted > 5:
-            break
-    assert run(session.engine, PROMPT, 30, drafts=oracle(PROMPT, text))[0] == text[:30]
-
-
 def test_a_drafter_of_nan_switches_speculation_off_and_keeps_the_text(pair):
     """All-NaN argmax is token 0 forever: it has to be noticed, counted, and the text has to stay the target's."""
     with ps.load(*pair, device="CPU", threads=1, n_ctx=512) as poisoned:
@@ -125,8 +120,7 @@ def test_a_drafter_of_nan_switches_speculation_off_and_keeps_the_text(pair):
         nan = ffi.new("float[]", [float("nan")])
         lib.ggml_backend_tensor_set(weight, nan, 0, 4)
         tokens, stats = run(poisoned.engine, PROMPT, 20)
-        assert stats.nan_drafts == 1 and stats.widths[1] == stats.steps - 1
-        assert tokens[:2] == want[:2] and len(tokens) == 20
+        assert stats.nan_drafts == 1 and stats.widths[1] == stats.steps - 1 and tokens[:2] == want[:2] and len(tokens) == 20
 
 
 @pytest.mark.parametrize("weights, name, row", [("target", "token_embd.weight", 300), ("drafter", "fc.weight", 0)])
@@ -139,8 +133,7 @@ def test_rows_of_nan_are_gone_when_the_next_sequence_begins(pair, weights, name,
         lib.ggml_backend_tensor_memset(weight, 0xFF, row * weight.nb[1], weight.nb[1])
         prompt = [*range(32), *[300] * 20]
         if weights == "target":
-            with pytest.raises(EngineError, match="NaN"):
-                session.generate(prompt, 8)
+            fails_with(EngineError, "NaN", session.generate, prompt, 8)
         else:
             assert session.generate(prompt, 8)[1].nan_drafts == 1
         assert session.prefix.begin(prompt).tokens == 0  # and nothing of it is reused
@@ -155,15 +148,11 @@ def test_stop_strings_and_widths(session, pair):
     assert shown == whole[: whole.index(stop)] and stats.stop_reason == "stop"
     engine = session.engine
     engine.reset()
-    with pytest.raises(EngineError, match="prefill"):
-        engine.plain_step()
+    fails_with(EngineError, "prefill", engine.plain_step)
     engine.prefill(PROMPT)
-    with pytest.raises(EngineError, match="2 to 16"):
-        engine.verify_step([0] * 16)
-    with pytest.raises(EngineError, match="cannot be accepted"):
-        engine.accept(1, 0)
-    with pytest.raises(PairError, match="trained"):
-        ps.load(*pair, device="CPU", draft_width=17)
+    fails_with(EngineError, "2 to 16", engine.verify_step, [0] * 16)
+    fails_with(EngineError, "cannot be accepted", engine.accept, 1, 0)
+    fails_with(PairError, "trained", ps.load, *pair, device="CPU", draft_width=17)
 
 
 @pytest.mark.slow
@@ -172,8 +161,7 @@ def test_speculative_text_equals_reference_text_on_the_embedded_pair_with_reject
         for prompt in ("def ", "import os\n\n\ndef walk(path):\n", "class Queue:\n    "):
             spec, stats = demo.generate(prompt, 100)
             plain, _ = demo.generate(prompt, 100, mode="reference")
-            assert spec == plain
-            assert 0 < stats.matched < stats.drafted
+            assert spec == plain and 0 < stats.matched < stats.drafted
     assert DEMO_TARGET.exists()
 
 
@@ -186,8 +174,7 @@ def test_drafts_after_plain_steps_equal_drafts_without_them(session, plain_steps
     for _ in range(plain_steps):
         tokens.append(engine.cursor.last_token)
         engine.accept(1, int(engine.plain_step().ids[0]))
-    last_token = engine.cursor.last_token
-    got = engine.fused_step().tokens.tolist()
+    last_token, got = engine.cursor.last_token, engine.fused_step().tokens.tolist()
     engine.reset()
     engine.prefill(tokens)
     engine.cursor.last_token = last_token
@@ -309,12 +296,10 @@ def test_speculation_without_a_drafter_is_refused(pair, kind):
     """It decoded plainly and reported "speculative, width 16"."""
     with ps.load(pair[0], device="CPU", threads=1, n_ctx=256, spec=[]) as session:
         made = kind(session, 256)
-        with pytest.raises(EngineError, match="there is no drafter"):
-            made(GenerationOptions(5, SPECULATIVE))
+        fails_with(EngineError, "there is no drafter", lambda: made(GenerationOptions(5, SPECULATIVE)))
         assert len(made(GenerationOptions(5, PLAIN))[0]) == 5
         made.close()
-        with pytest.raises(EngineError, match="there is no drafter"):
-            session.generate(PROMPT, 5, mode="speculative")
+        fails_with(EngineError, "there is no drafter", session.generate, PROMPT, 5, mode="speculative")
         assert session.generate(PROMPT, 5)[1].mode == "plain"
 
 
@@ -338,7 +323,7 @@ def test_a_stop_text_is_not_visible_in_events_of_speculation():
         assert found > 6
 
 
-def test_what_holds_first_is_the_reason():
+def test_reasons_counts_and_dicts():
     limits = Limits(3, is_end=lambda token: token == 9, completes=lambda token: "stop" if token == 8 else "")
     limits.begin(2)
     assert [limits.passes(1), limits.passes(1), limits.left, limits.passes(1), limits.reason] == [True, True, 1, False, "length"]
@@ -347,6 +332,20 @@ def test_what_holds_first_is_the_reason():
         limits.begin(0)
         assert not limits.passes(token) and limits.reason == reason
     assert Limits(0, lambda token: False).reason == "length"
+    stats = counted((4, 3), (4, 0), (1, 0), (8, 5))
+    assert stats.emitted == 1 + stats.steps + stats.matched == 1 + 4 + 8
+    assert sum(n * count for n, count in stats.block_sizes.items()) == stats.emitted - 1
+    stats = counted((4, 0))
+    assert (stats.drafted, stats.matched, stats.tokens_per_step) == (3, 0, 1.0)
+    stats = counted((1, 0), (1, 0))
+    assert (stats.steps, stats.drafted, stats.draft_forwards, stats.tokens_per_step, stats.acceptance) == (2, 0, 0, 1.0, 0.0)
+    out = json.loads(json.dumps(counted((4, 3), (1, 0), (4, 1)).as_dict(), allow_nan=False))
+    assert out["block_sizes"] == {"1": 1, "2": 1, "4": 1} and list(out["block_sizes"]) == ["1", "2", "4"]
+    assert out["tokens_per_step"] == 7 / 3 and out["matched_per_position"] == [1.0, 0.5, 0.5]
+    one, other = Stats(), Stats()
+    one.seconds["load"] = 1.0
+    one.add_step(4, 2, True)
+    assert other.seconds["load"] == 0.0 and not other.widths and not other.matched_at
 
 
 def counted(*blocks: tuple[int, int], prompt_token: bool = True) -> Stats:
@@ -355,16 +354,6 @@ def counted(*blocks: tuple[int, int], prompt_token: bool = True) -> Stats:
     for width, matched in blocks:
         stats.add_step(width, matched, width > 1)
     return stats
-
-
-def test_counts_of_steps():
-    stats = counted((4, 3), (4, 0), (1, 0), (8, 5))
-    assert stats.emitted == 1 + stats.steps + stats.matched == 1 + 4 + 8
-    assert sum(n * count for n, count in stats.block_sizes.items()) == stats.emitted - 1
-    stats = counted((4, 0))
-    assert (stats.drafted, stats.matched, stats.tokens_per_step) == (3, 0, 1.0)
-    stats = counted((1, 0), (1, 0))
-    assert (stats.steps, stats.drafted, stats.draft_forwards, stats.tokens_per_step, stats.acceptance) == (2, 0, 0, 1.0, 0.0)
 
 
 def test_acceptance_widths_and_speed():
@@ -384,13 +373,3 @@ def test_acceptance_widths_and_speed():
 def test_no_division_by_zero(stats):
     out = stats.as_dict()
     assert out["tokens_per_second"] == 0.0 and out["acceptance"] == 0.0 and out["matched_per_position"] == []
-
-
-def test_statistics_as_dicts():
-    out = json.loads(json.dumps(counted((4, 3), (1, 0), (4, 1)).as_dict(), allow_nan=False))
-    assert out["block_sizes"] == {"1": 1, "2": 1, "4": 1} and list(out["block_sizes"]) == ["1", "2", "4"]
-    assert out["tokens_per_step"] == 7 / 3 and out["matched_per_position"] == [1.0, 0.5, 0.5]
-    one, other = Stats(), Stats()
-    one.seconds["load"] = 1.0
-    one.add_step(4, 2, True)
-    assert other.seconds["load"] == 0.0 and not other.widths and not other.matched_at

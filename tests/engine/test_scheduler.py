@@ -2,9 +2,9 @@
 
 import itertools
 import os
-import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 
@@ -13,6 +13,7 @@ import pytest
 from engine.batch_helpers import Pair, prompts, serve
 from engine.helpers import interrupt_ends_all
 from random_gguf.model import Shape
+from sessions import fails_with, together
 
 import pyggml_spec as ps
 from pyggml_spec.engine.batch import Prefill
@@ -79,8 +80,7 @@ def test_iterating_one_stream_serves_the_others_too(pair, scheduler):
     a, b = (scheduler.submit(text, DRAFT) for text in texts)
     blocks = list(a)
     assert list(itertools.chain.from_iterable(blocks)) == a.tokens == pair.solo(texts[0], 20) and len(blocks[0]) == 1
-    assert len(b.tokens) > 1
-    assert b.result() == pair.solo(texts[1], 20)
+    assert len(b.tokens) > 1 and b.result() == pair.solo(texts[1], 20)
 
 
 def test_a_late_sequence_and_one_that_is_cancelled_do_not_disturb_the_others(pair, scheduler):
@@ -137,15 +137,13 @@ def test_a_full_context_ends_a_sequence_with_its_last_token(pair, mode):
     with _scheduler(pair, 2) as scheduler:
         text = [7] * 760
         stream = scheduler.submit(text, GenerationOptions(None, mode))
-        assert stream.result() == pair.solo(text, 9)
-        assert stream.stats.stop_reason == "context" and stream.stats.emitted == 9
+        assert stream.result() == pair.solo(text, 9) and stream.stats.stop_reason == "context" and stream.stats.emitted == 9
 
 
 def test_decoding_sequences_wait_for_a_bounded_chunk_of_a_long_prompt(pair, scheduler):
     a = scheduler.submit(prompts(1)[0], GenerationOptions(60, PLAIN))
     scheduler.step()
-    long = scheduler.submit([3] * 700, GenerationOptions(1, PLAIN))
-    emitted = [len(a.tokens)]
+    long, emitted = scheduler.submit([3] * 700, GenerationOptions(1, PLAIN)), [len(a.tokens)]
     while long.remaining:
         filled = long.computed
         scheduler.step()
@@ -190,17 +188,9 @@ def test_the_end_of_a_prompt_rides_along_with_a_block(pair):
 
 def test_threads_iterate_their_own_streams(pair, scheduler):
     texts = prompts(5, seed=3)
-    out = {}
-
-    def read(i):
-        out[i] = list(itertools.chain.from_iterable(scheduler.submit(texts[i], DRAFT)))
-
-    threads = [threading.Thread(target=read, args=(i,)) for i in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert [out[i] for i in range(5)] == [pair.solo(text, 20) for text in texts]
+    with ThreadPoolExecutor(5) as pool:
+        out = list(pool.map(lambda text: list(itertools.chain.from_iterable(scheduler.submit(text, DRAFT))), texts))
+    assert out == [pair.solo(text, 20) for text in texts]
 
 
 @pytest.mark.slow
@@ -241,10 +231,8 @@ def test_widths_are_learnt_and_then_chosen(pair, scheduler):
 @pytest.mark.slow
 def test_synthetic_acceptance_is_per_sequence(scheduler):
     scheduler.pin_width(16)
-    streams = [
-        scheduler.submit([1, 2, 3], GenerationOptions(150, SPECULATIVE, ignore_end=True, synthetic=SyntheticAcceptance(length, 15, seed=1)))
-        for length in (2, 8)
-    ]
+    wanted = [SyntheticAcceptance(length, 15, seed=1) for length in (2, 8)]
+    streams = [scheduler.submit([1, 2, 3], GenerationOptions(150, SPECULATIVE, ignore_end=True, synthetic=s)) for s in wanted]
     scheduler.run()
     low, high = (s.stats.tokens_per_step for s in streams)
     assert 1.2 < low < 3.5 and 4 < high < 13
@@ -261,13 +249,8 @@ def test_samplers_and_wrong_requests(pair, scheduler):
     streams = [sampled(1, SPECULATIVE), sampled(2, SPECULATIVE), sampled(1, PLAIN)]
     scheduler.run()
     assert streams[0].tokens == streams[2].tokens != streams[1].tokens
-    for prompt, options, error, words in (
-        ([], DRAFT, ContextError, "empty"),
-        ([1] * 800, DRAFT, ContextError, "800 tokens does not fit"),
-        ([9999], DRAFT, ContextError, "9999"),
-    ):
-        with pytest.raises(error, match=words):
-            scheduler.submit(prompt, options)
+    for prompt, words in (([], "empty"), ([1] * 800, "800 tokens does not fit"), ([9999], "9999")):
+        fails_with(ContextError, words, scheduler.submit, prompt, DRAFT)
     assert scheduler.idle
 
 
@@ -365,11 +348,7 @@ def test_closing_waits_for_the_step_of_another_thread_and_closes_once(pair, monk
         real()
 
     monkeypatch.setattr(scheduler.runner, "close", close)
-    threads = [threading.Thread(target=scheduler.close) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    together([scheduler.close] * 2)
     assert closed == [1]
 
 
@@ -446,8 +425,7 @@ def test_wrong_ids_of_a_scripted_drafter_end_its_own_sequence_alone(pair, schedu
     other = scheduler.submit(texts[1], DRAFT)
     scheduler.run()
     assert other.tokens == pair.solo(texts[1], 20)
-    with pytest.raises(ContextError, match=words):
-        wrong.result()
+    fails_with(ContextError, words, wrong.result)
 
 
 @pytest.mark.slow
@@ -465,8 +443,7 @@ def test_a_logit_that_is_no_number_wins_no_greedy_choice(pair, scheduler, monkey
     while len(stream.tokens) < 3:
         scheduler.step()
     monkeypatch.setattr(HostLogits, "largest", largest)
-    with pytest.raises(EngineError, match="NaN or Inf"):
-        stream.result()
+    fails_with(EngineError, "NaN or Inf", stream.result)
 
 
 LONG = int(os.environ.get("PYSPEC_LONG_PROMPT", "4096"))
@@ -479,10 +456,8 @@ def test_no_sequence_waits_longer_than_one_prefill_step(tmp_path):
     engine = ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=LONG + 8, slots=3, width=4, chunk=512))
     try:
         with Engine(engine, 4) as scheduler:
-            streams = [
-                scheduler.submit([65 + i, 66, 67], GenerationOptions(None, mode, ignore_end=True))
-                for i, mode in enumerate((SPECULATIVE, PLAIN))
-            ]
+            modes = enumerate((SPECULATIVE, PLAIN))
+            streams = [scheduler.submit([65 + i, 66, 67], GenerationOptions(None, mode, ignore_end=True)) for i, mode in modes]
             while not all(stream.tokens for stream in streams):
                 scheduler.step()
             prompt = np.random.default_rng(1).integers(0, 256, LONG).tolist()

@@ -65,8 +65,7 @@ def test_1000_steps_inside_a_span_build_and_allocate_nothing(session):
             engine.prefill([1, 2, 3])
         engine.accept(1, int(engine.fused_step().ids[0]))
         steps += 1
-    assert _total(engine, "graphs_built") - built == 0
-    assert _total(engine, "buffer_growths") - growths == 0
+    assert _total(engine, "graphs_built") - built == 0 and _total(engine, "buffer_growths") - growths == 0
     assert {key: step.graph.properties_hash() for key, step in engine.graphs.steps().items()} == hashes
 
 
@@ -135,8 +134,7 @@ def test_a_span_boundary_adds_exactly_one_graph(session):
     built = _total(engine, "graphs_built")
     for _ in range(40):
         engine.accept(1, int(engine.fused_step().ids[0]))
-    assert _total(engine, "graphs_built") - built <= 1
-    assert engine.graphs.key("fused", 16, 512) in engine.graphs.steps()
+    assert _total(engine, "graphs_built") - built <= 1 and engine.graphs.key("fused", 16, 512) in engine.graphs.steps()
 
 
 @pytest.mark.slow
@@ -224,8 +222,7 @@ def test_graphs_of_a_role_whose_buffer_could_not_grow_are_not_computed(session):
     with pytest.raises(EngineError, match="no memory for a compute buffer"):
         planned(role, 1 << 50)
     assert small.stale
-    again = planned(role, 64)
-    assert not again.stale
+    assert not planned(role, 64).stale
     role.close()
 
 
@@ -279,11 +276,8 @@ def test_a_cpu_builds_a_graph_when_its_step_comes_and_says_how_long_that_took(se
 def test_masks_of_more_values_than_a_gpu_counts_are_refused(kind, slots, chunk, n_ctx, fits):
     """ggml-cuda takes the number of values as an int: of 2^31 it would launch nothing, and end the process."""
     device, options = Device("X", "", kind, 0, 0, 0), EngineOptions(n_ctx=n_ctx, chunk=chunk, slots=slots, width=16 if slots == 64 else 31)
-    with (
-        nullcontext()
-        if fits
-        else pytest.raises(ContextError, match=r"need masks of more than .*, which X cannot count; use a smaller `chunk`")
-    ):
+    refused = pytest.raises(ContextError, match=r"need masks of more than .*, which X cannot count; use a smaller `chunk`")
+    with nullcontext() if fits else refused:
         check_masks(options, [SimpleNamespace(device=device)])
 
 
@@ -323,8 +317,10 @@ def test_tails_of_wide_chunks_are_padded_by_less_than_their_rows(chunk):
     assert all(next(width for width in widths if rows <= width) < 2 * rows for rows in range(513, chunk + 1))
 
 
-def test_chunks_of_512_have_the_widths_of_small_tails_only():
+def test_widths_and_chunks():
     assert prefill_widths(512) == (32, 128, 512)
+    widths = {fine_width(n) for n in range(1, 513)}
+    assert all(n <= fine_width(n) <= n + max(0, n - 1) // 16 for n in range(1, 513)) and len(widths) <= 96
 
 
 @pytest.fixture(scope="module", params=["qwen35", "granitehybrid", "lfm2", "qwen3", "gemma4"])
@@ -353,15 +349,9 @@ def test_memory_that_was_planned_does_for_every_length(long_session):
         for span in graphs.buckets[:: max(1, len(graphs.buckets) - 1)]:
             if span >= rows:
                 graphs.build(graphs.key("prefill", rows, span))
-    assert graphs.compute_bytes == planned
-    assert sum(key.kind == "prefill" for key in graphs.steps()) < 40
+    assert graphs.compute_bytes == planned and sum(key.kind == "prefill" for key in graphs.steps()) < 40
     engine.reset()
     engine.prefill([7] * 1000)
-
-
-def test_widths_are_close_and_few():
-    widths = {fine_width(n) for n in range(1, 513)}
-    assert all(n <= fine_width(n) <= n + max(0, n - 1) // 16 for n in range(1, 513)) and len(widths) <= 96
 
 
 class Recorder:
@@ -428,11 +418,8 @@ def test_graphs_of_a_text_are_captured_while_the_device_computes_instead_of_befo
         before = {graph for kind, graph in recorder.events[: recorder.events.index(("launch", first))] if kind == "capture"}
         assert before <= {first}, "what the first step does not launch"
         assert kinds.count("capture") > len(before), "later ones"
-        waiting = [
-            key
-            for key, step in engine.graphs.steps().items()
-            if key.kind == "fused" and not step.ready and key.kv_bucket == engine.kv.bucket(60)
-        ]
+        fused = [(key, step) for key, step in engine.graphs.steps().items() if key.kind == "fused"]
+        waiting = [key for key, step in fused if not step.ready and key.kv_bucket == engine.kv.bucket(60)]
         assert not waiting, "what any step of this span may launch"
 
 
@@ -481,8 +468,7 @@ def test_the_first_call_of_a_graph_that_was_captured_ahead_is_a_replay():
     for call, us in enumerate([90, 80, 80], 1):
         assert counters.count(call, us, 1800, captured=True)
     assert (counters.warmup, counters.replayed, counters.eager) == (0, 3, 0)
-    assert not counters.count(1, 90, 1800, captured=False) and not counters.count(2, 90, 1800)
-    assert counters.warmup == 2
+    assert not counters.count(1, 90, 1800, captured=False) and not counters.count(2, 90, 1800) and counters.warmup == 2
 
 
 def test_a_graph_that_the_host_takes_part_in_is_not_captured(tmp_path, recorder):
@@ -531,8 +517,7 @@ def test_every_row_is_where_it_belongs(seed):
         counts = np.arange(width) < real[at]
         positions = n + np.arange(width) if real[at] else np.zeros(width)
         assert np.array_equal(got["positions"][part], positions) and np.array_equal(got["q_last"][part], positions)
-        assert np.array_equal(got["q_first"][part], positions - window + 1)
-        assert np.array_equal(got["on"][part], counts)
+        assert np.array_equal(got["q_first"][part], positions - window + 1) and np.array_equal(got["on"][part], counts)
         for name, rows, where in (("kv_rows", live, positions), ("sliding_rows", ring, positions % ring)):
             written = got[name][part] - at * (rows + trash)
             assert np.array_equal(written[counts], where[counts])
@@ -552,11 +537,8 @@ def test_rows_past_the_last_live_one_are_trash():
     sizes = {"width": 8, "count": 1, "live": 256, "ring": 0, "trash": 16, "window": 0, "near": 0, "history": 3}
     got = _filled(sizes, [253], [8], ("q_first", "sliding_rows", "sliding_near"))
     assert got["kv_rows"].tolist() == [253, 254, 255, 256, 257, 258, 259, 260] and got["positions"].tolist() == list(range(253, 261))
-    assert _filled(sizes, [253], [8], ("q_first", "sliding_rows", "sliding_near", "on", "last", "out_row")).keys() == {
-        "positions",
-        "kv_rows",
-        "q_last",
-    }
+    found = _filled(sizes, [253], [8], ("q_first", "sliding_rows", "sliding_near", "on", "last", "out_row"))
+    assert found.keys() == {"positions", "kv_rows", "q_last"}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -579,12 +561,8 @@ def test_every_row_of_a_block_sees_a_position_with_every_drafter(window):
     kv = SimpleNamespace(live=live, trash=16, rows_for=lambda n, count, real, out: out.fill(0))
     slots = [SimpleNamespace(cursor=SimpleNamespace(committed=n, last_token=5)) for n in committed]
     positions = np.concatenate([n + np.arange(width) for n in committed]).astype(np.int32)
-    host = {
-        "block": np.zeros(12, np.int32),
-        "draft_last": np.zeros(12, np.float32),
-        "positions": positions,
-        "draft_rows": np.zeros(12, np.int64),
-    }
+    host = {"block": np.zeros(12, np.int32), "draft_last": np.zeros(12, np.float32), "draft_rows": np.zeros(12, np.int64)}
+    host["positions"] = positions
     host |= {f"draft_first_{window}": np.zeros(12, np.float32)} if window else {}
     BlockDrafting(drafter, None, kv, False).fill(
         host, GraphKey("fused", width, live, SlotRange(0, 3)), {1: Draft(3), 0: Verify([1, 2, 3])}, slots

@@ -43,8 +43,7 @@ def header_places(data: bytes) -> list[range]:
 def spliced(data: bytes, other: bytes, rng: random.Random) -> bytes:
     """``data`` with a part of ``other`` put in, over its own bytes or between them."""
     first = rng.randrange(len(other) + 1)
-    part = other[first : first + rng.choice((4, 8, 16, 64, 256))]
-    at = rng.randrange(len(data) + 1)
+    part, at = other[first : first + rng.choice((4, 8, 16, 64, 256))], rng.randrange(len(data) + 1)
     return data[:at] + part + data[at + (len(part) if rng.random() < 0.5 else 0) :]
 
 

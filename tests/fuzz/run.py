@@ -113,8 +113,7 @@ def main() -> None:
     parser.add_argument("--seed", default="1")
     parser.add_argument("--slice", type=int, default=20_000, help="inputs per worker")
     parser.add_argument("--save", type=Path, default=Path("fuzz-findings"))
-    args = parser.parse_args()
-    began = time.monotonic()
+    args, began = parser.parse_args(), time.monotonic()
 
     def said(n: int) -> None:
         print(f"{n} inputs, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)

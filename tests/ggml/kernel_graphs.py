@@ -20,8 +20,7 @@ def bench(level=None, threads=1):
     backend = Backend(pick_device("CPU"), threads, "ggml" if level is None else "native")
     backend.level = level
     allocator = GraphAllocator(backend, "test")
-    graph = Graph(allocator)
-    memory = Memory(backend)
+    graph, memory = Graph(allocator), Memory(backend)
     try:
         yield graph, memory
     finally:
@@ -100,5 +99,4 @@ def product(level, kind, rows, x, threads=1, pieces=1):
 
 def matrix(kind, n_in, n_out, seed=0):
     """Random rows as a file of this type has them."""
-    values = np.random.default_rng(seed).standard_normal((n_out, n_in), np.float32)
-    return quantise(values, kind)
+    return quantise(np.random.default_rng(seed).standard_normal((n_out, n_in), np.float32), kind)

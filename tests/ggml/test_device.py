@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.errors import DeviceError, LibraryError
@@ -69,9 +70,33 @@ def test_weights_lie_in_large_pages():
     assert more > 0.7 * weights
 
 
-def test_a_system_that_does_not_say(monkeypatch):
+def test_memory_that_is_told(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self: (_ for _ in ()).throw(FileNotFoundError))
     assert cpu_wait_s() is None
+    # `pyspec devices` said "23.5 GiB free of 23.5 GiB", whatever ran alongside it.
+    monkeypatch.setattr(host_memory, "meminfo", lambda name, unknown: {"MemAvailable": 1 << 20}[name])
+    cpu = next(d for d in device.devices() if d.kind == "cpu")
+    assert cpu.memory_free == min(1 << 20, device.free_bytes(cpu)) and cpu.memory_total > 1 << 30
+
+
+def test_a_backend_is_asked_what_it_is(monkeypatch):
+    """Whose kernels run on a GPU: by what the library says, not by how it came here."""
+    cpu = next(d for d in device.devices() if d.kind == "cpu")
+    assert device.device_feature(cpu, "REPACK") == "1" and device.device_feature(cpu, "no such feature") is None
+    gpu = dataclasses.replace(cpu, name="CUDA0", kind="gpu")
+    assert "`pyspec build --cuda`" in device.build_notes(gpu)[0]
+    monkeypatch.setattr(device, "device_feature", lambda of, name: "tma" if name == "SMALL_BATCH" else None)
+    assert device.build_notes(gpu) == ["blocks by the patched kernels (tma)"]
+    assert device.build_notes(dataclasses.replace(gpu, name="Vulkan0")) == []
+
+
+def test_versions_name_everything_that_a_benchmark_depends_on(monkeypatch):
+    assert set(library.versions()) >= {"pyggml_spec", "llama_cpp_python", "ggml", "ggml_commit", "python"}
+    assert all(library.versions().values())
+    library.versions().clear()  # its caller's own
+    with monkeypatch.context() as patch:  # every request of a server asks for them, and metadata take milliseconds
+        patch.setattr(importlib.metadata, "version", None)
+        assert library.versions()["pyggml_spec"]
 
 
 def test_more_memory_than_there_is_is_not_asked_for(pair, monkeypatch):
@@ -79,8 +104,7 @@ def test_more_memory_than_there_is_is_not_asked_for(pair, monkeypatch):
     memory = {"MemAvailable": 64 << 20, "SwapFree": 0}
     monkeypatch.setattr(host_memory, "meminfo", lambda name, unknown: memory[name])
     needs = r"a context of 1048576 tokens needs \d+ MiB for K/V on CPU, which has 64 MiB free; use a smaller `n_ctx`"
-    with pytest.raises(ps.DeviceError, match=needs):
-        ps.load(*pair, device="CPU", threads=1, n_ctx=1 << 20)
+    fails_with(ps.DeviceError, needs, ps.load, *pair, device="CPU", threads=1, n_ctx=1 << 20)
     memory["MemAvailable"] = 1 << 16
     with pytest.raises(ps.DeviceError, match=r"needs \d+ MiB for weights on CPU, which has 0 MiB free"):
         ps.load(*pair, device="CPU", threads=1, n_ctx=256)
@@ -93,8 +117,7 @@ def test_a_container_has_what_its_group_may_have(pair, monkeypatch, tmp_path, ve
     """The machine's memory was called free: in a container of 4 GiB, "Killed", and nothing else. So was its swap, which is not the container's."""
     monkeypatch.setattr(host_memory, "meminfo", lambda name, unknown: 1 << 40)
     limit, used, files = host_memory.FILE_NAMES[version]
-    top = tmp_path / ("memory" if version == 1 else "")
-    own = tmp_path / "own"
+    top, own = tmp_path / ("memory" if version == 1 else ""), tmp_path / "own"
     own.write_text("7:cpu,cpuacct:/a\n5:memory:/a/b\n" if version == 1 else "0::/a/b\n")
     none = "max" if version == 2 else 1 << 62
     for group, values in (("", (none, 0, 0)), ("a", (96 << 20, 40 << 20, 4 << 20)), ("a/b", (none, 1, 0))):
@@ -117,24 +140,6 @@ def test_a_container_has_what_its_group_may_have(pair, monkeypatch, tmp_path, ve
     assert device.free_bytes(cpu) > 1 << 30
 
 
-def test_memory_that_is_taken_is_not_called_free(monkeypatch):
-    """`pyspec devices` said "23.5 GiB free of 23.5 GiB", whatever ran alongside it."""
-    monkeypatch.setattr(host_memory, "meminfo", lambda name, unknown: {"MemAvailable": 1 << 20}[name])
-    cpu = next(d for d in device.devices() if d.kind == "cpu")
-    assert cpu.memory_free == min(1 << 20, device.free_bytes(cpu)) and cpu.memory_total > 1 << 30
-
-
-def test_a_backend_is_asked_what_it_is(monkeypatch):
-    """Whose kernels run on a GPU: by what the library says, not by how it came here."""
-    cpu = next(d for d in device.devices() if d.kind == "cpu")
-    assert device.device_feature(cpu, "REPACK") == "1" and device.device_feature(cpu, "no such feature") is None
-    gpu = dataclasses.replace(cpu, name="CUDA0", kind="gpu")
-    assert "`pyspec build --cuda`" in device.build_notes(gpu)[0]
-    monkeypatch.setattr(device, "device_feature", lambda of, name: "tma" if name == "SMALL_BATCH" else None)
-    assert device.build_notes(gpu) == ["blocks by the patched kernels (tma)"]
-    assert device.build_notes(dataclasses.replace(gpu, name="Vulkan0")) == []
-
-
 def test_what_amx_kernels_are_not_given(monkeypatch):
     """Stacks of matrices, of which they pack the first: deepseek2 was refused on every processor with AMX, by a sentence about its graph."""
     with closing(device.Backend(device.pick_device("CPU"), 1)) as backend:
@@ -150,20 +155,10 @@ def test_names_in_their_order():
     assert pick_devices() == [pick_device()]
 
 
-@pytest.mark.parametrize(
-    "names, words",
-    [("CPU,", "empty name"), ("CPU,NPU9", "no device is called 'NPU9'"), (",".join(["CPU"] * 17), "17 devices"), ("", "empty name")],
-)
-def test_what_is_wrong_with_a_list(names, words):
-    with pytest.raises(DeviceError, match=words):
-        pick_devices(names)
-
-
 def test_a_gpu_is_named_once(monkeypatch):
     gpu = dataclasses.replace(pick_device("CPU"), name="CUDA0", kind="gpu")
     monkeypatch.setattr("pyggml_spec.ggml.device.pick_device", lambda name=None: gpu)
-    with pytest.raises(DeviceError, match="CUDA0 is named twice"):
-        pick_devices("CUDA0,CUDA0")
+    fails_with(DeviceError, "CUDA0 is named twice", pick_devices, "CUDA0,CUDA0")
 
 
 def test_every_mention_of_the_cpu_is_a_backend_of_its_own():
@@ -171,6 +166,14 @@ def test_every_mention_of_the_cpu_is_a_backend_of_its_own():
     assert first.handle != second.handle and first.threads == second.threads == 1
     for backend in (first, second):
         backend.close()
+
+
+@pytest.mark.parametrize(
+    "names, words",
+    [("CPU,", "empty name"), ("CPU,NPU9", "no device is called 'NPU9'"), (",".join(["CPU"] * 17), "17 devices"), ("", "empty name")],
+)
+def test_what_is_wrong_with_a_list(names, words):
+    fails_with(DeviceError, words, pick_devices, names)
 
 
 REBUILD = "pip install --force-reinstall --no-cache-dir"
@@ -216,25 +219,19 @@ def test_a_buffer_type_whose_products_end_the_process_is_not_used(fake, tmp_path
                     "print(build(devices()[0]))", **bad)  # fmt: skip
     assert "verdict='warn'" in doctor.stdout and "FAKE" in doctor.stdout and REBUILD in doctor.stdout
     quiet = pyspec(fake, tmp_path, *RUN, "-q", **bad)
-    assert (quiet.stdout, quiet.stderr) == (done.stdout, "")
-    assert len(list(tmp_path.glob("probe-*.json"))) == 1
+    assert (quiet.stdout, quiet.stderr) == (done.stdout, "") and len(list(tmp_path.glob("probe-*.json"))) == 1
 
 
 @pytest.mark.slow
 @linux
-def test_fakes_and_children_that_were_ended(fake, tmp_path):
+def test_fakes_and_quiet_children(fake, tmp_path):
     """And shows that the others were saved by the probe, not by a harmless fake."""
     done = pyspec(fake, tmp_path, *RUN, FAKE_SIGNAL=str(int(signal.SIGILL)), PYSPEC_NO_PROBE="1")
     assert done.returncode == -signal.SIGILL and not list(tmp_path.glob("probe-*"))
     # A child killed for memory is not used now, and is tried again at the next start.
     done = pyspec(fake, tmp_path, "devices", FAKE_SIGNAL=str(int(signal.SIGKILL)))
     assert "FAKE is not used" in done.stderr and "SIGKILL" in done.stderr and not list(tmp_path.glob("probe-*"))
-
-
-@pytest.mark.slow
-@linux
-def test_quiet_is_quiet_where_the_kernel_refuses_amx(fake, tmp_path):
-    """ggml writes that to stderr itself, past its log. What is not that line is passed on."""
+    # ggml writes that to stderr itself, past its log. What is not that line is passed on.
     done = pyspec(fake, tmp_path, *RUN, "-q", FAKE_WORDS="1")
     assert done.returncode == 0 and done.stdout.strip() and done.stderr == "something else\n"
 
@@ -275,6 +272,13 @@ def test_later_starts_remember(children, folder):
     assert probe.check(folder, WITH) == first and len(asked) == 2
 
 
+def test_an_exception_in_the_child_is_no_verdict(children, folder):
+    """It is said by the process itself where it matters; a library must not be refused for a full disk."""
+    answers, asked = children
+    answers += 2 * [(1, "at start\nfeatures avx2\n")]
+    assert probe.check(folder, WITH) == probe.check(folder, WITH) == probe.Fitness(("avx2",)) and len(asked) == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, 40])
 @pytest.mark.parametrize("said", ["at start\n", FEATURES + "at plain\n"])
 def test_a_child_that_was_ended_before_the_first_buffer_type_does_not_condemn_the_build(children, folder, number, said):
@@ -297,8 +301,7 @@ def test_builds_for_other_processors(children, folder):
     answers, _ = children
     answers += [(0, FEATURES + "at plain\ndone\n"), (-4, "at start\n")]
     lacks = r"built for a processor with avx512, which this one \(that processor\) does not have.*--no-cache-dir"
-    with pytest.raises(LibraryError, match=lacks):
-        probe.check(folder, WITHOUT)
+    fails_with(LibraryError, lacks, probe.check, folder, WITHOUT)
     (folder / "libggml-cpu.so").write_bytes(b"a build that does not even load")
     with pytest.raises(LibraryError, match=r"does not run on this processor \(this processor\).*SIGILL.*--no-cache-dir"):
         probe.check(folder, WITH)
@@ -311,13 +314,6 @@ def test_a_damaged_memory_is_no_memory(children, folder, tmp_path, damage):
     probe.check(folder, WITH)
     next((tmp_path / "cache").glob("probe-*")).write_bytes(damage)
     assert probe.check(folder, WITH).features == ("avx2",) and len(asked) == 2
-
-
-def test_an_exception_in_the_child_is_no_verdict(children, folder):
-    """It is said by the process itself where it matters; a library must not be refused for a full disk."""
-    answers, asked = children
-    answers += 2 * [(1, "at start\nfeatures avx2\n")]
-    assert probe.check(folder, WITH) == probe.check(folder, WITH) == probe.Fitness(("avx2",)) and len(asked) == 2
 
 
 def test_no_child_no_verdict(folder, monkeypatch, tmp_path):
@@ -401,20 +397,10 @@ def test_the_pin_is_checked_at_import(tmp_path):
     assert done.returncode == 1 and "LibraryError: llama-cpp-python 0.3.1 is installed" in done.stderr
 
 
-def test_versions_name_everything_that_a_benchmark_depends_on(monkeypatch):
-    assert set(library.versions()) >= {"pyggml_spec", "llama_cpp_python", "ggml", "ggml_commit", "python"}
-    assert all(library.versions().values())
-    library.versions().clear()  # its caller's own
-    with monkeypatch.context() as patch:  # every request of a server asks for them, and metadata take milliseconds
-        patch.setattr(importlib.metadata, "version", None)
-        assert library.versions()["pyggml_spec"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "module",
-    ["session", "sampling.sampler", "tools.compare", "tools.reference", "tools.bench", "models.weights", "engine.runner", "gguf_io"],
-)
+@pytest.mark.parametrize("module", [
+    "session", "sampling.sampler", "tools.compare", "tools.reference", "tools.bench", "models.weights", "engine.runner", "gguf_io",
+])  # fmt: skip
 def test_libllama_is_mapped_before_numpy_and_its_package_is_left_alone(module):
     """A CUDA build with a C++ runtime of its own crashed llama.cpp when numpy had come first. The package llama_cpp, and jinja2 with it, took
     0.2 s of processor time at every start, and asyncio 13 ms."""
@@ -483,21 +469,17 @@ def test_what_works_is_switched_on_and_remembered(log, monkeypatch):
     assert peer.enable_peer_access([B, A]) == [] and len(lines(log)) == 6
 
 
-@pytest.mark.parametrize(
-    "way, words, kept",
-    [
-        ("none", "the driver offers no peer access between them", True),
-        ("wrong", "copies between them arrive corrupted", True),
-        ("waits", "a test process did not end within 60 s; it is tested again after a reboot, or without {}", True),
-        ("fails", "the test process failed (OSError: cuMemcpyPeer gave 719)", False),
-    ],
-)
+@pytest.mark.parametrize("way, words, kept", [
+    ("none", "the driver offers no peer access between them", True),
+    ("wrong", "copies between them arrive corrupted", True),
+    ("waits", "a test process did not end within 60 s; it is tested again after a reboot, or without {}", True),
+    ("fails", "the test process failed (OSError: cuMemcpyPeer gave 719)", False),
+])  # fmt: skip
 def test_what_does_not_work_stays_off_and_is_said(log, monkeypatch, tmp_path, way, words, kept):
     monkeypatch.setenv("FAKE_PEER", way)
     if way == "waits":  # whether it came that far or not
         monkeypatch.setattr(peer, "LIMIT_S", 0.1)
-    said = peer.enable_peer_access([A, B])
-    files = list((tmp_path / "cache").glob("peer-*.json"))
+    said, files = peer.enable_peer_access([A, B]), list((tmp_path / "cache").glob("peer-*.json"))
     words = words.format(*files)
     assert said == [f"CUDA0 and CUDA1 copy to each other through the host: {words}"]
     assert peer.no_peer_reason("CUDA0", "CUDA1") == words
@@ -530,8 +512,7 @@ def test_a_process_that_cannot_be_ended_is_not_waited_for(log, monkeypatch, tmp_
     (said,) = peer.enable_peer_access([A, B])
     (child,) = killed
     try:
-        assert "a test process did not end" in said and child.poll() is None
-        assert child.stdout.closed and child.stderr.closed
+        assert "a test process did not end" in said and child.poll() is None and child.stdout.closed and child.stderr.closed
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait()

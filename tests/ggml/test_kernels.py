@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from architectures import params
 from ggml.kernel_graphs import LEVELS, bench, compute, matrix, product
+from sessions import fails_with
 
 from pyggml_spec.errors import DeviceError, EngineError
 from pyggml_spec.ggml.kernels import ALL_LEVELS, FEATURES, Level, packed_shape, pick_level
@@ -34,11 +35,13 @@ def nmse(got, want):
     return float(((got - want) ** 2).sum() / (want**2).sum())
 
 
-def test_this_machine_tests_a_level():
+def test_levels_and_what_cannot_be_packed():
     """On x86 with AVX2 there is one; elsewhere nothing below would be tested, and this says so."""
     if not LEVELS:
         pytest.skip("this processor has none of the levels that our kernels exist for: ggml's are used")
     assert [level.name for level in LEVELS] == [name for name in ALL_LEVELS if name in {level.name for level in LEVELS}]
+    assert packed_shape(type_id("iq3_s"), (256, 64)) is None and packed_shape(type_id("q4_k"), (128, 64)) is None
+    assert packed_shape(type_id("q8_0"), (64, 64, 2, 2)) is None
 
 
 @pytest.mark.slow
@@ -51,8 +54,7 @@ def test_products_are_right(level, name, n_out):
     rows, x = matrix(type_id(name), n_in, n_out), activations(21, n_in)
     got, want = product(level, type_id(name), rows, x), exact(name, rows, x)
     theirs = product(None, type_id(name), rows, x)
-    assert got.shape == want.shape
-    assert nmse(got, want) <= 1.05 * nmse(theirs, want) + 1e-12
+    assert got.shape == want.shape and nmse(got, want) <= 1.05 * nmse(theirs, want) + 1e-12
     # ggml rounds activations to the type of floating-point weights, and for Q4_1 and Q5_1 their sums to F16
     assert nmse(got, theirs) < (1e-10 if name[0] == "q" and not name.endswith("_1") else 1e-3)
 
@@ -131,8 +133,7 @@ def test_what_is_not_finite_stays_in_its_row(level, name, bad):
     clean, place = product(level, type_id(name), rows, x), 5
     x[place, n_in // 2 + 3] = bad
     got = product(level, type_id(name), rows, x)
-    assert not np.isfinite(got[place]).any()
-    assert np.array_equal(np.delete(got, place, 0), np.delete(clean, place, 0))
+    assert not np.isfinite(got[place]).any() and np.array_equal(np.delete(got, place, 0), np.delete(clean, place, 0))
 
 
 @on_every_level
@@ -209,8 +210,7 @@ def test_what_rounds_and_adds_for_itself_has_the_bits_of_single_nodes(level, nam
         with bench(level, threads) as (graph, memory):
             out, more = graph.matmul(memory.packed(weights, type_id(name), (n_in, n_out)), memory.tensor(x)), memory.tensor(term)
             got = compute(graph, graph.add(out, more))
-            assert np.array_equal(got, want + term)
-            assert "ADD" not in graph.op_counts()
+            assert np.array_equal(got, want + term) and "ADD" not in graph.op_counts()
     with bench(level, threads) as (graph, memory):
         more = memory.tensor(added)
         out = graph.matmul(memory.packed(weights, type_id(name), (n_in, n_out)), memory.tensor(x))
@@ -320,20 +320,12 @@ def test_rows_of_a_packed_table(name):
         assert np.isnan(compute(graph, graph.rows(table, wrong))).all()
 
 
-def test_what_cannot_be_packed_is_left_to_ggml():
-    assert packed_shape(type_id("iq3_s"), (256, 64)) is None
-    assert packed_shape(type_id("q4_k"), (128, 64)) is None
-    assert packed_shape(type_id("q8_0"), (64, 64, 2, 2)) is None
-
-
 @on_every_level
 def test_operands_that_do_not_fit_are_refused(level):
     with bench(level) as (graph, memory):
         weight = memory.packed(matrix(type_id("q8_0"), 64, 16), type_id("q8_0"), (64, 16))
-        with pytest.raises(EngineError, match="matmul"):
-            graph.matmul(weight, memory.tensor(np.zeros((2, 32), np.float32)))
-        with pytest.raises(EngineError, match="rows"):
-            graph.rows(weight, memory.tensor(np.zeros((2, 32), np.float32)))
+        fails_with(EngineError, "matmul", lambda: graph.matmul(weight, memory.tensor(np.zeros((2, 32), np.float32))))
+        fails_with(EngineError, "rows", lambda: graph.rows(weight, memory.tensor(np.zeros((2, 32), np.float32))))
 
 
 @pytest.mark.skipif(not LEVELS, reason="there is nothing to choose from")
@@ -346,35 +338,24 @@ def test_the_level_is_chosen_by_name(monkeypatch):
         assert pick_level(None, "cpu") == level
     monkeypatch.setenv(FEATURES, "none")
     assert pick_level(None, "cpu") is None
-    with pytest.raises(DeviceError, match="do not run on this processor"):
-        pick_level("native", "cpu")
+    fails_with(DeviceError, "do not run on this processor", pick_level, "native", "cpu")
     monkeypatch.setenv(FEATURES, "sse9")
-    with pytest.raises(DeviceError, match="'sse9'; it has to be one of"):
-        pick_level(None, "cpu")
+    fails_with(DeviceError, "'sse9'; it has to be one of", pick_level, None, "cpu")
 
 
-def test_a_level_that_was_never_timed_is_taken_by_name_alone(monkeypatch):
+def test_levels_that_are_refused(monkeypatch):
     arm = Level("neondot", LEVELS[0].handle if LEVELS else None)
     monkeypatch.setattr("pyggml_spec.ggml.kernels.levels", lambda: [arm])
     monkeypatch.delenv(FEATURES, raising=False)
     assert pick_level(None, "cpu") is None and pick_level("native", "cpu") == arm
     monkeypatch.setenv(FEATURES, "neondot")
     assert pick_level(None, "cpu") == arm
-
-
-def test_wrong_kernels_are_refused(monkeypatch):
     monkeypatch.delenv(FEATURES, raising=False)
-    with pytest.raises(DeviceError, match="'fast'"):
-        pick_level("fast", "cpu")
-    with pytest.raises(DeviceError, match="run on CPUs"):
-        pick_level("native", "gpu")
-
-
-def test_a_level_that_the_processor_lacks_is_refused(monkeypatch):
+    fails_with(DeviceError, "'fast'", pick_level, "fast", "cpu")
+    fails_with(DeviceError, "run on CPUs", pick_level, "native", "gpu")
     monkeypatch.setattr("pyggml_spec.ggml.kernels.levels", lambda: LEVELS[-1:])
     monkeypatch.setenv(FEATURES, "avx512vnni" if not LEVELS or LEVELS[-1].name != "avx512vnni" else "avx2")
-    with pytest.raises(DeviceError, match="does not have"):
-        pick_level(None, "cpu")
+    fails_with(DeviceError, "does not have", pick_level, None, "cpu")
 
 
 def experts_of(name, n_in, n_out, n_expert, seed=0):
@@ -397,8 +378,7 @@ def routed(level, name, weights, x, chosen, threads=1, packed=True):
 
 def choices(rows, n_used, n_expert, seed=3):
     """Different experts for each row, the first ones far more often."""
-    rng = np.random.default_rng(seed)
-    p = 1.0 / (1 + np.arange(n_expert)) ** 1.5
+    rng, p = np.random.default_rng(seed), 1.0 / (1 + np.arange(n_expert)) ** 1.5
     return np.stack([rng.choice(n_expert, n_used, replace=False, p=p / p.sum()) for _ in range(rows)])
 
 
@@ -486,8 +466,7 @@ def test_what_is_not_finite_stays_in_its_row_of_experts(level, name, bad):
     x[5, 0, n_in // 2 + 3] = bad
     for packed in (True, False):
         got = routed(level, name, weights, x, chosen, packed=packed)
-        assert not np.isfinite(got[5]).any()
-        assert np.array_equal(np.delete(got, 5, 0), np.delete(clean, 5, 0))
+        assert not np.isfinite(got[5]).any() and np.array_equal(np.delete(got, 5, 0), np.delete(clean, 5, 0))
 
 
 @on_every_level
@@ -497,11 +476,9 @@ def test_unknown_and_repeated_experts(level):
     clean = routed(level, "q8_0", weights, x, chosen)
     chosen[2, 1], chosen[7, 0] = 4, -1
     for packed in (True, False):
-        got = routed(level, "q8_0", weights, x, chosen, 2, packed)
-        wrong = np.zeros(chosen.shape, bool)
+        got, wrong = routed(level, "q8_0", weights, x, chosen, 2, packed), np.zeros(chosen.shape, bool)
         wrong[2, 1] = wrong[7, 0] = True
-        assert np.isnan(got[wrong]).all()
-        assert np.array_equal(got[~wrong], clean[~wrong])
+        assert np.isnan(got[wrong]).all() and np.array_equal(got[~wrong], clean[~wrong])
     weights, x = experts_of("q4_0", 64, 20, 4), activations(6, 1, 64)
     got = routed(level, "q4_0", weights, x, np.full((6, 3), 2))
     assert np.array_equal(got[:, 0], got[:, 1]) and np.array_equal(got[:, 0], got[:, 2])

@@ -22,7 +22,6 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-# -- norms
 def norm(level, x, weight=None, gate=None, threads=1, eps=1e-6):
     with bench(level, threads) as (graph, memory):
         tensor = memory.tensor(x)
@@ -32,7 +31,6 @@ def norm(level, x, weight=None, gate=None, threads=1, eps=1e-6):
         return compute(graph, graph.norm(tensor, eps) if weight is None else graph.rms_norm(tensor, memory.tensor(weight), eps))
 
 
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @on_every_level
 @pytest.mark.parametrize("n", [1, 3, 16, 17, 63, 64, 65, 112, 512, 5125])
 def test_norms(level, n):
@@ -42,24 +40,20 @@ def test_norms(level, n):
     np.testing.assert_allclose(got, want * weight, rtol=2e-6, atol=1e-7)
     np.testing.assert_allclose(norm(level, x), want, rtol=2e-6, atol=1e-7)
     assert np.array_equal(got, np.concatenate([norm(level, row[None], weight) for row in x]))
-    assert np.array_equal(got, norm(level, x, weight, threads=3))
-    assert np.array_equal(got, norm(LEVELS[-1], x, weight))
+    assert np.array_equal(got, norm(level, x, weight, threads=3)) and np.array_equal(got, norm(LEVELS[-1], x, weight))
 
 
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @on_every_level
 def test_gated_norms(level):
     """Each head is normed alone; gates may be of any size."""
     x, weight = RNG(2).standard_normal((4, 3 * 48), np.float32), RNG(3).standard_normal(48, np.float32)
     gate = np.float32(30) * RNG(4).standard_normal((4, 3 * 48), np.float32)
     heads = x.reshape(4, 3, 48).astype(np.float64)
-    want = heads / np.sqrt((heads**2).mean(axis=2, keepdims=True) + 1e-6) * weight
-    got = norm(level, x, weight, gate)
+    want, got = heads / np.sqrt((heads**2).mean(axis=2, keepdims=True) + 1e-6) * weight, norm(level, x, weight, gate)
     np.testing.assert_allclose(got, want.reshape(4, -1) * silu(gate.astype(np.float64)), rtol=3e-6, atol=1e-7)
     assert np.array_equal(got, norm(LEVELS[-1], x, weight, gate, threads=2))
 
 
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @on_every_level
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_norm_of_what_is_not_finite(level, bad):
@@ -69,7 +63,6 @@ def test_a_norm_of_what_is_not_finite(level, bad):
     assert np.isnan(got[1, 97]) and np.allclose(got[[0, 2]], 1)
 
 
-# -- delta-net layers
 TAPS = 4
 
 
@@ -148,7 +141,6 @@ def read(tensor, like):
 SIZES = [(16, 1, 3, 1), (32, 2, 4, 2), (64, 4, 8, 1), (64, 2, 12, 3), (128, 2, 6, 1), (256, 1, 1, 1)]
 
 
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @pytest.mark.slow
 @on_every_level
 @pytest.mark.parametrize("size, heads_k, heads, repeat", SIZES)
@@ -169,7 +161,6 @@ def test_delta_layers(level, size, heads_k, heads, repeat):
         assert np.array_equal(out, got) and np.array_equal(s, left)
 
 
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @on_every_level
 @pytest.mark.parametrize("accepted, repeat", [(0, 1), (1, 1), (6, 2), (20, 1), (20, 2)])
 def test_a_pending_block_and_its_replay(level, accepted, repeat):
@@ -180,31 +171,30 @@ def test_a_pending_block_and_its_replay(level, accepted, repeat):
         assert np.array_equal(out, want) and np.array_equal(left, state)
 
 
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @on_every_level
 def test_rows_that_are_switched_off_leave_the_state_alone(level):
-    layer = Layer(32, 2, 4, 9)
-    on = (np.arange(9) < 5).astype(np.float32)
+    layer, on = Layer(32, 2, 4, 9), (np.arange(9) < 5).astype(np.float32)
     assert np.array_equal(layer.run(level, on=on)[1], layer.run(level, rows=5)[1])
 
 
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
-def test_shapes_that_are_left_to_ggml():
+def test_shapes_and_joined_rows():
     level = LEVELS[0].handle
     assert lib.pgs_delta_native(level, 64, 64, 4) and not lib.pgs_delta_native(ffi.NULL, 64, 16, 4)
     assert not any(lib.pgs_delta_native(level, *shape) for shape in ((48, 16, 4), (64, 65, 4), (64, 16, 17)))
+    parts = [RNG(i).standard_normal((4, n), np.float32) for i, n in enumerate((3, 64, 1))]
+    with bench(LEVELS[0], 3) as (graph, memory):
+        assert np.array_equal(compute(graph, graph.concat([memory.tensor(x) for x in parts])), np.concatenate(parts, axis=1))
+        assert graph.op_counts()["native join"] == 1
 
 
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
-# -- rows of values
 @pytest.mark.slow
 @on_every_level
 @pytest.mark.parametrize("size, heads", [(64, 4), (16, 1), (24, 3)])
 def test_gates(level, size, heads):
     x = RNG(1).standard_normal((5, size * heads), np.float32)
     both = 40 * RNG(2).standard_normal((5, heads, 2 * size), np.float32)
-    gate = both[:, :, size:].reshape(5, -1).astype(np.float64)
-    seen = []
+    gate, seen = both[:, :, size:].reshape(5, -1).astype(np.float64), []
     for at, threads in ((level, 1), (level, 2), (level, 40), (LEVELS[-1], 3)):
         with bench(at, threads) as (graph, memory):
             part = graph.heads(memory.tensor(both.reshape(5, -1)), size, heads, 2 * size, size)
@@ -219,7 +209,6 @@ def test_gates(level, size, heads):
             assert graph.op_counts()["native gate"] == 1
 
 
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
 @on_every_level
 def test_argmax_and_sums(level):
     """The first of equals wins, NaN never; a sum is not finite where a value is not."""
@@ -233,8 +222,7 @@ def test_argmax_and_sums(level):
         ids = graph.argmax(tensor)
         graph.keep_output(ids)
         sums = compute(graph, graph.sum_rows(tensor))
-        got = np.frombuffer(ffi.buffer(ids.data, 36), np.int32)
-        assert got[:7].tolist() == [5, 3, 63, 0, 8, 1036, 17]
+        assert np.frombuffer(ffi.buffer(ids.data, 36), np.int32)[:7].tolist() == [5, 3, 63, 0, 8, 1036, 17]
     assert np.isfinite(sums[:, 0]).tolist() == [True, True, True, False, False, True, False, False, True]
     np.testing.assert_allclose(sums[[0, 1, 2, 5, 8], 0], x[[0, 1, 2, 5, 8]].sum(axis=1), rtol=1e-4, atol=1e-3)
 
@@ -245,8 +233,7 @@ def test_argmax_and_sums(level):
 def test_masks_are_those_of_ggml(slots, rings, window):
     near = (0.5 - RNG(1).integers(0, 300, (slots if rings else 1, 320))).astype(np.float32)
     last = RNG(2).integers(0, 300, (6, 1)).astype(np.float32)
-    first = last - 40
-    seen = []
+    first, seen = last - 40, []
     for level in (LEVELS[0], None):
         with bench(level) as (graph, memory):
             tensor = memory.tensor(near) if rings else memory.tensor(near[0])
@@ -258,14 +245,6 @@ def test_masks_are_those_of_ggml(slots, rings, window):
             assert list(mask.ne) == [256, 6 // slots, 1, slots]
             seen.append(bytes(ffi.buffer(mask.data, 2 * 256 * 6)))
     assert seen[0] == seen[1] and len(set(seen[0])) > 1
-
-
-@pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
-def test_rows_are_joined():
-    parts = [RNG(i).standard_normal((4, n), np.float32) for i, n in enumerate((3, 64, 1))]
-    with bench(LEVELS[0], 3) as (graph, memory):
-        assert np.array_equal(compute(graph, graph.concat([memory.tensor(x) for x in parts])), np.concatenate(parts, axis=1))
-        assert graph.op_counts()["native join"] == 1
 
 
 KV_BUCKET, SIZE = 256, 64
@@ -348,9 +327,6 @@ def test_scores(slots):
 PAGE = mmap.PAGESIZE
 F32, F16, I32, I8 = lib.GGML_TYPE_F32, lib.GGML_TYPE_F16, lib.GGML_TYPE_I32, lib.GGML_TYPE_I8
 TYPES = {text(lib.ggml_type_name(i)): i for i in range(lib.GGML_TYPE_COUNT) if lib.ggml_blck_size(i)}
-WEIGHTS = (
-    "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "q2_K", "q3_K", "iq4_xs", "q4_K", "q5_K", "q6_K", "f16", "bf16", "f32",
-)  # fmt: skip
 C = ctypes.CDLL(None, use_errno=True)
 C.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -425,7 +401,9 @@ def guarded(request):
 
 @pytest.mark.skipif(not levels(), reason="native kernels do not run on this processor")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", [
+    "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "q2_K", "q3_K", "iq4_xs", "q4_K", "q5_K", "q6_K", "f16", "bf16", "f32",
+])  # fmt: skip
 def test_products(guarded, name):
     kind = TYPES[name]
     block = lib.ggml_blck_size(kind)

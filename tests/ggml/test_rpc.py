@@ -7,14 +7,15 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
+from functools import partial
 from itertools import pairwise
 from statistics import median
 
 import pytest
 from pairs import write_pair
 from random_gguf.model import Shape, write_qwen35
+from sessions import fails_with, together
 from workers import CHECK_GRAPH, GRAPH_COMPUTE, HELLO, Worker, bare_server, between, exactly, fake_server, gone, need_library
 
 import pyggml_spec as ps
@@ -43,11 +44,8 @@ def texts(device: str, kernels: str | None = None, **more) -> list[str]:
     with ps.load(device=device, kernels=kernels, **{**OPTIONS, **more}) as session:
         found = [session.generate(PROMPT, 40, ignore_end=True)[0], session.generate(PROMPT, 24, mode="plain", ignore_end=True)[0]]
         sampled = ps.Sampling(temperature=0.9, top_k=20, seed=7)
-        found += [
-            session.generate(PROMPT, 16, sampling=sampled, ignore_end=True)[0],
-            session.generate(PROMPT * 30 + "x", 16, ignore_end=True)[0],
-        ]
-        found += [session.generate(PROMPT * 30 + "y", 16, ignore_end=True)[0]]
+        found += [session.generate(PROMPT, 16, sampling=sampled, ignore_end=True)[0]]
+        found += [session.generate(PROMPT * 30 + end, 16, ignore_end=True)[0] for end in "xy"]
         return found + [text for text, _ in session.generate_all([PROMPT, "import os\n"], 16, slots=2)]
 
 
@@ -88,8 +86,7 @@ def test_text_over_workers(worker, expected, second):
     with fake_server(between(worker, watched)) as port:
         assert texts(f"RPC:127.0.0.1:{port}") == expected
     assert GRAPH_COMPUTE in seen and not any(command >= CHECK_GRAPH for command in seen)
-    assert texts(f"{worker.device},{second.device}") == expected
-    assert texts(f"CPU,{worker.device}", "ggml") == expected
+    assert texts(f"{worker.device},{second.device}") == expected and texts(f"CPU,{worker.device}", "ggml") == expected
 
 
 def test_the_doctor_takes_a_split_over_two_workers_apart(worker, second, tmp_path):
@@ -102,10 +99,8 @@ def test_the_doctor_takes_a_split_over_two_workers_apart(worker, second, tmp_pat
     assert 0 < cut.data["copy_ms"] < cut.data["parts_ms"] and (cut.verdict == OK or "waits for the network" in cut.remedy)
     waits, prompts = checks["waiting devices"], checks["prompts on devices"]
     assert all(ms > 0 for ms in (*waits.data["layer_ms"], *prompts.data["compute_ms"])) and sum(waits.data["waits"]) == pytest.approx(1)
-    assert (
-        f"{worker.device} (layers 0 to 2) computes" in waits.found
-        and "over the network, through this machine" in checks["device copies"].found
-    )
+    assert f"{worker.device} (layers 0 to 2) computes" in waits.found
+    assert "over the network, through this machine" in checks["device copies"].found
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gpt-oss", "qwen3moe", "qwen3next", "mtp"])
@@ -116,15 +111,8 @@ def test_architectures_on_a_worker(worker, name, tmp_path):
 
     def found(device: str, kernels: str | None) -> list[str]:
         experts = ps.ExpertOptions(host_layers=2) if name == "qwen3moe" else None
-        with ps.load(
-            target,
-            None if drafter == target else drafter,
-            device=device,
-            kernels=kernels,
-            chunk=32,
-            experts=experts,
-            **{**OPTIONS, "n_ctx": 256},
-        ) as session:
+        options = {**OPTIONS, "n_ctx": 256, "chunk": 32, "experts": experts}
+        with ps.load(target, None if drafter == target else drafter, device=device, kernels=kernels, **options) as session:
             out = [session.generate(part, 12, ignore_end=True)[0] for part in (ids, ids[:60])]
             if experts is not None and device != "CPU":  # the parts between which the host computes are kept, too
                 assert session.backend.traffic.graphs_again > session.backend.traffic.graphs
@@ -160,8 +148,7 @@ def test_a_drafter_here_costs_one_round_trip_of_the_last_worker(worker, expected
         each = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in pairwise(marks[1:-1])]  # the first step sends its graph
         steps, first, last, *received = zip(*each, strict=True)
         assert len(each) > 8 and set(steps) == {1} and all(len(set(by_step)) == 1 for by_step in received)
-        assert median(last) == 1 and median(first) <= 2
-        assert session.generate(PROMPT, 40, ignore_end=True)[0] == expected[0]
+        assert median(last) == 1 and median(first) <= 2 and session.generate(PROMPT, 40, ignore_end=True)[0] == expected[0]
         with session.concurrent(2, groups=2) as server:
             handles = [server.submit(prompt, 16) for prompt in (PROMPT, "import os\n")]
             assert [handle.result()[0] for handle in handles] == expected[-2:] and server.stats.pipelined > 0
@@ -186,8 +173,7 @@ def test_a_second_device_of_a_connected_worker_is_used(expected):
             for session in (split, alone, split):
                 text = session.generate(PROMPT, 12, ignore_end=True)[0]
                 assert text and expected[0].startswith(text)
-            with pytest.raises(DeviceError, match="has 2 devices, and /2 is none of them"):
-                pick_device(f"{name}/2")
+            fails_with(DeviceError, "has 2 devices, and /2 is none of them", pick_device, f"{name}/2")
 
 
 def test_a_lost_worker_ends_the_sessions_that_use_it_and_no_other(worker, expected):
@@ -200,21 +186,17 @@ def test_a_lost_worker_ends_the_sessions_that_use_it_and_no_other(worker, expect
     ):
         lost.generate(PROMPT, 4)
         second.kill()
-        with pytest.raises(DeviceError, match="is lost"):
-            lost.generate(PROMPT, 40, ignore_end=True)
+        fails_with(DeviceError, "is lost", lost.generate, PROMPT, 40, ignore_end=True)
         for session in (other, here):
             text = session.generate(PROMPT, 12, ignore_end=True)[0]
-            assert text and expected[0].startswith(text)
-            assert session.engine.logits(session.prompt_ids(PROMPT)).any()
+            assert text and expected[0].startswith(text) and session.engine.logits(session.prompt_ids(PROMPT)).any()
         with Worker(port=second.port), pytest.raises(DeviceError, match=r"is lost: .* still uses what it had there: close it first"):
             ps.load(device=second.device, **OPTIONS)
-        with pytest.raises(DeviceError, match="is lost"):
-            lost.generate(PROMPT, 40, ignore_end=True)
+        fails_with(DeviceError, "is lost", lost.generate, PROMPT, 40, ignore_end=True)
 
 
 def test_segments_bytes_and_encryption(worker):
-    with pytest.raises(DeviceError, match=r"is named twice"):
-        ps.load(device=f"{worker.device},{worker.device}", **OPTIONS)
+    fails_with(DeviceError, r"is named twice", ps.load, device=f"{worker.device},{worker.device}", **OPTIONS)
     with ps.load(device=worker.device, **OPTIONS) as session:
         assert rpc.UNENCRYPTED in session.configuration().notes and rpc.UNCHECKED not in session.configuration().notes
         assert session.configuration().device == worker.device
@@ -252,13 +234,10 @@ def test_a_graph_is_sent_again_only_if_the_worker_dropped_it(worker, change, sen
         assert session.backend.traffic.graphs == before + sent_again
 
 
-@pytest.mark.parametrize(
-    "alone, words",
-    [
-        (True, r"target\.gguf stores matrices as \w+, which RPC:\S+ cannot multiply"),
-        (False, r"the backend RPC\S+ cannot run \w+ on .* -> "),
-    ],
-)
+@pytest.mark.parametrize("alone, words", [
+    (True, r"target\.gguf stores matrices as \w+, which RPC:\S+ cannot multiply"),
+    (False, r"the backend RPC\S+ cannot run \w+ on .* -> "),
+])  # fmt: skip
 def test_an_operation_that_the_worker_lacks_is_named(worker, alone, words):
     """Products are asked for before weights are sent, graphs before they are computed; ggml's server would end."""
 
@@ -345,8 +324,7 @@ def test_a_worker_that_dies_is_a_sentence_and_one_that_comes_back_is_used(expect
             events = session.steps(PROMPT, 40, ignore_end=True)
             text, seen = "".join(next(events).text for _ in range(3)), []
             first.kill()
-            with pytest.raises(DeviceError, match="is lost"):
-                list(collected(events, seen))
+            fails_with(DeviceError, "is lost", lambda: list(collected(events, seen)))
             text += "".join(seen)
             assert text and expected[0].startswith(text)  # what is read of a lost worker is zero, and no token
             began = time.monotonic()
@@ -355,8 +333,7 @@ def test_a_worker_that_dies_is_a_sentence_and_one_that_comes_back_is_used(expect
                     session.generate(PROMPT, 40, ignore_end=True)
             assert time.monotonic() - began < 50
         gone(first.port)
-        with pytest.raises(DeviceError, match="nothing listens at"):
-            ps.load(device=first.device, **OPTIONS)
+        fails_with(DeviceError, "nothing listens at", ps.load, device=first.device, **OPTIONS)
         with Worker(port=first.port) as second, ps.load(device=second.device, **OPTIONS) as session:
             assert session.generate(PROMPT, 40, ignore_end=True)[0] == expected[0]
 
@@ -385,32 +362,15 @@ def test_a_lost_worker_ends_the_command_with_1(number):
     """Killed, and stopped: the kernel of a machine whose programs hang answers for them."""
     need_library()
     with Worker() as worker:
-        command = [
-            sys.executable,
-            "-m",
-            "pyggml_spec",
-            "run",
-            "--device",
-            worker.device,
-            "-p",
-            PROMPT,
-            "--ignore-eos",
-            "--draft-width",
-            "4",
-        ]
-        process = subprocess.Popen(
-            [*command, "-c", "2048", "-n", "1900"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "GGML_RPC_TIMEOUT": "2"},
-        )
+        options = ["--device", worker.device, "-p", PROMPT, "--ignore-eos", "--draft-width", "4", "-c", "2048", "-n", "1900"]
+        command, pipe = [sys.executable, "-m", "pyggml_spec", "run", *options], subprocess.PIPE
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, env={**os.environ, "GGML_RPC_TIMEOUT": "2"})
         process.stdout.read(1)
         server = worker.server()
         os.kill(server, number)
         began = time.monotonic()
         _, err = process.communicate(timeout=60)
-        assert time.monotonic() - began < 50
-        assert process.returncode == 1 and b"Traceback" not in err
+        assert time.monotonic() - began < 50 and process.returncode == 1 and b"Traceback" not in err
         assert err.decode().splitlines()[-1].startswith(f"pyspec: the worker 127.0.0.1:{worker.port} is lost: ")
         if number == signal.SIGSTOP:
             os.kill(server, signal.SIGKILL)
@@ -438,9 +398,5 @@ def test_threads_of_two_sessions_do_not_mix_their_graphs(worker, expected):
         with ps.load(device=worker.device, **OPTIONS) as session:
             found[name] = session.generate(PROMPT, 40, ignore_end=True)[0], session.generate(PROMPT, 24, mode="plain", ignore_end=True)[0]
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    together(partial(run, i) for i in range(2))
     assert found == {0: tuple(expected[:2]), 1: tuple(expected[:2])}

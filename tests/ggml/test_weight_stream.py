@@ -15,26 +15,26 @@ from pyggml_spec.ggml.library import ffi, lib
 
 ROOT = Path(__file__).parents[2]
 STREAM = ROOT / "csrc" / "weight_stream.c"
-LEFT_OUT = (
-    "ggml_backend_event_wait(s->device, s->arrived[layer % 2]);", "ggml_backend_event_wait(s->queue, s->used[place]);",
-    "ggml_backend_event_record(s->used[place], s->device);", "want(s, 1);", "want(s, layer + 2);",
-)  # fmt: skip
 
 
 def built(folder: Path, source: str) -> Path:
     (folder / "weight_stream.c").write_text(source)
-    program = folder / "order"
-    parts = [Path(__file__).with_name("stream_order.c"), folder / "weight_stream.c"]
+    program, parts = folder / "order", [Path(__file__).with_name("stream_order.c"), folder / "weight_stream.c"]
     subprocess.run(list(map(str, ["cc", "-std=gnu11", "-O1", "-I", ROOT / "csrc", "-I", headers(), *parts, "-o", program])), check=True)
     return program
 
 
-def test_every_order_of_the_queues(tmp_path):
+def test_orders_and_ways(tmp_path):
     done = subprocess.run([built(tmp_path, STREAM.read_text()), "3000"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
+    assert (done.returncode, done.stdout) == (0, "") and run(tmp_path, *LANES) == ""
+    assert run(tmp_path, *PREFETCH, apart=False) == "" and slots([4, 2], 6, [0, 2, 1, 4], False) == [2, 1, 2, 0]
+    assert slots([4, 2], 6, [0, 2, 1, 4], True) == [2, 1, 3, 0]
 
 
-@pytest.mark.parametrize("left_out", LEFT_OUT)
+@pytest.mark.parametrize("left_out", [
+    "ggml_backend_event_wait(s->device, s->arrived[layer % 2]);", "ggml_backend_event_wait(s->queue, s->used[place]);",
+    "ggml_backend_event_record(s->used[place], s->device);", "want(s, 1);", "want(s, layer + 2);",
+])  # fmt: skip
 def test_a_missing_step_is_noticed(tmp_path, left_out):
     source = STREAM.read_text()
     assert source.count(left_out) == 1
@@ -62,10 +62,6 @@ BROKEN_LANES = {
 }  # fmt: skip
 
 
-def test_steps_of_two_lanes(tmp_path):
-    assert run(tmp_path, *LANES) == ""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN_LANES)
 def test_a_missing_wait_is_noticed(tmp_path, what):
@@ -84,10 +80,6 @@ BROKEN_PREFETCH = {
     "one of all threads": ("static _Thread_local trial", "static trial"),
     "another distance": ("AHEAD[t->best], 0", "AHEAD[0], 0"),
 }
-
-
-def test_the_faster_way_is_kept(tmp_path):
-    assert run(tmp_path, *PREFETCH, apart=False) == ""
 
 
 @pytest.mark.slow
@@ -113,11 +105,6 @@ def test_no_token_uses_a_slot_twice(data):
     got = slots(hot, n_expert, chosen, True)
     assert len(set(got)) == len(got) and min(got) >= 0 and max(got) < len(hot) + fillers(len(chosen), len(hot))
     assert [hot.index(e) for e in chosen if e in hot] == [s for s, e in zip(got, chosen) if e in hot]
-
-
-def test_narrow_steps_use_one_slot_for_all_cold_choices():
-    assert slots([4, 2], 6, [0, 2, 1, 4], False) == [2, 1, 2, 0]
-    assert slots([4, 2], 6, [0, 2, 1, 4], True) == [2, 1, 3, 0]
 
 
 def run(folder: Path, source: str, driver: str, *edits: str, apart: bool = True) -> str:

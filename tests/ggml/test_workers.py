@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from sessions import fails_with
 from workers import COUNT, HELLO, MEMORY, fake_server, free_port, request, say
 
 from pyggml_spec.cli.report import footer
@@ -39,25 +40,13 @@ def answers(version=PROTOCOL, flags=0, devices=1):
     return serve
 
 
-def test_an_address_is_a_host_a_port_and_a_device():
+def test_addresses_and_versions_of_workers():
     assert parse("RPC:127.0.0.1:123") == Address("127.0.0.1", 123, 0, "127.0.0.1")
     assert parse("rpc:localhost") == Address("localhost", 50052, 0, "127.0.0.1")
     assert parse("RPC:localhost:7/2") == Address("localhost", 7, 2, "127.0.0.1")
     assert (parse("rpc:localhost:7/2").name, parse("rpc:localhost:7/2").endpoint) == ("RPC:localhost:7/2", "127.0.0.1:7")
     assert is_worker("rpc:x") and not is_worker("CPU") and not is_worker(None) and not is_worker("RPC0")
-
-
-@pytest.mark.parametrize(
-    "name", ["RPC:", "RPC:a:0", "RPC:a:65536", "RPC:a:b", "RPC:::1:5", "RPC:a:5/", "RPC:a:5/x", "RPC:a:5/1/2", "RPC:a b:5"]
-)
-def test_what_is_no_address_is_named(name):
-    with pytest.raises(DeviceError, match=r"names no worker: write RPC:host:port"):
-        parse(name)
-
-
-def test_addresses_of_workers():
-    with pytest.raises(DeviceError, match=r"host 'nowhere\.invalid' is not known"):
-        parse("RPC:nowhere.invalid:50052")
+    fails_with(DeviceError, r"host 'nowhere\.invalid' is not known", parse, "RPC:nowhere.invalid:50052")
     with fake_server(answers(devices=2)) as port:
         assert probe(at(port, 1)) == WorkerInfo(PROTOCOL, ((5, 9), (6, 9)), False)
     with fake_server(answers(flags=1)) as port:
@@ -65,6 +54,17 @@ def test_addresses_of_workers():
     port = free_port()
     with pytest.raises(DeviceError, match=rf"nothing listens at 127\.0\.0\.1:{port}; start `pyspec worker --port {port}` there"):
         probe(at(port))
+    with fake_server(answers((7, 0, 9))) as port:
+        assert probe(at(port)).version == (7, 0, 9)
+    with fake_server(answers(devices=2)) as port, pytest.raises(DeviceError, match=r"has 2 devices, and /2 is none of them"):
+        probe(at(port, 2))
+
+
+@pytest.mark.parametrize(
+    "name", ["RPC:", "RPC:a:0", "RPC:a:65536", "RPC:a:b", "RPC:::1:5", "RPC:a:5/", "RPC:a:5/x", "RPC:a:5/1/2", "RPC:a b:5"]
+)
+def test_what_is_no_address_is_named(name):
+    fails_with(DeviceError, r"names no worker: write RPC:host:port", parse, name)
 
 
 @pytest.mark.parametrize("version", [(6, 9, 9), (8, 0, 0), (7, 1, 0)])
@@ -74,13 +74,6 @@ def test_another_version_is_named(version):
         pytest.raises(DeviceError, match=rf"speaks version {'.'.join(map(str, version))} of ggml's RPC protocol, and this ggml 7\.0\.0"),
     ):
         probe(at(port))
-
-
-def test_versions_and_devices_of_workers():
-    with fake_server(answers((7, 0, 9))) as port:
-        assert probe(at(port)).version == (7, 0, 9)
-    with fake_server(answers(devices=2)) as port, pytest.raises(DeviceError, match=r"has 2 devices, and /2 is none of them"):
-        probe(at(port, 2))
 
 
 def web_server(connection):
@@ -104,7 +97,7 @@ def test_what_is_no_worker_is_said_to_be_none(serve):
 
 
 def hangs(connection):
-    connection.settimeout(10)
+    connection.settimeout(60)
     while connection.recv(1 << 16):
         pass
 
@@ -119,34 +112,27 @@ def counts_slowly(connection):
 def test_a_server_that_hangs_is_given_up(serve):
     with fake_server(serve) as port:
         began = time.monotonic()
-        with pytest.raises(DeviceError, match=r"sent nothing within 0\.3 s: the worker is in use"):
-            probe(at(port), 0.3)
-        assert time.monotonic() - began < 9
+        fails_with(DeviceError, r"sent nothing within 0\.3 s: the worker is in use", lambda: probe(at(port), 0.3))
+        assert time.monotonic() - began < 50
 
 
 NODES = 1800  # a 4B step
 
 
-def test_replay_told_by_launch_times():
+def test_replay_rates_and_launch_times():
     on, off = ReplayCounters(), ReplayCounters()
     for call, us in enumerate([4400, 6700, 160, 80, 80, 80], 1):
         on.count(call, us, NODES)
         off.count(call, 3200, NODES)
-    assert (on.warmup, on.replayed, on.eager) == (2, 4, 0)
-    assert (off.warmup, off.replayed, off.eager) == (2, 0, 4)
+    assert (on.warmup, on.replayed, on.eager) == (2, 4, 0) and (off.warmup, off.replayed, off.eager) == (2, 0, 4)
     counters = ReplayCounters()
-    assert not counters.count(3, 1, 10)
-    assert counters == ReplayCounters()
+    assert not counters.count(3, 1, 10) and counters == ReplayCounters()
+    assert "warning" not in _footer(995, 5) and "995 steps replayed" in _footer(995, 5)
+    assert "only 50 % of the steps were replayed" in _footer(100, 100) and "CUDA graphs" not in footer(Stats(), None)
 
 
 def _footer(replayed: int, eager: int) -> str:
     return footer(Stats(cuda_graphs={"warmup": 2, "captured": 1, "replayed": replayed, "eager": eager}), None)
-
-
-def test_a_low_replay_rate_is_a_warning_with_a_remedy_and_a_high_one_is_not():
-    assert "warning" not in _footer(995, 5) and "995 steps replayed" in _footer(995, 5)
-    assert "only 50 % of the steps were replayed" in _footer(100, 100)
-    assert "CUDA graphs" not in footer(Stats(), None)
 
 
 @pytest.mark.slow

@@ -48,8 +48,7 @@ def aligned(data: bytes, to: int = 32) -> bytes:
 
 def gguf(keys: list[bytes] = (), infos: list[bytes] = (), data: bytes = b"", alignment: int = 32) -> bytes:
     """A whole file of encoded keys and tensor infos."""
-    head = header(len(infos), len(keys)) + b"".join(keys) + b"".join(infos)
-    return aligned(head, alignment) + data
+    return aligned((header(len(infos), len(keys)) + b"".join(keys) + b"".join(infos)), alignment) + data
 
 
 class Model:
@@ -61,12 +60,10 @@ class Model:
         n_tensors, n_keys = self._take("QQ")
         self.keys, self.tensors, offsets = {}, {}, {}
         for _ in range(n_keys):
-            name = self._text().decode()
-            kind = self._take("I")[0]
+            name, kind = self._text().decode(), self._take("I")[0]
             self.keys[name] = (kind, self._value(kind))
         for _ in range(n_tensors):
-            name = self._text().decode()
-            shape = self._take(f"{self._take('I')[0]}Q")
+            name, shape = self._text().decode(), self._take(f"{self._take('I')[0]}Q")
             self.tensors[name] = [shape, *self._take("I"), b""]
             offsets[name] = self._take("Q")[0]
         start = len(aligned(self._data[: self._at]))
@@ -119,12 +116,8 @@ def split_gguf(path: str | Path, folder: Path, count: int, name: str = "model") 
     tensors = list(whole.tensors.items())
     for i in range(count):
         part = copy.copy(whole)
-        part.keys = {
-            **(whole.keys if i == 0 else {}),
-            "split.no": (U16, i),
-            "split.count": (U16, count),
-            "split.tensors.count": (I32, len(tensors)),
-        }
+        numbers = {"split.no": (U16, i), "split.count": (U16, count), "split.tensors.count": (I32, len(tensors))}
+        part.keys = {**(whole.keys if i == 0 else {}), **numbers}
         part.tensors = dict(tensors[i * len(tensors) // count : (i + 1) * len(tensors) // count])
         parts.append(part.write(folder / f"{name}-{i + 1:05}-of-{count:05}.gguf"))
     return parts
@@ -141,13 +134,8 @@ def load_all(pairs: list[tuple], tokens: int = 3) -> list:
     """For each (target, draft or None): None if it loaded and generated, else [name of what was raised, message]."""
     left, out = [[str(t), str(d) if d is not None else None, tokens] for t, d in pairs], []
     while len(out) < len(left):
-        run = subprocess.run(
-            [sys.executable, Path(__file__).with_name("load_many.py")],
-            input=json.dumps(left[len(out) :]),
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        command, data = [sys.executable, Path(__file__).with_name("load_many.py")], json.dumps(left[len(out) :])
+        run = subprocess.run(command, input=data, capture_output=True, text=True, timeout=240)
         out += [json.loads(line) for line in run.stdout.splitlines() if line.endswith(("]", "null"))]
         if run.returncode != 0:
             out.append([DIED, f"exit status {run.returncode}: {run.stderr[-2000:]}"])

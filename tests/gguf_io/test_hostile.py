@@ -17,6 +17,7 @@ from pyggml_spec.ggml.library import lib
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.tools.inspect import inspect_file
 
+pytestmark = pytest.mark.slow
 HUGE = 1 << 40
 
 
@@ -106,7 +107,6 @@ def refused(path) -> str:
     return message
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_structure_is_refused_by_name(name, tmp_path):
     content, words = BROKEN[name]
@@ -122,15 +122,13 @@ def test_paths_and_long_keys(tmp_path):
     for path in (tmp_path / "pipe", tmp_path):
         assert "not a file" in refused(path)
     assert "does not exist" in refused(tmp_path / "none") and "cannot be read" in refused("a\0b")
-    path = tmp_path / "x.gguf"
-    long = "k" * 60000
+    path, long = tmp_path / "x.gguf", "k" * 60000
     path.write_bytes(gguf([key(long, U8, 1), key(long, U8, 1)]))
     assert "appears twice" in refused(path)
     path.write_bytes(gguf([key("\x1b[2J\n" * 10, U8, 1), key("\x1b[2J\n" * 10, U8, 1)]))
     assert "\x1b" not in refused(path)
 
 
-# -- memory
 N, MANY = 8000, 1 << 16  # how many are tried, and how many a file may have: the allowance is for as many as are tried
 SHARE = (64 << 20) * N // MANY
 MEMORY = {
@@ -148,7 +146,6 @@ MEMORY = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MEMORY)
 def test_reading_allocates_no_more_than_the_file_and_64_mib(name, tmp_path):
     path = tmp_path / "x.gguf"
@@ -370,11 +367,9 @@ def test_the_unchanged_pair_loads_and_generates(outcomes):
     assert outcomes["valid"] is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind, name", [("target", n) for n in LYING_TARGETS] + [("drafter", n) for n in LYING_DRAFTERS])
 def test_a_file_that_lies_is_refused_by_name(outcomes, kind, name):
-    words = (LYING_TARGETS if kind == "target" else LYING_DRAFTERS)[name][1]
-    found = outcomes[kind, name]
+    words, found = (LYING_TARGETS if kind == "target" else LYING_DRAFTERS)[name][1], outcomes[kind, name]
     assert found is not None, "it was accepted"
     assert found[0] == "PyspecError", found
     assert words in found[1] and "\n" not in found[1] and len(found[1]) < 700, found[1]
@@ -389,7 +384,6 @@ EVERY_VALUE = gguf(
 )
 
 
-@pytest.mark.slow
 def test_mutations_are_read_or_refused(small, tmp_path):
     rng, path = random.Random(1), tmp_path / "x.gguf"
     originals = [(EVERY_VALUE, [range(len(EVERY_VALUE))])] + [(p.read_bytes(), header_places(p.read_bytes())) for p in small]
@@ -406,20 +400,16 @@ def test_mutations_are_read_or_refused(small, tmp_path):
     assert 1000 < refusals < 3900  # neither everything nor nothing was hit
 
 
-@pytest.mark.slow
 def test_mutated_pairs_run_or_are_refused(small, tmp_path):
     rng, pairs, originals = random.Random(2), [], [p.read_bytes() for p in small]
     places = [header_places(data) for data in originals]
     for i in range(300):
-        which = i % 2
-        path = tmp_path / f"{i}.gguf"
+        which, path = i % 2, tmp_path / f"{i}.gguf"
         path.write_bytes(mutated(originals[which], rng, places[which]))
         pairs.append((small[0], path) if which else (path, small[1]))
-    bad = {i: found for i, found in enumerate(load_all(pairs)) if found is not None and found[0] != "PyspecError"}
-    assert not bad
+    assert not {i: found for i, found in enumerate(load_all(pairs)) if found is not None and found[0] != "PyspecError"}
 
 
-@pytest.mark.slow
 def test_every_tensor_type_is_computed_or_refused(tmp_path):
     shape = replace(SMALL, n_embd=256, n_ff=256)
     valid, pairs = write_qwen35(tmp_path / "valid.gguf", shape), []

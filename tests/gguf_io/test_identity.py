@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from random_gguf.archs import write_qwen3, write_qwen35moe
 from random_gguf.model import Shape
+from sessions import fails_with
 from tools.checkpoint import safetensors
 
 import pyggml_spec as ps
@@ -82,8 +83,7 @@ def test_rows_that_another_build_computed_are_not_reused(tmp_path, cache, monkey
 
 @pytest.mark.parametrize("at", [-1, 1 << 17, 5000])
 def test_every_byte_counts(model, cache, at):
-    before = named(model)
-    data = bytearray(model.read_bytes())
+    before, data = named(model), bytearray(model.read_bytes())
     data[at] ^= 1
     other = model.with_name("u.gguf")
     other.write_bytes(data)
@@ -93,8 +93,7 @@ def test_every_byte_counts(model, cache, at):
 def test_it_is_computed_once_and_after_every_write(model, cache, monkeypatch):
     done = []
     before = named(model, progress=lambda *step: done.append(step))
-    assert done[-1] == (model.stat().st_size,) * 2
-    assert not hashes_again(monkeypatch, model)
+    assert done[-1] == (model.stat().st_size,) * 2 and not hashes_again(monkeypatch, model)
     was = model.stat()
     with open(model, "r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -147,12 +146,10 @@ def test_an_entry_that_others_could_have_written_or_that_is_damaged_is_not_belie
 def test_a_file_that_changes_while_it_is_in_use_says_so(model, cache):
     with GGUFFile(model) as file:
         os.utime(model)
-        with pytest.raises(GGUFError, match="changed or replaced while it was in use"):
-            file.identity()
+        fails_with(GGUFError, "changed or replaced while it was in use", file.identity)
     with GGUFFile(model) as file:
         model.unlink()
-        with pytest.raises(GGUFError, match="changed or replaced"):
-            file.identity()
+        fails_with(GGUFError, "changed or replaced", file.identity)
 
 
 def test_a_cache_folder_that_cannot_be_written_costs_the_time_only(model, tmp_path, monkeypatch):
@@ -165,8 +162,7 @@ def test_only_a_prefix_cache_on_disk_hashes(model, cache, tmp_path, monkeypatch)
     monkeypatch.setattr(identity, "hashed", lambda *args: (_ for _ in ()).throw(AssertionError("hashed")))
     with ps.load(model, device="CPU", threads=1, n_ctx=64) as session:
         session.generate([1, 2, 3], 4)
-    with pytest.raises(AssertionError, match="hashed"):
-        ps.load(model, device="CPU", threads=1, n_ctx=64, prefix_cache=tmp_path / "p")
+    fails_with(AssertionError, "hashed", ps.load, model, device="CPU", threads=1, n_ctx=64, prefix_cache=tmp_path / "p")
 
 
 READS = """
@@ -252,10 +248,8 @@ def test_what_is_read_of_a_cut_file_is_an_error(path, tmp_path):
 
 def check_said(done, path):
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == f"pyspec: {path} was cut while it was in use; load it again, and put a new file in the place of another by renaming it\n"
-    )
+    remedy = "load it again, and put a new file in the place of another by renaming it"
+    assert done.stderr == f"pyspec: {path} was cut while it was in use; {remedy}\n"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 from cli.process import one_sentence, pyspec
 from gguf_io.build import ARR, BOOL, F32, F64, I8, I16, I32, I64, STR, U8, U16, U32, U64, Model, info, key, split_gguf
 from gguf_io.build import gguf as build
+from sessions import fails_with
 from tools.checkpoint import safetensors
 
 import pyggml_spec as ps
@@ -64,8 +65,7 @@ def test_strings_bools_and_alignments(opened):
     long = opened(build([key("k", STR, "x" * ((1 << 20) + 1)), key("after", U8, 7)]))
     assert isinstance(long.metadata["k"], StringArray) and len(long.metadata["k"].raw(0)) == (1 << 20) + 1
     assert long.metadata["after"] == 7
-    with pytest.raises(ps.GGUFError, match="'k' holds"):
-        long.get("k", str)
+    fails_with(ps.GGUFError, "'k' holds", long.get, "k", str)
     # numpy would keep the 2, and `== True` would be False.
     content = build([key("k", ARR, (U8, [0, 1, 2]))])
     at = content.index(b"k") + 1 + 4
@@ -104,12 +104,10 @@ def test_types_names_and_closing(opened, tmp_path, pair):
     file = opened(build([key("n", U32, 3), key("b", BOOL, True), key("s", STR, "3"), nan, key("a", ARR, (U32, [1]))]))
     assert file.get("n", int) == 3 and file.get("n", float) == 3.0 and file.get("none", int, 9) == 9
     for name, kind in (("b", int), ("s", int), ("f", float), ("a", int), ("n", str), ("none", int)):
-        with pytest.raises(ps.GGUFError, match=f"'{name}'"):
-            file.get(name, kind)
+        fails_with(ps.GGUFError, f"'{name}'", file.get, name, kind)
     assert file.array("a").tolist() == [1] and file.array("none") is None
     for name in ("n", "s"):
-        with pytest.raises(ps.GGUFError, match=f"'{name}'"):
-            file.array(name)
+        fails_with(ps.GGUFError, f"'{name}'", file.array, name)
     for value in ("a\nb\x1b[2J" * 50, np.arange(10_000), 1.5, -3, True):
         assert brief(value).isprintable() and len(brief(value)) <= 72
     path = tmp_path / os.fsdecode(b"caf\xe9.gguf")
@@ -164,8 +162,7 @@ def test_its_identity_is_that_of_all_parts(parts, copied):
 
 
 def test_a_pair_in_parts_gives_the_tokens_of_the_pair(pair, parts, tmp_path):
-    drafts = split_gguf(pair[1], tmp_path, 2, "drafter")
-    texts = []
+    drafts, texts = split_gguf(pair[1], tmp_path, 2, "drafter"), []
     for target, draft in ((pair[0], pair[1]), (parts[1], drafts[1])):
         with ps.load(target, draft=draft, device="CPU", threads=1, n_ctx=64, draft_width=4) as session:
             texts.append([tuple(event.tokens) for event in session.steps(PROMPT, 12, ignore_end=True)])
@@ -231,23 +228,14 @@ def cut(parts):
     parts[2].write_bytes(parts[2].read_bytes()[:-64])
 
 
-@pytest.mark.parametrize(
-    "harm, named, words",
-    [
-        (missing, 0, ["model-00002-of-00003.gguf is not in its folder", "one folder"]),
-        (missing, 2, ["part 3 of 3", "model-00002-of-00003.gguf"]),
-        (renamed, "whole.gguf", ["part 1 of 3", "-00001-of-00003.gguf"]),
-        (misnumbered, 0, ["another model", "split.no"]),
-        (misnumbered, 1, ["part 3 of 3", "-00003-of-00003.gguf"]),
-        (another_quantisation, 0, ["in a part before it"]),
-        (fewer_tensors, 1, ["tensors, but they hold"]),
-        (another_model, 0, ["another model", "split.tensors.count"]),
-        (another_models_keys, 0, ["another model", "qwen35.block_count"]),
-        (no_number, 0, ["split.no"]),
-        (many, 0, ["60000 parts", "512"]),
-        (cut, 0, ["00003-of-00003.gguf", "cut short"]),
-    ],
-)
+@pytest.mark.parametrize("harm, named, words", [
+    (missing, 0, ["model-00002-of-00003.gguf is not in its folder", "one folder"]),
+    (missing, 2, ["part 3 of 3", "model-00002-of-00003.gguf"]), (renamed, "whole.gguf", ["part 1 of 3", "-00001-of-00003.gguf"]),
+    (misnumbered, 0, ["another model", "split.no"]), (misnumbered, 1, ["part 3 of 3", "-00003-of-00003.gguf"]),
+    (another_quantisation, 0, ["in a part before it"]), (fewer_tensors, 1, ["tensors, but they hold"]),
+    (another_model, 0, ["another model", "split.tensors.count"]), (another_models_keys, 0, ["another model", "qwen35.block_count"]),
+    (no_number, 0, ["split.no"]), (many, 0, ["60000 parts", "512"]), (cut, 0, ["00003-of-00003.gguf", "cut short"]),
+])  # fmt: skip
 def test_what_is_wrong_with_parts_is_said(copied, harm, named, words):
     copied = [type(part)(part) for part in copied]
     harm(copied)
@@ -289,7 +277,7 @@ def _entry(**change) -> bytes:
     return _header(json.dumps({"a": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64], **change}}).encode())
 
 
-def test_rows_of_checkpoints(tmp_path):
+def test_rows_and_overlaps_of_checkpoints(tmp_path):
     values = np.arange(-6, 6, dtype=np.float32).reshape(3, 4) / 4
     halves = (values.view(np.uint32) >> 16).astype(np.uint16)
     tensors = {"f32": values, "f16": values.astype(np.float16), "f64": values.astype(np.float64), "bf16": halves, "vector": values[0]}
@@ -298,8 +286,12 @@ def test_rows_of_checkpoints(tmp_path):
             assert np.array_equal(file.rows(name, 1, 2), values[1:]), name
         assert np.array_equal(file.rows("vector", 0, 1), values[:1])
     with SafetensorsFile(_file(tmp_path, safetensors({"a": np.zeros((2, 2), np.int8)}))) as file:
-        with pytest.raises(ConvertError, match="stored as I8"):
-            file.rows("a", 0, 1)
+        fails_with(ConvertError, "stored as I8", file.rows, "a", 0, 1)
+    entries = {name: {"dtype": "F32", "shape": [8], "data_offsets": [at, at + 32]} for name, at in (("a", 0), ("b", 16))}
+    fails_with(ConvertError, "overlap", lambda: SafetensorsFile(_file(tmp_path, _header(json.dumps(entries).encode()))))
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConvertError):
+            SafetensorsFile(path)
 
 
 @pytest.mark.parametrize("data, names", [
@@ -320,20 +312,10 @@ def test_lies_are_sentences(tmp_path, data, names):
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
-def test_overlaps_and_missing_files(tmp_path):
-    entries = {name: {"dtype": "F32", "shape": [8], "data_offsets": [at, at + 32]} for name, at in (("a", 0), ("b", 16))}
-    with pytest.raises(ConvertError, match="overlap"):
-        SafetensorsFile(_file(tmp_path, _header(json.dumps(entries).encode())))
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ConvertError):
-            SafetensorsFile(path)
-
-
 @pytest.mark.slow
 def test_random_damage_is_read_or_refused(tmp_path):
     """2,000 flipped bytes and cuts of a small file."""
-    good = safetensors({"a": np.ones((4, 4), np.float32), "b": np.ones(3, np.float16)})
-    rng = np.random.default_rng(5)
+    good, rng = safetensors({"a": np.ones((4, 4), np.float32), "b": np.ones(3, np.float16)}), np.random.default_rng(5)
     for _ in range(2000):
         data = bytearray(good[: rng.integers(1, len(good) + 1)] if rng.random() < 0.3 else good)
         data[rng.integers(len(data))] = rng.integers(256)

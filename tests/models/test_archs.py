@@ -23,6 +23,7 @@ from random_gguf.archs import (
     write_qwen3next,
 )  # fmt: skip
 from random_gguf.model import Shape, write_dflash
+from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.cache.kv import KVCache
@@ -37,6 +38,7 @@ from pyggml_spec.models.rope import RopeOptions
 from pyggml_spec.models.weights import Weights
 from pyggml_spec.tools.compare import compare_logits, nmse
 
+pytestmark = pytest.mark.slow
 WRITERS = {name: write for name, write in TARGETS.items() if name != "qwen35"}
 THOROUGH = [name for name in thorough() if name != "qwen35"]
 ONE_ROW, WINDOWED = having("latent"), having("windowed")  # one row: K and V are of one type
@@ -51,8 +53,7 @@ def lean(quant):
 
 def assert_equal(path, tokens, **types):
     result = compare_logits(path, tokens, seed=tokens, device="CPU", threads=1, kernels="ggml", greedy=6, **types)
-    assert (result.nmse, result.max_abs) == (0.0, 0.0)
-    assert (result.argmax_agree, result.greedy_agree) == (1.0, 1.0)
+    assert (result.nmse, result.max_abs) == (0.0, 0.0) and (result.argmax_agree, result.greedy_agree) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("quant", params(QUANTS, ("Q8_0",)))
@@ -63,13 +64,11 @@ def test_logits_of_every_type(tmp_path, arch, quant):
         assert_equal(path, tokens)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", params(WRITERS, ("qwen35moe",)))
 def test_mixed_types_are_not_fused_and_still_equal(tmp_path, arch):
     assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape(), "Q4_K", mixed=True), 65)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("types", [("bf16", "q8_0"), ("q8_0", "f16"), ("q4_0", "q4_0")], ids="-".join)
 @pytest.mark.parametrize("arch", THOROUGH)
 def test_logits_of_every_cache_type(tmp_path, arch, types):
@@ -79,7 +78,6 @@ def test_logits_of_every_cache_type(tmp_path, arch, types):
         assert_equal(path, tokens, cache_type_k=types[0], cache_type_v=types[arch not in ONE_ROW])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", THOROUGH)
 @pytest.mark.parametrize("quant", ["F32", "Q4_K"])
 def test_drafted_ids(tmp_path, arch, quant):
@@ -90,7 +88,6 @@ def test_drafted_ids(tmp_path, arch, quant):
         assert_blocks_equal(session, target, draft, ids, 10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("types", [("q8_0", "q8_0", "f16", "f16"), ("q4_0", "f16", "q8_0", "q4_0")], ids="-".join)
 @pytest.mark.parametrize("arch", ["qwen3", "gemma4"])
 def test_drafted_ids_of_quantised_caches(tmp_path, arch, types):
@@ -103,7 +100,6 @@ def test_drafted_ids_of_quantised_caches(tmp_path, arch, types):
         assert_blocks_equal(session, target, draft, ids, 10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", params(THOROUGH, ("qwen35moe", "gemma4")))
 def test_speculative_text_equals_plain(tmp_path, arch):
     """A real drafter whose blocks are mostly rejected, and a scripted one with every accepted length 0 .. 15 in turn."""
@@ -141,27 +137,22 @@ def test_rollback_after_every_accepted_length(tmp_path, arch):
             assert seen[accepted] == engine.verify_step(tokens[34 + accepted : 49 + accepted]).ids.tolist(), accepted
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", params(TARGETS))
 def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
     """Of every layer and of the last one's output, bit for bit, at a position that was decoded plainly."""
     path = TARGETS[arch](tmp_path / "t.gguf", Shape(**LEAN))
-    layers = (
-        (1, 2, 3) if arch in ("gemma", "gemma2", "gemma3") else (0, 1, 2, 3)
-    )  # layer 0's input is not scaled yet in llama.cpp's graphs of these
+    # layer 0's input is not scaled yet in llama.cpp's graphs of these
+    layers = (1, 2, 3) if arch in ("gemma", "gemma2", "gemma3") else (0, 1, 2, 3)
     draft = write_dflash(tmp_path / "d.gguf", Shape(target_layers=layers))
     tokens = np.random.default_rng(6).integers(0, 256, 128).tolist()
-    with (
-        ps.load(path, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session,
-        closing(LlamaDFlash(path, draft, layers, 319, n_ctx=256)) as theirs,
-    ):
+    oracle = closing(LlamaDFlash(path, draft, layers, 319, n_ctx=256))
+    with ps.load(path, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session, oracle as theirs:
         engine = session.engine
         assert engine.prefill(tokens) == theirs.prefill(tokens)
         for position in range(128, 131):
             token = engine.cursor.last_token
             engine.accept(1, int(engine.plain_step().ids[0]))
-            theirs_row = theirs.features(token, position)
-            ours = np.empty((len(engine.ring.tables), 256), np.float32)
+            theirs_row, ours = theirs.features(token, position), np.empty((len(engine.ring.tables), 256), np.float32)
             for table, row in zip(engine.ring.tables, ours, strict=True):
                 lib.ggml_backend_tensor_get(table, ffi.from_buffer(row), position % engine.ring.rows * row.nbytes, row.nbytes)
             assert np.array_equal(ours.reshape(-1), theirs_row)
@@ -170,19 +161,32 @@ def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
 @pytest.mark.parametrize(
     "shape", [Shape(n_head=6, n_head_kv=3, n_embd=384, **LEAN), Shape(n_head=2, n_head_kv=1, head_size=128, n_layer=3, every=3, **LEAN)]
 )
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", THOROUGH)
 def test_odd_shapes(tmp_path, arch, shape):
     assert_equal(WRITERS[arch](tmp_path / "t.gguf", shape, "F32"), 40)
 
 
-def test_qwen3moe_with_yarn_and_without_the_size_of_an_expert(tmp_path):
+def test_keys_that_a_file_leaves_out(tmp_path):
     model = Model(write_qwen3moe(tmp_path / "t.gguf", Shape(n_ff=384, n_ff_expert=128, n_used=3), yarn=4.0))
     del model.keys["qwen3moe.expert_feed_forward_length"]
     assert_equal(model.write(tmp_path / "o.gguf"), 300)
     model.keys["qwen3moe.rope.dimension_count"] = (U32, 32)
     with GGUFFile(model.write(tmp_path / "o.gguf")) as file, pytest.raises(ModelError, match="rotates whole heads of 64"):
         open_target(file)
+    model = Model(write_qwen3next(tmp_path / "t.gguf", Shape(n_ff=384, n_ff_expert=128, n_ff_shared=384, n_used=3)))
+    for name in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        del model.keys[f"qwen3next.{name}"]
+    assert_equal(model.write(tmp_path / "o.gguf"), 37)
+    # Heads of 96 values are quantised as they are. Their score scale is one whose last bit depends on how it is computed.
+    path = write_qwen3(tmp_path / "t.gguf", Shape(head_size=96))
+    assert_equal(path, 37)
+    assert_equal(path, 37, cache_type_k="q8_0", cache_type_v="q4_0")
+    fails_with(ModelError, "the rope scaling 'longrope' is none of none, linear, yarn", RopeOptions, "longrope")
+    fails_with(ModelError, "the rope option `freq_scale` is -1", RopeOptions, freq_scale=-1.0)
+    with ps.load(write_gpt_oss(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, kernels="native") as session:
+        assert session.configuration().kernels.endswith(", attention by ggml's because it has sinks")
+        ops = session.engine.step_graph("plain", 1).op_counts()
+        assert ops["FLASH_ATTN_EXT"] == 4 and ops["native product"] > 0
 
 
 REAL = {"head_size": 192, "n_rot": 64, "n_latent": 512, "head_size_v": 128, "n_lora_q": 192, "n_layer": 2}  # heads of every published one
@@ -232,13 +236,12 @@ VARIANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch, quant, tokens, shape, options", VARIANTS)
 def test_variants_of_an_architecture(tmp_path, arch, quant, tokens, shape, options):
     assert_equal(TARGETS[arch](tmp_path / "t.gguf", Shape(**shape), quant, **options), tokens)
 
 
-REFUSED = [
+@pytest.mark.parametrize("arch, keys, words", [
     *(("qwen35moe", {"expert_count": n, "expert_used_count": used}, "expert_") for n, used in ((8, 9), (8, 0), (1, 1), (0, 0))),
     ("gemma4", {"attention.shared_kv_layers": 3}, "shared_kv_layers"),  # of four leave one layer: llama.cpp ends the process there
     ("gemma4", {"attention.shared_kv_layers": 9}, "shared_kv_layers"),
@@ -264,16 +267,11 @@ REFUSED = [
     ("glm-dsa", {"attention.indexer.types": np.array([1, 1, 1])}, "names 3 of 4 layers"),
     ("glm-dsa", {"attention.q_lora_rank": 0}, "attention.q_lora_rank is 0"),
     ("glm-dsa", {"expert_gating_func": 4}, "expert_gating_func is 4"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch, keys, words", REFUSED)
+])  # fmt: skip
 def test_keys_that_contradict_are_refused(tmp_path, arch, keys, words):
     with GGUFFile(TARGETS[arch](tmp_path / "t.gguf")) as file:
         file.metadata.update({f"{arch}.{key}": value for key, value in keys.items()})
-        with pytest.raises(ModelError, match=words):
-            open_target(file)
+        fails_with(ModelError, words, open_target, file)
 
 
 NEEDED = {
@@ -282,7 +280,6 @@ NEEDED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch, name", [(arch, name) for arch, names in NEEDED.items() for name in names])
 def test_a_missing_tensor_is_refused(tmp_path, arch, name):
     """Without one of gpt-oss the text would only look right; without one of an indexer llama.cpp ends the process when it computes."""
@@ -292,14 +289,11 @@ def test_a_missing_tensor_is_refused(tmp_path, arch, name):
         ps.load(model.write(tmp_path / "o.gguf"), device="CPU", threads=1, n_ctx=64)
 
 
-@pytest.mark.parametrize(
-    "arch, quant, shape, n, ops",
-    [
-        ("deepseek2", "Q8_0", {}, 150, {"native attention": 4}),
-        pytest.param("deepseek2", "F32", REAL, 150, {"native attention": 2}, marks=pytest.mark.slow),
-        ("glm-dsa", "Q8_0", {"index_heads": 1, **LEAN}, 270, {"TOP_K": 4}),
-    ],
-)
+@pytest.mark.parametrize("arch, quant, shape, n, ops", [
+    ("deepseek2", "Q8_0", {}, 150, {"native attention": 4}),
+    pytest.param("deepseek2", "F32", REAL, 150, {"native attention": 2}, marks=pytest.mark.slow),
+    ("glm-dsa", "Q8_0", {"index_heads": 1, **LEAN}, 270, {"TOP_K": 4}),
+])  # fmt: skip
 def test_native_kernels_give_the_same_bits_at_every_width(tmp_path, arch, quant, shape, n, ops):
     path, ids, seen = TARGETS[arch](tmp_path / "t.gguf", Shape(**shape), quant), np.random.default_rng(5).integers(0, 256, n).tolist(), []
     with open_engine(path, 64, 512, "native") as engine:
@@ -311,17 +305,8 @@ def test_native_kernels_give_the_same_bits_at_every_width(tmp_path, arch, quant,
     assert all(np.array_equal(seen[0], other) for other in seen[1:])
 
 
-def test_heads_without_a_rotation(tmp_path):
-    """Heads of 96 values are quantised as they are. Their score scale is one whose last bit depends on how it is computed."""
-    path = write_qwen3(tmp_path / "t.gguf", Shape(head_size=96))
-    assert_equal(path, 37)
-    assert_equal(path, 37, cache_type_k="q8_0", cache_type_v="q4_0")
-
-
-@pytest.mark.slow
 def test_yarn_keys_and_layouts(tmp_path):
-    model = Model(write_laguna(tmp_path / "t.gguf"))
-    key = "laguna.rope.scaling.yarn_"
+    model, key = Model(write_laguna(tmp_path / "t.gguf")), "laguna.rope.scaling.yarn_"
     right = 1.25 * (1 + 0.1 * np.log(4))
     for keys, said in (({}, 0), ({"attn_factor": right}, 0), ({"attn_factor": 1.0}, 1), ({"attn_factor": 1.0, "beta_fast": 64.0}, 2)):
         model.keys |= {key + name: (F32, value) for name, value in keys.items()}
@@ -335,15 +320,8 @@ def test_yarn_keys_and_layouts(tmp_path):
         ps.load(model.write(tmp_path / "o.gguf"), device="CPU", threads=1, n_ctx=64)
 
 
-def test_qwen3next_without_the_sizes_of_its_experts(tmp_path):
-    model = Model(write_qwen3next(tmp_path / "t.gguf", Shape(n_ff=384, n_ff_expert=128, n_ff_shared=384, n_used=3)))
-    for name in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
-        del model.keys[f"qwen3next.{name}"]
-    assert_equal(model.write(tmp_path / "o.gguf"), 37)
-
-
-def test_matrices_of_one_block_of_inputs(tmp_path, monkeypatch):
-    """Per-layer embeddings of 32 values under AMX: an NMSE of 0.004 at 37 rows, and 0.3, and NaN. llama.cpp has it, too: ours are compared."""
+def test_blocks_of_inputs_and_indexers_of_devices(tmp_path, monkeypatch):
+    # Per-layer embeddings of 32 values under AMX: an NMSE of 0.004 at 37 rows, and 0.3, and NaN. llama.cpp has it, too: ours are compared.
     path = write_gemma4(tmp_path / "t.gguf", quant="Q8_0", n_per_layer=32)
 
     tokens = np.random.default_rng(2).integers(0, 256, 37).tolist()
@@ -352,6 +330,14 @@ def test_matrices_of_one_block_of_inputs(tmp_path, monkeypatch):
     monkeypatch.setattr(Backend, "extra_buffer_types", lambda self: [])
     with open_engine(path, 64, 256, "ggml") as engine:
         assert nmse(packed, engine.logits(tokens)) < 1e-4
+    supports = Backend.supports
+
+    def few(self, node):
+        return supports(self, node) and ffi.string(lib.ggml_op_desc(node)) != b"LIGHTNING_INDEXER"
+
+    monkeypatch.setattr(Backend, "supports", few)
+    with pytest.raises(DeviceError, match="CPU cannot score f16 rows of 64 values for 3 heads of an indexer .* use another device"):
+        ps.load(write_glm_dsa(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64)
 
 
 @contextmanager
@@ -373,8 +359,7 @@ def test_rows_of_latent_and_muse_models(tmp_path):
     assert_equal(model.write(tmp_path / "o.gguf"), 70)
     with GGUFFile(tmp_path / "o.gguf") as file:
         file.metadata["muse-glimmer.rope.scaling.type"] = "yarn"
-        with pytest.raises(ModelError, match="rope scaling of the type 'yarn'"):
-            open_target(file)
+        fails_with(ModelError, "rope scaling of the type 'yarn'", open_target, file)
     with pytest.raises(ModelError, match="K and V are one row, which cannot be f16 and q8_0"):
         ps.load(write_deepseek2(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, cache_type_v="q8_0")
     with open_engine(write_deepseek2(tmp_path / "t.gguf", Shape()), 64, 256) as engine:
@@ -394,42 +379,18 @@ def test_indexers_of_glm_dsa(tmp_path):
     with ps.load(path, device="CPU", threads=1, n_ctx=512) as session:
         counts = [session.engine.graphs.get(session.engine.graphs.key("plain", 1, span)).graph.op_counts() for span in (256, 512)]
     assert ["LIGHTNING_INDEXER" in ops for ops in counts] == ["TOP_K" in ops for ops in counts] == [False, True]
-    with (
-        GGUFFile(write_glm_dsa(tmp_path / "t.gguf", Shape(head_size=192, n_rot=96))) as file,
-        pytest.raises(ModelError, match="key_length is 64, .* and no less than the 96 values that are rotated"),
-    ):
+    refused = pytest.raises(ModelError, match="key_length is 64, .* and no less than the 96 values that are rotated")
+    with GGUFFile(write_glm_dsa(tmp_path / "t.gguf", Shape(head_size=192, n_rot=96))) as file, refused:
         open_target(file)
     model = Model(write_glm_dsa(tmp_path / "t.gguf", Shape(**LEAN), yarn=8.0))
     model.keys["glm-dsa.rope.scaling.yarn_log_multiplier"] = (F32, 0.1)
     assert_equal(model.write(tmp_path / "o.gguf"), 40)
-
-
-@pytest.mark.slow
-def test_glm_dsa_names_the_indexers_that_it_does_not_read(tmp_path):
     model = Model(write_glm_dsa(tmp_path / "t.gguf", Shape(n_layer=5)))
     model.keys |= {"glm-dsa.nextn_predict_layers": (U32, 1), "glm-dsa.attention.indexer.types": (ARR, (U32, [1, 0, 1, 0]))}
     with GGUFFile(model.write(tmp_path / "o.gguf")) as file:
         unused = open_target(file).unused_in_file()
         assert "sees what another one" in unused["blk.3.indexer.proj.weight"] and "MTP layer" in unused["blk.4.indexer.proj.weight"]
     assert_equal(tmp_path / "o.gguf", 270)
-
-
-def test_an_indexer_that_a_device_cannot_score_is_refused(tmp_path, monkeypatch):
-    supports = Backend.supports
-
-    def few(self, node):
-        return supports(self, node) and ffi.string(lib.ggml_op_desc(node)) != b"LIGHTNING_INDEXER"
-
-    monkeypatch.setattr(Backend, "supports", few)
-    with pytest.raises(DeviceError, match="CPU cannot score f16 rows of 64 values for 3 heads of an indexer .* use another device"):
-        ps.load(write_glm_dsa(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64)
-
-
-def test_attention_with_sinks_is_ggmls_and_said(tmp_path):
-    with ps.load(write_gpt_oss(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, kernels="native") as session:
-        assert session.configuration().kernels.endswith(", attention by ggml's because it has sinks")
-        ops = session.engine.step_graph("plain", 1).op_counts()
-        assert ops["FLASH_ATTN_EXT"] == 4 and ops["native product"] > 0
 
 
 @pytest.mark.parametrize("arch", params(WINDOWED))
@@ -441,11 +402,9 @@ def test_a_ring_that_wraps_three_times(tmp_path, arch):
         assert engine.kv.ring == 256
         short, text = reference(engine, prompt[:40], 20), reference(engine, prompt, 140)
         tokens, stats = run(engine, prompt, 140, drafts=oracle(prompt, text, wrong_at=lambda step: step % 16))
-        assert tokens == text and set(stats.block_sizes) == set(range(1, 17))
-        assert reference(engine, prompt[:40], 20) == short
+        assert tokens == text and set(stats.block_sizes) == set(range(1, 17)) and reference(engine, prompt[:40], 20) == short
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", WINDOWED)
 def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
     """The same blocks with the same acceptance 1 .. 16 past a wrap, by an engine with a ring and by one that keeps every position. The order
@@ -467,7 +426,6 @@ def test_a_ring_holds_what_all_rows_would(tmp_path, arch, monkeypatch):
     assert np.median(errors) < 1e-6 and errors.max() < 1e-4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", WINDOWED)
 def test_without_a_ring_every_cache_type_is_equal_far_beyond_the_window(tmp_path, arch, monkeypatch):
     """The reference without rings once had F16 rows whatever was asked for: the table of docs/parity.md showed 1e-6 and more."""
@@ -475,7 +433,6 @@ def test_without_a_ring_every_cache_type_is_equal_far_beyond_the_window(tmp_path
     assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape(**LEAN)), 800, cache_type_k="bf16", cache_type_v="q8_0")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", WINDOWED)
 def test_logits_past_a_ring(tmp_path, arch):
     """llama.cpp keeps all positions, so the same rows are summed in another order: equal to rounding, not bit for bit."""
@@ -501,15 +458,11 @@ def test_one_row_attention_over_shared_rows_never_directly_follows_its_rotation(
 
 
 STRETCHED = {
-    "yarn": RopeOptions("yarn", 0.25),
-    "yarn, all of it": RopeOptions("yarn", 0.5, 5e5, 128, 0.75, 1.1, 2.0, 24.0),
-    "linear": RopeOptions("linear", 0.25, 2e4),
-    "factor": RopeOptions("linear", 0.5, attn_factor=1.25),
-    "none": RopeOptions("none", 0.5),
-}
+    "yarn": RopeOptions("yarn", 0.25), "yarn, all of it": RopeOptions("yarn", 0.5, 5e5, 128, 0.75, 1.1, 2.0, 24.0),
+    "linear": RopeOptions("linear", 0.25, 2e4), "factor": RopeOptions("linear", 0.5, attn_factor=1.25), "none": RopeOptions("none", 0.5),
+}  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen35", "qwen35moe"])
 @pytest.mark.parametrize("rope", STRETCHED.values(), ids=STRETCHED)
 def test_positions_as_a_caller_asks_for_them(tmp_path, arch, rope):
@@ -521,13 +474,6 @@ def test_positions_as_a_caller_asks_for_them(tmp_path, arch, rope):
 def test_models_with_sliding_layers_take_no_rope_options(tmp_path, arch):
     with pytest.raises(ModelError, match=f"{arch} models take no rope options"):
         assert_equal(TARGETS[arch](tmp_path / "t.gguf"), 8, rope=RopeOptions("none"))
-
-
-def test_rope_options_that_make_no_sense():
-    with pytest.raises(ModelError, match="the rope scaling 'longrope' is none of none, linear, yarn"):
-        RopeOptions("longrope")
-    with pytest.raises(ModelError, match="the rope option `freq_scale` is -1"):
-        RopeOptions(freq_scale=-1.0)
 
 
 DRESSED = ("llama", "qwen35moe", "qwen3next", "muse-glimmer")
@@ -565,7 +511,6 @@ def lies(valid, arch):
                 yield (name, other), model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arch", params(VALID_WRITERS, ("qwen35moe",)))
 def test_every_number_and_every_tensor(tmp_path, arch):
     valid = VALID_WRITERS[arch](tmp_path / "valid.gguf")

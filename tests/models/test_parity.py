@@ -11,13 +11,13 @@ import pyggml_spec as ps
 from pyggml_spec.loading import DEMO_TARGET
 from pyggml_spec.tools.compare import compare_logits
 
+pytestmark = pytest.mark.slow
 QUANTS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"]
 
 
 def _assert_equal(path, tokens):
     result = compare_logits(path, tokens, seed=tokens, device="CPU", threads=1, kernels="ggml")
-    assert (result.nmse, result.max_abs) == (0.0, 0.0)
-    assert (result.argmax_agree, result.greedy_agree) == (1.0, 1.0)
+    assert (result.nmse, result.max_abs) == (0.0, 0.0) and (result.argmax_agree, result.greedy_agree) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("quant", params(QUANTS, ("F32", "Q4_K")))
@@ -27,34 +27,21 @@ def test_random_qwen35_of_every_type(tmp_path, quant):
         _assert_equal(path, tokens)
 
 
-def test_mixed_types_are_not_fused_and_still_equal(tmp_path):
+def test_texts_and_long_prompts(tmp_path):
     """Real k-quant files store attn_v and ffn_down in another type: groups that cannot be fused take the other path."""
     _assert_equal(write_qwen35(tmp_path / "t.gguf", Shape(), "Q4_K", mixed=True), 65)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(n_head=6, n_head_kv=3, n_embd=384, head_size=64, delta_k=1, delta_v=3, delta_head=128),
-        Shape(n_head=2, n_head_kv=1, head_size=128, n_rot=64, delta_k=4, delta_v=4, delta_head=16, n_layer=8),
-        Shape(every=2, n_layer=5, n_ff=768),
-    ],
-    ids=["odd heads", "one kv head", "every second layer"],
-)
-def test_odd_shapes(tmp_path, shape):
-    _assert_equal(write_qwen35(tmp_path / "t.gguf", shape, "F32"), 40)
-
-
-@pytest.mark.slow
-def test_prompt_longer_than_a_chunk(tmp_path):
     _assert_equal(write_qwen35(tmp_path / "t.gguf", Shape(), "F32"), 1100)
-
-
-@pytest.mark.slow
-def test_embedded_target():
     for tokens in (1, 37, 300):
         _assert_equal(DEMO_TARGET, tokens)
+
+
+@pytest.mark.parametrize("shape", [
+    Shape(n_head=6, n_head_kv=3, n_embd=384, head_size=64, delta_k=1, delta_v=3, delta_head=128),
+    Shape(n_head=2, n_head_kv=1, head_size=128, n_rot=64, delta_k=4, delta_v=4, delta_head=16, n_layer=8),
+    Shape(every=2, n_layer=5, n_ff=768),
+], ids=["odd heads", "one kv head", "every second layer"])  # fmt: skip
+def test_odd_shapes(tmp_path, shape):
+    _assert_equal(write_qwen35(tmp_path / "t.gguf", shape, "F32"), 40)
 
 
 FOLDER = Path(os.environ.get("PYSPEC_TEST_MODELS", "~/.cache/real-gguf")).expanduser()
@@ -62,7 +49,6 @@ FILES = sorted(FOLDER.rglob("*.gguf"))
 
 
 @pytest.mark.real
-@pytest.mark.slow
 @pytest.mark.skipif(not FILES, reason="no GGUF in the folder that PYSPEC_TEST_MODELS names: published models are not compared")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_logits_equal_llama_cpp(path):
@@ -71,7 +57,6 @@ def test_logits_equal_llama_cpp(path):
 
 
 @pytest.mark.real
-@pytest.mark.slow
 @pytest.mark.skipif(not FILES, reason="no GGUF in the folder that PYSPEC_TEST_MODELS names: published models are not compared")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_speculative_text_equals_plain(path):

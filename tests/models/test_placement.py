@@ -10,6 +10,7 @@ import pytest
 from random_gguf.archs import WRITERS as ALL
 from random_gguf.archs import write_gemma4, write_laguna, write_qwen3, write_qwen35moe
 from random_gguf.model import Shape, write_dflash
+from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.engine.options import EngineOptions
@@ -68,8 +69,7 @@ def test_every_placement_gives_the_same_bits(tmp_path, arch, quant):
     and filler rows made eight.
     """
     kernels = "ggml" if quant == "Q4_K" else None
-    path = WRITERS[arch](tmp_path / "t.gguf", Shape(), quant)
-    rng = np.random.default_rng(2)
+    path, rng = WRITERS[arch](tmp_path / "t.gguf", Shape(), quant), np.random.default_rng(2)
     some = {i: tuple(int(e) for e in rng.permutation(8)) for i in range(8)}
     kinds = [lambda i: (), lambda i: (2,), lambda i: some[i][:3], lambda i: some[i][:7], lambda i: some[i], lambda i: some[i][: 2 * i]]
     first, *others = (logits(path, lambda target, hot=hot: placed(target, hot), kernels) for hot in kinds)
@@ -119,66 +119,26 @@ def test_speculative_text_is_the_same_at_any_residency(tmp_path, arch):
             texts.append(text)
             rates.append(stats.expert_hit_rate)
             assert stats.buffer_growths_after_warmup == 0 and stats.graphs_built_after_warmup == 0
-    assert len(set(texts)) == 1
-    assert rates[0] is rates[3] is None and rates[1] == 0.0 < rates[2] < 1.0
+    assert len(set(texts)) == 1 and rates[0] is rates[3] is None and rates[1] == 0.0 < rates[2] < 1.0
 
 
-def test_profiles_and_hit_rates(tmp_path):
+def test_profiles_and_first_layers(tmp_path):
     path = write_laguna(tmp_path / "t.gguf")
     with ps.load(path, device="CPU", threads=1, n_ctx=64, experts=ExpertOptions(count=True)) as session:
         result = profile(session, (IDS * 6)[:330])
-        with pytest.raises(ps.PyspecError, match="too few"):
-            profile(session, IDS)
+        fails_with(ps.PyspecError, "too few", profile, session, IDS)
     assert (result.routing.tokens, result.seen.tokens, result.held_out.tokens) == (320, 224, 96)
     assert {int(row.sum()) for row in result.routing.counts.values()} == {320 * 3}
     for layer, row in result.routing.counts.items():
         np.testing.assert_array_equal(row, result.seen.counts[layer] + result.held_out.counts[layer])
         assert row[result.routing.hottest(layer, 1)[0]] == row.max()
     assert result.hit_rate(0.0) == 0.0 and result.hit_rate(1.0) == 1.0 and 0 < result.hit_rate(0.25) < result.hit_rate(0.75) < 1
-    seen = Routing("m", 2, {0: np.array([5, 1, 0, 4])})
-    other = Routing("m", 2, {0: np.array([1, 7, 1, 1])})
-    assert seen.hottest(0, 2) == (0, 3)
-    assert seen.hit_rate(0.5) == 0.9 and seen.hit_rate(0.5, other) == 0.2
+    seen, other = Routing("m", 2, {0: np.array([5, 1, 0, 4])}), Routing("m", 2, {0: np.array([1, 7, 1, 1])})
+    assert seen.hottest(0, 2) == (0, 3) and seen.hit_rate(0.5) == 0.9 and seen.hit_rate(0.5, other) == 0.2
     assert [hot_count(f, 8) for f in (0, 0.05, 0.07, 0.5, 1.0)] == [0, 0, 1, 4, 8]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "written, sentence",
-    [
-        (None, "no routing profile"),
-        ("{", "cannot be read"),
-        ("[" * 100_000, "cannot be read"),
-        ('{"format": "pyggml_spec experts 1", "model": ["x"], "tokens": "many", "layers": {"0": [1]}}', "does not fit"),
-        ("[]", "not a routing profile"),
-        ('{"format": "pyggml_spec experts 1", "model": "x", "layers": {"0": [1, 2]}}', "does not fit"),
-        ('{"format": "pyggml_spec experts 1", "model": "x", "layers": {"0": [1, 2, 3, 4, 5, 6, 7, -8]}}', "does not fit"),
-    ],
-)
-def test_profiles_that_do_not_fit_are_refused(tmp_path, written, sentence):
-    model = write_qwen35moe(tmp_path / "t.gguf")
-    if written is not None:
-        (tmp_path / "t.gguf.experts.json").write_text(written)
-    with pytest.raises(ModelError, match=sentence):
-        ps.load(model, device="CPU", threads=1, n_ctx=64, experts=ExpertOptions(0, 0.5))
-
-
-@pytest.mark.parametrize(
-    "options, sentence",
-    [(ExpertOptions(0, 1.5), "fraction from 0 to 1"), (ExpertOptions(-2), "0 or more")],
-)
-def test_placements_that_cannot_be_are_refused(tmp_path, options, sentence):
-    with pytest.raises(ModelError, match=sentence):
-        ps.load(write_laguna(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, experts=options)
-
-
-def test_a_dense_model_has_no_experts_to_place(tmp_path):
     for model in (write_qwen3(tmp_path / "a.gguf"), write_gemma4(tmp_path / "b.gguf")):
         with pytest.raises(ModelError, match="no routed experts"):
             ps.load(model, device="CPU", threads=1, n_ctx=64, experts=ExpertOptions(-1))
-
-
-def test_the_first_layers_are_those_with_experts(tmp_path):
     with closing(GGUFFile(write_laguna(tmp_path / "t.gguf"))) as file:
         target = open_target(file)
         assert ExpertOptions(2).placement(target).hot == {1: (), 2: ()}
@@ -186,10 +146,32 @@ def test_the_first_layers_are_those_with_experts(tmp_path):
         assert ExpertOptions(0, 1.0).placement(target).hot == {}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("written, sentence", [
+    (None, "no routing profile"),
+    ("{", "cannot be read"),
+    ("[" * 100_000, "cannot be read"),
+    ('{"format": "pyggml_spec experts 1", "model": ["x"], "tokens": "many", "layers": {"0": [1]}}', "does not fit"),
+    ("[]", "not a routing profile"),
+    ('{"format": "pyggml_spec experts 1", "model": "x", "layers": {"0": [1, 2]}}', "does not fit"),
+    ('{"format": "pyggml_spec experts 1", "model": "x", "layers": {"0": [1, 2, 3, 4, 5, 6, 7, -8]}}', "does not fit"),
+])  # fmt: skip
+def test_profiles_that_do_not_fit_are_refused(tmp_path, written, sentence):
+    model = write_qwen35moe(tmp_path / "t.gguf")
+    if written is not None:
+        (tmp_path / "t.gguf.experts.json").write_text(written)
+    fails_with(ModelError, sentence, lambda: ps.load(model, device="CPU", threads=1, n_ctx=64, experts=ExpertOptions(0, 0.5)))
+
+
+@pytest.mark.parametrize("options, sentence", [(ExpertOptions(0, 1.5), "fraction from 0 to 1"), (ExpertOptions(-2), "0 or more")])
+def test_placements_that_cannot_be_are_refused(tmp_path, options, sentence):
+    with pytest.raises(ModelError, match=sentence):
+        ps.load(write_laguna(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, experts=options)
+
+
 def test_a_step_wider_than_planned_is_refused_before_it_runs(tmp_path):
     path = write_qwen35moe(tmp_path / "t.gguf")
-    with pytest.raises(EngineError, match="wider than the 16"):
-        logits(path, lambda target: placed(target, lambda i: (), rows=16))
+    fails_with(EngineError, "wider than the 16", lambda: logits(path, lambda target: placed(target, lambda i: (), rows=16)))
 
 
 @pytest.mark.slow
@@ -203,31 +185,22 @@ def test_requests_at_once(tmp_path):
                 handles = [server.submit(IDS[i : i + 30], max_tokens=12, ignore_end=True) for i in range(5)]
                 texts.append([handle.result()[0] for handle in handles])
             if options is not None:
-                with pytest.raises(EngineError, match="use fewer slots"):
-                    session.concurrent(slots=40)
+                fails_with(EngineError, "use fewer slots", session.concurrent, slots=40)
     assert texts[0] == texts[1]
 
 
 ALL_EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\."
 
 
-@pytest.mark.parametrize(
-    "overrides, layers",
-    [
-        ([(ALL_EXPERTS, "CPU")], (0, 1, 2, 3)),
-        ([(r"blk\.[23]\.ffn_.*_exps\.", "CPU")], (2, 3)),
-        ([(r"blk\.0\.ffn_.*_exps", "cpu"), (r"blk\.0\.", "CPU")], "attn"),
-        ([(r"ffn_up_exps", "CPU")], "but not"),
-        ([(r"blk\.9", "CPU")], "moves nothing"),
-        ([(r"exps", "CUDA1")], "to the CPU only"),
-        ([(r"(", "CPU")], "no regular expression"),
-    ],
-)
+@pytest.mark.parametrize("overrides, layers", [
+    ([(ALL_EXPERTS, "CPU")], (0, 1, 2, 3)), ([(r"blk\.[23]\.ffn_.*_exps\.", "CPU")], (2, 3)),
+    ([(r"blk\.0\.ffn_.*_exps", "cpu"), (r"blk\.0\.", "CPU")], "attn"), ([(r"ffn_up_exps", "CPU")], "but not"),
+    ([(r"blk\.9", "CPU")], "moves nothing"), ([(r"exps", "CUDA1")], "to the CPU only"), ([(r"(", "CPU")], "no regular expression"),
+])  # fmt: skip
 def test_tensors_that_are_overridden_as_in_llama_cpp(tmp_path, overrides, layers):
     with GGUFFile(WRITERS["qwen35moe"](tmp_path / "t.gguf", Shape())) as file:
         if isinstance(layers, tuple):
             assert overridden(file, overrides) == layers
             assert set(ExpertOptions(layers=layers).placement(open_target(file)).hot) == set(layers)
         else:
-            with pytest.raises(ModelError, match=layers):
-                overridden(file, overrides)
+            fails_with(ModelError, layers, overridden, file, overrides)

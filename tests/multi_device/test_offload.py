@@ -1,6 +1,7 @@
 """Prompts with experts in host memory, computed on the device with copies of them: the bits of a model that is wholly there, and memory that is
 taken only where it fits. One CPU plays the device, another the host."""
 
+import sys
 from contextlib import contextmanager
 
 import numpy as np
@@ -151,8 +152,7 @@ def test_slots_and_prefixes(tmp_path):
                 texts[-1] += [list(stream.tokens) for stream in streams]
             if rows is not None:
                 assert counts(session)[0][1] > 3
-    assert texts[0] == texts[1] == texts[2]
-    assert len(set(layouts)) == 3
+    assert texts[0] == texts[1] == texts[2] and len(set(layouts)) == 3
 
 
 def test_pinned_memory(tmp_path, monkeypatch):
@@ -180,7 +180,7 @@ class Instead:
         return self._attributes.get(name) or getattr(self._of, name)
 
 
-def test_padding_after_a_tensor_is_zero(tmp_path, monkeypatch):
+def test_copies_that_are_padded_or_have_no_room(tmp_path, monkeypatch):
     more, size = 512, lib.ggml_backend_buft_get_alloc_size
     padded = {"ggml_backend_buft_get_alloc_size": lambda buft, tensor: size(buft, tensor) + more}
     monkeypatch.setattr(weight_stream, "lib", Instead(lib, padded))
@@ -192,26 +192,23 @@ def test_padding_after_a_tensor_is_zero(tmp_path, monkeypatch):
             for tensor in stream.layers[layer].values():
                 nbytes = lib.ggml_nbytes(tensor)
                 assert bytes(ffi.buffer(tensor.data, nbytes + more))[nbytes:] == bytes(more)
-
-
-def test_what_has_no_room_is_said_and_left(tmp_path, monkeypatch):
     path = write_qwen35moe(tmp_path / "t.gguf")
     with loaded(path, rows=None) as session:
         want, memory = seen(session), session.engine.memory()["weights"]
-    allocate = Backend.allocate
-    monkeypatch.setattr(
-        Backend, "allocate", lambda self, ctx, *more: ffi.NULL if "weight_stream" in _caller() else allocate(self, ctx, *more)
-    )
+    no_room_for_copies(monkeypatch)
     with loaded(path) as session:
         assert "prompts of experts in host memory are computed by the CPU: copies of two layers need" in session.notes[-1]
         assert session.engine.memory()["weights"] == memory and counts(session) == []
         np.testing.assert_array_equal(seen(session)[0], want[0])
 
 
-def _caller() -> str:
-    import sys
+def no_room_for_copies(patch) -> None:
+    allocate = Backend.allocate
 
-    return sys._getframe(2).f_code.co_filename
+    def allocated(self, ctx, *more):
+        return ffi.NULL if "weight_stream" in sys._getframe(1).f_code.co_filename else allocate(self, ctx, *more)
+
+    patch.setattr(Backend, "allocate", allocated)
 
 
 def test_an_engine_without_room_for_copies_goes_without(tmp_path, monkeypatch):
@@ -250,12 +247,8 @@ def test_copies_are_taken_from_where_they_are_faster(tmp_path, monkeypatch, fast
             if faster is None:
                 assert not streams and "a chunk of 64 rows takes 10 ms there, and 20 ms with copies on CPU" in note
             else:
-                assert (
-                    streams[0].rows == faster
-                    and f"of {faster} rows or more" in note
-                    and f"{faster} rows take 20 ms, by the CPU 30 ms" in note
-                )
-                assert counts(session)[0][1] == 1
+                assert streams[0].rows == faster and f"of {faster} rows or more" in note
+                assert f"{faster} rows take 20 ms, by the CPU 30 ms" in note and counts(session)[0][1] == 1
     assert asked == [(rows, copies) for rows in (32, 64) if rows <= (faster or 64) for copies in (False, True)]
     with loaded(path, rows=None) as session:
         assert (session.engine.memory()["weights"] == memory) == (faster is None)
@@ -280,21 +273,16 @@ def test_rows_of_other_kernels_of_the_host_are_not_mixed(tmp_path):
     assert len(seen) == 2
 
 
-# -- dense layers: the first ones are a CPU's alongside the device
-
-
 def layers_of_the_cpu(path, count, rows=1, **more):
     """A session whose first ``count`` layers of four are one CPU's, the others another's."""
     return loaded(path, more.pop("draft", None), None, rows, device="CPU,CPU", tensor_split=[count, 4 - count], **more)
 
 
 CUT = {
-    "qwen35": write_qwen35,
-    "gpt-oss": write_gpt_oss,
-    "deepseek2": WRITERS["deepseek2"],
+    "qwen35": write_qwen35, "gpt-oss": write_gpt_oss, "deepseek2": WRITERS["deepseek2"],
     "glm-dsa": lambda *args: write_glm_dsa(*args, full=(True, False, True, False)),
     "gemma4": lambda path, *more: write_gemma4(path, *more, shared=False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", CUT)
@@ -421,7 +409,7 @@ def test_nothing_of_a_sequence_of_nan_stays_in_the_rows_of_guests(tmp_path):
         assert finite()
 
 
-def test_narrow_chunks_between_wide_ones_find_what_those_left(tmp_path):
+def test_chunks_that_are_narrow_and_experts_of_the_host(tmp_path):
     path, found = write_qwen35(tmp_path / "t.gguf", Shape(), "BF16"), []
     for rows in (None, 64):
         with layers_of_the_cpu(path, 2, rows) as session:
@@ -431,6 +419,12 @@ def test_narrow_chunks_between_wide_ones_find_what_those_left(tmp_path):
             found.append(engine.candidates(0)[1].copy())
             assert rows is None or counts(session)[0][1] == 2
     np.testing.assert_array_equal(*found)
+    path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "BF16")
+    with loaded(path, rows=None, device="CPU,CPU", tensor_split=[2, 2]) as session:
+        want = seen(session)
+    with loaded(path, device="CPU,CPU", tensor_split=[2, 2]) as session:
+        assert session.target.weights.offloaded is None and len(session.target.weights.streams) == 2
+        np.testing.assert_array_equal(seen(session)[0], want[0])
 
 
 def test_only_what_was_written_since_is_copied_to_guests(tmp_path):
@@ -493,9 +487,8 @@ def test_layers_that_no_memory_is_left_for(tmp_path, monkeypatch):
             assert session.engine.memory() == memory and counts(session) == [] and session.engine.devices.offload is None
             np.testing.assert_array_equal(seen(session)[0], want[0])
 
-    allocate = Backend.allocate
     with monkeypatch.context() as m:
-        m.setattr(Backend, "allocate", lambda self, ctx, *more: ffi.NULL if "weight_stream" in _caller() else allocate(self, ctx, *more))
+        no_room_for_copies(m)
         check("copies of two layers need")
     with monkeypatch.context() as m:
         m.setattr(guests_module, "free_bytes", lambda device: 1 << 20)
@@ -504,15 +497,6 @@ def test_layers_that_no_memory_is_left_for(tmp_path, monkeypatch):
         m.setattr(copying, "chunk_cost", lambda engine, rows, copies: 2.0 if copies else 1.0)
         m.setenv("XDG_CACHE_HOME", str(tmp_path))
         check("a chunk of 64 rows takes 1 ms there, and 2 ms with copies on CPU", "auto")
-
-
-def test_experts_of_the_host_take_the_copies(tmp_path):
-    path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "BF16")
-    with loaded(path, rows=None, device="CPU,CPU", tensor_split=[2, 2]) as session:
-        want = seen(session)
-    with loaded(path, device="CPU,CPU", tensor_split=[2, 2]) as session:
-        assert session.target.weights.offloaded is None and len(session.target.weights.streams) == 2
-        np.testing.assert_array_equal(seen(session)[0], want[0])
 
 
 def test_refusals(tmp_path):

@@ -4,11 +4,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 
 import numpy as np
 import pytest
 from engine.batch_helpers import Pair, accept, prompts, random_work, run, serve
 from engine.helpers import interrupt_ends_all
+from sessions import fails_with
 
 from pyggml_spec.cache.slots import covering
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
@@ -25,6 +27,8 @@ from pyggml_spec.multi_device.pipeline import PipelinedEngine
 from pyggml_spec.multi_device.pipeline_policy import RETRY_EVERY, TRIES, PipelinePolicy, policy_of
 from pyggml_spec.sampling.sampler import Sampler, Sampling
 from pyggml_spec.speculation.policy import PLAIN_STEP, StepPlan
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +47,13 @@ def scheduler_of(pair, slots, width=None, groups=2):
     return PipelinedEngine(engine_of(pair, slots), width, groups=groups)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 4, None])
 def test_each_sequence_gets_the_tokens_it_gets_alone(pair, width):
     texts = prompts(9)
     with scheduler_of(pair, 5, width) as scheduler:
         modes = [SPECULATIVE if i % 3 else PLAIN for i in range(len(texts))]
-        streams = [
-            scheduler.submit(text, GenerationOptions(12 + 5 * i, mode)) for i, (text, mode) in enumerate(zip(texts, modes, strict=True))
-        ]
+        asked = enumerate(zip(texts, modes, strict=True))
+        streams = [scheduler.submit(text, GenerationOptions(12 + 5 * i, mode)) for i, (text, mode) in asked]
         scheduler.run()
         assert scheduler.stats.pipelined > 20
         assert sum(scheduler.stats.decoding[n] * n for n in scheduler.stats.decoding) <= scheduler.stats.emitted
@@ -60,14 +62,12 @@ def test_each_sequence_gets_the_tokens_it_gets_alone(pair, width):
     assert all(s.stats.stop_reason == "length" for s in streams)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_at_random(pair, seed):
     """Some that come, some that are cancelled while a step of theirs is under way, prompts that begin alike. scripts/fuzz_slots.py --groups has more seeds."""
     assert serve(pair, seed, groups=2) == []
 
 
-@pytest.mark.slow
 def test_requests_from_threads_and_samplers(pair):
     """Events are handed over while a group's step is under way."""
     texts = prompts(6)
@@ -81,9 +81,8 @@ def test_requests_from_threads_and_samplers(pair):
     def sampled(groups):
         with scheduler_of(pair, 4, 4, groups) as scheduler:
             samplers = [Sampler(Sampling(temperature=1.0, seed=i), tokenizer, tokenizer.n_vocab) for i in range(4)]
-            streams = [
-                scheduler.submit(t, GenerationOptions(24, SPECULATIVE, sampler=s)) for t, s in zip(prompts(4), samplers, strict=True)
-            ]
+            options = [GenerationOptions(24, SPECULATIVE, sampler=sampler) for sampler in samplers]
+            streams = [scheduler.submit(*of) for of in zip(prompts(4), options, strict=True)]
             scheduler.run()
             assert (scheduler.stats.pipelined > 0) == (groups == 2)
             return [s.tokens for s in streams]
@@ -91,7 +90,6 @@ def test_requests_from_threads_and_samplers(pair):
     assert sampled(1) == sampled(2)
 
 
-@pytest.mark.slow
 def test_a_sequence_that_fails_while_another_group_is_under_way_fails_alone(pair):
     texts, calls = prompts(4), iter(range(100))
 
@@ -110,18 +108,13 @@ def test_a_sequence_that_fails_while_another_group_is_under_way_fails_alone(pair
         assert scheduler.submit(texts[1], GenerationOptions(9, SPECULATIVE)).result() == pair.solo(texts[1], 9)
 
 
-@pytest.mark.slow
-def test_an_interrupt_ends_both_groups_and_leaves_the_engine_usable(pair, monkeypatch):
+def test_interrupts_and_failures_leave_the_engine_usable(pair, monkeypatch):
     with scheduler_of(pair, 4, 4) as scheduler:
         streams = [scheduler.submit(text, GenerationOptions(40, SPECULATIVE)) for text in prompts(4)]
         while not scheduler.stats.pipelined:
             scheduler.step()
         interrupt_ends_all(pair, scheduler, streams, monkeypatch, scheduler.scheduler, "finish")
-
-
-@pytest.mark.slow
-def test_a_failure_after_launch_leaks_no_slot(pair, monkeypatch):
-    """A GPU builds graphs while it computes; Ctrl-C there left slots that could not be released."""
+    # A GPU builds graphs while it computes; Ctrl-C there left slots that could not be released.
     with scheduler_of(pair, 4, 4) as scheduler:
         streams = [scheduler.submit(text, GenerationOptions(40, SPECULATIVE)) for text in prompts(4)]
         while not scheduler.stats.pipelined:
@@ -132,7 +125,6 @@ def test_a_failure_after_launch_leaks_no_slot(pair, monkeypatch):
         assert not scheduler.runner.devices.flying
 
 
-@pytest.mark.slow
 def test_a_group_is_launched_again_before_its_callers_have_its_tokens(pair):
     """What callers do with them took place while a device waited for the group. A caller finds both landed, and nothing launched in between."""
     with scheduler_of(pair, 8, 4) as scheduler:
@@ -150,7 +142,6 @@ def test_a_group_is_launched_again_before_its_callers_have_its_tokens(pair):
     assert [s.tokens for s in streams[1:]] == [pair.solo(s.prompt, len(s.tokens)) for s in streams[1:]]
 
 
-@pytest.mark.slow
 def test_closing_and_sharing(pair):
     scheduler = scheduler_of(pair, 4, 4)
     streams = [scheduler.submit(text, GenerationOptions(40, SPECULATIVE)) for text in prompts(4)]
@@ -168,40 +159,31 @@ def test_closing_and_sharing(pair):
         with scheduler_of(pair, 3) as scheduler:
             streams = [scheduler.submit(text, options, interrupted=asked) for text in prompts(3)]
             scheduler.run()
-            assert scheduler.stats.pipelined == 0
-            assert [s.tokens for s in streams] == [pair.solo(s.prompt, 6) for s in streams]
+            assert scheduler.stats.pipelined == 0 and [s.tokens for s in streams] == [pair.solo(s.prompt, 6) for s in streams]
 
 
-@pytest.mark.slow
 def test_what_is_asked_of_a_slot_under_way_is_refused(pair):
     engine = engine_of(pair, 4)
     try:
         for slot in range(4):
             engine.admit()
             engine.step({slot: Prefill([1 + slot, 2])})
-        with pytest.raises(EngineError, match="no group's work"):
-            engine.devices.launch(0, {0: Prefill([5])})
-        with pytest.raises(EngineError, match="group 2 cannot begin"):
-            engine.devices.launch(2, {0: Verify()})
+        fails_with(EngineError, "no group's work", lambda: engine.devices.launch(0, {0: Prefill([5])}))
+        fails_with(EngineError, "group 2 cannot begin", lambda: engine.devices.launch(2, {0: Verify()}))
         engine.devices.launch(0, {0: Verify(), 1: Draft(4)})
-        with pytest.raises(EngineError, match="group 0 cannot begin"):
-            engine.devices.launch(0, {2: Verify()})
+        fails_with(EngineError, "group 0 cannot begin", lambda: engine.devices.launch(0, {2: Verify()}))
         for ask in (engine.settle, lambda: engine.snapshot(1), lambda: engine.devices.launch(1, {1: Verify()})):
-            with pytest.raises(EngineError, match="still under way: land"):
-                ask()
+            fails_with(EngineError, "still under way: land", ask)
         with pytest.raises(EngineError, match="step of slot 0 is still under way"):
             engine.devices.launch(1, {2: Draft(8)})  # blocks of another width: the states of all slots are laid out for one
-        with pytest.raises(EngineError, match="land it first"):
-            engine.step({2: Verify()})
+        fails_with(EngineError, "land it first", lambda: engine.step({2: Verify()}))
         results = engine.devices.land(0)
         assert sorted(results) == [0, 1] and results[1].tokens.size == 4
-        with pytest.raises(EngineError, match="group 0 has no step under way"):
-            engine.devices.land(0)
+        fails_with(EngineError, "group 0 has no step under way", engine.devices.land, 0)
     finally:
         engine.close()
 
 
-@pytest.mark.slow
 def test_no_buffer_grows_under_a_step(pair):
     """A lane's thread would compute in memory that was given back."""
     engine = engine_of(pair, 4)
@@ -221,10 +203,8 @@ def test_no_buffer_grows_under_a_step(pair):
                 break
         assert 1 in seen and seen <= {0, 1}
         lib.pgs_graph_hold(part.handle, True)
-        with (
-            closing(larger_than(part.allocator)) as graph,
-            pytest.raises(EngineError, match=r"needs a compute buffer of \d+ bytes .* land it first"),
-        ):
+        refused = pytest.raises(EngineError, match=r"needs a compute buffer of \d+ bytes .* land it first")
+        with closing(larger_than(part.allocator)) as graph, refused:
             graph.plan()
         lib.pgs_graph_hold(part.handle, False)
         engine.devices.launch(0, {0: Verify(), 1: Verify()})  # what was refused has moved nothing
@@ -237,8 +217,7 @@ def test_no_buffer_grows_under_a_step(pair):
 
 def larger_than(allocator, nodes=1):
     """A graph that needs a larger buffer than the allocator has."""
-    graph = Graph(allocator)
-    size = lib.pgs_allocator_buffer_size(allocator.handle) // 4 + 1024
+    graph, size = Graph(allocator), lib.pgs_allocator_buffer_size(allocator.handle) // 4 + 1024
     x = lib.ggml_new_tensor(graph.ctx, lib.GGML_TYPE_F32, 1, (size,))
     for _ in range(nodes):
         x = graph.add(x, x)
@@ -246,7 +225,6 @@ def larger_than(allocator, nodes=1):
     return graph
 
 
-@pytest.mark.slow
 def test_no_step_begins_in_a_buffer_that_is_being_exchanged():
     """A step that was about to begin saw the buffer of before, after the one who plans had seen that no step was under way."""
     with (
@@ -272,7 +250,6 @@ def test_no_step_begins_in_a_buffer_that_is_being_exchanged():
         assert moved == 0 and allocator.buffer_bytes > 4096
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("n_slots", [2, 3, 5, 8, 13, 64])
 def test_the_halves_of_any_slots_share_no_graph(n_slots):
     for low in range(n_slots - 1):
@@ -291,14 +268,12 @@ def rounds(control, costs, n, kind=PLAIN_STEP):
     return out
 
 
-@pytest.mark.slow
 def test_groups_only_where_they_pay(pair):
     control = PipelinePolicy()
     assert rounds(control, {False: 8.0, True: 5.0}, 2 * TRIES) == [False] * TRIES + [True] * TRIES
     assert control.gain(8, PLAIN_STEP) == pytest.approx(1.6)
     later = rounds(control, {False: 8.0, True: 5.0}, RETRY_EVERY + 10)
-    assert later.count(False) == 3
-    assert sum(rounds(control, {False: 2.0, True: 5.0}, 2 * RETRY_EVERY)[-RETRY_EVERY // 2 :]) <= 3
+    assert later.count(False) == 3 and sum(rounds(control, {False: 2.0, True: 5.0}, 2 * RETRY_EVERY)[-RETRY_EVERY // 2 :]) <= 3
     assert not any(rounds(PipelinePolicy(), {False: 5.0, True: 4.95}, 2 * TRIES + 100)[2 * TRIES :])  # not worth a change
     assert rounds(control, {False: 8.0, True: 5.0}, 1, StepPlan.of("d", 4)) == [False]  # another kind of step has costs of its own
     assert all(rounds(PipelinePolicy(True), {True: 9.0}, 5))
@@ -309,11 +284,9 @@ def test_groups_only_where_they_pay(pair):
     with pair.session.batch(4) as scheduler:
         assert not scheduler.runner.devices.groups
     for groups in (0, 3, "two"):
-        with pytest.raises(EngineError, match="`groups`, if it is not 'auto',"):
-            pair.session.batch(4, groups=groups)
+        fails_with(EngineError, "`groups`, if it is not 'auto',", pair.session.batch, 4, groups=groups)
 
 
-@pytest.mark.slow
 def test_they_are_not_measured_where_threads_would_wait_for_each_others_cores(pair, monkeypatch):
     engine = engine_of(pair, 2)
     try:
@@ -355,11 +328,9 @@ def alone(pair, text, steps):
     return [drafts_of(engine, 0, i) for i in range(steps)]
 
 
-@pytest.mark.slow
 def test_drafts_of_several_slots_are_those_of_each_alone(drafting):
     texts, batch = prompts(4), drafting.batch(4)
-    want = [alone(drafting, text, 14) for text in texts]
-    slots = [batch.admit() for _ in texts]
+    want, slots = [alone(drafting, text, 14) for text in texts], [batch.admit() for _ in texts]
     got, done, rng = [[] for _ in texts], [0] * 4, np.random.default_rng(1)
     for slot, text in zip(slots, texts):
         batch.step({slot: Prefill(text)})
@@ -375,15 +346,11 @@ def test_drafts_of_several_slots_are_those_of_each_alone(drafting):
     assert got == want
 
 
-@pytest.mark.slow
-def test_texts_are_those_of_solo_streams_whatever_slots_do(drafting):
+def test_drafts_of_slots_after_rollbacks(drafting):
     texts = prompts(5)
     expected = dict(enumerate(drafting.solo(text, 60) for text in texts))
     out = run(drafting.batch(5), texts, 24, random_work(np.random.default_rng(3), expected, 8))
     assert all(drafting.agrees(text, got) for text, got in zip(texts, out))
-
-
-def test_a_rollback_to_before_the_block_drafts_the_same_again(drafting):
     engine, text = drafting.session.engine, prompts(3)[2]
     engine.reset()
     engine.prefill(text)
@@ -393,9 +360,20 @@ def test_a_rollback_to_before_the_block_drafts_the_same_again(drafting):
         again = engine.fused_step(8)
         assert again.tokens.tolist() == first.tokens.tolist()
         engine.accept(rows, int(again.ids[rows - 1]))
+    engine, text = drafting.session.engine, prompts(4)[3]
+    want = alone(drafting, text, 2)
+    engine.reset()
+    engine.prefill(text)
+    engine.fused_step(8)
+    assert engine.fused_step(8).tokens.tolist() == want[0]
+    text, batch = prompts(3)[2], drafting.batch(1)
+    slot, out = batch.admit(), {0: []}
+    accept(batch, batch.step({slot: Prefill(text)}), out)
+    while len(out[0]) < 20:
+        accept(batch, batch.step({slot: Draft(4)}), out)
+    assert out[0][:20] == drafting.solo(text, 20)
 
 
-@pytest.mark.slow
 def test_slots_and_prompts_of_every_length(drafting):
     """Its first row is paired with zeros, not with what the last sequence there left."""
     text, batch = prompts(2)[1][:1], drafting.batch(2)
@@ -416,26 +394,6 @@ def test_slots_and_prompts_of_every_length(drafting):
         assert [drafts_of(engine, 0, i) for i in range(3)] == want
 
 
-def test_a_block_that_is_given_up_changes_nothing(drafting):
-    engine, text = drafting.session.engine, prompts(4)[3]
-    want = alone(drafting, text, 2)
-    engine.reset()
-    engine.prefill(text)
-    engine.fused_step(8)
-    assert engine.fused_step(8).tokens.tolist() == want[0]
-
-
-@pytest.mark.slow
-def test_accepting_through_the_helpers_gives_the_plain_text(drafting):
-    text, batch = prompts(3)[2], drafting.batch(1)
-    slot, out = batch.admit(), {0: []}
-    accept(batch, batch.step({slot: Prefill(text)}), out)
-    while len(out[0]) < 20:
-        accept(batch, batch.step({slot: Draft(4)}), out)
-    assert out[0][:20] == drafting.solo(text, 20)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 3])
 def test_drafts_and_verified_rows_are_chosen_apart(drafting, slots):
     """Three drafts in a graph of eight rows are those of a graph of four, and what is accepted of them leaves the same after."""
@@ -455,12 +413,10 @@ def test_drafts_and_verified_rows_are_chosen_apart(drafting, slots):
     assert seen[0] == seen[1] == seen[2]
     slot = batch.admit()
     batch.step({slot: Prefill(text)})
-    with pytest.raises(EngineError, match="verified rows is 2"):
-        batch.step({slot: Draft(4, verified=2)})
+    fails_with(EngineError, "verified rows is 2", lambda: batch.step({slot: Draft(4, verified=2)}))
     batch.release(slot)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 3])
 def test_drafts_that_are_looked_at_first_are_the_same(drafting, slots):
     """A constraint has the drafts made by a graph of their own, and may pass fewer of them on."""
@@ -471,12 +427,11 @@ def test_drafts_that_are_looked_at_first_are_the_same(drafting, slots):
         batch.step({slot: Prefill(text)})
     seen = {}
     for step, width in enumerate(WIDTHS[:5]):
-        work = {
-            slot: Draft(width, check=lambda drafts, slot=slot: seen.setdefault((slot, step), drafts.tolist()) and len(drafts))
-            for slot in range(slots)
-        }
-        if width == 1:
-            work = dict.fromkeys(range(slots), Verify())
+
+        def check(drafts, slot, step=step):
+            return seen.setdefault((slot, step), drafts.tolist()) and len(drafts)
+
+        work = {slot: Draft(width, check=partial(check, slot=slot)) if width > 1 else Verify() for slot in range(slots)}
         for slot, result in batch.step(work).items():
             assert result.tokens.tolist() == want[slot][step]
             assert width == 1 or seen[slot, step] == result.tokens[1:].tolist()

@@ -1,5 +1,6 @@
 """Layers split over several devices give the bits of one device: no sum changes, rows are only copied. Here every device is the CPU."""
 
+import json
 from contextlib import contextmanager
 from itertools import combinations
 
@@ -15,12 +16,16 @@ from random_gguf.mtp import write_mtp_target
 
 import pyggml_spec as ps
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
+from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.errors import DeviceError, EngineError, PairError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.placement import ExpertOptions
 from pyggml_spec.models.registry import open_target
+from pyggml_spec.multi_device.lanes import halves
 from pyggml_spec.multi_device.split import cuts_by, segments_of
+from pyggml_spec.tools.plan import check, plan
 
 pytestmark = pytest.mark.slow
 PROMPT = np.random.default_rng(2).integers(0, 256, 75).tolist()
@@ -74,7 +79,7 @@ def equal(one, other):
 HYBRID_CUTS = [cuts for n in (1, 2, 3) for cuts in combinations((1, 2, 3), n)]
 
 
-def test_every_cut_of_a_hybrid(tmp_path):
+def test_cuts_and_what_crosses_them(tmp_path):
     target, draft = write_pair(tmp_path, "qwen35")
     widths = list(range(1, 17))
     with loaded(target, draft) as session:
@@ -82,6 +87,29 @@ def test_every_cut_of_a_hybrid(tmp_path):
     for cuts in HYBRID_CUTS:
         with loaded(target, draft, cuts) as session:
             assert equal(alone, trace(session, widths)), cuts
+    target = write_gemma4(tmp_path / "t.gguf", Shape(n_layer=8), n_own=4)
+    with loaded(target) as session:
+        last, alone = session.target.last_cut(), trace(session, (1, 5))
+        assert last == 2
+        with pytest.raises(EngineError, match=f"before layer {last + 1}: later layers read rows"):
+            segments_of(session.target, [session.backend] * 2, [last + 1])
+    for cut in range(1, last + 1):
+        with loaded(target, None, (cut,)) as session:
+            assert equal(alone, trace(session, (1, 5))), cut
+    # The hidden rows, and those captured before the cut; what is captured at the cut is there already. Ids of drafts go to the first device.
+    target, draft = write_pair(tmp_path, "qwen35")  # captures the inputs of layers 1, 2 and 3
+    rows = 4 * 4 * 256
+    with loaded(target, draft, (2,), draft_width=4) as session:
+        engine = session.engine
+        engine.prefill(PROMPT)
+        assert engine.step_graph("verify", 4).hops == [(0, 1, rows), (0, 1, rows)]
+        assert engine.step_graph("fused", 4).hops == [(0, 1, 4 * 4), (1, 2, rows), (1, 2, rows)]
+    target, found = write_glm_dsa(tmp_path / "t.gguf", Shape(), "Q8_0", full=(True, False, True, False)), []
+    for cuts in ((), (1, 2)):
+        with loaded(target, cuts=cuts, draft_width=8, spec=["suffix"]) as session:
+            found.append(trace(session, (1, 7)) + lanes_trace(session, bool(cuts), 2))
+            masks = [hop for hop in session.engine.step_graph("verify", 4).hops if hop[-1] == 2 * 4 * 256] if cuts else []
+    assert equal(*found) and len(masks) == 1
 
 
 @pytest.mark.parametrize("kernels", ["native", "ggml"])
@@ -91,8 +119,7 @@ def test_every_architecture(tmp_path, arch, kernels):
     shape = Shape(**LEAN)
     target, draft = TARGETS[arch](tmp_path / "t.gguf", shape, "Q8_0", **more), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
     with loaded(target, draft, kernels=kernels) as session:
-        alone = trace(session, (1, 2, 7))
-        last = session.target.last_cut()
+        alone, last = trace(session, (1, 2, 7)), session.target.last_cut()
     for cut in {1, last}:
         with loaded(target, draft, (cut,), kernels=kernels) as session:
             assert equal(alone, trace(session, (1, 2, 7))), cut
@@ -108,23 +135,8 @@ def test_chains_of_drafts(tmp_path, own):
         assert equal(alone, trace(session, (1, 2, 4, 6)))
 
 
-def test_layers_that_read_what_earlier_ones_wrote_stay_together(tmp_path):
-    target = write_gemma4(tmp_path / "t.gguf", Shape(n_layer=8), n_own=4)
-    with loaded(target) as session:
-        last, alone = session.target.last_cut(), trace(session, (1, 5))
-        assert last == 2
-        with pytest.raises(EngineError, match=f"before layer {last + 1}: later layers read rows"):
-            segments_of(session.target, [session.backend] * 2, [last + 1])
-    for cut in range(1, last + 1):
-        with loaded(target, None, (cut,)) as session:
-            assert equal(alone, trace(session, (1, 5))), cut
-
-
 def of_slots(session, slots=3):
     """Tokens of three sequences in steps that prompts, drafts and plain tokens share."""
-    from pyggml_spec.engine.options import EngineOptions
-    from pyggml_spec.engine.runner import ModelRunner
-
     engine, out = ModelRunner(session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, width=6, slots=slots)), []
     try:
         for _ in range(slots):
@@ -173,8 +185,7 @@ def test_rings_and_prefixes_on_devices(tmp_path):
     assert all(equal(seen[0], other) for other in seen[1:])
     # The second prompt continues after a state that is kept on every device, the third session after files of the second.
     target, draft = write_pair(tmp_path, "qwen35")
-    ids = np.random.default_rng(5).integers(0, 256, 200).tolist()
-    texts = []
+    ids, texts = np.random.default_rng(5).integers(0, 256, 200).tolist(), []
     for cuts in ((), (2,)):
         for again in (False, True):
             folder = tmp_path / f"prefix{len(cuts)}"
@@ -188,11 +199,8 @@ def test_rings_and_prefixes_on_devices(tmp_path):
 
 @pytest.mark.parametrize("residency", [None, 0.5])
 def test_experts_in_host_memory(tmp_path, residency):
-    import json
-
     target = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q8_0")
-    counts = {str(layer): list(range(8, 0, -1)) for layer in range(4)}
-    profile = tmp_path / "p.json"
+    counts, profile = {str(layer): list(range(8, 0, -1)) for layer in range(4)}, tmp_path / "p.json"
     profile.write_text(json.dumps({"format": "pyggml_spec experts 1", "model": "t", "tokens": 1, "layers": counts}))
     experts = ExpertOptions(2 if residency is None else 0, residency, profile)
     with loaded(target, experts=experts) as session:
@@ -220,17 +228,13 @@ def test_drafts_and_schedulers_over_devices(tmp_path):
             scheduler.run()
             texts.append([list(stream.tokens) for stream in streams])
     assert texts[0] == texts[1]
-    target, draft = write_pair(tmp_path, "qwen35")
     with loaded(target, draft, (3,)) as session:
         assert session.configuration().device == "layers 0 to 2 on CPU, layer 3 on CPU"
-    target, draft = write_pair(tmp_path, "qwen35")
-    for device, shares, error, words in (
-        ("CPU,CPU", (1,), EngineError, "proportions 1 do not fit 2 devices"),
-        ("CPU,CPU", (1, 0), EngineError, "a number above 0 for each"),
-        ("CPU", (1, 1), EngineError, "proportions of a split need several devices"),
-        (",".join(["CPU"] * 5), None, EngineError, "can be cut into 4 parts at most, and 5 devices"),
-        ("CPU,", None, DeviceError, "empty name"),
-    ):
+    wrong = {"proportions 1 do not fit 2 devices": ("CPU,CPU", (1,)), "a number above 0 for each": ("CPU,CPU", (1, 0))}
+    wrong |= {"proportions of a split need several devices": ("CPU", (1, 1)), "empty name": ("CPU,", None)}
+    wrong["can be cut into 4 parts at most, and 5 devices"] = (",".join(["CPU"] * 5), None)
+    for words, (device, shares) in wrong.items():
+        error = DeviceError if words == "empty name" else EngineError
         with pytest.raises(error, match=words):
             ps.load(target, draft, device=device, threads=1, n_ctx=256, tensor_split=shares)
 
@@ -268,33 +272,29 @@ def test_two_drafters_at_once(tmp_path):
         assert equal(alone, in_turn(session))
 
 
-def test_a_drafter_that_reads_rows_of_its_target_needs_it_on_one_device(tmp_path):
+def test_plans_and_drafters_of_split_models(tmp_path):
     target = write_gemma4(tmp_path / "t.gguf", Shape(), shared=False)
     draft = write_gemma4_assistant(tmp_path / "d.gguf", Shape())
     with pytest.raises(PairError, match=r"d.gguf drafts as draft-mtp, which needs its target on one device: name one with `device`"):
         ps.load(target, draft, device="CPU,CPU", threads=1, n_ctx=256)
+    target, draft = write_pair(tmp_path, "qwen35")
+    options = {"device": "CPU,CPU", "tensor_split": [1, 3], "n_ctx": 256}
+    need = plan(target, draft, **options)
+    assert need.fits and plan(target, draft, free=need.total, **options).fits  # one memory, named twice
+    assert not plan(target, draft, free=need.total - 1, **options).fits
 
 
-@pytest.mark.parametrize(
-    "shares, sizes, last, cuts",
-    [
-        ((1, 1), [1] * 8, 7, [4]),
-        ((3, 1), [1] * 8, 7, [6]),
-        ((1, 1), [1] * 7 + [9], 7, [7]),
-        ((1, 1), [1] * 8, 2, [2]),
-        ((1000, 1, 1), [1] * 4, 3, [2, 3]),
-        ((1, 1, 1000), [1] * 4, 3, [1, 2]),
-        ((0, 0), [1] * 8, 7, [4]),  # two devices that say that nothing is free
-    ],
-)
+@pytest.mark.parametrize("shares, sizes, last, cuts", [
+    ((1, 1), [1] * 8, 7, [4]), ((3, 1), [1] * 8, 7, [6]), ((1, 1), [1] * 7 + [9], 7, [7]), ((1, 1), [1] * 8, 2, [2]),
+    ((1000, 1, 1), [1] * 4, 3, [2, 3]), ((1, 1, 1000), [1] * 4, 3, [1, 2]),
+    ((0, 0), [1] * 8, 7, [4]),  # two devices that say that nothing is free
+])  # fmt: skip
 def test_where_layers_are_cut(shares, sizes, last, cuts):
     assert cuts_by(shares, sizes, last) == cuts
 
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_the_plan_of_a_split_is_what_each_device_allocates(tmp_path, slots):
-    from pyggml_spec.tools.plan import check
-
     target, draft = write_pair(tmp_path, "qwen35")
     found = check(target, draft, device="CPU,CPU,CPU", tensor_split=[1, 2, 1], n_ctx=256, slots=slots)
     assert (found.plan.memory, found.plan.slots_memory) == (found.memory, found.slots_memory)
@@ -305,16 +305,6 @@ def test_the_plan_of_a_split_is_what_each_device_allocates(tmp_path, slots):
         assert sum(by_segment) == sum(session.engine.memory().values())
         if slots == 1:
             assert by_segment == [part.total for part in found.plan.split]
-
-
-def test_a_plan_fits_where_every_device_has_room(tmp_path):
-    from pyggml_spec.tools.plan import plan
-
-    target, draft = write_pair(tmp_path, "qwen35")
-    options = {"device": "CPU,CPU", "tensor_split": [1, 3], "n_ctx": 256}
-    need = plan(target, draft, **options)
-    assert need.fits and plan(target, draft, free=need.total, **options).fits  # one memory, named twice
-    assert not plan(target, draft, free=need.total - 1, **options).fits
 
 
 @pytest.mark.parametrize("name", ["qwen35", "granitehybrid", "mtp", "laguna"])
@@ -354,23 +344,8 @@ def test_a_prompt_that_is_given_up_on_its_way(tmp_path):
     assert session.engine.graphs.closed
 
 
-def test_what_crosses_a_cut(tmp_path):
-    """The hidden rows, and those captured before the cut; what is captured at the cut is there already. Ids of drafts go to the first device."""
-    target, draft = write_pair(tmp_path, "qwen35")  # captures the inputs of layers 1, 2 and 3
-    rows = 4 * 4 * 256
-    with loaded(target, draft, (2,), draft_width=4) as session:
-        engine = session.engine
-        engine.prefill(PROMPT)
-        assert engine.step_graph("verify", 4).hops == [(0, 1, rows), (0, 1, rows)]
-        assert engine.step_graph("fused", 4).hops == [(0, 1, 4 * 4), (1, 2, rows), (1, 2, rows)]
-
-
 def lanes_trace(session, grouped, slots=4, width=8):
     """Tokens, choices and logits of several sequences in blocks and plain tokens, in steps of all of them or of two groups alongside each other."""
-    from pyggml_spec.engine.options import EngineOptions
-    from pyggml_spec.engine.runner import ModelRunner
-    from pyggml_spec.multi_device.lanes import halves
-
     options = EngineOptions(n_ctx=256, width=width, slots=slots, groups=grouped)
     engine, out = ModelRunner(session.backend, session.target, session.drafter, options), []
 
@@ -385,10 +360,8 @@ def lanes_trace(session, grouped, slots=4, width=8):
             engine.admit()
             engine.step({slot: Prefill(PROMPT[slot : 20 + 2 * slot])})
         for drafts in (1, 1, width, width, 4, width, 1, 1, width):
-            work = {
-                slot: Verify() if drafts == 1 else Draft(drafts) if session.drafter else Verify(DRAFTS[: drafts - 1])
-                for slot in range(slots)
-            }
+            item = Verify() if drafts == 1 else Draft(drafts) if session.drafter else Verify(DRAFTS[: drafts - 1])
+            work = dict.fromkeys(range(slots), item)
             if not grouped:
                 took(engine.step(work))
                 continue
@@ -410,14 +383,4 @@ def test_pipelined_groups_give_the_bits_of_whole_steps(tmp_path, arch, cuts, slo
     else:
         target, draft = write_pair(tmp_path, arch)
     with loaded(target, draft, cuts) as session:
-        alone = lanes_trace(session, False, slots)
-        assert equal(alone, lanes_trace(session, True, slots))
-
-
-def test_what_an_indexer_chose_crosses_a_cut(tmp_path):
-    target, found = write_glm_dsa(tmp_path / "t.gguf", Shape(), "Q8_0", full=(True, False, True, False)), []
-    for cuts in ((), (1, 2)):
-        with loaded(target, cuts=cuts, draft_width=8, spec=["suffix"]) as session:
-            found.append(trace(session, (1, 7)) + lanes_trace(session, bool(cuts), 2))
-            masks = [hop for hop in session.engine.step_graph("verify", 4).hops if hop[-1] == 2 * 4 * 256] if cuts else []
-    assert equal(*found) and len(masks) == 1
+        assert equal(lanes_trace(session, False, slots), lanes_trace(session, True, slots))

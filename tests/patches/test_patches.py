@@ -32,12 +32,27 @@ def contents(tree: Path) -> dict[str, bytes]:
     return {str(path.relative_to(tree)): path.read_bytes() for path in tree.rglob("*") if path.is_file()}
 
 
-def test_every_prefix_of_the_series_applies(tree: Path):
+def test_trees_and_commands(tree, tmp_path):
     alone = {"PATH": os.environ["PATH"], "GIT_CEILING_DIRECTORIES": str(tree.parent)}
     for patch in SERIES:
         for options in (["--check"], []):
             done = subprocess.run(["git", "apply", *options, patch.path], cwd=tree, env=alone, capture_output=True, text=True)
             assert done.returncode == 0, f"{patch.path.name}: {done.stderr}"
+    subprocess.run(["git", "init", "-q", str(tree.parent)], check=True)
+    patches.apply(tree)
+    assert "llama_perf_counters" in (tree / "include" / "llama.h").read_text()
+    with pytest.raises(PatchError, match="no llama.cpp source tree"):
+        patches.check(tmp_path)
+    (tmp_path / patches.SDIST).write_bytes(b"\x1f\x8b not an archive")
+    with pytest.raises(PatchError, match="cannot be unpacked"):
+        patches.unpack(tmp_path / patches.SDIST, tmp_path)
+    listed = CliRunner().invoke(command, ["list"])
+    assert listed.exit_code == 0 and all(patch.path.name in listed.output for patch in SERIES)
+    assert f"0 applied, {len(SERIES)} applicable" in CliRunner().invoke(command, ["check", str(tree)]).output
+    assert CliRunner().invoke(command, ["apply", str(tree)]).exit_code == 0
+    assert f"{len(SERIES)} applied, 0 applicable" in CliRunner().invoke(command, ["check", str(tree)]).output
+    refused = CliRunner().invoke(command, ["check", str(tmp_path)])
+    assert refused.exit_code == 3 and "no llama.cpp source tree" in refused.output
 
 
 @pytest.mark.parametrize("patch", SERIES, ids=lambda patch: patch.path.stem)
@@ -53,9 +68,19 @@ def test_applies_on_what_it_needs_alone(patch, tree: Path):
     assert patches.apply(tree, chosen) == chosen
 
 
-def test_the_series_is_the_folder():
+def test_the_series_and_its_switches():
     folder = patches.patches_dir()
     assert sorted(patch.path.name for patch in SERIES) == sorted(path.name for path in folder.glob("*.patch"))
+    # A prompt kept on disk was taken for that of other kernels: of the patches' switches only those of small batches were looked at.
+    same_numbers = {"GGML_CUDA_PREFETCH", "GGML_CUDA_CAPTURE_AHEAD"}
+    read = {name for patch in SERIES for name in re.findall(r'^\+.*getenv\("(GGML_CUDA_\w+)"\)', patch.path.read_text(), re.MULTILINE)}
+    assert len(read) > 8 and read - same_numbers <= set(SWITCHES)
+    # Another name would be found nowhere, and no step would say so: nothing was captured ahead, no worker was asked what it computes.
+    added = [line for patch in SERIES for line in patch.path.read_text().splitlines() if line.startswith("+")]
+    asked = re.findall(r'proc_of\(backend, "(\w+)"\)', (SCRIPTS.parent / "csrc" / "step_graph.c").read_text())
+    assert len(asked) == 3 and all(any(f'strcmp(name, "{name}") == 0' in line for line in added) for name in asked)
+    read = re.findall(r'environ\.get\("(GGML_\w+)"', (SCRIPTS.parent / "pyggml_spec" / "engine" / "graph_cache.py").read_text())
+    assert read and all(any(f'getenv("{name}")' in line for line in added) for name in read)
 
 
 @pytest.mark.parametrize("patch", SERIES, ids=lambda patch: patch.path.stem)
@@ -66,19 +91,10 @@ def test_headers_say_what_why_and_on_what(patch):
     assert patch.path.stem in (patches.patches_dir() / "README.md").read_text()
 
 
-def test_switches_that_change_numbers_tell_kept_prompts_apart():
-    """A prompt kept on disk was taken for that of other kernels: of the patches' switches only those of small batches were looked at."""
-    same_numbers = {"GGML_CUDA_PREFETCH", "GGML_CUDA_CAPTURE_AHEAD"}
-    read = {name for patch in SERIES for name in re.findall(r'^\+.*getenv\("(GGML_CUDA_\w+)"\)', patch.path.read_text(), re.MULTILINE)}
-    assert len(read) > 8 and read - same_numbers <= set(SWITCHES)
-
-
 def test_patches_apply_or_nothing_does(tree):
-    assert patches.n_applied(tree) == 0
-    assert patches.apply(tree) == SERIES
+    assert patches.n_applied(tree) == 0 and patches.apply(tree) == SERIES
     after = contents(tree)
-    assert patches.n_applied(tree) == len(SERIES)
-    assert patches.apply(tree) == []
+    assert patches.n_applied(tree) == len(SERIES) and patches.apply(tree) == []
     assert contents(tree) == after
     patches.apply(tree, SERIES[:1])
     assert patches.apply(tree) == SERIES[1:]
@@ -90,27 +106,6 @@ def test_patches_apply_or_nothing_does(tree):
     ):
         patches.apply(tree)
     assert contents(tree) == before
-
-
-def test_trees_and_sdists_that_are_others(tree, tmp_path):
-    subprocess.run(["git", "init", "-q", str(tree.parent)], check=True)
-    patches.apply(tree)
-    assert "llama_perf_counters" in (tree / "include" / "llama.h").read_text()
-    with pytest.raises(PatchError, match="no llama.cpp source tree"):
-        patches.check(tmp_path)
-    (tmp_path / patches.SDIST).write_bytes(b"\x1f\x8b not an archive")
-    with pytest.raises(PatchError, match="cannot be unpacked"):
-        patches.unpack(tmp_path / patches.SDIST, tmp_path)
-
-
-def test_commands(tree: Path, tmp_path: Path):
-    listed = CliRunner().invoke(command, ["list"])
-    assert listed.exit_code == 0 and all(patch.path.name in listed.output for patch in SERIES)
-    assert f"0 applied, {len(SERIES)} applicable" in CliRunner().invoke(command, ["check", str(tree)]).output
-    assert CliRunner().invoke(command, ["apply", str(tree)]).exit_code == 0
-    assert f"{len(SERIES)} applied, 0 applicable" in CliRunner().invoke(command, ["check", str(tree)]).output
-    refused = CliRunner().invoke(command, ["check", str(tmp_path)])
-    assert refused.exit_code == 3 and "no llama.cpp source tree" in refused.output
 
 
 def test_models_that_llama_cpp_writes_are_equal_or_refused_for_a_reason(tmp_path, monkeypatch):
@@ -132,8 +127,7 @@ def test_models_that_llama_cpp_writes_are_equal_or_refused_for_a_reason(tmp_path
     parts.tensors["blk.0.attn_gate.scale"] = parts.tensors.pop("output.scale")
     parts.write(tmp_path / "laguna-moe.gguf")
     write_described("llama", tmp_path / "llama-moe.gguf", shape, keys={"expert_count": 8, "expert_used_count": 3})
-    assert script.compare(tmp_path, archs) == 0
-    assert script.compare(tmp_path, (*archs, "granite")) == 1
+    assert script.compare(tmp_path, archs) == 0 and script.compare(tmp_path, (*archs, "granite")) == 1
     monkeypatch.setattr(script, "compare_logits", lambda *args, **more: Comparison(1e-9, 1e-4, 1.0, 1.0, 64))
     assert script.compare(tmp_path, archs) == 5
 
@@ -147,15 +141,6 @@ def test_a_copied_tree_keeps_sources_that_are_called_build(tmp_path: Path, monke
         (source / name).write_text(name)
     importlib.import_module("build_patched_llamacpp").copy_tree(source, tmp_path / "copy")
     assert set(contents(tmp_path / "copy")) == {"CMakeLists.txt", "cmake/build-info.cmake", "common/build-info.cpp.in"}
-
-
-def test_what_backends_are_asked_for_by_name_is_what_patches_add():
-    """Another name would be found nowhere, and no step would say so: nothing was captured ahead, no worker was asked what it computes."""
-    added = [line for patch in SERIES for line in patch.path.read_text().splitlines() if line.startswith("+")]
-    asked = re.findall(r'proc_of\(backend, "(\w+)"\)', (SCRIPTS.parent / "csrc" / "step_graph.c").read_text())
-    assert len(asked) == 3 and all(any(f'strcmp(name, "{name}") == 0' in line for line in added) for name in asked)
-    read = re.findall(r'environ\.get\("(GGML_\w+)"', (SCRIPTS.parent / "pyggml_spec" / "engine" / "graph_cache.py").read_text())
-    assert read and all(any(f'getenv("{name}")' in line for line in added) for name in read)
 
 
 HERE = Path(__file__).parent
@@ -230,5 +215,4 @@ def test_patched_kernels_are_right_at_every_shape(tmp_path, with_headers):
     subprocess.run(command, check=True)
     done = subprocess.run([program], capture_output=True, text=True)
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert done.returncode == 0 and len(lines) == 280
-    assert not [line for line in lines if not float(line[4]) < 1e-3]
+    assert done.returncode == 0 and len(lines) == 280 and not [line for line in lines if not float(line[4]) < 1e-3]

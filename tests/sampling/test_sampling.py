@@ -13,7 +13,7 @@ from unittest.mock import patch
 import llama_cpp as L
 import numpy as np
 import pytest
-from sessions import loaded
+from sessions import fails_with, loaded
 
 import pyggml_spec as ps
 from pyggml_spec.cache.cursor import Cursor
@@ -241,7 +241,6 @@ def test_speculation_keeps_the_distribution_under_a_grammar(table, temperature):
     assert freedom > 10 and beyond(distance, freedom) > ALPHA
 
 
-# -- against libllama
 def llama_chain(s: Sampling, n_vocab, vocab=None):
     """The chain that common_sampler_init makes."""
     chain = L.llama_sampler_chain_init(L.llama_sampler_chain_default_params())
@@ -302,8 +301,7 @@ def test_filling_in_chooses_as_llama_cpp_does(demo):
         logits = rng.normal(0, 1, n).astype(np.float32)
         logits[rng.permutation(n)[:4]] += 8
         logits[[t for t in range(n) if tokenizer.is_end(t)]] += 3 + i % 4
-        best = np.argpartition(-logits, count)[:count].astype(np.int32)
-        token = llama_choice(oracle, logits)
+        best, token = np.argpartition(-logits, count)[:count].astype(np.int32), llama_choice(oracle, logits)
         assert ours.choose(None, logits) == few.choose(best, logits[best]) == token
         ends += tokenizer.is_end(token)
     assert 5 < ends < 55 and not Sampling(temperature=0, samplers=(*FILLING, "temperature")).is_greedy  # an end may come before the largest
@@ -316,17 +314,21 @@ def test_filling_in_chooses_as_llama_cpp_does(demo):
         assert text == demo.generate("def total(items):\n    ", 40, mode="reference", sampling=sampling)[0]
 
 
-def test_filling_in_that_would_take_minutes_or_end_the_process_is_refused(demo):
+def test_biases_and_filling_in(demo):
     for values in ({"top_k": 0}, {"top_k": 257}, {"samplers": ("infill", "top_k")}, {"samplers": ("top_p", "infill")}):
-        with pytest.raises(SamplingError, match="it needs a top_k from 1 to 256 before it"):
-            Sampling(**{"samplers": FILLING, **values})
-    with pytest.raises(SamplingError, match="a constraint may not"):
-        Sampling(samplers=FILLING, grammar='root ::= "a"')
+        fails_with(SamplingError, "it needs a top_k from 1 to 256 before it", Sampling, **{"samplers": FILLING, **values})
+    fails_with(SamplingError, "a constraint may not", Sampling, samplers=FILLING, grammar='root ::= "a"')
     sampling, n = Sampling(samplers=FILLING), demo.tokenizer.n_vocab
     with pytest.raises(SamplingError, match="a token of 513 bytes"):
         Sampler(sampling, SimpleNamespace(vocab=demo.tokenizer.vocab, longest_piece=513), n)
-    with pytest.raises(SamplingError, match="needs a tokenizer"):
-        Sampler(sampling, None, n)
+    fails_with(SamplingError, "needs a tokenizer", Sampler, sampling, None, n)
+    fails_with(SamplingError, "4096", lambda: demo.generate("a", 4, sampling=Sampling(logit_bias={4096: 1.0})))
+    assert demo.generate("a", 4)[1].emitted == 4
+    floats = {"temp": 0.6000000238418579, "top_p": 0.949999988079071, "min_p": 0.0, "penalty_repeat": 1.0499999523162842}
+    keys = {**floats, "top_k": 20, "penalty_last_n": 64}
+    values, refused = recommended({f"general.sampling.{key}": value for key, value in keys.items()} | {"general.name": "x"})
+    want = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repeat_penalty": 1.05, "repeat_last_n": 64}
+    assert values == want and not refused and recommended({"general.name": "x"}) == ({}, [])
 
 
 @pytest.mark.parametrize(
@@ -347,7 +349,7 @@ def test_the_largest_logits_are_enough(order):
     all_of_them.close()
 
 
-def test_what_needs_whole_rows_asks_for_them():
+def test_rows_that_are_asked_for_or_empty():
     for values in (
         {"top_k": 0}, {"logprobs": 0}, {"grammar": "root ::= [a-z]+", "top_k": 0}, {"logit_bias": {1: 0.1}}, {"repeat_penalty": 0.9},
         {"samplers": ("top_p", "top_k")}, {"top_k": MOST_CANDIDATES + 1}, {"temperature": 0, "typical_p": 0.5, "top_k": 0},
@@ -356,12 +358,14 @@ def test_what_needs_whole_rows_asks_for_them():
     assert Sampling(temperature=0, top_k=0, repeat_penalty=1.1).candidates() == 96
     assert Sampling(grammar="root ::= [a-z]+").candidates() == 64
     assert Sampling(grammar="root ::= [a-z]+", temperature=0, top_k=0).candidates() == 0, "the device is asked for the likeliest one"
+    sampler = Sampler(Sampling(seed=1, logit_bias=dict.fromkeys(range(9), -math.inf)), None, 9)
+    fails_with(EngineError, "leaves no token", lambda: sampler.choose(None, np.zeros(9, np.float32)))
+    sampler.close()
 
 
 @pytest.mark.slow
-def test_the_same_text_as_llama_cpp_for_the_same_seed(demo):
-    sampling = Sampling(seed=7, repeat_penalty=1.1)
-    ids = demo.tokenizer.encode("class Stack:\n    def ")
+def test_texts_seeds_and_log_probabilities(demo):
+    sampling, ids = Sampling(seed=7, repeat_penalty=1.1), demo.tokenizer.encode("class Stack:\n    def ")
     ours = [t for event in demo.steps(ids, 40, mode="plain", sampling=sampling) for t in event.tokens]
     oracle, theirs = LlamaReference(demo.target.file.path, demo.backend.device, 512, 512, 1), []
     chain = llama_chain(sampling, demo.target.n_vocab)
@@ -374,9 +378,26 @@ def test_the_same_text_as_llama_cpp_for_the_same_seed(demo):
     L.llama_sampler_free(chain)
     oracle.close()
     assert ours == theirs
+    greedy, _ = demo.generate("def f(", 60)
+    for sampling in (Sampling(temperature=0), Sampling(temperature=0, logprobs=0), Sampling(temperature=0, logit_bias={1: 0.0}, top_k=0)):
+        text, stats = demo.generate("def f(", 60, sampling=sampling)
+        assert text == greedy and stats.matched > 0 and stats.seed is None
+    text, stats = demo.generate("def f(", 40, sampling=Sampling(temperature=1.5))
+    assert demo.generate("def f(", 40, sampling=Sampling(temperature=1.5, seed=stats.seed))[0] == text
+    list(demo.steps("def f(", 20))
+    assert demo.engine.slots[0].candidates == 0 and demo._sampler(None, False) is None
+    ids, sampling = demo.tokenizer.encode("def f(a, b):\n"), Sampling(seed=1, temperature=1.3, top_k=5, logprobs=3)
+    events = list(demo.steps(ids, 24, sampling=sampling))
+    tokens, told = [t for event in events for t in event.tokens], [p for event in events for p in event.logprobs]
+    assert [p.token for p in told] == tokens
+    demo.engine.reset(drafting=False)
+    logits = demo.engine.logits([*ids, *tokens]).astype(np.float64)[len(ids) - 1 : -1]
+    want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    for p, row in zip(told, want):
+        assert p.logprob == pytest.approx(row[p.token], abs=2e-3)  # other batch shapes
+        assert [t for t, _ in p.top] == np.argsort(-row)[:3].tolist() and p.top[0][1] >= p.logprob
 
 
-# -- on a real engine
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", ["default", "hot", "typical", "presence and frequency", "everything"])
 def test_speculative_text_equals_reference_text_for_the_same_seed(demo, chain):
@@ -384,28 +405,16 @@ def test_speculative_text_equals_reference_text_for_the_same_seed(demo, chain):
     text, stats = demo.generate("import os\n\n\ndef walk(path):\n", 40, sampling=sampling)
     again, _ = demo.generate("import os\n\n\ndef walk(path):\n", 40, sampling=sampling)
     plain, plain_stats = demo.generate("import os\n\n\ndef walk(path):\n", 40, sampling=sampling, mode="reference")
-    assert text == again == plain and stats.drafted > stats.matched
-    assert stats.seed == plain_stats.seed == 3
+    assert text == again == plain and stats.drafted > stats.matched and stats.seed == plain_stats.seed == 3
     other, _ = demo.generate("import os\n\n\ndef walk(path):\n", 40, sampling=Sampling(**CHAINS[chain], seed=4))
     assert other != text
-
-
-@pytest.mark.slow
-def test_seeds_and_greedy_draws(demo):
-    greedy, _ = demo.generate("def f(", 60)
-    for sampling in (Sampling(temperature=0), Sampling(temperature=0, logprobs=0), Sampling(temperature=0, logit_bias={1: 0.0}, top_k=0)):
-        text, stats = demo.generate("def f(", 60, sampling=sampling)
-        assert text == greedy and stats.matched > 0 and stats.seed is None
-    text, stats = demo.generate("def f(", 40, sampling=Sampling(temperature=1.5))
-    assert demo.generate("def f(", 40, sampling=Sampling(temperature=1.5, seed=stats.seed))[0] == text
 
 
 @pytest.mark.slow
 def test_candidates_chosen_on_the_device_give_the_same_tokens(demo, monkeypatch):
     """The graph that a GPU runs, on the CPU: so many largest logits per row in the step's one read."""
     engine, sampling = demo.engine, Sampling(seed=9, repeat_penalty=1.2, repeat_last_n=20)
-    prompt = demo.tokenizer.encode("def quicksort(items):\n")
-    out = []
+    prompt, out = demo.tokenizer.encode("def quicksort(items):\n"), []
     for candidates in (sampling.candidates(), None):
         sampler = Sampler(sampling, None, demo.target.n_vocab)
         read = lambda count, slot=0, masked=False: setattr(engine.slots[0], "candidates", candidates or 0)  # noqa: E731
@@ -423,34 +432,16 @@ def test_candidates_chosen_on_the_device_give_the_same_tokens(demo, monkeypatch)
     assert demo.generate("def quicksort(items):\n", 20)[1].sampling == "greedy"  # and the way back
 
 
-@pytest.mark.slow
-def test_log_probabilities_are_the_models_own(demo):
-    ids = demo.tokenizer.encode("def f(a, b):\n")
-    sampling = Sampling(seed=1, temperature=1.3, top_k=5, logprobs=3)
-    events = list(demo.steps(ids, 24, sampling=sampling))
-    tokens = [t for event in events for t in event.tokens]
-    told = [p for event in events for p in event.logprobs]
-    assert [p.token for p in told] == tokens
-    demo.engine.reset(drafting=False)
-    logits = demo.engine.logits([*ids, *tokens]).astype(np.float64)[len(ids) - 1 : -1]
-    want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    for p, row in zip(told, want):
-        assert p.logprob == pytest.approx(row[p.token], abs=2e-3)  # other batch shapes
-        assert [t for t, _ in p.top] == np.argsort(-row)[:3].tolist() and p.top[0][1] >= p.logprob
-
-
 def test_probabilities_after_the_samplers_are_those_of_the_draw(demo):
     """Of the tokens that the chain left, after temperature and penalties; the same from a row's largest logits as from all of them."""
-    rng = np.random.default_rng(5)
-    n = demo.target.n_vocab
+    rng, n = np.random.default_rng(5), demo.target.n_vocab
     sampling = Sampling(seed=3, temperature=1.3, top_k=5, top_p=0.9, min_p=0, repeat_penalty=1.5, logprobs=8, logprobs_after=True)
     assert sampling.candidates() == Sampling(temperature=1.3, top_k=5, repeat_penalty=1.5).candidates() < n
     whole, few = Sampler(sampling, demo.tokenizer, n), Sampler(sampling, demo.tokenizer, n)
     seen = []
     for _ in range(20):
         logits = rng.normal(0, 3, n).astype(np.float32)
-        token = whole.choose(None, logits)
-        largest = np.argsort(-logits)[: sampling.candidates()].astype(np.int32)
+        token, largest = whole.choose(None, logits), np.argsort(-logits)[: sampling.candidates()].astype(np.int32)
         assert few.choose(largest, logits[largest]) == token
         (told,), (again,) = whole.take_logprobs(), few.take_logprobs()
         assert again == told and told.token == token
@@ -485,30 +476,21 @@ def test_probabilities_after_the_samplers_are_those_of_the_draw(demo):
 
 
 @pytest.mark.slow
-def test_the_greedy_path_never_sees_a_sampler(demo):
-    list(demo.steps("def f(", 20))
-    assert demo.engine.slots[0].candidates == 0 and demo._sampler(None, False) is None
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["speculative", "plain", "reference"])
 def test_limits_and_ends_with_a_sampler(demo, mode):
-    sampling = Sampling(seed=2, temperature=1.2)
-    ids = demo.tokenizer.encode("def f(")
+    sampling, ids = Sampling(seed=2, temperature=1.2), demo.tokenizer.encode("def f(")
     whole = [t for event in demo.steps(ids, 30, mode=mode, sampling=sampling) for t in event.tokens]
     for n in (1, 2, 7):
         events = list(demo.steps(ids, n, mode=mode, sampling=sampling))
         assert [t for event in events for t in event.tokens] == whole[:n] and events[-1].stats.stop_reason == "length"
 
 
-# -- what cannot be sampled
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_no_numbers_are_said(bad):
     logits = np.zeros(50, np.float32)
     logits[7] = bad
     sampler = Sampler(Sampling(seed=1), None, 50)
-    with pytest.raises(EngineError, match="NaN or Inf"):
-        sampler.choose(None, logits)
+    fails_with(EngineError, "NaN or Inf", sampler.choose, None, logits)
     sampler.close()
 
 
@@ -519,15 +501,7 @@ def test_a_nan_in_the_head_is_said_while_candidates_come_from_the_device(pair):
     with ps.load(*pair, device="CPU", threads=1, n_ctx=512, draft_width=4) as poisoned:
         lib.ggml_backend_tensor_set(poisoned.target.weights["output_norm.weight"], ffi.new("float[]", [math.inf]), 0, 4)
         poisoned.engine.slots[0].candidates = 32
-        with pytest.raises(EngineError, match="NaN or Inf"):
-            poisoned.engine.prefill([1, 2, 3])
-
-
-def test_nothing_left_to_choose_from_is_said():
-    sampler = Sampler(Sampling(seed=1, logit_bias=dict.fromkeys(range(9), -math.inf)), None, 9)
-    with pytest.raises(EngineError, match="leaves no token"):
-        sampler.choose(None, np.zeros(9, np.float32))
-    sampler.close()
+        fails_with(EngineError, "NaN or Inf", poisoned.engine.prefill, [1, 2, 3])
 
 
 @pytest.mark.parametrize("values, words", [
@@ -540,8 +514,7 @@ def test_nothing_left_to_choose_from_is_said():
     ({"logprobs_after": 3, "logprobs": 1}, "logprobs_after is 3"),
 ])  # fmt: skip
 def test_parameters_out_of_range_are_refused(values, words):
-    with pytest.raises(SamplingError, match=words):
-        Sampling(**values)
+    fails_with(SamplingError, words, Sampling, **values)
 
 
 @pytest.mark.parametrize(
@@ -557,26 +530,13 @@ def test_penalties_see_the_end_of_the_prompt(last, prompt, chosen):
 @pytest.mark.parametrize("biased", [31, 32, 100])
 def test_tokens_that_a_bias_forbids_are_made_up_for_by_more_candidates(biased):
     sampling = Sampling(temperature=0, logit_bias=dict.fromkeys(range(biased), -math.inf))
-    logits = np.linspace(5, -5, 400).astype(np.float32)
-    count = sampling.candidates()
+    logits, count = np.linspace(5, -5, 400).astype(np.float32), sampling.candidates()
     assert biased < count < logits.size
     few, every = Sampler(sampling, None, logits.size), Sampler(sampling, None, logits.size)
     best = np.argsort(-logits)[:count].astype(np.int32)
     assert few.choose(best, logits[best]) == every.choose(None, logits) == biased
     few.close()
     every.close()
-
-
-def test_biases_and_recommendations(demo):
-    with pytest.raises(SamplingError, match="4096"):
-        demo.generate("a", 4, sampling=Sampling(logit_bias={4096: 1.0}))
-    assert demo.generate("a", 4)[1].emitted == 4
-    floats = {"temp": 0.6000000238418579, "top_p": 0.949999988079071, "min_p": 0.0, "penalty_repeat": 1.0499999523162842}
-    keys = {**floats, "top_k": 20, "penalty_last_n": 64}
-    values, refused = recommended({f"general.sampling.{key}": value for key, value in keys.items()} | {"general.name": "x"})
-    want = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repeat_penalty": 1.05, "repeat_last_n": 64}
-    assert values == want and not refused
-    assert recommended({"general.name": "x"}) == ({}, [])
 
 
 @pytest.mark.parametrize("order, samplers", [

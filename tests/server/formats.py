@@ -66,10 +66,9 @@ def _keys(name: str, arguments: dict[str, str]) -> str:
 
 
 def _gemma(name: str, arguments: dict[str, str]) -> str:
-    inside = ",".join(
-        f"{key}:{value if value[0] in '0123456789-' else chr(60) + chr(124) + chr(34) + chr(124) + chr(62) + value[1:-1] + chr(60) + chr(124) + chr(34) + chr(124) + chr(62)}"
-        for key, value in arguments.items()
-    )
+    quote = '<|"|>'
+    values = {key: value if value[0] in "0123456789-" else quote + value[1:-1] + quote for key, value in arguments.items()}
+    inside = ",".join(f"{key}:{value}" for key, value in values.items())
     return f"<|tool_call>call:{name}{{{inside}}}<tool_call|>"
 
 
@@ -164,8 +163,7 @@ def _of(name: str, f: Family) -> Iterator[Case]:
 
     word, n = quoted("ab cd"), "3"
     one, two = f.call("look_up", {"word": word, "n": n}), f.call("look_up", {"word": quoted("other")})
-    said = f.answer("Hello there.")
-    user = {"role": "user", "content": "Hi"}
+    said, user = f.answer("Hello there."), {"role": "user", "content": "Hi"}
 
     def calls(*made: str) -> str:
         return f.shut + f.calls(*made)

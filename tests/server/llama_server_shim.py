@@ -52,8 +52,7 @@ def options(arguments: list[str]) -> list[str]:
             out += [VALUES[name], value] if VALUES[name] else []
         else:
             raise SystemExit(f"shim: {name} is not had here")
-    slots = int(given.get("--parallel", 4))
-    context = int(given.get("--ctx-size", TRAINED))
+    slots, context = int(given.get("--parallel", 4)), int(given.get("--ctx-size", TRAINED))
     out += ["--parallel", str(slots), "-c", str(min(TRAINED, context if unified else context // slots)), "-t", "1", "--device", "CPU"]
     if "--batch-size" in given and "-ub" not in out:
         out += ["-ub", given["--batch-size"]]

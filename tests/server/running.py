@@ -1,6 +1,7 @@
 """`pyspec serve` as a process on the embedded pair."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -66,7 +67,12 @@ class Running:
         with open(f"/proc/{self.process.pid}/status") as file:
             return next(int(line.split()[1]) for line in file if line.startswith("VmRSS")) / 1024
 
-    def slots_are_free(self, seconds: float = 30) -> bool:
+    @property
+    def cpu_seconds(self) -> float:
+        with open(f"/proc/{self.process.pid}/stat") as file:
+            return sum(map(int, file.read().rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    def slots_are_free(self, seconds: float = 60) -> bool:
         """Whether every slot is idle, and nothing waits, before that time is over."""
 
         def free() -> bool:
@@ -77,8 +83,7 @@ class Running:
 
     def connect(self, buffer: int | None = None) -> socket.socket:
         """A connection; ``buffer``: bytes that it takes unread."""
-        url = httpx.URL(self.url)
-        sock = socket.socket()
+        url, sock = httpx.URL(self.url), socket.socket()
         if buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         sock.settimeout(60)
@@ -126,14 +131,8 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> object:
 
 def posted(body: object, path: str = "/completion", *more: str) -> bytes:
     """A request as it is sent, by which its connection is closed; ``more``: lines of its head."""
-    data = json.dumps(body).encode()
-    head = [
-        f"POST {path} HTTP/1.1",
-        "host: localhost",
-        "connection: close",
-        "content-type: application/json",
-        f"content-length: {len(data)}",
-    ]
+    data, kind = json.dumps(body).encode(), "content-type: application/json"
+    head = [f"POST {path} HTTP/1.1", "host: localhost", "connection: close", kind, f"content-length: {len(data)}"]
     return "\r\n".join([*head, *more, "", ""]).encode() + data
 
 

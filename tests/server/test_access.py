@@ -9,34 +9,43 @@ import time
 import pytest
 from cli.process import one_sentence, pyspec
 from server.running import Running, events, wait_for
+from sessions import fails_with
 
 from pyggml_spec.errors import PyspecError
 from pyggml_spec.server.access import Hosts, Keys, Origins
 from pyggml_spec.server.errors import ApiError
 
-PATHS = ("/", "/page.js", "/health", "/props", "/metrics", "/slots", "/v1/models", "/nothing", "/pyspec/live")
 
-
-# -- keys
 @pytest.mark.parametrize("given", ["", " ", ",", " , ", "\ufeff", "\n"])
 def test_an_empty_key_is_refused(given):
     """`--api-key "$UNSET"` served everybody."""
-    with pytest.raises(PyspecError, match="`api_key` is empty"):
-        Keys([given])
-    with pytest.raises(PyspecError, match="`api_key` is empty"):
-        Keys(["good", given])
+    fails_with(PyspecError, "`api_key` is empty", Keys, [given])
+    fails_with(PyspecError, "`api_key` is empty", Keys, ["good", given])
 
 
 @pytest.mark.parametrize("data", [b"", b"\n \n", b"# none\n", "\ufeff".encode(), "\ufeff# none\r\n".encode()])
 def test_a_file_without_keys_is_refused(tmp_path, data):
     (tmp_path / "keys").write_bytes(data)
-    with pytest.raises(PyspecError, match="has none"):
-        Keys([], str(tmp_path / "keys"))
+    fails_with(PyspecError, "has none", lambda: Keys([], str(tmp_path / "keys")))
 
 
-def test_what_was_forgotten_is_said_with_the_names_of_the_options():
+def test_origins_and_forgotten_options():
     one_sentence(pyspec("serve", "--api-key", ""), "--api-key is empty", "leave the option out")
     one_sentence(pyspec("serve", "--api-key-file", ""), "--api-key-file is empty")
+
+    def check(text, origin, method="POST", host="box:8080"):
+        headers = [(b"host", host.encode()), (b"origin", origin.encode())]
+        Origins(text).check({"method": method, "headers": headers})
+
+    check("*", "null")
+    check("https://a.com/, null", "https://a.com")
+    check("https://a.com,null", "null")
+    check("localhost", "http://evil.com", "GET")  # which it cannot read
+    check("localhost", "http://BOX:8080")  # the page of this server
+    for text, origin in (("https://a.com", "http://localhost"), ("localhost", "http://box:8081"), ("https://a.com", "http://a.com")):
+        fails_with(ApiError, f"pages of {origin} may not", check, text, origin)
+    with pytest.raises(ApiError):
+        Origins().check({"method": "POST", "headers": [(b"origin", b"http://localhost"), (b"origin", b"http://evil.com")]})
 
 
 KEY = "schlüssel-à"  # its last byte is a space of Latin-1
@@ -47,18 +56,15 @@ def test_keys_outside_ascii_and_after_a_byte_order_mark(tmp_path, encoding):
     text = f"{KEY}\r\nother\r\n"
     data = (b"\xff\xfe" if encoding == "utf-16-le" else b"") + text.encode(encoding)
     (tmp_path / "keys").write_bytes(data)
-    from_file = Keys([], str(tmp_path / "keys"))
-    given = Keys([f"\ufeff{KEY}", "other"])
+    from_file, given = Keys([], str(tmp_path / "keys")), Keys([f"\ufeff{KEY}", "other"])
     for keys in (from_file, given):
         name = keys.check({"x-api-key": KEY.encode().decode("latin-1")})  # as curl sends it, in UTF-8
         assert name == keys.check({"authorization": f"Bearer {KEY}"})  # and as Python's clients do, in Latin-1
         assert name == from_file.check({"x-api-key": KEY}) != keys.check({"x-api-key": "other"})
         for wrong in ("", "schl", "schlüssel", "\ufeff"):
-            with pytest.raises(ApiError, match="Invalid API Key"):
-                keys.check({"x-api-key": wrong})
+            fails_with(ApiError, "Invalid API Key", keys.check, {"x-api-key": wrong})
 
 
-# -- names of the server
 def _host(hosts, *given, **scope):
     headers = [(b"host", text.encode("latin-1")) for text in given]
     hosts.check({"server": ("127.0.0.1", 8080), "headers": headers, "http_version": "1.1", **scope})
@@ -83,10 +89,9 @@ def test_names_of_others(host):
     assert error.value.status == 403 and "--allowed-hosts" in error.value.message
 
 
-@pytest.mark.parametrize(
-    "host",
-    ["", " ", ":80", "a b", "localhost:x", "localhost:8080:1", "me@localhost", "http://localhost", "localhost/x", "[::1", "::1", "[::1]x"],
-)
+@pytest.mark.parametrize("host", [
+    "", " ", ":80", "a b", "localhost:x", "localhost:8080:1", "me@localhost", "http://localhost", "localhost/x", "[::1", "::1", "[::1]x",
+])  # fmt: skip
 def test_what_names_no_host(host):
     with pytest.raises(ApiError) as error:
         _host(Hosts(), host)
@@ -113,8 +118,7 @@ def test_hosts_of_all_addresses_none_and_several():
 
 @pytest.mark.parametrize("text", ["http://box", "box/x", "*box", "a b", "*.*"])
 def test_allowed_hosts_that_are_none(text):
-    with pytest.raises(PyspecError, match="`allowed_hosts` has"):
-        Hosts(text)
+    fails_with(PyspecError, "`allowed_hosts` has", Hosts, text)
 
 
 def _raw(server, data):
@@ -128,7 +132,7 @@ def _raw(server, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ["/", "/page.js", "/health", "/props", "/metrics", "/slots", "/v1/models", "/nothing", "/pyspec/live"])
 def test_no_path_answers_to_another_name(server, path):
     for head, status in (
         (b"GET %b HTTP/1.1\r\nHost: evil.com:1\r\n\r\n", 403),
@@ -147,7 +151,6 @@ def test_no_path_answers_to_another_name(server, path):
         assert _raw(server, head % path.encode()) == allowed, head
 
 
-# -- pages of other sites
 ASK = {"prompt": "a", "n_predict": 1}
 
 
@@ -169,24 +172,6 @@ def test_pages_of_other_sites_compute_nothing(server, headers, status):
     assert server.http.delete("/v1/stream?conv_id=x", headers=headers).status_code == (204 if status == 200 else 403)
 
 
-def test_origins_that_are_let_in():
-    def check(text, origin, method="POST", host="box:8080"):
-        headers = [(b"host", host.encode()), (b"origin", origin.encode())]
-        Origins(text).check({"method": method, "headers": headers})
-
-    check("*", "null")
-    check("https://a.com/, null", "https://a.com")
-    check("https://a.com,null", "null")
-    check("localhost", "http://evil.com", "GET")  # which it cannot read
-    check("localhost", "http://BOX:8080")  # the page of this server
-    for text, origin in (("https://a.com", "http://localhost"), ("localhost", "http://box:8081"), ("https://a.com", "http://a.com")):
-        with pytest.raises(ApiError, match=f"pages of {origin} may not"):
-            check(text, origin)
-    with pytest.raises(ApiError):
-        Origins().check({"method": "POST", "headers": [(b"origin", b"http://localhost"), (b"origin", b"http://evil.com")]})
-
-
-# -- bodies
 @pytest.mark.parametrize("kind, status", [
     ("text/plain", 415), ("TEXT/plain; charset=utf-8", 415), ("application/x-www-form-urlencoded", 415),
     ("multipart/form-data; boundary=x", 415), ("application/jsonp", 415), ("image/png", 415), ("text/json+json", 415),
@@ -261,8 +246,7 @@ def test_an_unauthorised_request_is_refused_before_its_body(limited_server, path
 
 @pytest.mark.slow
 def test_memory_and_watchers_of_strangers(limited_server):
-    before = limited_server.resident_mib
-    socks = [head(limited_server, "/completion", "none") for _ in range(8)]
+    before, socks = limited_server.resident_mib, [head(limited_server, "/completion", "none") for _ in range(8)]
     for sock in socks:
         sock.settimeout(0.5)
         try:
@@ -309,11 +293,9 @@ LARGE = [
 @pytest.mark.parametrize("path, body, words", LARGE, ids=range(len(LARGE)))
 def test_what_is_too_much_is_refused_before_it_costs(limited_server, path, body, words):
     """They took seconds to a minute of one of two threads, or of the event loop."""
-    began = time.monotonic()
-    response = limited_server.post(path, **body)
+    before, response = limited_server.cpu_seconds, limited_server.post(path, **body)
     assert response.status_code in (400, 413) and words in response.text, response.text
-    assert time.monotonic() - began < 5
-    assert limited_server.resident_mib < 400
+    assert limited_server.cpu_seconds - before < 5 and limited_server.resident_mib < 400
 
 
 @pytest.mark.slow
@@ -338,13 +320,11 @@ def test_large_requests_that_fit(limited_server):
 
 def test_more_log_probabilities_than_a_whole_answer_may_have_are_refused(limited_server):
     """2,000 tokens with 1,024 each took 480 MiB."""
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1100, "logprobs": True, "top_logprobs": 1024}
     for path, body in (
         ("/completion", {"prompt": "x", "n_predict": 1100, "n_probs": 1024}),
         ("/v1/completions", {"prompt": "x", "max_tokens": 200, "logprobs": 1024, "n": 8}),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1100, "logprobs": True, "top_logprobs": 1024},
-        ),
+        ("/v1/chat/completions", chat),
     ):
         response = limited_server.post(path, **body)
         assert response.status_code == 400 and "log probabilities, and 1048576 are the most" in response.text, response.text
@@ -370,12 +350,12 @@ def test_a_client_that_leaves_stops_what_is_made_of_its_request():
         data = json.dumps({"prompt": ["slowly"] * 200, "n_predict": 1, "padding": "x" * 2000}).encode()
         with head(running, "/completion", length=len(data)) as sock:
             sock.sendall(data)
-            wait_for(lambda: "encoded one" in running.lines, 20)
-        time.sleep(0.5)
-        count = running.lines.count("encoded one")
-        time.sleep(0.3)
-        assert 0 < running.lines.count("encoded one") == count < 100
-        assert running.ok("/completion", prompt="x", n_predict=2)["tokens_predicted"] == 2
+            wait_for(lambda: "encoded one" in running.lines)
+        counts = [-2, -1]
+        while counts[-1] != counts[-2]:  # nor, on a busy machine, at once
+            time.sleep(0.5)
+            counts.append(running.lines.count("encoded one"))
+        assert 0 < counts[-1] < 100 and running.ok("/completion", prompt="x", n_predict=2)["tokens_predicted"] == 2
 
 
 @pytest.mark.slow
@@ -386,4 +366,4 @@ def test_memory_comes_back_after_a_peak(limited_server):
     for _ in range(3):
         limited_server.ok("/completion", prompt="import os\n", n_predict=600, temperature=0, ignore_eos=True, n_probs=1000)
         limited_server.post("/completion", prompt="x", user="y" * (7 << 20))
-    wait_for(lambda: limited_server.resident_mib <= before + 24, 15)
+    wait_for(lambda: limited_server.resident_mib <= before + 24)

@@ -25,6 +25,7 @@ from pyggml_spec.text.formats import FORMATS, Tags, format_of
 from pyggml_spec.text.parse import Parser
 from pyggml_spec.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
 RECORDED = json.loads(Path(__file__).with_name("llama_server_formats.json").read_text("utf-8"))
 CASES = {case.key: case for case in cases()}
 DIFFERENT = {
@@ -57,12 +58,17 @@ def differing(case: Case) -> bool:
     return case.name in DIFFERENT or case.key in DIFFERENT
 
 
-def test_every_case_was_recorded():
+def test_cases_and_tags():
     assert set(RECORDED) == set(CASES)
     assert {key for key, answer in RECORDED.items() if not answer.get("same")} <= set(DIFFERENT)  # elsewhere its grammar lets the text out
+    # They are read from the text then.
+    strings = {"type": "string", "pattern": "a+"}, {"type": ["string", "null"], "minLength": 2}
+    for schema in (*strings, {"anyOf": [{"enum": ["x"]}, {"type": "integer"}]}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}}
+        with pytest.raises(ApiError):
+            calls_grammar(FORM["Qwen3-Coder"], [tool], True, {})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key", CASES)
 def test_an_answer_is_read_as_llama_server_reads_it(templates, key):  # noqa: F811
     case = CASES[key]
@@ -72,7 +78,6 @@ def test_an_answer_is_read_as_llama_server_reads_it(templates, key):  # noqa: F8
         assert ours["calls"] == [] and ours["finish"] == RECORDED[key]["finish"] == "length"
 
 
-# -- through the server
 CALLED = {"gpt-oss", "muse-glimmer", "MiniMax-M2", "Kimi K2", "DeepSeek V3.1", "gemma 4", "Qwen 3.5"}
 
 
@@ -117,7 +122,6 @@ def templated(folder: Path, family: str) -> str:
     return (folder / f"{FAMILIES[family].template}.jinja").read_text("utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CALLED))
 def test_a_conversation_with_a_tool(templates, tmp_path, name):  # noqa: F811
     """Reasoning and a call from control tokens, whole and streamed; the tool's result; the answer; and another question: no template refuses a turn."""
@@ -162,7 +166,6 @@ def hermes(templates, tmp_path_factory):  # noqa: F811
         yield model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 def test_arguments_are_json_in_every_dialect(hermes, name):
     word = WRITTEN[name][1]
@@ -176,7 +179,6 @@ def test_arguments_are_json_in_every_dialect(hermes, name):
     assert json.loads(item["arguments"]) == {"word": word}
 
 
-@pytest.mark.slow
 def test_a_cut_call_is_told_as_cut(hermes):
     tools, seen = [{"name": "look_up", "input_schema": {"type": "object"}}], set()
     for n in range(1, 20):
@@ -202,7 +204,6 @@ def thinking(templates, tmp_path_factory):  # noqa: F811
 USER = {"role": "user", "content": "Hi"}
 
 
-@pytest.mark.slow
 def test_a_stop_text_cuts_a_call_unless_it_ends_it(thinking):
     for stop, calls in (("<parameter=n>", 0), ("</parameter>\n<p", 0), ("3", 0), ("</function>", 1), ("</tool_call>", 1)):
         choice = thinking.post("call", tools=TOOLS, stop=[stop]).json()["choices"][0]
@@ -221,8 +222,7 @@ def test_prefilled_messages_are_continued(thinking):
         ({"content": "Hello", "reasoning_content": "So"}, "<think>\nSo\n</think>\n\nHello"),
     ):
         last = {"role": "assistant", **message}
-        assert prompt(thinking, last) == begun
-        assert thinking.message("goes on", [USER, last])["content"] == " again there."
+        assert prompt(thinking, last) == begun and thinking.message("goes on", [USER, last])["content"] == " again there."
         assert thinking.streamed("goes on", [USER, last])["content"] == " again there."
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     assert prompt(thinking, {"role": "assistant", "content": "Hello"}, **off) == "<think>\n\n</think>\n\nHello"
@@ -247,8 +247,7 @@ def test_what_cannot_be_continued_is_refused_by_name(thinking, last, more, says)
     assert response.status_code == 400 and says in response.json()["error"]["message"]
 
 
-@pytest.mark.slow
-def test_a_file_may_have_a_template_for_tools(tmp_path):
+def test_files_and_servers_with_templates_for_tools(tmp_path):
     body = "{% for m in messages %}{{ m.content }}{% endfor %}"
     more = {
         "tokenizer.chat_template.tool_use": "with{% if tools %} tools: {% endif %}" + body,
@@ -262,10 +261,6 @@ def test_a_file_may_have_a_template_for_tools(tmp_path):
         assert model.message("one", tools=TOOLS)["content"] == "some words"
         props = model.server.http.get("/props").json()
         assert (props["chat_template"], props["chat_template_tool_use"]) == ("without: " + body, more["tokenizer.chat_template.tool_use"])
-
-
-@pytest.mark.slow
-def test_a_server_says_what_is_wrong_with_a_template(tmp_path):
     for template, more, says in (
         (" ", {}, "has an empty chat template: it is spoken to in ChatML; --chat-template gives it one"),
         (None, {"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre"),
@@ -302,8 +297,7 @@ def test_calls_of_tools_where_the_model_may_choose(tokenizer):
             lazy = LazyGrammar("lark", grammar, triggers, tokenizer)
             tokens = tokenizer.encode("Let me see. " + text, bos=False)
             assert (lazy.fits(tokens) == len(tokens)) == fits, text
-            plain = Grammar("lark", grammar, tokenizer)
-            tokens = tokenizer.encode(text, bos=False)
+            plain, tokens = Grammar("lark", grammar, tokenizer), tokenizer.encode(text, bos=False)
             assert (plain.fits(tokens) == len(tokens)) == fits
 
 
@@ -355,18 +349,6 @@ def test_texts_among_other_types_keep_the_grammar(tokenizer, schema, right, wron
         if value is not None:
             tokens = tokenizer.encode(written(FORM["Qwen3-Coder"].calls[0], "f", {"x": value}), bos=False)
             assert (LazyGrammar("lark", grammar, triggers, tokenizer).fits(tokens) == len(tokens)) == fits
-
-
-def test_arguments_that_tags_cannot_be_held_to_are_refused():
-    """They are read from the text then."""
-    for schema in (
-        {"type": "string", "pattern": "a+"},
-        {"type": ["string", "null"], "minLength": 2},
-        {"anyOf": [{"enum": ["x"]}, {"type": "integer"}]},
-    ):
-        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}}
-        with pytest.raises(ApiError):
-            calls_grammar(FORM["Qwen3-Coder"], [tool], True, {})
 
 
 def test_markers_that_are_control_tokens_are_tokens_of_the_grammar(tmp_path, pair):
@@ -445,23 +427,20 @@ def told(path: str, answer: dict) -> str:
     return answer["choices"][0]["text"] if path == "/v1/completions" else answer["content"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path, body, name, place", WRONG, ids=[f"{path} {json.dumps(body)[:60]}" for path, body, *_ in WRONG])
 def test_a_schema_in_the_wrong_place_is_refused_with_the_right_one(server, path, body, name, place):
     response = server.post(path, **asked(path, body))
     assert response.status_code == 400
     message = response.json()["error"]["message"]
-    assert any(part in message for part in name.split("|"))
-    assert place in message
+    assert any(part in message for part in name.split("|")) and place in message
 
 
 @pytest.mark.parametrize("path, body", RIGHT, ids=[f"{path} {json.dumps(body)[:60]}" for path, body in RIGHT])
 def test_a_schema_in_its_place_is_held_to_and_brings_no_further_keys(server, path, body):
-    value = json.loads(told(path, server.ok(path, **asked(path, body))))
-    assert list(value) == ["kind"]
+    assert list(json.loads(told(path, server.ok(path, **asked(path, body))))) == ["kind"]
 
 
-def test_further_keys_come_only_where_they_are_asked_for(server):
+def test_further_keys_and_endless_schemas(server):
     comma = {"logit_bias": [[",", 100]], "json_schema": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}}
     assert json.loads(server.ok("/completion", **asked("/completion", comma))["content"]) == {"a": 1}
     further = server.ok("/completion", **asked("/completion", {**comma, "additional_properties": True}))["content"]
@@ -471,9 +450,6 @@ def test_further_keys_come_only_where_they_are_asked_for(server):
     body = asked(CHAT, {"tools": [tool], "tool_choice": "required", "logit_bias": [[",", 100]]})
     (call,) = server.ok(CHAT, **body)["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"a": 1}
-
-
-def test_a_schema_without_an_end_is_refused_before_anything_is_generated(server):
     keys = {"properties": {"a": {"const": 1}}, "patternProperties": {"^a$": {}}}
     ends = {"type": "object", **keys, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"schema": ends}}
@@ -481,5 +457,4 @@ def test_a_schema_without_an_end_is_refused_before_anything_is_generated(server)
     for stream in (False, True):
         loop = {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}}, "$ref": "#/$defs/n"}
         response = server.post(CHAT, **asked(CHAT, {"json_schema": loop, "stream": stream}))
-        assert response.status_code == 400
-        assert "no finite document" in response.json()["error"]["message"]
+        assert response.status_code == 400 and "no finite document" in response.json()["error"]["message"]

@@ -29,7 +29,7 @@ from pyggml_spec.text.tokenizer import Fim, Tokenizer
 PROMPT = "def quicksort(items):\n"
 
 
-def test_a_stream_is_the_answer(server):
+def test_answers_as_streams_and_pages(server):
     asked = {"prompt": PROMPT, "n_predict": 40, "temperature": 0}
     whole = server.ok("/completion", **asked, return_tokens=True)
     told = [json.loads(e) for e in events(server.post("/completion", **asked, stream=True))]
@@ -38,6 +38,14 @@ def test_a_stream_is_the_answer(server):
     last = told[-1]
     assert (last["stop_type"], last["tokens_predicted"], last["tokens_evaluated"]) == ("limit", 40, whole["tokens_evaluated"])
     assert last["timings"]["predicted_n"] == 40 and last["timings"]["predicted_per_second"] > 0
+    origins = {"http://localhost:3000": True, "http://[::1]:1": True, "http://localhost.evil.com": False, "null": False}
+    for origin, allowed in origins.items():
+        for method in ("OPTIONS", "GET"):
+            headers = server.http.request(method, "/health", headers={"origin": origin}).headers
+            assert headers.get("access-control-allow-origin") == (origin if allowed else None)
+    headers = server.http.get("/health", headers={"x-request-id": "mine", "x-session-id": "s1"}).headers
+    assert headers["x-request-id"] == "mine" and headers["x-session-id"] == "s1"
+    assert server.http.get("/health").headers["x-request-id"].startswith("req_")
 
 
 def test_probabilities_after_the_samplers(server):
@@ -113,11 +121,8 @@ def test_drafting_does_not_depend_on_reuse(server):
 
     def steps(**more):
         told = [json.loads(e) for e in events(server.post("/completion", **asked, **more))]
-        return (
-            told[-1],
-            "".join(e["content"] for e in told),
-            [(e["speculation"]["tokens"], e["speculation"]["drafts"]) for e in told if "speculation" in e and not e["stop"]],
-        )
+        drafted = [e["speculation"] for e in told if "speculation" in e and not e["stop"]]
+        return told[-1], "".join(e["content"] for e in told), [(s["tokens"], s["drafts"]) for s in drafted]
 
     fresh, text, _ = steps(cache_prompt=False)
     reused, again, _ = steps()
@@ -185,28 +190,11 @@ def test_bodies_that_are_none_or_too_large(server):
     too_long = server.http.post("/completion", content=b" " * ((32 << 20) + 1))
     assert too_long.status_code == 413 and too_long.json()["error"]["type"] == "invalid_request_error"
     # 18 MB took a thread of two 100 s. No token is longer than the longest one of the vocabulary.
-    for path, body in (
-        ("/completion", {"prompt": "x = 1\n" * 300_000}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x = 1\n" * 300_000}]}),
-    ):
+    long = "x = 1\n" * 300_000
+    for path, body in (("/completion", {"prompt": long}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]})):
         error = server.post(path, **body).json()["error"]
         assert error["type"] == "exceed_context_size_error" and "at least" in error["message"] and error["n_prompt_tokens"] > 2048
         assert int(re.search(r"pyspec serve -c (\d+)", error["message"])[1]) > error["n_prompt_tokens"]
-
-
-def test_headers_of_other_pages_and_identifiers(server):
-    for origin, allowed in (
-        ("http://localhost:3000", True),
-        ("http://[::1]:1", True),
-        ("http://localhost.evil.com", False),
-        ("null", False),
-    ):
-        for method in ("OPTIONS", "GET"):
-            headers = server.http.request(method, "/health", headers={"origin": origin}).headers
-            assert headers.get("access-control-allow-origin") == (origin if allowed else None)
-    headers = server.http.get("/health", headers={"x-request-id": "mine", "x-session-id": "s1"}).headers
-    assert headers["x-request-id"] == "mine" and headers["x-session-id"] == "s1"
-    assert server.http.get("/health").headers["x-request-id"].startswith("req_")
 
 
 def test_a_grammar_that_begins_at_a_word(server):
@@ -288,8 +276,7 @@ def test_what_stands_around_the_cursor_comes_between_the_models_tokens(filling_s
     assert said["tokens_predicted"] == 8 and said["speculation"]["mode"] == "speculative"
     files = [4005, *encode("a.py\n"), *encode("x = 1\n"), 4005, *encode("tmp\n"), *encode("y = 2\n")]
     asked(filling_server, [*first, *files, *here], **AROUND, prompt="result", input_extra=EXTRA)
-    whole = said["content"]
-    again = {**AROUND, "prompt": "result", "temperature": 0, "n_predict": 8}
+    whole, again = said["content"], {**AROUND, "prompt": "result", "temperature": 0, "n_predict": 8}
     assert b"".join(events(filling_server.post("/infill", **again, stream=True))).count(b'"stop":true') == 1
     assert filling_server.ok("/infill", **again, response_fields=["content"]) == {"content": whole}
     mixed = {"input_prefix": [4006, "    "], "input_suffix": [4007]}
@@ -356,17 +343,12 @@ def test_models_that_fill_in_backwards_and_those_that_do_not(model, encode, tmp_
 
 
 @pytest.mark.parametrize("body, param", [
-    ({"input_prefix": "x"}, "input_suffix"),
-    ({"input_suffix": "x"}, "input_prefix"),
-    ({**AROUND, "input_prefix": {}}, "input_prefix"),
-    ({**AROUND, "input_prefix": [1.5]}, "input_prefix"),
-    ({**AROUND, "input_prefix": [99999]}, "input_prefix"),
-    ({**AROUND, "input_suffix": ["x", 99999]}, "input_suffix"),
-    ({**AROUND, "prompt": ["x"]}, "prompt"),
+    ({"input_prefix": "x"}, "input_suffix"), ({"input_suffix": "x"}, "input_prefix"), ({**AROUND, "input_prefix": {}}, "input_prefix"),
+    ({**AROUND, "input_prefix": [1.5]}, "input_prefix"), ({**AROUND, "input_prefix": [99999]}, "input_prefix"),
+    ({**AROUND, "input_suffix": ["x", 99999]}, "input_suffix"), ({**AROUND, "prompt": ["x"]}, "prompt"),
     ({**AROUND, "prompt": "value = 1\n" * 300}, "prompt"),
     *(({**AROUND, "input_extra": extra}, "input_extra") for extra in ({}, ["x"], [{}], [{"filename": "ok"}], [{"filename": 1, "text": "x"}], [{"text": 1}])),
-    ({**AROUND, "n_indent": -1}, "n_indent"),
-    ({**AROUND, "t_max_predict_ms": "soon"}, "t_max_predict_ms"),
+    ({**AROUND, "n_indent": -1}, "n_indent"), ({**AROUND, "t_max_predict_ms": "soon"}, "t_max_predict_ms"),
 ])  # fmt: skip
 def test_what_is_wrong_is_named(filling_server, body, param):
     answer = filling_server.post("/infill", **body)

@@ -33,7 +33,7 @@ def test_models(client, server, openai):
         client.models.retrieve("gpt-9")
 
 
-def test_a_stream_is_the_answer(client):
+def test_streams_and_log_probabilities(client):
     """The same text, finish reason and usage, and a chunk is never empty."""
     asked = {"model": "any", "messages": CHAT, "max_tokens": 40, "temperature": 0}
     whole = client.chat.completions.create(**asked)
@@ -45,6 +45,16 @@ def test_a_stream_is_the_answer(client):
     assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage.model_copy(update=details)
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason == "length"
     assert whole.usage.completion_tokens == 40 and whole.id.startswith("chatcmpl-") and whole.system_fingerprint.startswith("b")
+    asked = {"model": "x", "messages": CHAT, "max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 4}
+    whole = client.chat.completions.create(**asked)
+    told = whole.choices[0].logprobs.content
+    assert "".join(t.token for t in told) == whole.choices[0].message.content and len(told) == 12
+    assert all(len(t.top_logprobs) == 4 and t.logprob == max(p.logprob for p in t.top_logprobs) <= 0 for t in told)
+    chunks = [c for c in client.chat.completions.create(**asked, stream=True) if c.choices and c.choices[0].delta.role is None]
+    streamed = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
+    assert streamed == told and max(len(c.choices[0].logprobs.content) for c in chunks if c.choices[0].logprobs) == 1
+    legacy = client.completions.create(model="x", prompt=PROMPT, max_tokens=5, temperature=0, logprobs=3).choices[0].logprobs
+    assert len(legacy.tokens) == len(legacy.token_logprobs) == 5 and all(len(top) == 3 for top in legacy.top_logprobs)
 
 
 def test_drafts_are_told_and_can_be_left_out(server):
@@ -58,8 +68,7 @@ def test_drafts_are_told_and_can_be_left_out(server):
     assert sum(n * int(size) for size, n in told["steps_by_tokens"].items()) == 47
     asked = {"prompt": PROMPT, "max_tokens": 48, "temperature": 0, "stream": True, "speculation": True}
     chunks = [json.loads(e) for e in events(server.post("/v1/completions", **asked)) if e != b"[DONE]"]
-    steps = [c["speculation"] for c in chunks if "accepted" in c.get("speculation", {})]
-    end = chunks[-1]
+    steps, end = [c["speculation"] for c in chunks if "accepted" in c.get("speculation", {})], chunks[-1]
     assert "".join(c["choices"][0]["text"] for c in chunks) == "".join("".join(s["tokens"]) for s in steps)
     assert sum(s["accepted"] for s in steps) == end["timings"]["draft_n_accepted"] > 0
     assert sum(len(s["drafts"]) for s in steps) == end["timings"]["draft_n"]
@@ -81,19 +90,6 @@ def test_several_choices_and_prompts(client):
         assert text == got.choices[i].message.content
 
 
-def test_log_probabilities(client):
-    asked = {"model": "x", "messages": CHAT, "max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 4}
-    whole = client.chat.completions.create(**asked)
-    told = whole.choices[0].logprobs.content
-    assert "".join(t.token for t in told) == whole.choices[0].message.content and len(told) == 12
-    assert all(len(t.top_logprobs) == 4 and t.logprob == max(p.logprob for p in t.top_logprobs) <= 0 for t in told)
-    chunks = [c for c in client.chat.completions.create(**asked, stream=True) if c.choices and c.choices[0].delta.role is None]
-    streamed = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
-    assert streamed == told and max(len(c.choices[0].logprobs.content) for c in chunks if c.choices[0].logprobs) == 1
-    legacy = client.completions.create(model="x", prompt=PROMPT, max_tokens=5, temperature=0, logprobs=3).choices[0].logprobs
-    assert len(legacy.tokens) == len(legacy.token_logprobs) == 5 and all(len(top) == 3 for top in legacy.top_logprobs)
-
-
 def test_structured_output(client):
     schema = {"type": "object", "properties": {"name": {"const": "x"}}, "required": ["name"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
@@ -107,18 +103,15 @@ def test_structured_output(client):
     assert got.choices[0].message.content.lstrip().startswith("{")
 
 
-@pytest.mark.parametrize(
-    "schema, right",
-    [
-        ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, lambda value: isinstance(value["a"], int)),
-        ({"items": [{"type": "integer"}]}, lambda value: len(value) == 1 and isinstance(value[0], int)),
-        ({"items": {"enum": [1, 2]}, "maxItems": 3}, lambda value: set(value) <= {1, 2}),
-        (
-            {"type": "object", "properties": {"b": {"properties": {"c": {"const": 1}}, "required": ["c"]}}, "required": ["b"]},
-            lambda value: value["b"]["c"] == 1,
-        ),
-    ],
-)
+@pytest.mark.parametrize("schema, right", [
+    ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, lambda value: isinstance(value["a"], int)),
+    ({"items": [{"type": "integer"}]}, lambda value: len(value) == 1 and isinstance(value[0], int)),
+    ({"items": {"enum": [1, 2]}, "maxItems": 3}, lambda value: set(value) <= {1, 2}),
+    (
+        {"type": "object", "properties": {"b": {"properties": {"c": {"const": 1}}, "required": ["c"]}}, "required": ["b"]},
+        lambda value: value["b"]["c"] == 1,
+    ),
+])  # fmt: skip
 def test_types_that_a_schema_leaves_out(server, schema, right):
     form = {"type": "json_schema", "json_schema": {"schema": schema}}
     asked = {"messages": CHAT, "max_tokens": 200, "temperature": 0, "logit_bias": {str(i): -3 for i in range(15, 25)}}
@@ -132,13 +125,19 @@ def test_types_that_a_schema_leaves_out(server, schema, right):
     assert server.post("/v1/chat/completions", messages=CHAT, max_tokens=1, response_format=form).status_code in (200, 400)
 
 
-def test_logit_bias(client):
+def test_biases_and_tools(client):
     free = client.chat.completions.create(model="x", messages=CHAT, max_tokens=1, temperature=0, logprobs=True, top_logprobs=2)
     first, second = free.choices[0].logprobs.content[0].top_logprobs
     biased = client.chat.completions.create(
         model="x", messages=CHAT, max_tokens=1, temperature=0, extra_body={"logit_bias": [[first.token, False]]}
     )
     assert biased.choices[0].message.content == second.token != first.token
+    got = client.chat.completions.create(model="x", messages=CHAT, tools=[TOOL], tool_choice="none", max_tokens=8, temperature=0)
+    assert got.choices[0].message.tool_calls is None and got.choices[0].message.content
+    chunks = list(
+        client.chat.completions.create(model="x", messages=CHAT, tools=[TOOL], max_tokens=8, temperature=0, stream=True, logprobs=True)
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in chunks)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
@@ -151,15 +150,6 @@ def test_a_tool_has_to_be_called(client, choice):
     with client.chat.completions.stream(**asked) as stream:
         final = stream.get_final_completion().choices[0]
     assert final.message.tool_calls[0].function.arguments == call.function.arguments and final.finish_reason == "tool_calls"
-
-
-def test_tools_may_be_there_without_being_called(client):
-    got = client.chat.completions.create(model="x", messages=CHAT, tools=[TOOL], tool_choice="none", max_tokens=8, temperature=0)
-    assert got.choices[0].message.tool_calls is None and got.choices[0].message.content
-    chunks = list(
-        client.chat.completions.create(model="x", messages=CHAT, tools=[TOOL], max_tokens=8, temperature=0, stream=True, logprobs=True)
-    )
-    assert "".join(c.choices[0].delta.content or "" for c in chunks)
 
 
 @pytest.mark.slow
@@ -250,22 +240,17 @@ def test_a_stream_is_the_message(claude, server):
     used = whole.usage
     assert used.output_tokens == 20 and used.input_tokens + used.cache_read_input_tokens == chat["usage"]["prompt_tokens"]
     with claude.messages.stream(**ASK) as stream:
-        text = "".join(stream.text_stream)
-        final = stream.get_final_message()
+        text, final = "".join(stream.text_stream), stream.get_final_message()
     assert text == final.content[0].text == whole.content[0].text and final.usage.output_tokens == 20
 
 
 @pytest.mark.slow
-def test_counted_tokens_are_those_of_the_prompt(claude):
+def test_counts_formats_and_stop_sequences(claude):
     asked = {"model": "x", "messages": ASK["messages"], "system": "You write Python."}
     counted = claude.messages.count_tokens(**asked).input_tokens
     used = claude.messages.create(**asked, max_tokens=1).usage
     without = claude.messages.count_tokens(model="x", messages=ASK["messages"]).input_tokens
     assert counted == used.input_tokens + used.cache_read_input_tokens > without
-
-
-@pytest.mark.slow
-def test_formats_and_stop_sequences(claude):
     free = claude.messages.create(**ASK).content[0].text
     stop = free.split()[1]
     got = claude.messages.create(**ASK, stop_sequences=[stop])
@@ -291,16 +276,23 @@ def test_tools(claude):
     assert claude.messages.create(**{**ASK, "messages": turns}, tools=[ANTHROPIC_TOOL], tool_choice={"type": "none"}).content
 
 
-def test_the_line_that_changes_with_every_request_is_left_out(server):
+def test_dialects_count_alike_without_changing_lines(server):
     """Behind it nothing of the system prompt could be reused."""
     asked = {"max_tokens": 1, "messages": ASK["messages"]}
     line = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={};You are a tool."
-    counts = [
-        server.ok("/v1/messages/count_tokens", **asked, system=text)["input_tokens"]
-        for text in (line.format("a5145"), line.format("0"), "You are a tool.")
-    ]
+    texts = (line.format("a5145"), line.format("0"), "You are a tool.")
+    counts = [server.ok("/v1/messages/count_tokens", **asked, system=text)["input_tokens"] for text in texts]
     assert counts[0] == counts[1] == counts[2]
     assert server.ok("/v1/messages/count_tokens", **asked, system="x-other: cch=1;You")["input_tokens"] > 0
+    chat = {"messages": SHORT_CHAT, "max_tokens": 50, "temperature": 0}
+    whole = server.ok("/v1/chat/completions", **chat)
+    text = whole["choices"][0]["message"]["content"]
+    for stop in (None, text[10:14], text[25:27], text[5:6]):
+        more = {"stop": [stop]} if stop else {}
+        openais = server.ok("/v1/chat/completions", **chat, **more)
+        anthropics = server.ok("/v1/messages", **chat, **({"stop_sequences": [stop]} if stop else {}))
+        assert openais["choices"][0]["message"]["content"] == "".join(part["text"] for part in anthropics["content"])
+        assert openais["usage"]["completion_tokens"] == anthropics["usage"]["output_tokens"] == openais["timings"]["predicted_n"]
 
 
 IMAGE = {"role": "user", "content": [{"type": "image", "source": {}}]}
@@ -357,18 +349,6 @@ def test_usage_is_the_tokens_of_the_text(server):
         assert native["tokens"] == tokens[:count] and native["tokens_predicted"] == count == native["timings"]["predicted_n"]
 
 
-def test_every_dialect_counts_alike(server):
-    chat = {"messages": SHORT_CHAT, "max_tokens": 50, "temperature": 0}
-    whole = server.ok("/v1/chat/completions", **chat)
-    text = whole["choices"][0]["message"]["content"]
-    for stop in (None, text[10:14], text[25:27], text[5:6]):
-        more = {"stop": [stop]} if stop else {}
-        openais = server.ok("/v1/chat/completions", **chat, **more)
-        anthropics = server.ok("/v1/messages", **chat, **({"stop_sequences": [stop]} if stop else {}))
-        assert openais["choices"][0]["message"]["content"] == "".join(part["text"] for part in anthropics["content"])
-        assert openais["usage"]["completion_tokens"] == anthropics["usage"]["output_tokens"] == openais["timings"]["predicted_n"]
-
-
 small = serving("--slots", 1, "--queue", 0, "-n", 400)  # one slot, and nothing waits for it.
 
 
@@ -394,8 +374,7 @@ def test_clients_that_get_429_come_again(small, who, openai, anthropic):
         with pytest.raises((openai.RateLimitError, anthropic.RateLimitError)) as raised:
             answered()
         assert 1 <= int(raised.value.response.headers["retry-after"]) <= 60 and rejected() == before + 1
-        client = client.with_options(max_retries=30)
-        late = pool.submit(answered)
+        client, late = client.with_options(max_retries=30), pool.submit(answered)
         wait_for(lambda: rejected() > before + 1)
         holding.close()
         assert late.result(120) <= 2

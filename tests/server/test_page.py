@@ -92,8 +92,7 @@ def test_what_it_shows_is_what_the_server_counts(server, browser):
     told = server.ok("/v1/completions", **asked)
     shown = browser.execute_script("return [...document.getElementById('answer').children].map(e => [e.className, e.textContent])")
     kept = "".join(piece for kind, piece in shown if kind != "rejected")
-    assert kept == told["choices"][0]["text"]
-    assert {kind for kind, _ in shown} == {"accepted", "rejected", "own"}
+    assert kept == told["choices"][0]["text"] and {kind for kind, _ in shown} == {"accepted", "rejected", "own"}
     taken, made = map(int, re.match(r"(\d+) of (\d+)", text(browser, "f-accepted")).groups())
     cells = "return [...document.querySelectorAll('#positions tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
     rows = browser.execute_script(cells)
@@ -128,8 +127,7 @@ def test_it_is_read_without_colour_and_used_by_keyboard(server, browser):
         "return [...document.querySelectorAll('button, input, select, textarea, [role=region], [role=img]')]"
         ".filter(e => !(e.labels?.length || e.textContent.trim() || e.getAttribute('aria-label') || e.getAttribute('aria-labelledby'))).map(e => e.id)"
     )
-    assert unnamed == []
-    assert browser.execute_script("return document.documentElement.lang") == "en"
+    assert unnamed == [] and browser.execute_script("return document.documentElement.lang") == "en"
     browser.find_element("id", "tab-generate").send_keys(Keys.ARROW_RIGHT)
     assert browser.switch_to.active_element.get_attribute("id") == "tab-slots"
 
@@ -186,8 +184,7 @@ def test_dark_and_light_have_contrast(server, browser):
             front, back = pair.split()
             a, b = sorted((luminance(colours[front]), luminance(colours[back])))
             assert (b + 0.05) / (a + 0.05) >= 4.5, (scheme, front, back, json.dumps(colours))
-    said = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-    assert said == []
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
 @pytest.fixture

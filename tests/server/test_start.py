@@ -37,18 +37,15 @@ def test_what_is_missing_is_one_sentence(tmp_path, server):
     assert done.returncode == 1 and f"127.0.0.1:{port} cannot be listened at" in done.stderr and "--port" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (["--ssl-key-file", __file__], "--ssl-key-file is the key of a certificate; name that with --ssl-cert-file"),
-        (["--ssl-cert-file", __file__], "HTTPS cannot be served by "),
-        (["--ssl-cert-file", __file__, "--ssl-key-file", __file__], " with the key "),
-        (["--ssl-cert-file", "none.pem"], "none.pem cannot be read: No such file"),
-        (["--api-key-file", "none.txt"], "none.txt cannot be read"),
-        (["--host", "a..b"], "a..b:0 cannot be listened at"),
-        (["--chat-template-kwargs", "{"], "is no JSON object"),
-    ],
-)
+@pytest.mark.parametrize("options, words", [
+    (["--ssl-key-file", __file__], "--ssl-key-file is the key of a certificate; name that with --ssl-cert-file"),
+    (["--ssl-cert-file", __file__], "HTTPS cannot be served by "),
+    (["--ssl-cert-file", __file__, "--ssl-key-file", __file__], " with the key "),
+    (["--ssl-cert-file", "none.pem"], "none.pem cannot be read: No such file"),
+    (["--api-key-file", "none.txt"], "none.txt cannot be read"),
+    (["--host", "a..b"], "a..b:0 cannot be listened at"),
+    (["--chat-template-kwargs", "{"], "is no JSON object"),
+])  # fmt: skip
 def test_what_cannot_be_served_is_said_before_a_model_is_loaded(capsys, monkeypatch, options, words):
     """A key without its certificate ended in a traceback, a wrong one in "the output cannot be written", behind minutes of loading."""
     monkeypatch.setattr("pyggml_spec.api.load", lambda *a, **k: pytest.fail("a model was loaded"))
@@ -133,8 +130,7 @@ def test_two_addresses_and_a_key_file(tmp_path):
 @contextlib.contextmanager
 def reading(running, tokens):
     """The events of a stream that has begun; it is over at the end."""
-    got = []
-    body = {"prompt": "import os\n", "n_predict": tokens, "ignore_eos": True, "stream": True}
+    got, body = [], {"prompt": "import os\n", "n_predict": tokens, "ignore_eos": True, "stream": True}
 
     def read():
         with running.http.stream("POST", "/completion", json=body) as response:
@@ -193,13 +189,19 @@ Engine.step = lambda self, *given: step(self, *given) if self.stats.steps < 3 el
 """
 
 
-def test_a_step_that_does_not_end_holds_up_no_end():
+def test_workers_and_steps_that_are_lost():
     """A device that hangs, or threads that others leave no core: the thread of the steps was waited for as long as it took."""
     running = Running("--slots", 1, "--drain", "0.1", before=HANGS)
     with reading(running, 2000) as got:
-        assert running.end(seconds=30) == 0
+        assert running.end() == 0
     assert got[-1]["error"]["code"] == 503
-    wait_for(lambda: running.lines[-1] == "ended while a step was under way", 10)  # it may still be in the pipe
+    wait_for(lambda: running.lines[-1] == "ended while a step was under way")  # it may still be in the pipe
+    need_library()
+    with Worker() as worker, Running("--device", worker.device, "--slots", 1, "--draft-width", 2) as running:
+        assert running.ok("/v1/completions", prompt="x", max_tokens=2) and running.http.get("/health").status_code == 200
+        worker.kill()
+        for response in (running.post("/v1/completions", prompt="x", max_tokens=2), running.http.get("/health")):
+            assert response.status_code in (500, 503) and f"the worker 127.0.0.1:{worker.port} is lost" in response.text
 
 
 ENCODES = """
@@ -221,11 +223,10 @@ def test_a_request_that_is_being_read_holds_up_no_end():
     waits = [threading.Thread(target=ask) for _ in range(6)]
     for thread in waits:
         thread.start()
-    assert running.ok("/tokenize", content="others go on")["tokens"]
-    assert running.end(seconds=20) == 0
+    assert running.ok("/tokenize", content="others go on")["tokens"] and running.end() == 0
     for thread in waits:
-        thread.join(20)
-    wait_for(lambda: running.lines[-1] == "ended while a request was under way", 10)
+        thread.join(60)
+    wait_for(lambda: running.lines[-1] == "ended while a request was under way")
 
 
 def test_a_reader_that_does_not_read_holds_up_no_end():
@@ -310,12 +311,3 @@ def test_help_and_the_outside_check():
     assert f"llama-server passes {len(told['cases'])}\nof {every} " in page
     assert f"passes {len(passing)} of these {len(told['cases'])}, and\nthe {len(told['cases']) - len(passing)} others" in page
     assert all(len(how) > 15 for how in told["cases"].values() if how != "passes")
-
-
-def test_a_server_whose_worker_is_lost_says_so():
-    need_library()
-    with Worker() as worker, Running("--device", worker.device, "--slots", 1, "--draft-width", 2) as running:
-        assert running.ok("/v1/completions", prompt="x", max_tokens=2) and running.http.get("/health").status_code == 200
-        worker.kill()
-        for response in (running.post("/v1/completions", prompt="x", max_tokens=2), running.http.get("/health")):
-            assert response.status_code in (500, 503) and f"the worker 127.0.0.1:{worker.port} is lost" in response.text

@@ -22,10 +22,8 @@ from server.test_queue import sent
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
-MARKS = [
-    pytest.mark.skipif((command := serve_workers.missing(name)) is not None, reason=f"no {name} here: {command}")
-    for name in ("sglang", "nginx")
-]
+REASONS = [serve_workers.missing(name) for name in ("sglang", "nginx")]
+MARKS = [pytest.mark.skipif(command is not None, reason=f"not installed here: {command}") for command in REASONS]
 
 
 class Workers:
@@ -69,8 +67,7 @@ class Workers:
 
     def computed(self):
         """Prompt tokens that each worker has computed."""
-        name = "llamacpp:prompt_tokens_total "
-        texts = [http.get("/metrics").text for _, http in self.workers]
+        name, texts = "llamacpp:prompt_tokens_total ", [http.get("/metrics").text for _, http in self.workers]
         return [next(float(line.split()[1]) for line in text.splitlines() if line.startswith(name)) for text in texts]
 
     def idle(self):
@@ -119,8 +116,7 @@ def connects(workers):
 
 def test_a_client_that_leaves_frees_the_workers_slot(workers):
     with sent(connects(workers), LONG, "/v1/chat/completions") as sock:
-        assert sock.recv(100)
-        assert not workers.idle()
+        assert sock.recv(100) and not workers.idle()
     began = time.monotonic()
     workers.wait(workers.idle, 60)
     cut = [http.get("/metrics").text for _, http in workers.workers]

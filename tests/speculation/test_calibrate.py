@@ -8,6 +8,7 @@ import time
 import pytest
 from random_gguf.archs import write_qwen35moe
 from random_gguf.model import Shape, write_dflash
+from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.engine.engine import Engine
@@ -21,6 +22,8 @@ from pyggml_spec.speculation.calibrate import FILL, START, cached_costs, cost_ke
 from pyggml_spec.speculation.policy import SpeculationPolicy
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def idle(monkeypatch):
@@ -28,7 +31,6 @@ def idle(monkeypatch):
     monkeypatch.setattr("pyggml_spec.speculation.calibrate.cpu_wait_s", lambda: 0.0)
 
 
-@pytest.mark.slow
 def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp_path, monkeypatch, idle):
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
@@ -44,18 +46,23 @@ def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp
         assert [p.name for p in tmp_path.iterdir()] == [entry.name]
 
 
-@pytest.mark.slow
-def test_costs_under_other_conditions_have_another_key(pair):
+def test_costs_of_other_conditions_and_contexts(pair):
     keys = []
     for conditions in ({}, {}, {"threads": 2}, {"n_ctx": 512}, {"kernels": "ggml"}, {"draft": None}):
-        files = (
-            {"target": pair[0], "draft": pair[1]}
-            | {"device": "CPU", "threads": 1, "n_ctx": 256, "kernels": None, "spec": None}
-            | conditions
-        )
+        files = {
+            "target": pair[0],
+            "draft": pair[1],
+            "device": "CPU",
+            "threads": 1,
+            "n_ctx": 256,
+            "kernels": None,
+            "spec": None,
+        } | conditions
         with ps.load(**files) as session:
             keys.append(cost_key(session.engine, (2, 4)))
     assert keys[0] == keys[1] and len(set(keys)) == len(keys) - (1 if levels() else 2)
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=1) as session, pytest.raises(ContextError, match="context of 1"):
+        session.calibrate_plain()
 
 
 def test_costs_of_a_busy_moment_are_used_but_not_kept(pair, tmp_path, monkeypatch):
@@ -66,7 +73,6 @@ def test_costs_of_a_busy_moment_are_used_but_not_kept(pair, tmp_path, monkeypatc
         assert session.costs and not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, None])
 def test_costs_under_load_are_measured_again_without_it(pair, tmp_path, monkeypatch, idle, threads):
     """The thread that decodes need not wait for its own core: what other threads wait for makes steps as slow."""
@@ -141,7 +147,6 @@ def test_plain_steps_are_measured_at_the_length_of_the_text(pair, monkeypatch):
         assert session.calibrate_plain(3, 10_000) > 0  # more than the context holds
 
 
-@pytest.mark.slow
 def test_costs_of_other_kernels_are_not_taken(pair, tmp_path, monkeypatch, idle):
     """A build with other kernels, or a switch of ggml-cuda, has costs of its own: widths were chosen by those that were measured first."""
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
@@ -170,32 +175,21 @@ def test_costs_are_of_steps_with_context(pair, monkeypatch):
             monkeypatch.setattr(engine, name, seen)
         for width in (1, 4):
             behind.clear()
-            assert step_cost(engine, width) > 0
-            assert behind[0] >= len(START) + len(FILL)
+            assert step_cost(engine, width) > 0 and behind[0] >= len(START) + len(FILL)
 
 
-def test_a_context_without_a_step_says_so(pair):
-    with ps.load(*pair, device="CPU", threads=1, n_ctx=1) as session, pytest.raises(ContextError, match="context of 1"):
-        session.calibrate_plain()
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(pair, tmp_path, monkeypatch):
+def test_caches_that_cannot_be_written(pair, tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("PYSPEC_CACHE", str(blocked / "below"))
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
-        assert (
-            session.costs
-            and f"{blocked / 'below'} cannot keep what was measured (Not a directory), so every" in session.configuration().notes[-1]
-        )
+        words = f"{blocked / 'below'} cannot keep what was measured (Not a directory), so every"
+        assert session.costs and words in session.configuration().notes[-1]
         monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "a" / "b"))
         assert why_nothing_is_kept() == "" and (tmp_path / "a" / "b").is_dir()
         monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
         assert "b cannot keep what was measured (it cannot be written)" in why_nothing_is_kept()
-
-
-def test_a_full_disk_is_left_as_it_was(pair, tmp_path, monkeypatch):
-    """An empty file stayed behind, one more with every load."""
+    # An empty file stayed behind, one more with every load.
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
 
     def full(*args):
@@ -207,7 +201,7 @@ def test_a_full_disk_is_left_as_it_was(pair, tmp_path, monkeypatch):
             assert session.costs and not list(tmp_path.iterdir())
 
 
-def test_costs_that_real_steps_undercut_are_outdated():
+def test_costs_that_are_outdated_or_varied(tmp_path):
     for share, outdated in ((0.3, True), (1.5, False)):
         control = SpeculationPolicy.measured_for("drafter", {1: 10.0, 2: 12.0, 4: 14.0})
         sequence = control.begin()
@@ -215,18 +209,6 @@ def test_costs_that_real_steps_undercut_are_outdated():
             kind = control.choose(1, [sequence])
             control.observe(1, kind, share * {1: 10.0, 2: 12.0, 4: 14.0}[kind.tokens], [sequence], [min(1, kind.tokens - 1)])
         assert control.costs_outdated == outdated
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n_ctx", [1, 5, 9, 10, 12, 20, 26])
-def test_a_context_shorter_than_a_block_loads_and_generates(pair, n_ctx):
-    """Measuring had nothing to measure there and ended in a traceback."""
-    with ps.load(*pair, device="CPU", threads=1, n_ctx=n_ctx) as session:
-        stats = session.generate([65], None)[1]
-        assert stats.emitted == n_ctx and stats.stop_reason in ("context", "end")
-
-
-def test_blocks_of_routed_models_are_measured_with_varied_rows(tmp_path):
     model, draft = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
     with ps.load(model, draft, device="CPU", threads=1, n_ctx=128, draft_width=16) as session:
         engine, seen = session.engine, []
@@ -236,6 +218,14 @@ def test_blocks_of_routed_models_are_measured_with_varied_rows(tmp_path):
         assert min(len(set(result.tokens.tolist())) for result in seen) > 8
         engine.prefill([0] * 8)
         assert len(set(step(16).tokens.tolist())) < 4
+
+
+@pytest.mark.parametrize("n_ctx", [1, 5, 9, 10, 12, 20, 26])
+def test_a_context_shorter_than_a_block_loads_and_generates(pair, n_ctx):
+    """Measuring had nothing to measure there and ended in a traceback."""
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=n_ctx) as session:
+        stats = session.generate([65], None)[1]
+        assert stats.emitted == n_ctx and stats.stop_reason in ("context", "end")
 
 
 def test_a_wrong_cost_is_measured_again_once(pair, tmp_path, monkeypatch):
@@ -258,21 +248,17 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / f"pyspec-{os.getuid()}" and cache_folder().stat().st_mode & 0o777 == 0o700
     assert build_folder() == tmp_path / f"pyggml_spec-{os.getuid()}" and build_folder().stat().st_mode & 0o777 == 0o700
     build_folder().chmod(0o777)  # libraries in it would be loaded
-    with pytest.raises(BuildError, match="can be written by others; .*XDG_CACHE_HOME"):
-        build_folder()
+    fails_with(BuildError, "can be written by others; .*XDG_CACHE_HOME", build_folder)
     mine = tmp_path / "mine"
     mine.mkdir(mode=0o700)
     (tmp_path / f"pyggml_spec-{os.getuid()}").rmdir()
     (tmp_path / f"pyggml_spec-{os.getuid()}").symlink_to(mine)
-    with pytest.raises(BuildError, match="is a link, which is not followed; .*XDG_CACHE_HOME"):
-        build_folder()
+    fails_with(BuildError, "is a link, which is not followed; .*XDG_CACHE_HOME", build_folder)
     cache_folder().chmod(0o777)  # somebody else's hashes of files, costs and findings would be believed
-    with pytest.raises(PyspecError, match="can be written by others; .*PYSPEC_CACHE"):
-        cache_folder()
+    fails_with(PyspecError, "can be written by others; .*PYSPEC_CACHE", cache_folder)
     (tmp_path / f"pyspec-{os.getuid()}").rmdir()
     (tmp_path / f"pyspec-{os.getuid()}").symlink_to(mine)
-    with pytest.raises(PyspecError, match="is a link, which is not followed; .*PYSPEC_CACHE"):
-        cache_folder()
+    fails_with(PyspecError, "is a link, which is not followed; .*PYSPEC_CACHE", cache_folder)
 
 
 def test_what_is_computed_beforehand_leaves_room_for_the_block_that_is_measured(monkeypatch, tmp_path):
@@ -282,7 +268,6 @@ def test_what_is_computed_beforehand_leaves_room_for_the_block_that_is_measured(
         assert session.generate("def ", 4, ignore_end=True)[1].emitted == 4
 
 
-@pytest.mark.slow
 def test_a_first_text_begins_with_what_earlier_sessions_texts_taught(tmp_path, monkeypatch, idle):
     """Every process began with an assumption: the embedded prompt, whose first blocks bring eleven tokens, was decoded plainly for a hundred steps each time."""
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
@@ -312,7 +297,6 @@ def test_a_first_text_begins_with_what_earlier_sessions_texts_taught(tmp_path, m
     assert not list(tmp_path.glob("drafts-*.json"))
 
 
-@pytest.mark.slow
 def test_what_is_accepted_at_random_teaches_nothing(tmp_path, monkeypatch, idle):
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")

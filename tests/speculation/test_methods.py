@@ -12,20 +12,14 @@ from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-    shape = Shape()
-    return {
-        "plain": write_qwen35(folder / "plain.gguf", shape),
-        "own": write_mtp_target(folder / "own.gguf", shape),
-        "dflash": write_dflash(folder / "dflash.gguf", shape),
-        "layer": write_mtp(folder / "layer.gguf", shape),
-    }
+    folder, shape = tmp_path_factory.mktemp("files"), Shape()
+    writers = {"plain": write_qwen35, "own": write_mtp_target, "dflash": write_dflash, "layer": write_mtp}
+    return {name: write(folder / f"{name}.gguf", shape) for name, write in writers.items()}
 
 
 def method_of(files, target, draft=None, **options):
     with ps.load(files[target], files.get(draft), device="CPU", threads=1, n_ctx=256, draft_width=4, **options) as session:
-        stats = session.generate([1, 2, 3], 6)[1]
-        assert (stats.drafted > 0) == (session.drafter is not None)
+        assert (session.generate([1, 2, 3], 6)[1].drafted > 0) == (session.drafter is not None)
         return session.drafter and session.drafter.method
 
 
@@ -44,30 +38,22 @@ def test_a_layer_that_may_not_draft_is_left_aside(files, options):
         assert session.drafter is None and "draft_weights" not in session.engine.memory()
 
 
-@pytest.mark.parametrize(
-    "target, draft, options, words",
-    [
-        ("plain", None, {"spec": ["draft-mtp"]}, "nothing that drafts as draft-mtp"),
-        ("own", "dflash", {"spec": ["draft-mtp"]}, "dflash.gguf drafts as draft-dflash"),
-        ("own", "layer", {"no_spec": ["draft-mtp"]}, "not among what may draft"),
-        ("own", None, {"spec": ["draft-mtp"], "no_spec": ["draft-mtp"]}, "asked for as a way of drafting and ruled out at once"),
-        ("layer", None, {}, "is the MTP layer of a qwen35 model"),
-        ("plain", "plain", {}, "has recurrent layers"),
-    ],
-)
+@pytest.mark.parametrize("target, draft, options, words", [
+    ("plain", None, {"spec": ["draft-mtp"]}, "nothing that drafts as draft-mtp"),
+    ("own", "dflash", {"spec": ["draft-mtp"]}, "dflash.gguf drafts as draft-dflash"),
+    ("own", "layer", {"no_spec": ["draft-mtp"]}, "not among what may draft"),
+    ("own", None, {"spec": ["draft-mtp"], "no_spec": ["draft-mtp"]}, "asked for as a way of drafting and ruled out at once"),
+    ("layer", None, {}, "is the MTP layer of a qwen35 model"),
+    ("plain", "plain", {}, "has recurrent layers"),
+])  # fmt: skip
 def test_what_is_not_there_is_said(files, target, draft, options, words):
     with pytest.raises(PyspecError, match=words):
         ps.load(files[target], files.get(draft), device="CPU", threads=1, n_ctx=256, **options)
 
 
-@pytest.mark.parametrize(
-    "names, words",
-    [
-        (["ngram-cache"], "no lookup files"),
-        (["draft-mtpp"], "not a way"),
-        (["none", "draft-mtp"], "no drafts at all"),
-    ],
-)
+@pytest.mark.parametrize("names, words", [
+    (["ngram-cache"], "no lookup files"), (["draft-mtpp"], "not a way"), (["none", "draft-mtp"], "no drafts at all"),
+])  # fmt: skip
 def test_names_that_are_refused(names, words):
     with pytest.raises(PyspecError, match=words):
         methods(names)
@@ -91,14 +77,13 @@ def test_plans_and_ends_of_files(files, tmp_path):
     from pyggml_spec.tools.plan import check
 
     done = check(files["own"], device="CPU", threads=1, n_ctx=256, draft_width=4)
-    assert done.memory["draft_weights"] == done.plan.memory["draft_weights"] > 0
-    assert done.error < 0.03
+    assert done.memory["draft_weights"] == done.plan.memory["draft_weights"] > 0 and done.error < 0.03
 
 
 BLOCKS = 20000
 
 
-def test_each_position_is_accepted_in_its_share_of_the_blocks():
+def test_shares_and_lengths():
     """5 standard deviations of 20,000 draws are 0.018: one seed in a million fails."""
     rates = (0.85, 0.7, 0.55, 0.45)
     synthetic = SyntheticAcceptance.of_rates(rates, seed=3)
@@ -107,15 +92,11 @@ def test_each_position_is_accepted_in_its_share_of_the_blocks():
         assert abs(sum(n > i for n in drawn) / BLOCKS - rate) < 0.018
     assert max(drawn) == len(rates)  # nothing is said of later ones
     assert max(synthetic.draw(2) for _ in range(100)) == 2
+    synthetic = SyntheticAcceptance(6.0, 15, seed=1)
+    assert abs((sum(1 + synthetic.draw(15) for _ in range(BLOCKS)) / BLOCKS) - 6.0) < 0.2
 
 
 @pytest.mark.parametrize("rates", [(), (1.2,), (0.5, 0.6), (0.5, -0.1)])
 def test_impossible_rates_are_refused(rates):
     with pytest.raises(PyspecError, match="acceptance rates"):
         SyntheticAcceptance.of_rates(rates)
-
-
-def test_a_length_is_the_mean_of_a_full_block():
-    synthetic = SyntheticAcceptance(6.0, 15, seed=1)
-    mean = sum(1 + synthetic.draw(15) for _ in range(BLOCKS)) / BLOCKS
-    assert abs(mean - 6.0) < 0.2

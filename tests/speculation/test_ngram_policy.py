@@ -18,6 +18,7 @@ from pyggml_spec.tools.bench_prompts import PromptsOptions, bench_prompts
 from pyggml_spec.tools.plan import check
 from pyggml_spec.tools.prompts import Prompt
 
+pytestmark = pytest.mark.slow
 LIST = "".join(f'item {i}: value = {i * 7 % 13}; name = "object number {i}"\n' for i in range(12))
 PROMPT = f"Repeat this list:\n{LIST}\nThe list again:\n{LIST[:400]}"
 N = 100
@@ -55,7 +56,6 @@ def session(request):
         yield loaded
 
 
-@pytest.mark.slow
 def test_the_text_is_plain_text_and_repeated_requests_are_copied(session, plain):
     text, first = session.generate(PROMPT, N, ignore_end=True)
     again, second = session.generate(PROMPT, N, ignore_end=True)
@@ -74,41 +74,46 @@ def test_the_text_is_plain_text_and_repeated_requests_are_copied(session, plain)
     assert json.loads(json.dumps(first.as_dict()))["drafters"][method] == list(first.drafters[method])
 
 
-@pytest.mark.slow
-def test_sampled_text_is_that_of_plain_decoding(session):
+def test_sampled_text_and_what_is_looked_up(session):
     sampling = ps.Sampling(temperature=0.8, seed=5)
     want = session.generate(PROMPT, 60, mode="plain", sampling=sampling, ignore_end=True)[0]
     text, stats = session.generate(PROMPT, 60, sampling=sampling, ignore_end=True)
     assert text == want and (stats.drafters or session.lookup.method != "suffix")
-
-
-def test_under_a_constraint_only_what_may_come_is_verified(session):
     sampling = ps.Sampling(temperature=0, grammar='root ::= ("item " [0-9]+ ": value\\n")+')
     want = session.generate(PROMPT, 40, mode="plain", sampling=sampling)[0]
     assert session.generate(PROMPT, 40, sampling=sampling)[0] == want
+    for mode in ("plain", "reference"):
+        assert not session.generate(PROMPT, 20, mode=mode, ignore_end=True)[1].drafters
 
 
-def test_a_step_whose_tokens_are_all_forced_asks_what_no_drafter_costs():
+def test_what_no_drafter_costs(tmp_path):
     """The constraint decides the first step behind a plain generation, and no kind of step was chosen: its drafter had no name."""
     sampling = ps.Sampling(temperature=0, regex="item one: value = [0-9], item two: value = [0-9]")
     with ps.load(device="CPU", threads=1, n_ctx=256, spec=["draft-dflash", "suffix"]) as session:
         want = session.generate("a\n", 40, mode="plain", sampling=sampling)[0]
         text, stats = session.generate("a\n", 40, sampling=sampling)
     assert text == want and "constraint" in stats.drafters
+    target, prompt = write_gemma4(tmp_path / "t.gguf", Shape()), [1, 2, 3, 4, 5, 6, 7, 8] * 30
+    with ps.load(target, device="CPU", threads=1, n_ctx=1024, spec=["suffix"]) as session:
+        want, _ = session.generate(prompt, 80, mode="plain", ignore_end=True)
+        text, stats = session.generate(prompt, 80, ignore_end=True)
+        assert text == want and stats.drafters["suffix"][2] > 0
+        with pytest.raises(EngineError, match="there is no drafter"):
+            with ps.load(target, device="CPU", threads=1, n_ctx=256, spec=[]) as alone:
+                alone.generate(prompt[:20], 5, mode="speculative")
+    control = NgramMethod.unmeasured("suffix", (2, 4, 8))
+    sequence = control.begin([1, 2, 3, 4] * 8)
+    for _ in range(PLAIN_STEPS + 1):
+        assert control.finds_nothing(1, sequence) and control.choose(1, [sequence], [1.0], 1.0, 1) is NOTHING[1]
+        control.observe(1, 1, 2.0, 1)
+    assert any(control.choose(1, [sequence], [1.0], 2.0, 1).drafts)
 
 
-def test_plain_and_reference_modes_look_nothing_up(session):
-    for mode in ("plain", "reference"):
-        assert not session.generate(PROMPT, 20, mode=mode, ignore_end=True)[1].drafters
-
-
-@pytest.mark.slow
 def test_an_answer_left_early_is_no_corpus_of_half_a_step(session, plain):
     steps = session.steps(PROMPT, N, ignore_end=True)
     begun = [event.text for event in islice(steps, 4)]
     steps.close()
-    assert plain.startswith("".join(begun))
-    assert session.generate(PROMPT, N, ignore_end=True)[0] == plain
+    assert plain.startswith("".join(begun)) and session.generate(PROMPT, N, ignore_end=True)[0] == plain
 
 
 def test_what_is_looked_up_teaches_a_drafter_nothing(session, monkeypatch):
@@ -136,25 +141,12 @@ def test_what_is_looked_up_teaches_a_drafter_nothing(session, monkeypatch):
     assert any(was[0] for was, _ in taught) and all(was == untaught for was, untaught in taught)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("slots", [2, 4])
 def test_in_slots_each_text_is_its_own(session, plains, slots):
     for _ in range(2):
         done = session.generate_all(PROMPTS[:slots], N, slots=slots, ignore_end=True)
         assert [text for text, _ in done] == plains[:slots]
     assert any(session.lookup.method in stats.drafters for _, stats in done)
-
-
-def test_any_architecture_and_rings(tmp_path):
-    target = write_gemma4(tmp_path / "t.gguf", Shape())
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8] * 30
-    with ps.load(target, device="CPU", threads=1, n_ctx=1024, spec=["suffix"]) as session:
-        want, _ = session.generate(prompt, 80, mode="plain", ignore_end=True)
-        text, stats = session.generate(prompt, 80, ignore_end=True)
-        assert text == want and stats.drafters["suffix"][2] > 0
-        with pytest.raises(EngineError, match="there is no drafter"):
-            with ps.load(target, device="CPU", threads=1, n_ctx=256, spec=[]) as alone:
-                alone.generate(prompt[:20], 5, mode="speculative")
 
 
 CPU = {"device": "CPU", "threads": 1, "n_ctx": 1024}
@@ -166,9 +158,24 @@ def implied():
         yield loaded
 
 
-def test_it_is_on_and_said(implied):
+def test_implied_drafts(implied):
     assert implied.methods == ("suffix",)
     assert "| n-gram drafts (suffix) where the text repeats |" in configuration_line(implied.configuration(), None)
+    prompts = [PROMPT, PROMPT[30:], "import os\n"]
+    plains = [implied.generate(prompt, 60, mode="plain", ignore_end=True)[0] for prompt in prompts]
+    found = implied.generate_all(prompts, 60, slots=3, ignore_end=True)
+    assert [text for text, _ in found] == plains and sum(stats.matched for _, stats in found) > 10
+    assert implied.batch_invariant and not any("near-tie" in note for note in implied.notes)
+    with ps.load(DEMO_TARGET, kernels="ggml", **CPU) as loaded:
+        assert not loaded.batch_invariant and any("near-tie" in note for note in loaded.notes)
+    with implied.batch(32, n_ctx=128) as scheduler:
+        assert scheduler.runner.options.width == 2 and scheduler.ngram is not None and scheduler.ngram.widths == (2,)
+    with implied.batch(4, n_ctx=128) as scheduler:
+        assert scheduler.ngram is not None and scheduler.ngram.widths == (2, 4, 8, 16)
+    template, _ = chat_template(implied)
+    (row,) = bench_prompts(implied, [Prompt("list", "1", text=PROMPT)], PromptsOptions(40, 2), template)
+    steps = [spec.steps for run in row.runs for _, spec in run]
+    assert min(steps) > 3 and row.as_dict()["acceptance"]["mean"] > 0  # 39 tokens of a text that is known are three blocks of 16
 
 
 @pytest.mark.parametrize("options", [{"spec": []}, {"spec": ["none"]}, {"no_spec": ["suffix"]}])
@@ -189,39 +196,6 @@ def test_the_text_is_that_of_plain_decoding(implied, sampling):
     assert sampling is not None or stats.matched > 10
 
 
-@pytest.mark.slow
-def test_implied_drafts_in_slots(implied):
-    prompts = [PROMPT, PROMPT[30:], "import os\n"]
-    plains = [implied.generate(prompt, 60, mode="plain", ignore_end=True)[0] for prompt in prompts]
-    found = implied.generate_all(prompts, 60, slots=3, ignore_end=True)
-    assert [text for text, _ in found] == plains and sum(stats.matched for _, stats in found) > 10
-    assert implied.batch_invariant and not any("near-tie" in note for note in implied.notes)
-    with ps.load(DEMO_TARGET, kernels="ggml", **CPU) as loaded:
-        assert not loaded.batch_invariant and any("near-tie" in note for note in loaded.notes)
-
-
-def test_nothing_is_verified_before_plain_steps_were_timed():
-    control = NgramMethod.unmeasured("suffix", (2, 4, 8))
-    sequence = control.begin([1, 2, 3, 4] * 8)
-    for _ in range(PLAIN_STEPS + 1):
-        assert control.finds_nothing(1, sequence) and control.choose(1, [sequence], [1.0], 1.0, 1) is NOTHING[1]
-        control.observe(1, 1, 2.0, 1)
-    assert any(control.choose(1, [sequence], [1.0], 2.0, 1).drafts)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 16])
 def test_memory_is_planned(slots):
     assert check(DEMO_TARGET, device="CPU", n_ctx=512, slots=slots).error < 0.01
-
-
-@pytest.mark.slow
-def test_narrow_blocks_and_bench(implied):
-    with implied.batch(32, n_ctx=128) as scheduler:
-        assert scheduler.runner.options.width == 2 and scheduler.ngram is not None and scheduler.ngram.widths == (2,)
-    with implied.batch(4, n_ctx=128) as scheduler:
-        assert scheduler.ngram is not None and scheduler.ngram.widths == (2, 4, 8, 16)
-    template, _ = chat_template(implied)
-    (row,) = bench_prompts(implied, [Prompt("list", "1", text=PROMPT)], PromptsOptions(40, 2), template)
-    steps = [spec.steps for run in row.runs for _, spec in run]
-    assert min(steps) > 3 and row.as_dict()["acceptance"]["mean"] > 0  # 39 tokens of a text that is known are three blocks of 16

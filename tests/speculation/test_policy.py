@@ -145,11 +145,27 @@ def test_close_to_the_best_fixed_plan_and_never_slower_than_plain(costs, p):
     assert statistics.mean(speeds) >= 0.93 * best and min(speeds) >= 0.97 / costs[1]
 
 
-def test_two_unlucky_blocks_at_the_start_do_not_decide_a_text():
+def test_single_blocks_decide_nothing():
     costs = {1: 2.84, 2: 3.93, 4: 5.05, 8: 7.3, 16: 6.24}
     for seed in range(100):
         one = One(costs)
         assert 128 / one.spent(one.run(128, _geometric(0.845, seed))) > 1.7 / costs[1]
+    # It finds cold caches, unless it was cheaper than known.
+    policy = SpeculationPolicy.measured_for(DRAFTER, {1: 0.345, 2: 0.60, 4: 0.63, 8: 0.92, 16: 1.52})
+    for _ in range(20):
+        state = policy.begin(tokens=96)
+        for chosen, ms, matched in ((4, 1.2, 3), (4, 0.63, 3), (4, 0.63, 3), (1, 0.345, 0), (1, 0.345, 0), (4, 1.2, 3)):
+            policy.choose(1, [state])
+            policy.observe(1, plan(chosen), ms, [state], [matched])
+    assert policy.cost(1, plan(4)) < 0.65
+    confidence = Confidence(STEP_COSTS)
+    assert confidence.saved_ms(8) == 0
+    for i in range(200):
+        confidence.worth({0: [0.5] * 7}, 1.0)
+        confidence.observe({0: (0 if i % 2 else 7, 0)})
+    for rows in (4, 8, 16):
+        assert confidence.saved_ms(rows) == pytest.approx((STEP_COSTS[rows] - STEP_COSTS[1]) / 2, rel=0.05)
+    assert confidence.saved_ms(1) == 0 == confidence.saved_ms(3)
 
 
 @pytest.mark.slow
@@ -162,8 +178,7 @@ def test_plans_of_the_same_speed_are_not_exchanged_all_the_time(p, costs):
 
 
 def test_plans_and_assumptions():
-    assert useful_widths(H200_27B) == [1, 2, 4, 16]
-    assert useful_widths({1: 5.0, 2: 10.5, 4: 21.0}) == [1]
+    assert useful_widths(H200_27B) == [1, 2, 4, 16] and useful_widths({1: 5.0, 2: 10.5, 4: 21.0}) == [1]
     policy = SpeculationPolicy.measured_for(DRAFTER, {1: 1.0, 2: 2.5, 4: 4.6})
     assert policy.never_pays and not policy.should_disable()
     assert policy.choose(1, [policy.begin(disabled=True)]) == policy.choose(1, [policy.begin()]) == PLAIN_STEP
@@ -195,7 +210,7 @@ def seen(policy, matched: int, steps: int = 60):
     return state
 
 
-def test_every_plan_is_tried_for_each_number_of_slots():
+def test_plans_stalls_and_slots():
     policy, used = SpeculationPolicy([plan(2), plan(4)]), []
     for slots in (1, 2):
         while not policy.calibrated(slots):
@@ -203,41 +218,9 @@ def test_every_plan_is_tried_for_each_number_of_slots():
             policy.observe(slots, chosen, {1: 10, 2: 11, 4: 12}[chosen.tokens], [policy.begin()], [0])
             used.append((slots, chosen.tokens))
     assert {pair: used.count(pair) for pair in used} == dict.fromkeys([(s, n) for s in (1, 2) for n in (1, 2, 4)], 4)
-
-
-@pytest.mark.parametrize("matched, want", [(15, 16), (0, 1)])
-def test_what_all_sequences_accept_decides(matched, want):
-    policy, used = learnt(), []
-    states = [seen(policy, matched) for _ in range(4)]
-    for _ in range(100):
-        chosen = policy.choose(4, states)
-        policy.observe(4, chosen, FOUR[chosen.tokens], states, [min(matched, chosen.draft_tokens)] * 4)
-        used.append(chosen.tokens)
-    assert used.count(want) > 95
-    assert policy.choose(4, [None] * 4) == PLAIN_STEP
-
-
-def test_the_number_of_slots_decides():
-    """Two draft tokens of each block are accepted: alone a block of 4 is best, among four sequences a block of 2."""
+    # Two draft tokens of each block are accepted: alone a block of 4 is best, among four sequences a block of 2.
     alone, four = learnt(1, H200_27B), learnt(4, {**FOUR, 2: 15.0})
-    assert alone.choose(1, [seen(alone, 2)]).tokens == 4
-    assert four.choose(4, [seen(four, 2) for _ in range(4)]).tokens == 2
-
-
-@pytest.mark.slow
-def test_plain_decoding_of_many_is_left_again_when_drafts_become_right():
-    policy, used = learnt(), []
-    states = [seen(policy, 0) for _ in range(4)]
-    for step in range(6000):
-        chosen = policy.choose(4, states)
-        matched = chosen.draft_tokens if step > 1000 else 0
-        policy.observe(4, chosen, FOUR[chosen.tokens], states, [matched] * 4)
-        used.append(chosen.tokens)
-    assert used[-1000:].count(16) > 900
-    assert sum(FOUR[n] - FOUR[1] for n in used[:1000] if n > 1) < 0.03 * 1000 * FOUR[1]
-
-
-def test_stalls_and_slots():
+    assert alone.choose(1, [seen(alone, 2)]).tokens == 4 and four.choose(4, [seen(four, 2) for _ in range(4)]).tokens == 2
     policy = learnt()
     policy.observe(4, plan(16), 5000.0, [], [])
     assert policy.choose(4, [seen(policy, 15) for _ in range(4)]).tokens == 16
@@ -251,6 +234,29 @@ def test_stalls_and_slots():
     for ms in (500.0, 500.0, 60.0, 60.0):  # the graph is built and captured, then runs
         policy.observe(3, plan(16), ms, [], [])
     assert policy.cost(3, plan(16)) == 60.0
+
+
+@pytest.mark.parametrize("matched, want", [(15, 16), (0, 1)])
+def test_what_all_sequences_accept_decides(matched, want):
+    policy, used = learnt(), []
+    states = [seen(policy, matched) for _ in range(4)]
+    for _ in range(100):
+        chosen = policy.choose(4, states)
+        policy.observe(4, chosen, FOUR[chosen.tokens], states, [min(matched, chosen.draft_tokens)] * 4)
+        used.append(chosen.tokens)
+    assert used.count(want) > 95 and policy.choose(4, [None] * 4) == PLAIN_STEP
+
+
+@pytest.mark.slow
+def test_plain_decoding_of_many_is_left_again_when_drafts_become_right():
+    policy, used = learnt(), []
+    states = [seen(policy, 0) for _ in range(4)]
+    for step in range(6000):
+        chosen = policy.choose(4, states)
+        matched = chosen.draft_tokens if step > 1000 else 0
+        policy.observe(4, chosen, FOUR[chosen.tokens], states, [matched] * 4)
+        used.append(chosen.tokens)
+    assert used[-1000:].count(16) > 900 and sum(FOUR[n] - FOUR[1] for n in used[:1000] if n > 1) < 0.03 * 1000 * FOUR[1]
 
 
 def test_drafters_and_chains():
@@ -288,17 +294,6 @@ def test_what_a_drafter_has_to_catch_up_with_is_paid_for():
     assert spent < 1.02 * tokens
     for n in (2, 4):  # it is no part of what a block costs
         assert policy.cost(1, plan(n)) == pytest.approx(costs[n])
-
-
-def test_the_first_of_some_blocks_says_nothing_of_what_they_cost():
-    """It finds cold caches, unless it was cheaper than known."""
-    policy = SpeculationPolicy.measured_for(DRAFTER, {1: 0.345, 2: 0.60, 4: 0.63, 8: 0.92, 16: 1.52})
-    for _ in range(20):
-        state = policy.begin(tokens=96)
-        for chosen, ms, matched in ((4, 1.2, 3), (4, 0.63, 3), (4, 0.63, 3), (1, 0.345, 0), (1, 0.345, 0), (4, 1.2, 3)):
-            policy.choose(1, [state])
-            policy.observe(1, plan(chosen), ms, [state], [matched])
-    assert policy.cost(1, plan(4)) < 0.65
 
 
 DFLASH = "draft-dflash"
@@ -356,8 +351,7 @@ def test_busy_machines_and_fewer_threads():
 def test_costs_that_were_learnt_under_another_condition_are_learnt_again(slots):
     """A server began on a calm machine, learnt its costs on a busy one, and failed with KeyError once that was calm again."""
     plans = [StepPlan.of(DFLASH, width) for width in (2, 4)]
-    control = SpeculationPolicy(plans)
-    looks = itertools.count()
+    control, looks = SpeculationPolicy(plans), itertools.count()
 
     def steps(condition, count: int) -> list[StepPlan]:
         state, chosen = control.begin(tokens=400), []
@@ -399,7 +393,7 @@ def test_costs_of_what_came_before_end_with_other_work_too():
 STEP_COSTS = {1: 1.0, 2: 1.2, 4: 1.5, 8: 2.2, 16: 3.6}
 
 
-def test_drafts_by_confidence():
+def test_drafts_and_rows_by_confidence():
     confidence, pace = Confidence(STEP_COSTS), 1.5
     assert confidence.worth({0: [0.99] * 15}, pace) == 15 and confidence.worth({0: [0.01] * 15}, pace) == 0
     assert confidence.worth({0: [0.99, 0.99, 0.99, 0.1, *[0.99] * 11]}, pace) == 3
@@ -413,6 +407,19 @@ def test_drafts_by_confidence():
         confidence.worth({0: [0.25] * 7}, 0.1)
         confidence.observe({0: (7, 7)})
     assert confidence.chance(0.25) > 0.9 and confidence.worth({0: [0.25] * 7}, 1.0) == 7
+    # The rows of one are the rows of all: a sequence whose drafts are doubtful has them verified beside one whose are not.
+    confidence, sure, doubted = Confidence(STEP_COSTS), [0.99] * 15, [0.01] * 15
+    assert confidence.worth({0: sure, 3: sure}, 1.5, 2) == 15 and confidence.worth({0: doubted, 3: doubted}, 1.5, 2) == 0
+    assert confidence.worth({0: sure, 3: doubted}, 0.4, 2) == 15 and confidence.worth({0: sure, 3: doubted}, 3.0, 2) < 15
+    confidence.worth({0: [0.95] * 7, 3: [0.25] * 7}, 0.1, 2)
+    confidence.observe({0: (7, 0), 3: (7, 7)}, 2)
+    assert confidence.chance(0.95) < 0.95 and confidence.chance(0.25) > 0.5
+    confidence = Confidence(STEP_COSTS)
+    assert confidence.cost(4, 4) == STEP_COSTS[16] and confidence.cost(4, 16) == pytest.approx(4 * STEP_COSTS[16])
+    for milliseconds in (90.0, 90.0, *[2.0] * 60, 200.0):  # the first two build graphs, and the last one stalled
+        confidence.worth({slot: [0.5] * 3 for slot in range(4)}, 0.1, 4)
+        confidence.observe(dict.fromkeys(range(4), (3, 0)), 4, milliseconds)
+    assert confidence.cost(4, 4) == pytest.approx(2.1) and confidence.cost(1, 4) == STEP_COSTS[4]
 
 
 def test_blocks_that_are_cut_where_their_drafter_doubts_take_less_time():
@@ -431,17 +438,6 @@ def test_blocks_that_are_cut_where_their_drafter_doubts_take_less_time():
         return total
 
     assert spent(None) < 0.85 * min(spent(rows) for rows in STEP_COSTS)
-
-
-def test_what_cuts_save_is_an_average_over_blocks():
-    confidence = Confidence(STEP_COSTS)
-    assert confidence.saved_ms(8) == 0
-    for i in range(200):
-        confidence.worth({0: [0.5] * 7}, 1.0)
-        confidence.observe({0: (0 if i % 2 else 7, 0)})
-    for rows in (4, 8, 16):
-        assert confidence.saved_ms(rows) == pytest.approx((STEP_COSTS[rows] - STEP_COSTS[1]) / 2, rel=0.05)
-    assert confidence.saved_ms(1) == 0 == confidence.saved_ms(3)
 
 
 GIVEN = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4}
@@ -514,23 +510,6 @@ def test_a_session_verifies_what_the_head_believes_in(session, bias, widths):
     text, stats = session.generate("def f(", 40, ignore_end=True)
     assert text == want and {*stats.widths} == widths
     assert (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
-
-
-def test_rows_of_several_sequences():
-    """The rows of one are the rows of all: a sequence whose drafts are doubtful has them verified beside one whose are not."""
-    confidence, sure, doubted = Confidence(STEP_COSTS), [0.99] * 15, [0.01] * 15
-    assert confidence.worth({0: sure, 3: sure}, 1.5, 2) == 15 and confidence.worth({0: doubted, 3: doubted}, 1.5, 2) == 0
-    assert confidence.worth({0: sure, 3: doubted}, 0.4, 2) == 15 and confidence.worth({0: sure, 3: doubted}, 3.0, 2) < 15
-    confidence.worth({0: [0.95] * 7, 3: [0.25] * 7}, 0.1, 2)
-    confidence.observe({0: (7, 0), 3: (7, 7)}, 2)
-    assert confidence.chance(0.95) < 0.95 and confidence.chance(0.25) > 0.5
-    confidence = Confidence(STEP_COSTS)
-    guessed = confidence.cost(4, 4)
-    assert guessed == STEP_COSTS[16] and confidence.cost(4, 16) == pytest.approx(4 * STEP_COSTS[16])
-    for milliseconds in (90.0, 90.0, *[2.0] * 60, 200.0):  # the first two build graphs, and the last one stalled
-        confidence.worth({slot: [0.5] * 3 for slot in range(4)}, 0.1, 4)
-        confidence.observe(dict.fromkeys(range(4), (3, 0)), 4, milliseconds)
-    assert confidence.cost(4, 4) == pytest.approx(2.1) and confidence.cost(1, 4) == STEP_COSTS[4]
 
 
 @pytest.mark.parametrize("bias, widths", [(-30.0, {1}), (30.0, {8})])

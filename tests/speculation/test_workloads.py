@@ -91,11 +91,8 @@ class Recorded:
 
     def _catch_up(self, room: int) -> None:
         while self.waiting > room:
-            self.waiting, self.now, self.catch_up_us = (
-                max(0, self.waiting - 64),
-                self.now + self.batch,
-                self.catch_up_us + int(1000 * self.batch),
-            )
+            self.waiting, self.now = max(0, self.waiting - 64), self.now + self.batch
+            self.catch_up_us += int(1000 * self.batch)
 
     def accept(self, rows, last_token, slot=0):
         self.waiting += rows * self.kept

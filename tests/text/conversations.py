@@ -2,34 +2,17 @@
 
 import json
 
+
+def _tool(name: str, description: str, required: list[str], **properties: tuple[str, str]) -> dict:
+    described = {key: {"type": kind, "description": text} for key, (kind, text) in properties.items()}
+    parameters = {"type": "object", "properties": described, "required": required}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+WEATHER = {"place": ("string", "Name of a town"), "days": ("integer", "How many days ahead")}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Tells the weather of a place.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "place": {"type": "string", "description": "Name of a town"},
-                    "days": {"type": "integer", "description": "How many days ahead"},
-                },
-                "required": ["place"],
-            },
-        },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds two numbers.",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "number", "description": "One"}, "b": {"type": "number", "description": "The other"}},
-                "required": ["a", "b"],
-            },
-        },
-    },
+    _tool("get_weather", "Tells the weather of a place.", ["place"], **WEATHER),
+    _tool("add", "Adds two numbers.", ["a", "b"], a=("number", "One"), b=("number", "The other")),
 ]
 CONVERSATIONS = {
     "plain": {

@@ -61,24 +61,38 @@ def whole(text, form="Hermes", **options):
 
 @pytest.mark.parametrize("form", CALLS)
 def test_every_way_to_write_a_call(form):
-    text = CALLS[form]
-    thought = THOUGHT.get(form, "<think>\nlet me see\n</think>\n\n")
+    text, thought = CALLS[form], THOUGHT.get(form, "<think>\nlet me see\n</think>\n\n")
     for said in (text, f"{thought}I look it up.\n\n{text}", f"{text}\n{text}"):
         content, reasoning, calls = whole(said, form)
         assert calls == [("look_up", WANTED)] * said.count(text)
         assert (content, reasoning) == (("I look it up.", "let me see") if "see" in said else ("", ""))
 
 
-def test_several_calls_in_one_section():
-    for form, behind in (
-        ("Kimi K2", "<|tool_calls_section_end|>"),
-        ("DeepSeek", "<｜tool▁calls▁end｜>"),
-        ("MiniMax-M2", "</minimax:tool_call>"),
-    ):
+def test_calls_reasoning_and_markers():
+    ends = {"Kimi K2": "<|tool_calls_section_end|>", "DeepSeek": "<｜tool▁calls▁end｜>", "MiniMax-M2": "</minimax:tool_call>"}
+    for form, behind in ends.items():
         text = CALLS[form]
         before = text.index({"Kimi K2": "<|tool_call_begin|>", "DeepSeek": "<｜tool▁call▁begin｜>", "MiniMax-M2": "<invoke"}[form])
         inside = text[before : -len(behind)]
         assert whole(text[:before] + inside * 3 + behind + " So.", form) == ("So.", "", [("look_up", WANTED)] * 3)
+    assert len(parsed(HERMES + HERMES[:-30], cut=True)[2]) == 1 and parsed(HERMES)[2] == [Call("look_up", json.dumps(WANTED))]
+    assert len(parsed(HERMES.replace("3}", "9" * 5000 + "}"))[2]) == 1
+    text = CALLS["Qwen3-Coder"].removeprefix("<tool_call>\n")
+    assert whole(f"Let me call it.\n{text}", "Qwen3-Coder") == ("Let me call it.", "", [("look_up", WANTED)])
+    assert whole(f"{text}\n{CALLS['Qwen3-Coder']}", "Qwen3-Coder")[2] == [("look_up", WANTED)] * 2
+    assert whole(text.removesuffix("\n</tool_call>"), "Qwen3-Coder")[2] == [("look_up", WANTED)]
+    assert whole(f"See <tool_call>{{oh}} {HERMES}") == ("See <tool_call>{oh}", "", [("look_up", WANTED)])
+    assert parsed(HERMES, tools=()) == (HERMES, "", [])
+    assert parsed(" <think>a</think> b", tools=(), reasoning=False) == (" <think>a</think> b", "", [])
+    assert whole("\n why \n</think>\n\nso", inside="reasoning") == ("so", "why", [])
+    assert whole("never ends", inside="reasoning") == ("", "never ends", [])
+    assert whole("never ends ", inside="reasoning") == ("", "never ends", []) and whole("\n<think></think>x") == ("x", "", [])
+    assert whole("a <think>b</think>") == ("a <think>b</think>", "", [])  # only at the beginning
+    assert whole("why</think>so", inside="reasoning", reasoning=False, tools=()) == ("<think>\nwhy</think>so", "", [])
+    empty = "<|channel>thought\n<channel|>"
+    for text in (f"{empty}Hi<channel|>", f"{empty}Hi{empty}", f"{empty}Hi{empty}<channel|>", f"<|channel>{empty}Hi"):
+        assert whole(text, "gemma 4", tools=()) == ("Hi", "", [])
+    assert whole("<|channel>thought\nhm<channel|>yes", "gemma 4") == ("yes", "hm", [])
 
 
 @pytest.mark.parametrize("call", HARMONY.values(), ids=HARMONY)
@@ -132,23 +146,7 @@ def test_what_calls_nothing_is_content(form, text):
     assert whole(text, form) == (text, "", [])
 
 
-def test_reasoning_and_markers_as_text():
-    assert whole(f"See <tool_call>{{oh}} {HERMES}") == ("See <tool_call>{oh}", "", [("look_up", WANTED)])
-    assert parsed(HERMES, tools=()) == (HERMES, "", [])
-    assert parsed(" <think>a</think> b", tools=(), reasoning=False) == (" <think>a</think> b", "", [])
-    assert whole("\n why \n</think>\n\nso", inside="reasoning") == ("so", "why", [])
-    assert whole("never ends", inside="reasoning") == ("", "never ends", [])
-    assert whole("never ends ", inside="reasoning") == ("", "never ends", [])
-    assert whole("\n<think></think>x") == ("x", "", [])
-    assert whole("a <think>b</think>") == ("a <think>b</think>", "", [])  # only at the beginning
-    assert whole("why</think>so", inside="reasoning", reasoning=False, tools=()) == ("<think>\nwhy</think>so", "", [])
-    empty = "<|channel>thought\n<channel|>"
-    for text in (f"{empty}Hi<channel|>", f"{empty}Hi{empty}", f"{empty}Hi{empty}<channel|>", f"<|channel>{empty}Hi"):
-        assert whole(text, "gemma 4", tools=()) == ("Hi", "", [])
-    assert whole("<|channel>thought\nhm<channel|>yes", "gemma 4") == ("yes", "hm", [])
-
-
-def test_what_the_prompt_has_begun_is_continued():
+def test_calls_of_kimi_deepseek_and_begun_prompts():
     assert whole(" world", inside="content", continued=True) == (" world", "", [])
     assert whole(" so</think>\n\nHi", inside="reasoning", continued=True) == ("Hi", " so", [])
     assert whole("<think>x</think>", inside="content", continued=True) == ("<think>x</think>", "", [])
@@ -158,9 +156,17 @@ def test_what_the_prompt_has_begun_is_continued():
     ):
         assert whole(" world", form, inside="content", continued=True) == (" world", "", [])
         assert whole(f" so{end}Hi", form, inside="reasoning", continued=True) == ("Hi", " so", [])
-
-
-# -- cut by a limit
+    assert whole(f"{HERMES}</think>So", inside="reasoning") == ("So", HERMES, [])
+    inside = f"<|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{AS_JSON}"
+    assert whole(inside, "Kimi K2")[2] == [("look_up", WANTED)]
+    both = whole(f"Two of them{inside}{inside.replace(':0<', ':1<')}", "Kimi K2", inside="reasoning")
+    assert both == ("", "Two of them", [("look_up", WANTED)] * 2)
+    text = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{AS_JSON}```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+    assert whole(text, "DeepSeek") == ("", "", [("look_up", WANTED)])
+    texts = {"GLM": "<tool_call>stop</tool_call>", "Qwen3-Coder": "<tool_call>\n<function=stop>\n</function>\n</tool_call>", "Hermes": '<tool_call>{"name": "stop"}</tool_call>',
+             "MiniMax-M2": '<minimax:tool_call>\n<invoke name="stop">\n</invoke>\n</minimax:tool_call>', "gemma 4": "<|tool_call>call:stop{}<tool_call|>"}  # fmt: skip
+    for form, text in texts.items():
+        assert whole(text, form) == ("", "", [("stop", {})]), form
 
 
 @pytest.mark.parametrize("form", [*CALLS, "gpt-oss", "muse-glimmer"])
@@ -176,13 +182,6 @@ def test_a_call_that_was_cut_is_none(form):
     assert len(parsed(text[:before], form)[2]) == 1  # the model has ended it there itself
     content, _, calls = parsed("<tool_call>\n<function=look_up>\n<parameter=word>\nhel", "Qwen3-Coder", cut=True)
     assert (content, calls) == ("<tool_call>\n<function=look_up>\n<parameter=word>\nhel", [])
-
-
-def test_a_whole_call_before_the_cut_one_counts():
-    assert len(parsed(HERMES + HERMES[:-30], cut=True)[2]) == 1
-
-
-# -- what stands in an argument
 
 
 @pytest.mark.parametrize("value", ["see </tool_call> here", "<tool_call>", "</parameter> x </function>", "</arg_value>x", "<|tool_call_end|>", "}", '"{', "\\", "\n",
@@ -245,17 +244,6 @@ def test_arguments_are_always_json(written, value):
         assert strict(call.arguments) == {"word": value, "n": 3}, form
 
 
-def test_long_numbers_and_missing_tags():
-    assert len(parsed(HERMES.replace("3}", "9" * 5000 + "}"))[2]) == 1
-    text = CALLS["Qwen3-Coder"].removeprefix("<tool_call>\n")
-    assert whole(f"Let me call it.\n{text}", "Qwen3-Coder") == ("Let me call it.", "", [("look_up", WANTED)])
-    assert whole(f"{text}\n{CALLS['Qwen3-Coder']}", "Qwen3-Coder")[2] == [("look_up", WANTED)] * 2
-    assert whole(text.removesuffix("\n</tool_call>"), "Qwen3-Coder")[2] == [("look_up", WANTED)]
-
-
-# -- slips that llama-server takes
-
-
 @pytest.mark.parametrize("form", ["Qwen3-Coder", "Kimi K2"])
 def test_a_call_within_open_reasoning_ends_it(form):
     for text in (CALLS[form], f"Need to look.\n{CALLS[form]}"):
@@ -264,41 +252,14 @@ def test_a_call_within_open_reasoning_ends_it(form):
     assert whole(f"{other} is none</think>So", form, inside="reasoning") == ("So", f"{other} is none", [])
 
 
-def test_calls_of_kimi_and_deepseek():
-    assert whole(f"{HERMES}</think>So", inside="reasoning") == ("So", HERMES, [])
-    inside = f"<|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{AS_JSON}"
-    assert whole(inside, "Kimi K2")[2] == [("look_up", WANTED)]
-    assert whole(f"Two of them{inside}{inside.replace(':0<', ':1<')}", "Kimi K2", inside="reasoning") == (
-        "",
-        "Two of them",
-        [("look_up", WANTED)] * 2,
-    )
-    text = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{AS_JSON}```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-    assert whole(text, "DeepSeek") == ("", "", [("look_up", WANTED)])
-    texts = {"GLM": "<tool_call>stop</tool_call>", "Qwen3-Coder": "<tool_call>\n<function=stop>\n</function>\n</tool_call>", "Hermes": '<tool_call>{"name": "stop"}</tool_call>',
-             "MiniMax-M2": '<minimax:tool_call>\n<invoke name="stop">\n</invoke>\n</minimax:tool_call>', "gemma 4": "<|tool_call>call:stop{}<tool_call|>"}  # fmt: skip
-    for form, text in texts.items():
-        assert whole(text, form) == ("", "", [("stop", {})]), form
-
-
-# -- any text
-
-
 MARKS = [*CALLS.values(), *HARMONY.values(), ATEM, BARE_CALL, "<think>", "</think>", "<tool_call>", "</tool_call>", "<|channel>", "<|channel>thought", "<channel|>",
          "<|channel|>", "<|message|>", "final", "<|end|>", "<|start|>assistant", " to=self", "<function=look_up>", " ", "\n\n", "word", "é", "<", "{", "call:"]  # fmt: skip
-PARTS = st.lists(st.sampled_from(MARKS), max_size=7).map("".join)
+PARTS, BEGUN = st.lists(st.sampled_from(MARKS), max_size=7).map("".join), st.sampled_from(["", "reasoning", "content"])
 
 
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
-@given(
-    PARTS,
-    st.sampled_from(list(FORM)),
-    st.sampled_from(["", "reasoning", "content"]),
-    st.booleans(),
-    st.booleans(),
-    st.lists(st.integers(0, 400)),
-)
+@given(PARTS, st.sampled_from(list(FORM)), BEGUN, st.booleans(), st.booleans(), st.lists(st.integers(0, 400)))
 @example("<think> a </think> b", "Hermes", "", True, True, list(range(21)))
 @example("<|channel><|channel>thought", "gemma 4", "", True, True, list(range(28)))
 def test_no_cut_changes_what_comes_out(text, form, inside, with_tools, reasoning, cuts):
@@ -331,7 +292,3 @@ def test_long_arguments_take_time_that_grows_with_them_alone(form):
     out += parser.finish()
     assert [json.loads(p.call.arguments)["word"] == value for p in out if p.call is not None] == [True]
     assert time.process_time() - began < 4
-
-
-def test_calls_compare_by_value():
-    assert parsed(HERMES)[2] == [Call("look_up", json.dumps(WANTED))]

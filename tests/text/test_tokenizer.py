@@ -17,12 +17,6 @@ from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.text.stream import TextStream
 from pyggml_spec.text.tokenizer import Tokenizer, check_vocabulary, first_difference
 
-TEXTS = [
-    "def quicksort(items):\n    return items\n", "  two  spaces\t\ttabs \r\n\r\n  ", "Grüße, κόσμε, 日本語, हिन्दी, עברית",
-    "emoji 😀 👨‍👩‍👧‍👦 🏳️‍🌈 and a combining e\u0301", "zero\0byte and \x1b[31mescape\x07", "\u2028\u00a0\ufeff\ufffd\U0010ffff",
-    "12345678901234567890 'don't' I'LL \"quoted\" <|im_start|> </s>", "a" * 5000, "",
-]  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -48,37 +42,45 @@ def tokenizer(model, folder):
         loaded.close()  # twice is fine
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", [
+    "def quicksort(items):\n    return items\n", "  two  spaces\t\ttabs \r\n\r\n  ", "Grüße, κόσμε, 日本語, हिन्दी, עברית",
+    "emoji 😀 👨‍👩‍👧‍👦 🏳️‍🌈 and a combining e\u0301", "zero\0byte and \x1b[31mescape\x07", "\u2028\u00a0\ufeff\ufffd\U0010ffff",
+    "12345678901234567890 'don't' I'LL \"quoted\" <|im_start|> </s>", "a" * 5000, "",
+])  # fmt: skip
 def test_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_bytes_and_merges(tokenizer):
+def test_bytes_merges_and_control_tokens(tokenizer):
     assert tokenizer.encode("he") == [300] and tokenizer.encode("  ") == [256]
     ids = tokenizer.encode("😀")
     assert len(ids) == 4 and [tokenizer.piece(i) for i in ids] == [bytes([b]) for b in "😀".encode()]
     assert tokenizer.decode(tokenizer.encode(b"a\xffb\xe2\x82")) == "a\ufffdb\ufffd"
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
-
-
-def test_control_tokens_and_ids_outside(tokenizer):
     end = tokenizer.n_vocab - 2
     assert tokenizer.encode("a<|end|>b", special=True) == [97, end, 98]
     assert end not in tokenizer.encode("a<|end|>b") and tokenizer.decode(tokenizer.encode("a<|end|>b")) == "a<|end|>b"
     assert tokenizer.is_end(end) and not tokenizer.is_end(97)
     end = tokenizer.n_vocab - 2
     assert (tokenizer.piece(end), tokenizer.piece(end, special=True)) == (b"", b"<|end|>")
-    assert tokenizer.decode([97, end, 98]) == "ab"
-    assert [tokenizer.piece(i) for i in (-1, tokenizer.n_vocab, 1 << 30)] == [b""] * 3
+    assert tokenizer.decode([97, end, 98]) == "ab" and [tokenizer.piece(i) for i in (-1, tokenizer.n_vocab, 1 << 30)] == [b""] * 3
 
 
-def test_a_token_longer_than_the_first_buffer(model, folder):
+def test_long_tokens_and_refusals(model, folder):
     long = Model(folder / "bpe.gguf")
     long.keys["tokenizer.ggml.tokens"][1][1][302] = b"x" * 1000
     with GGUFFile(long.write(folder / "long.gguf")) as file:
         tokenizer = Tokenizer(file)
         assert tokenizer.piece(302) == b"x" * 1000
         tokenizer.close()
+    # Also where the package llama_cpp is imported, which takes the log for itself, and must bring no second copy of the library.
+    importlib.reload(llama_cpp._logger)
+    if sys.platform == "linux":
+        assert len({word for word in Path("/proc/self/maps").read_text().split() if "libllama" in word}) == 1
+    other = Model(folder / "bpe.gguf")
+    other.keys["tokenizer.ggml.pre"] = (STR, "qwen99")
+    with GGUFFile(other.write(folder / "other.gguf")) as file, pytest.raises(ps.ModelError, match="qwen99"):
+        Tokenizer(file)
 
 
 def test_a_sentencepiece_vocabulary_encodes_bytes(pair, folder):
@@ -119,21 +121,9 @@ def test_no_text_ends_the_process(folder, model):
     assert run.stdout.split() == ["12", "12", "9", "200000", "200000"] * 2
 
 
-def test_the_message_says_why_llama_cpp_refused(model, folder):
-    """Also where the package llama_cpp is imported, which takes the log for itself, and must bring no second copy of the library."""
-    importlib.reload(llama_cpp._logger)
-    if sys.platform == "linux":
-        assert len({word for word in Path("/proc/self/maps").read_text().split() if "libllama" in word}) == 1
-    other = Model(folder / "bpe.gguf")
-    other.keys["tokenizer.ggml.pre"] = (STR, "qwen99")
-    with GGUFFile(other.write(folder / "other.gguf")) as file, pytest.raises(ps.ModelError, match="qwen99"):
-        Tokenizer(file)
-
-
 def test_the_first_difference_of_two_vocabularies_is_named(folder, pair):
     with GGUFFile(folder / "bpe.gguf") as a, GGUFFile(pair[0]) as b, GGUFFile(pair[1]) as c:
-        assert "token 300 is 'he' in bpe.gguf" in first_difference(a, b)
-        assert first_difference(b, c) is None
+        assert "token 300 is 'he' in bpe.gguf" in first_difference(a, b) and first_difference(b, c) is None
     fewer = Model(pair[0])
     fewer.keys["tokenizer.ggml.tokens"][1][1].pop()
     without = Model(pair[0])
@@ -198,8 +188,7 @@ STOPPED = {
 def run(pieces, stops=()):
     """(what each push returned, what finish returned, stopped)"""
     stream = TextStream(lambda i: pieces[i], stops)
-    shown = [stream.push(i) for i in range(len(pieces))]
-    return shown, stream.finish(), stream.stopped
+    return [stream.push(i) for i in range(len(pieces))], stream.finish(), stream.stopped
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -221,8 +210,7 @@ def test_any_split_of_any_bytes_gives_the_same_text():
         data = bytes(rng.choice(alphabet) for _ in range(rng.randint(0, 14)))
         stops = ["".join(rng.choice("ab€") for _ in range(rng.randint(0, 3))) for _ in range(rng.randint(0, 2))]
         cuts = sorted(rng.randint(0, len(data)) for _ in range(rng.randint(0, 5)))
-        pieces = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)])]
-        whole = data.decode("utf-8", "replace")
+        pieces, whole = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)])], data.decode("utf-8", "replace")
         found = [at for stop in stops if stop and (at := whole.find(stop)) >= 0]
         shown, rest, stopped = run(pieces, stops)
         assert "".join(shown) + rest == whole[: min(found, default=len(whole))], (pieces, stops)

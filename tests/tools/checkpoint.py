@@ -30,11 +30,9 @@ def safetensors(tensors: dict[str, np.ndarray], **header) -> bytes:
 def floats(path: str | Path) -> dict[str, np.ndarray]:
     """Every tensor of a GGUF as F32, outermost dimension first."""
     with GGUFFile(path) as file:
-        return {
-            name: dequantise(file.read(name), t.type, int(np.prod(t.shape))).reshape(t.shape[::-1]).copy()
-            for name, t in file.tensors.items()
-            if t.type_name != "i64"
-        }
+        tensors = {name: t for name, t in file.tensors.items() if t.type_name != "i64"}
+        rows = {name: dequantise(file.read(name), t.type, int(np.prod(t.shape))) for name, t in tensors.items()}
+        return {name: rows[name].reshape(t.shape[::-1]).copy() for name, t in tensors.items()}
 
 
 def _source_name(name: str) -> str:
@@ -58,27 +56,22 @@ def config_of(path: str | Path) -> dict:
     with GGUFFile(path) as file:
         m = {key.removeprefix("dflash."): value for key, value in file.metadata.items()}
         n_vocab = len(m["tokenizer.ggml.tokens"])
+    layers = [int(v) - 1 for v in m["target_layers"]]
     return {
-        "architectures": ["DFlashDraftModel"],
-        "block_size": m["block_size"],
-        "dflash_config": {"mask_token_id": m["tokenizer.ggml.mask_token_id"], "target_layer_ids": [int(v) - 1 for v in m["target_layers"]]},
-        "head_dim": m["attention.key_length"],
-        "hidden_act": "silu",
-        "hidden_size": m["embedding_length"],
-        "intermediate_size": m["feed_forward_length"],
-        "layer_types": ["full_attention"] * m["block_count"],
-        "max_position_embeddings": m["context_length"],
-        "model_type": "qwen3",
-        "num_attention_heads": m["attention.head_count"],
-        "num_hidden_layers": m["block_count"],
-        "num_key_value_heads": m["attention.head_count_kv"],
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": m["rope.freq_base"],
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "vocab_size": n_vocab,
-    }
+        **_sizes(m), "architectures": ["DFlashDraftModel"], "block_size": m["block_size"], "layer_types": ["full_attention"] * m["block_count"],
+        "dflash_config": {"mask_token_id": m["tokenizer.ggml.mask_token_id"], "target_layer_ids": layers}, "model_type": "qwen3",
+        "num_hidden_layers": m["block_count"], "rope_scaling": None, "sliding_window": None, "use_sliding_window": False, "vocab_size": n_vocab,
+    }  # fmt: skip
+
+
+def _sizes(m) -> dict:
+    """What configs of every drafter say of its layers."""
+    named = {
+        "head_dim": "attention.key_length", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+        "max_position_embeddings": "context_length", "num_attention_heads": "attention.head_count",
+        "num_key_value_heads": "attention.head_count_kv", "rope_theta": "rope.freq_base",
+    }  # fmt: skip
+    return {**{name: m[key] for name, key in named.items()}, "hidden_act": "silu", "rms_norm_eps": 1e-6}
 
 
 def export(drafter: str | Path, folder: Path, change=lambda config, tensors: None, prefix: str = "") -> Path:
@@ -156,27 +149,10 @@ def export_eagle3(drafter: str | Path, folder: Path, change=lambda config, tenso
         if name != "rope_freqs.weight":
             paired = name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight")
             tensors[(top | in_layer)[name]] = apart(values, m["attention.key_length"]) if paired else values
-    inner = {
-        "head_dim": m["attention.key_length"],
-        "hidden_act": "silu",
-        "hidden_size": m["embedding_length"],
-        "intermediate_size": m["feed_forward_length"],
-        "max_position_embeddings": m["context_length"],
-        "num_attention_heads": m["attention.head_count"],
-        "num_hidden_layers": 1,
-        "num_key_value_heads": m["attention.head_count_kv"],
-        "rms_norm_eps": 1e-6,
-        "rope_theta": m["rope.freq_base"],
-        "vocab_size": len(m["tokenizer.ggml.tokens"]),
-    }
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **sizes,
-        "eagle_aux_hidden_state_layer_ids": [int(v) for v in m["target_layers"]],
-        "norm_before_residual": m["norm_before_residual"],
-        "norm_before_fc": m["norm_before_fc"],
-        "target_hidden_size": m["target_hidden_size"],
-    }
+    inner = {**_sizes(m), "num_hidden_layers": 1, "vocab_size": len(m["tokenizer.ggml.tokens"])}
+    said = {name: m[name] for name in ("norm_before_residual", "norm_before_fc", "target_hidden_size")}
+    layers = [int(v) for v in m["target_layers"]]
+    config = {"architectures": ["LlamaForCausalLMEagle3"], **sizes, "eagle_aux_hidden_state_layer_ids": layers, **said}
     if layer == "midlayer":
         config |= inner
     else:

@@ -10,7 +10,7 @@ import pytest
 from bench_workloads import Watched, step_costs
 from click.testing import CliRunner
 from pairs import with_control_tokens, write_pair
-from sessions import loaded
+from sessions import fails_with, loaded
 
 import pyggml_spec as ps
 from pyggml_spec.chat import chat_template
@@ -72,12 +72,8 @@ def test_categories_and_means(talker):
 
     plain = Stats(steps=20, emitted=21, seconds={"decode": 10.0})
     row = PromptsRow("x", None, 2, [[(plain, spec(30, 10)), (plain, spec(10, 10))], [(plain, spec(40, 10)), (plain, spec(40, 10))]])
-    seen = row.as_dict()
-    assert row.acceptance == [0.5, 0.25] and seen["acceptance"] == {
-        "mean": 0.375,
-        "deviation": statistics.stdev([0.5, 0.25]),
-        "runs": [0.5, 0.25],
-    }
+    seen, deviation = row.as_dict(), statistics.stdev([0.5, 0.25])
+    assert row.acceptance == [0.5, 0.25] and seen["acceptance"] == {"mean": 0.375, "deviation": deviation, "runs": [0.5, 0.25]}
     assert row.plain_speed == [2.0, 2.0] and row.speed == [10.0, 10.0] and row.speedup == [5.0, 5.0]
     nothing = PromptsRow("x", None, 1, [[(plain, Stats())]]).as_dict()  # all steps plain, or the first token was the last
     assert nothing["acceptance"] == nothing["speedup"] == {"mean": None, "deviation": None, "runs": []}
@@ -85,15 +81,8 @@ def test_categories_and_means(talker):
 
 def test_an_interrupt_leaves_the_complete_runs(talker):
     seen = []
-    rows = bench_prompts(
-        talker,
-        PROMPTS[2:],
-        PromptsOptions(4, 3),
-        chat_template(talker)[0],
-        interrupted=lambda: len(seen) == 3,
-        progress=lambda *what: seen.append(what),
-    )
-    assert len(rows[0].runs) == 2
+    told = {"interrupted": lambda: len(seen) == 3, "progress": lambda *what: seen.append(what)}
+    assert len(bench_prompts(talker, PROMPTS[2:], PromptsOptions(4, 3), chat_template(talker)[0], **told)[0].runs) == 2
 
 
 def test_what_cannot_be_measured_is_refused(talker, pair):
@@ -101,13 +90,12 @@ def test_what_cannot_be_measured_is_refused(talker, pair):
     with pytest.raises(ContextError, match=r"need \d+ tokens.*use `n_ctx` \d+"):
         bench_prompts(talker, PROMPTS, PromptsOptions(300, 1), template)
     late = Prompt("x", "late", messages=(HE, {"role": "system", "content": "x"}))
-    with pytest.raises(TemplateError, match="'late'.*has to come first"):
-        bench_prompts(talker, [late], PromptsOptions(4, 1), template)
+    fails_with(TemplateError, "'late'.*has to come first", lambda: bench_prompts(talker, [late], PromptsOptions(4, 1), template))
     with ps.load(pair[0], device="CPU", threads=1, n_ctx=64, spec=[]) as alone, pytest.raises(PairError, match="`draft`"):
         bench_prompts(alone, PROMPTS, PromptsOptions(4, 1), template)
 
 
-def test_included_prompts_and_files(tmp_path):
+def test_prompt_files_and_seeds(tmp_path):
     prompts = included_prompts()
     assert [sum(p.category == c for p in prompts) for c in CATEGORIES] == [6, 6, 6] and len(prompts) == 18
     assert len({(p.category, p.name) for p in prompts}) == 18
@@ -116,6 +104,10 @@ def test_included_prompts_and_files(tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "b"}], "category": "c", "name": "d"}\n')
     assert read_prompts(file) == [Prompt("prompts", "1", "a"), Prompt("c", "d", None, ({"role": "user", "content": "b"},))]
+    for path in (tmp_path, tmp_path / "no", "a\0b"):
+        fails_with(PyspecError, "cannot be read", read_prompts, path)
+    assert PromptsOptions(repetitions=3, sampling=ps.Sampling(seed=(1 << 32) - 2)).seeds == [(1 << 32) - 2, 0, 1]
+    assert PromptsOptions(repetitions=3).seeds == []
 
 
 @pytest.mark.parametrize("content, words", [
@@ -126,16 +118,7 @@ def test_included_prompts_and_files(tmp_path):
 ])  # fmt: skip
 def test_prompt_files_of_another_form_are_refused_by_line(tmp_path, content, words):
     (tmp_path / "p.jsonl").write_bytes(content)
-    with pytest.raises(PyspecError, match=words):
-        read_prompts(tmp_path / "p.jsonl")
-
-
-def test_bad_prompt_files_and_seeds(tmp_path):
-    for path in (tmp_path, tmp_path / "no", "a\0b"):
-        with pytest.raises(PyspecError, match="cannot be read"):
-            read_prompts(path)
-    assert PromptsOptions(repetitions=3, sampling=ps.Sampling(seed=(1 << 32) - 2)).seeds == [(1 << 32) - 2, 0, 1]
-    assert PromptsOptions(repetitions=3).seeds == []
+    fails_with(PyspecError, words, read_prompts, tmp_path / "p.jsonl")
 
 
 session = loaded(n_ctx=512, draft_width=4)
@@ -145,8 +128,7 @@ def test_bytes_of_a_step(session):
     engine = session.engine
     engine.reset(drafting=False)
     engine.prefill([1, 2, 3])
-    moved = engine.step_graph("plain", 1).traffic()
-    weights = session.target.weights.nbytes
+    moved, weights = engine.step_graph("plain", 1).traffic(), session.target.weights.nbytes
     state = engine.delta.nbytes
     assert weights <= moved <= weights + engine.kv.nbytes + 3 * state
     engine = session.engine
@@ -164,8 +146,7 @@ def test_phases_and_bandwidths(session):
     plain, block = anatomy(session, (1, 4, 512))
     assert (plain.width, block.width) == (1, 4)
     assert plain.draft_ms == plain.commit_ms == 0 and block.step_ms == pytest.approx(block.draft_ms + block.verify_ms)
-    assert block.bytes > plain.bytes and block.nodes > plain.nodes
-    assert plain.bandwidth_share > 0
+    assert block.bytes > plain.bytes and block.nodes > plain.nodes and plain.bandwidth_share > 0
     assert 1e7 < copy_bandwidth(session.backend) < 1e13
 
 
@@ -184,8 +165,7 @@ def test_slots_and_short_contexts(slots_session):
     assert plain.slots == drafted.slots == 3 and plain.tokens_per_step == 1.0
     assert drafted.widths.keys() == {16} and drafted.tokens_per_step > 1.5
     for row in (plain, drafted):
-        assert row.mean == pytest.approx(3000 * row.tokens_per_step / row.ms_per_step, rel=0.01)
-        assert row.used == 1.0
+        assert row.mean == pytest.approx(3000 * row.tokens_per_step / row.ms_per_step, rel=0.01) and row.used == 1.0
         assert row.slot_bytes > 0 and row.as_dict()["mean"] == row.mean
     with pytest.raises(ContextError, match="use `n_ctx`"):
         bench_slots(slots_session, (2,), BenchOptions(prompts=(), tokens=200, repetitions=1))
@@ -196,12 +176,8 @@ BLOCK, PLAIN = ("draft-dflash", 2, 0), ("", 1, 0)
 
 def engine(new_graphs: list[bool]) -> SimpleNamespace:
     """Of whose steps those build a graph."""
-    out = SimpleNamespace(
-        io=SimpleNamespace(replay=None, uploads=0),
-        graphs=SimpleNamespace(changes=0, get=None),
-        catch_up_us=0,
-        state=SimpleNamespace(_commit=None),
-    )
+    graphs, state = SimpleNamespace(changes=0, get=None), SimpleNamespace(_commit=None)
+    out = SimpleNamespace(io=SimpleNamespace(replay=None, uploads=0), graphs=graphs, catch_up_us=0, state=state)
 
     def forward(batch, meanwhile):
         out.graphs.changes += new_graphs.pop(0)
@@ -221,10 +197,8 @@ def test_costs_of_new_graphs():
     assert [kind for kind, _ in watched.new] == [] and watched.first.keys() == {BLOCK}
     costs = step_costs([watched])
     assert costs.keys() == {BLOCK, PLAIN} and costs[BLOCK] == watched.first[BLOCK][0]
-    one, other = (
-        SimpleNamespace(took={}, first={BLOCK: [90.0]}),
-        SimpleNamespace(took={BLOCK: [3.0, 2.0, 9.0, 1.0]}, first={PLAIN: [7.0]}),
-    )
+    one = SimpleNamespace(took={}, first={BLOCK: [90.0]})
+    other = SimpleNamespace(took={BLOCK: [3.0, 2.0, 9.0, 1.0]}, first={PLAIN: [7.0]})
     assert step_costs([one, other]) == {BLOCK: pytest.approx(2.0), PLAIN: 7.0}
 
 

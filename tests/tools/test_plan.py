@@ -11,9 +11,14 @@ from architectures import having, thorough
 from cli.process import pyspec
 from random_gguf.archs import WRITERS, write_gemma4, write_gpt_oss, write_laguna, write_qwen3, write_qwen35moe
 from random_gguf.model import Shape, write_dflash, write_qwen35
+from sessions import fails_with
 
 import pyggml_spec as ps
+from pyggml_spec.cli import main
+from pyggml_spec.cli.help import GROUPS
+from pyggml_spec.cli.plan import command as plan_command
 from pyggml_spec.cli.report import configuration_line
+from pyggml_spec.cli.run import command as run_command
 from pyggml_spec.engine import options as engine_options
 from pyggml_spec.engine import resources as parts
 from pyggml_spec.engine.memory import longest
@@ -61,13 +66,20 @@ def test_odd_shapes(tmp_path, shape):
     _assert_exact(write_qwen35(tmp_path / "t.gguf", shape), None, n_ctx=300)
 
 
-def test_largest_context_fits_and_the_next_one_does_not(pair):
+def test_contexts_and_their_memory(pair):
     whole = plan(*pair, device="CPU", n_ctx=2048)
     tight = plan(*pair, device="CPU", n_ctx=4096, free=whole.total)
     assert tight.largest_context == 2048 and not tight.fits and whole.fits
     assert plan(*pair, device="CPU", free=whole.total - 1).largest_context == 2048 - 256
-    assert plan(*pair, device="CPU", free=1000).largest_context == 0
-    assert plan(*pair, device="CPU").largest_context == 4096
+    assert plan(*pair, device="CPU", free=1000).largest_context == 0 and plan(*pair, device="CPU").largest_context == 4096
+    a, b = (plan(*pair, device="CPU", n_ctx=n) for n in (1024, 2048))
+    near = 2 * 4  # the position of each row, one F32 in either cache
+    assert sum(b.memory[k] - a.memory[k] for k in ("kv", "draft_kv")) == 1024 * (a.kv_per_token + near)
+    without, with_copies = (plan(*pair, device="CPU", n_ctx=512, prefix_memory=n) for n in (0, 1 << 20))
+    assert with_copies.total == without.total + (1 << 20) and with_copies.memory == without.memory
+    assert plan(*pair, device="CPU", free=with_copies.total, prefix_memory=1 << 20).largest_context == 512
+    assert check(*pair, device="CPU", n_ctx=512, draft_width=4, prefix_memory=1 << 20).error < 0.01
+    fails_with(PyspecError, "memory for the prefix cache is -1", plan, *pair, device="CPU", prefix_memory=-1)
 
 
 def test_contexts_whose_masks_a_device_cannot_count_do_not_fit(pair, monkeypatch):
@@ -78,14 +90,7 @@ def test_contexts_whose_masks_a_device_cannot_count_do_not_fit(pair, monkeypatch
     planned = plan(*pair, device="CPU", n_ctx=512)
     assert planned.fits and (planned.trained_context, planned.largest_context) == (4096, 1280)
     needs = "steps of 512 rows over a context of 2000 tokens need masks of more than 768000 values, which CUDA0"
-    with pytest.raises(ContextError, match=needs):
-        plan(*pair, device="CPU", n_ctx=2000)
-
-
-def test_kv_per_token(pair):
-    a, b = (plan(*pair, device="CPU", n_ctx=n) for n in (1024, 2048))
-    near = 2 * 4  # the position of each row, one F32 in either cache
-    assert sum(b.memory[k] - a.memory[k] for k in ("kv", "draft_kv")) == 1024 * (a.kv_per_token + near)
+    fails_with(ContextError, needs, plan, *pair, device="CPU", n_ctx=2000)
 
 
 @pytest.mark.parametrize("types", [("q8_0", "q8_0", "q4_0", "q4_0"), ("q4_0", "bf16", "f16", "q8_0")], ids="-".join)
@@ -122,7 +127,7 @@ def test_copies_of_experts_for_prompts(tmp_path, write):
     assert tight.fits and (tight.copied, tight.memory) == (0, without.memory)
 
 
-def test_copies_of_layers_are_planned(tmp_path):
+def test_layers_and_experts_by_the_options_of_run(tmp_path, capsys):
     path, options = write_qwen35(tmp_path / "t.gguf", Shape(), "Q4_K"), {"device": "CPU,CPU", "n_ctx": 300, "tensor_split": [3, 1]}
     without, planned = plan(path, **options), _assert_exact(path, None, offload_prompts=1, **options)
     assert 0 < planned.copied == planned.memory["weights"] - without.memory["weights"]
@@ -136,18 +141,12 @@ def test_copies_of_layers_are_planned(tmp_path):
         assert [sum(part.values()) for part in session.engine.memory_by_segment()] == [part.total for part in planned.split]
         assert more[0] == session.target.weights.offloaded.buffer_bytes
     assert plan(path, **options, offload_prompts=1, slots=3).slots_memory == of_slots
-
-
-def test_experts_are_placed_by_the_same_options_as_in_run(tmp_path, capsys):
-    from pyggml_spec.cli import main
-
     path = write_qwen35moe(tmp_path / "t.gguf")
     for options, shown in ((("--cpu-moe",), True), (("--n-cpu-moe", "0"), False)):
         with pytest.raises(SystemExit) as stop:
             main(["plan", "-m", str(path), "--device", "CPU", *options])
         assert not stop.value.code and ("in host memory" in capsys.readouterr().out) == shown
-    with pytest.raises(ModelError, match="no routing profile"):
-        plan(path, device="CPU", experts=ExpertOptions(0, 0.5))
+    fails_with(ModelError, "no routing profile", lambda: plan(path, device="CPU", experts=ExpertOptions(0, 0.5)))
 
 
 EXPERTS = {
@@ -187,31 +186,18 @@ def test_the_width_of_passes_and_the_threads(tmp_path, write):
     assert check(*pair, device="CPU", n_ctx=300, chunk=64, slots=2).error < 0.01
 
 
-def test_copies_of_prompts_count_as_they_are_asked_for(pair):
-    without, with_copies = (plan(*pair, device="CPU", n_ctx=512, prefix_memory=n) for n in (0, 1 << 20))
-    assert with_copies.total == without.total + (1 << 20) and with_copies.memory == without.memory
-    assert plan(*pair, device="CPU", free=with_copies.total, prefix_memory=1 << 20).largest_context == 512
-    assert check(*pair, device="CPU", n_ctx=512, draft_width=4, prefix_memory=1 << 20).error < 0.01
-    with pytest.raises(PyspecError, match="memory for the prefix cache is -1"):
-        plan(*pair, device="CPU", prefix_memory=-1)
-
-
-def test_copies_that_leave_no_room_are_what_the_remedy_names(capsys, monkeypatch):
-    from pyggml_spec.cli import main
-
+def test_plans_without_room(capsys, monkeypatch):
     monkeypatch.setattr("pyggml_spec.tools.plan.free_bytes", lambda device: 1 << 20)
     for more, remedy in (((), "use a smaller"), (("--prefix-memory", "1"), "use less --prefix-memory, a smaller")):
         with pytest.raises(SystemExit):
             main(["plan", "--device", "CPU", "-c", "512", *more])
         assert f"no context fits; {remedy} quantisation" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--device", "CPU"])
+    assert stop.value.code == 3 and "DOES NOT FIT" in capsys.readouterr().out
 
 
 def test_plan_takes_what_run_is_given_about_memory(capsys):
-    from pyggml_spec.cli import main
-    from pyggml_spec.cli.help import GROUPS
-    from pyggml_spec.cli.plan import command as plan_command
-    from pyggml_spec.cli.run import command as run_command
-
     run, mine = ({p.name: p for p in command.params} for command in (run_command, plan_command))
     about = {*GROUPS["Model and device"], *GROUPS["Caches"], "draft_width", "gpu_layers", "flash_attn", "n_max"}
     # CUDA's own memory, files, and what takes none
@@ -236,7 +222,6 @@ def test_what_does_not_fit_is_not_loaded(tmp_path):
 
 
 def test_the_check_as_a_command(capsys, monkeypatch):
-    from pyggml_spec.cli import main
     from pyggml_spec.ggml import device
 
     def run(*args):
@@ -288,8 +273,7 @@ def test_memory_of_a_slot_is_what_the_page_says(tmp_path):
 
 
 def test_slots_and_contexts_that_are_planned(pair, tmp_path):
-    with pytest.raises(EngineError, match="number of slots is 65"):
-        plan(*pair, device="CPU", slots=65)
+    fails_with(EngineError, "number of slots is 65", plan, *pair, device="CPU", slots=65)
     # A context of 8 million tokens is planned on a machine that has no room for it.
     target = write_qwen35(tmp_path / "t.gguf", Shape(n_ctx=1 << 23))
     planned = plan(target, device="CPU", n_ctx=1 << 23, slots=64)
@@ -316,8 +300,7 @@ def test_devices_commands_and_refusals(pair, tmp_path):
             plan(*args, device="CPU")
     with pytest.raises(ContextError):
         plan(device="CPU", n_ctx=-1)
-    with pytest.raises(PairError, match="wider than the block"):
-        plan(device="CPU", draft_width=17)
+    fails_with(PairError, "wider than the block", plan, device="CPU", draft_width=17)
     shown = pyspec("plan", "--device", "CPU", "-c", "512")
     assert shown.returncode == 0 and shown.stderr == "" and b"longest context that fits: 2048" in shown.stdout
     seen = json.loads(pyspec("plan", "--device", "CPU", "--json").stdout)
@@ -325,16 +308,6 @@ def test_devices_commands_and_refusals(pair, tmp_path):
     assert pyspec("plan", "-m", "none.gguf", "--device", "CPU").returncode == 1
     missing = pyspec("plan", "-m", "none.gguf")
     assert missing.returncode == 1 and missing.stderr.count("\n") == 1
-
-
-def test_no_room_is_exit_code_3(monkeypatch, capsys):
-    from pyggml_spec.cli import main
-    from pyggml_spec.tools import plan as module
-
-    monkeypatch.setattr(module, "free_bytes", lambda device: 1 << 20)
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", "--device", "CPU"])
-    assert stop.value.code == 3 and "DOES NOT FIT" in capsys.readouterr().out
 
 
 @pytest.fixture
