@@ -16,6 +16,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's spin too
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of tests start `pyspec`: without its byte code each would compile it, 0.4 s
 
 import pytest
+from pairs import with_control_tokens
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 gc.disable()  # until the tests are collected: none of what they are made of is garbage, and looking for it is a third of what collecting takes
@@ -58,6 +59,13 @@ def pair(tmp_path_factory):
     """A tiny random F32 target and its drafter."""
     folder = tmp_path_factory.mktemp("pair")
     return write_qwen35(folder / "target.gguf", Shape(), "F32"), write_dflash(folder / "drafter.gguf", Shape(), "F32")
+
+
+@pytest.fixture(scope="session")
+def talkers(pair, tmp_path_factory):
+    """The random pair with a chat template: what it says is noise, but it says it in turns."""
+    folder = tmp_path_factory.mktemp("talkers")
+    return [with_control_tokens(path, folder / name, end=301) for path, name in zip(pair, ("target.gguf", "drafter.gguf"))]
 
 
 @pytest.fixture(scope="module")

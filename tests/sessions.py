@@ -8,12 +8,12 @@ import pytest
 import pyggml_spec as ps
 
 
-def loaded(*files: object, pair: bool = False, **options):
-    """A module's fixture: a session on one thread of the CPU, of ``files``, of the random pair, or of the embedded one."""
+def loaded(*files: object, pair: bool | str = False, **options):
+    """A module's fixture: a session on one thread of the CPU, of ``files``, of a fixture of files (True: the random pair), or of the embedded pair."""
 
     @pytest.fixture(scope="module")
     def session(request):
-        named = request.getfixturevalue("pair") if pair else files
+        named = request.getfixturevalue("pair" if pair is True else pair) if pair else files
         with ps.load(*named, device="CPU", threads=1, **options) as made:
             yield made
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scripted
 from architectures import params
-from pairs import CHATML, CONTROL, with_control_tokens
+from pairs import CHATML, CONTROL
 from random_gguf.archs import write_gemma4, write_laguna, write_qwen35moe
 from random_gguf.model import Shape, write_dflash
 from sessions import fails_with, loaded
@@ -19,13 +19,7 @@ from pyggml_spec.sampling.sampler import Sampling
 demo = loaded(n_ctx=512, draft_width=4)
 
 
-@pytest.fixture(scope="module")
-def talker(pair, tmp_path_factory):
-    """A random pair with a chat template: what it says is noise, but it says it in turns."""
-    folder = tmp_path_factory.mktemp("talker")
-    files = [with_control_tokens(path, folder / name, end=301) for path, name in zip(pair, ("target.gguf", "drafter.gguf"))]
-    with ps.load(*files, device="CPU", threads=1, n_ctx=512, draft_width=4) as session:
-        yield session
+talker = loaded(pair="talkers", n_ctx=512, draft_width=4)
 
 
 def say(chat, text, n=12, **more):

@@ -12,17 +12,14 @@ from contextlib import suppress
 
 import pytest
 from cli.process import one_sentence, pyspec, start
-from pairs import with_control_tokens
 
 pytestmark = pytest.mark.slow
 DEMO = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-c", 512]
 
 
 @pytest.fixture(scope="module")
-def talker(pair, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("talker")
-    files = [with_control_tokens(path, folder / name, end=301) for path, name in zip(pair, ("target.gguf", "drafter.gguf"))]
-    return ["-m", files[0], "-md", files[1], *DEMO]
+def talker(talkers):
+    return ["-m", talkers[0], "-md", talkers[1], *DEMO]
 
 
 class Terminal:

@@ -13,7 +13,7 @@ import pytest
 from cli.process import default_interrupt, environment, one_sentence, pyspec, start
 from click.testing import CliRunner
 from gguf_io.build import STR, U32, gguf, info, key
-from pairs import CHATML, with_control_tokens
+from pairs import CHATML
 from tools.checkpoint import export
 
 from pyggml_spec.cli import run
@@ -239,10 +239,8 @@ SMALL = ["--device", "CPU", "-t", 1, "--draft-width", 4, "-n", 4]
 
 
 @pytest.fixture(scope="module")
-def talker(pair, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("talker")
-    files = [with_control_tokens(path, folder / name, end=301) for path, name in zip(pair, ("target.gguf", "drafter.gguf"))]
-    return ["-m", files[0], "-md", files[1], *SMALL]
+def talker(talkers):
+    return ["-m", talkers[0], "-md", talkers[1], *SMALL]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from bench_workloads import Watched, step_costs
 from click.testing import CliRunner
-from pairs import with_control_tokens, write_pair
+from pairs import write_pair
 from sessions import fails_with, loaded
 
 import pyggml_spec as ps
@@ -31,12 +31,7 @@ HE, WHY = ({"role": "user", "content": text} for text in ("he", "why"))
 PROMPTS = [Prompt("talk", "a", messages=(HE,)), Prompt("talk", "b", messages=(WHY,)), Prompt("raw", "c", text="def f(")]
 
 
-@pytest.fixture(scope="module")
-def talker(pair, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("talker")
-    files = [with_control_tokens(path, folder / name, end=301) for path, name in zip(pair, ("target.gguf", "drafter.gguf"))]
-    with ps.load(*files, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
-        yield session
+talker = loaded(pair="talkers", n_ctx=256, draft_width=4)
 
 
 @pytest.mark.slow
