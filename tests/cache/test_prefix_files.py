@@ -111,6 +111,7 @@ def test_a_damaged_file_is_refused_with_a_sentence_and_the_request_completes(eng
         assert_same(again, want)
 
 
+@pytest.mark.slow
 def test_random_bit_flips_never_change_the_answer(engine, want, tmp_path):
     cached(engine, tmp_path)
     paths, rng = sorted(tmp_path.iterdir()), np.random.default_rng(0)

@@ -187,6 +187,7 @@ def run(target, draft=None, *more):
     return pyspec("run", "-m", target, *drafter, "--device", "CPU", "-t", 1, "-p", "a", "-n", 2, *more)
 
 
+@pytest.mark.slow
 def test_files_and_options_that_do_not_fit(pair, tmp_path):
     one_sentence(run(tmp_path / "none.gguf"), "none.gguf does not exist")
     one_sentence(run(pair[0], tmp_path / "none.gguf"), "none.gguf does not exist")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.constraints.closed_objects import DEEPEST, closed, closed_text
@@ -100,8 +101,7 @@ def test_a_keyword_is_known_or_refused_by_name():
         assert keyword not in KEYWORDS
         for schema in ({keyword: True}, {"$defs": {"x": {keyword: 1}}}, {"anyOf": [{"items": {keyword: {}}}]}):
             for more in ({}, {"$schema": "http://json-schema.org/draft-04/schema#"}):
-                with pytest.raises(SamplingError, match=f"'{keyword}'"):
-                    checked(json.dumps({**schema, **more}))
+                fails_with(SamplingError, f"'{keyword}'", lambda: checked(json.dumps({**schema, **more})))
 
 
 def test_what_forbids_nothing_and_what_cannot_be_read():
@@ -138,8 +138,7 @@ def test_wrong_schemas_are_one_sentence(tokenizer, schema, words):
 @pytest.mark.parametrize("lark", ['start: %json {"minWidth": 3}', 'start: "x" %json{"properties": {"a": {"not": {}}}}',
                                   'start: %json {"type": "string", "x-guidance": {"lenient": true}, "format": "iri"}'])  # fmt: skip
 def test_schemas_in_lark_grammars_are_held_to_the_same(tokenizer, lark):
-    with pytest.raises(SamplingError, match="minWidth|'not'|x-guidance"):
-        Grammar("lark", lark, tokenizer)
+    fails_with(SamplingError, "minWidth|'not'|x-guidance", Grammar, "lark", lark, tokenizer)
 
 
 def test_formats_mean_what_they_say(tokenizer):

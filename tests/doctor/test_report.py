@@ -9,7 +9,7 @@ import pytest
 from gguf_io.build import STR, Model
 from random_gguf.model import Shape, write_qwen35
 from random_gguf.mtp import write_mtp, write_mtp_target
-from sessions import loaded
+from sessions import fails_with, loaded
 
 import pyggml_spec as ps
 from pyggml_spec.doctor import trees
@@ -160,8 +160,7 @@ def test_likelihoods_and_captured_layers(session):
     engine.reset(drafting=False)
     assert engine.logits(ids).argmax(axis=1).tolist() == chosen.tolist()
     for bad in (-1, 9):
-        with pytest.raises(ps.EngineError, match=f"captured layer is {bad}"):
-            engine.capture(ids, (bad,))
+        fails_with(ps.EngineError, f"captured layer is {bad}", engine.capture, ids, (bad,))
 
 
 def test_masks_and_second_choices():
@@ -197,8 +196,7 @@ def test_targets_that_draft_and_ways_of_asking(tmp_path):
     report = examine(target, other, device="CPU", threads=1, n_ctx=256, prompts=["def f(x):\n    return x"])
     check = report.check("pair")
     assert check.verdict == FAIL and "hidden states of 128 values" in check.found
-    with pytest.raises(PyspecError, match="examines a pair"):
-        examine(write_qwen35(tmp_path / "t.gguf", Shape()), device="CPU")
+    fails_with(PyspecError, "examines a pair", lambda: examine(write_qwen35(tmp_path / "t.gguf", Shape()), device="CPU"))
     model = Model(DEMO_TARGET)
     model.keys["tokenizer.chat_template"] = (STR, TEMPLATE)
     model.write(tmp_path / "target.gguf")

@@ -186,6 +186,7 @@ def test_rows_that_wait_come_along(files):
                     assert drafts(engine) == want
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 def test_what_a_conversation_leaves_on_disk_has_the_rows_that_waited(files, tmp_path):
     """A slot keeps what its sequence leaves at its end, where the last step has left rows for both drafters to compute: without them the next turn,
@@ -221,6 +222,7 @@ def test_what_a_conversation_leaves_on_disk_has_the_rows_that_waited(files, tmp_
     assert got[2] == len(history) - 1 and not want[2] and got[:2] == want[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 def test_several_answers_to_one_prompt_in_eight_slots(team):
     seeds = [ps.Sampling(seed=seed, temperature=0.8) for seed in range(8)]

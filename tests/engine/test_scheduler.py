@@ -449,6 +449,7 @@ def test_a_logit_that_is_no_number_wins_no_greedy_choice(pair, scheduler, monkey
 LONG = int(os.environ.get("PYSPEC_LONG_PROMPT", "4096"))
 
 
+@pytest.mark.slow
 def test_no_sequence_waits_longer_than_one_prefill_step(tmp_path):
     """Between two steps of streams that decode there is one pass at most, of at most 128 tokens; the prompt is read to its end all the same."""
     pair = Pair(tmp_path, "qwen3", 256, Shape())

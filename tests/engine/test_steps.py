@@ -13,7 +13,7 @@ from architectures import TARGETS
 from engine.helpers import run
 from random_gguf.archs import write_qwen35moe
 from random_gguf.model import Shape
-from sessions import loaded
+from sessions import fails_with, loaded
 
 import pyggml_spec as ps
 from pyggml_spec.cache.slots import SlotRange
@@ -97,6 +97,7 @@ def test_a_graph_is_known_by_a_number_that_stands_for_its_nodes(pair):
         again.graph.close()
 
 
+@pytest.mark.slow
 def test_graphs_of_all_kinds_together_are_bounded(pair, monkeypatch):
     """Families of 32 and 13 graphs each had no bound together: a server made more of them for hours. What was used last stays."""
     monkeypatch.setattr("pyggml_spec.engine.graph_cache.KEEP_ALL", 6)
@@ -194,8 +195,7 @@ def test_a_reservation_that_fails_changes_nothing(session, monkeypatch, slots, v
     with monkeypatch.context() as patched:
         patched.setattr(graphs, "_make", lambda *shape: made.append(make(*shape)) or made[-1])
         patched.setattr(Graph, verb, fails)
-        with pytest.raises(DeviceError, match="no memory"):
-            graphs.get(wanted)
+        fails_with(DeviceError, "no memory", graphs.get, wanted)
     kept = {id(step) for step in graphs.steps().values()}
     assert made and all(step.graph.handle is None for step in made if id(step) not in kept)
     step = graphs.get(wanted)
@@ -219,8 +219,7 @@ def test_graphs_of_a_role_whose_buffer_could_not_grow_are_not_computed(session):
     role = GraphAllocator(session.backend, "any")
     small = planned(role, 64)
     assert not small.stale
-    with pytest.raises(EngineError, match="no memory for a compute buffer"):
-        planned(role, 1 << 50)
+    fails_with(EngineError, "no memory for a compute buffer", planned, role, 1 << 50)
     assert small.stale
     assert not planned(role, 64).stale
     role.close()

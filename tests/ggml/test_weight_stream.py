@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pyggml_spec.ggml.host_experts import fillers
 from pyggml_spec.ggml.library import ffi, lib
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 STREAM = ROOT / "csrc" / "weight_stream.c"
 
@@ -62,7 +63,6 @@ BROKEN_LANES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN_LANES)
 def test_a_missing_wait_is_noticed(tmp_path, what):
     assert run(tmp_path, *LANES, *BROKEN_LANES[what]) != ""
@@ -82,7 +82,6 @@ BROKEN_PREFETCH = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", BROKEN_PREFETCH)
 def test_what_decides_otherwise_is_noticed(tmp_path, what):
     assert run(tmp_path, *PREFETCH, *BROKEN_PREFETCH[what], apart=False) != ""

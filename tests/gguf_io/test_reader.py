@@ -169,6 +169,7 @@ def test_a_pair_in_parts_gives_the_tokens_of_the_pair(pair, parts, tmp_path):
     assert texts[0] == texts[1] and sum(map(len, texts[0])) == 12
 
 
+@pytest.mark.slow
 def test_llama_cpp_reads_the_same_parts(parts):
     done = pyspec("compare", "--logits", parts[2], "--tokens", 9, "--device", "CPU", "-t", 1, "--kernels", "ggml")
     assert done.returncode == 0 and b"NMSE" in done.stdout, done.stderr

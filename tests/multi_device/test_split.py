@@ -13,6 +13,7 @@ from random_gguf.archs import write_gemma4, write_glm_dsa, write_qwen35moe
 from random_gguf.gemma4_assistant import write_gemma4_assistant
 from random_gguf.model import Shape, write_dflash
 from random_gguf.mtp import write_mtp_target
+from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
@@ -235,8 +236,7 @@ def test_drafts_and_schedulers_over_devices(tmp_path):
     wrong["can be cut into 4 parts at most, and 5 devices"] = (",".join(["CPU"] * 5), None)
     for words, (device, shares) in wrong.items():
         error = DeviceError if words == "empty name" else EngineError
-        with pytest.raises(error, match=words):
-            ps.load(target, draft, device=device, threads=1, n_ctx=256, tensor_split=shares)
+        fails_with(error, words, ps.load, target, draft, device=device, threads=1, n_ctx=256, tensor_split=shares)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash2", "dspark"])
@@ -333,8 +333,7 @@ def test_a_prompt_that_is_given_up_on_its_way(tmp_path):
             for first in (0, 16):
                 assert engine.step({0: Prefill(PROMPT[first : first + 16], True)})[0].ids.size == 0
             assert engine.devices.under_way is not None and engine.cursor.last_token is None
-            with pytest.raises(EngineError, match="no last token"):
-                engine.plain_step()
+            fails_with(EngineError, "no last token", engine.plain_step)
             give_up()
             assert engine.devices.under_way is None
             engine.reset()

@@ -15,6 +15,7 @@ from gguf_io.build import Model
 from random_gguf.archs import WRITERS
 from random_gguf.described import write_described
 from random_gguf.model import Shape
+from sessions import fails_with
 
 from pyggml_spec import patching as patches
 from pyggml_spec.cli.patches import command
@@ -41,11 +42,9 @@ def test_trees_and_commands(tree, tmp_path):
     subprocess.run(["git", "init", "-q", str(tree.parent)], check=True)
     patches.apply(tree)
     assert "llama_perf_counters" in (tree / "include" / "llama.h").read_text()
-    with pytest.raises(PatchError, match="no llama.cpp source tree"):
-        patches.check(tmp_path)
+    fails_with(PatchError, "no llama.cpp source tree", patches.check, tmp_path)
     (tmp_path / patches.SDIST).write_bytes(b"\x1f\x8b not an archive")
-    with pytest.raises(PatchError, match="cannot be unpacked"):
-        patches.unpack(tmp_path / patches.SDIST, tmp_path)
+    fails_with(PatchError, "cannot be unpacked", patches.unpack, tmp_path / patches.SDIST, tmp_path)
     listed = CliRunner().invoke(command, ["list"])
     assert listed.exit_code == 0 and all(patch.path.name in listed.output for patch in SERIES)
     assert f"0 applied, {len(SERIES)} applicable" in CliRunner().invoke(command, ["check", str(tree)]).output

@@ -318,6 +318,7 @@ def test_large_requests_that_fit(limited_server):
     assert "".join(told["tokens"]) == choice["text"] and len(told["top_logprobs"][0]) > 900
 
 
+@pytest.mark.slow
 def test_more_log_probabilities_than_a_whole_answer_may_have_are_refused(limited_server):
     """2,000 tokens with 1,024 each took 480 MiB."""
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1100, "logprobs": True, "top_logprobs": 1024}

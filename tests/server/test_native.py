@@ -112,6 +112,7 @@ def test_progress_and_reuse(server):
     assert server.ok("/completion", prompt=prompt + "y", n_predict=2, cache_prompt=False)["timings"]["cache_n"] == 0
 
 
+@pytest.mark.slow
 def test_drafting_does_not_depend_on_reuse(server):
     """Behind a prompt that was reused the text is the same, and drafts are accepted."""
     prompt = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(40))

@@ -186,6 +186,7 @@ async def test_json_that_takes_long_is_refused_before_it_is_whole(data, words):
     assert await read(text) == text
 
 
+@pytest.mark.slow
 async def test_what_is_slow_and_long_but_comes_is_answered(monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 5)
     one = [HEAD + b"a: ", LONG, b"\r\ncontent-length: 150000\r\n\r\n", LONG, LONG, LONG]

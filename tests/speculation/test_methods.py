@@ -3,6 +3,7 @@
 import pytest
 from random_gguf.model import Shape, write_dflash, write_qwen35
 from random_gguf.mtp import write_mtp, write_mtp_target
+from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.errors import PyspecError
@@ -47,16 +48,14 @@ def test_a_layer_that_may_not_draft_is_left_aside(files, options):
     ("plain", "plain", {}, "has recurrent layers"),
 ])  # fmt: skip
 def test_what_is_not_there_is_said(files, target, draft, options, words):
-    with pytest.raises(PyspecError, match=words):
-        ps.load(files[target], files.get(draft), device="CPU", threads=1, n_ctx=256, **options)
+    fails_with(PyspecError, words, lambda: ps.load(files[target], files.get(draft), device="CPU", threads=1, n_ctx=256, **options))
 
 
 @pytest.mark.parametrize("names, words", [
     (["ngram-cache"], "no lookup files"), (["draft-mtpp"], "not a way"), (["none", "draft-mtp"], "no drafts at all"),
 ])  # fmt: skip
 def test_names_that_are_refused(names, words):
-    with pytest.raises(PyspecError, match=words):
-        methods(names)
+    fails_with(PyspecError, words, methods, names)
 
 
 @pytest.mark.parametrize("options", [{"spec": "suffix"}, {"no_spec": "suffix"}, {"spec": 5}])
@@ -98,5 +97,4 @@ def test_shares_and_lengths():
 
 @pytest.mark.parametrize("rates", [(), (1.2,), (0.5, 0.6), (0.5, -0.1)])
 def test_impossible_rates_are_refused(rates):
-    with pytest.raises(PyspecError, match="acceptance rates"):
-        SyntheticAcceptance.of_rates(rates)
+    fails_with(PyspecError, "acceptance rates", SyntheticAcceptance.of_rates, rates)
