@@ -83,7 +83,7 @@ def test_inspect_as_text_json_and_in_any_locale(pair, tmp_path):
     assert pyspec("inspect", pair[0], env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}).returncode == 0
 
 
-def test_devices_and_files_that_are_no_gguf(tmp_path, pair):
+def test_devices_and_files_that_cannot_be_compared(tmp_path, pair):
     (tmp_path / "x").write_bytes(b"hello")
     one_sentence(pyspec("inspect", tmp_path / "x"), "not a GGUF")
     assert any(line.startswith("CPU ") for line in pyspec("devices").stdout.decode().splitlines())
@@ -98,6 +98,10 @@ def test_devices_and_files_that_are_no_gguf(tmp_path, pair):
     result = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0 and {"nmse", "max_abs", "argmax_agree", "greedy_agree", "tokens"} <= set(result)
     assert result["tokens"] == 16 and result["nmse"] <= 1e-10 and result["argmax_agree"] == 1.0
+    one_sentence(pyspec("compare", "--logits", pair[1]), "is a drafter")
+    one_sentence(pyspec("compare", "--logits", pair[0], "--tokens", 1 << 30), str(1 << 30), "context")
+    one_sentence(pyspec("compare", "--logits", pair[0], "--tokens", 0), "--tokens 1")
+    assert pyspec("compare", "--logits", pair[0], "--seed", -1).returncode == 2
 
 
 # -- devices
@@ -149,13 +153,6 @@ def test_compare_allows_other_kernels_their_order_of_sums(pair, monkeypatch, kin
     monkeypatch.setattr(compare, "compare_logits", lambda *_, **__: compare.Comparison(nmse, nmse, 1.0, 1.0, 64))
     done = CliRunner().invoke(cli, ["compare", "--logits", str(pair[0]), "--kernels", kernels])
     assert done.exit_code == code, done.exception
-
-
-def test_compare_refuses_what_it_cannot_compare(pair):
-    one_sentence(pyspec("compare", "--logits", pair[1]), "is a drafter")
-    one_sentence(pyspec("compare", "--logits", pair[0], "--tokens", 1 << 30), str(1 << 30), "context")
-    one_sentence(pyspec("compare", "--logits", pair[0], "--tokens", 0), "--tokens 1")
-    assert pyspec("compare", "--logits", pair[0], "--seed", -1).returncode == 2
 
 
 @pytest.fixture(scope="module")

@@ -520,11 +520,18 @@ def test_the_text_is_the_same_with_drafts_and_without_in_slots_and_alone(session
         assert handles[0].stats.forced == stats.forced or session.drafter is not None
 
 
-def test_forced_tokens_make_fewer_steps(session):
+def test_forced_tokens_and_cut_texts(session):
     _, stats = session.generate("config = ", 90, sampling=Sampling(json_schema=OBJECT, seed=3))
     _, plain = session.generate("config = ", 90, sampling=Sampling(json_schema=OBJECT, seed=3), mode="plain")
     assert stats.forced >= 10 and stats.forced_matched == stats.forced
     assert stats.steps < 0.6 * plain.steps and stats.emitted == plain.emitted == 1 + stats.steps + stats.matched
+    for options, cut in [({"max_tokens": 5}, True), ({"max_tokens": 90}, False), ({"max_tokens": 90, "stop": ["arguments"]}, True)]:
+        _, stats = session.generate("config = ", sampling=Sampling(json_schema=OBJECT, temperature=0), **options)
+        assert stats.cut is cut and stats.stop_reason == ("stop" if "stop" in options else "length" if cut else "end")
+    _, stats = session.generate(
+        "config = ", 5, sampling=Sampling(regex="[a-z]*", temperature=0, logit_bias={session.tokenizer.encode("a")[0]: 20.0})
+    )
+    assert (stats.stop_reason, stats.cut) == ("length", False), "what is there is a whole text"
 
 
 def test_logits_are_read_only_where_the_likeliest_token_is_forbidden(session, monkeypatch):
@@ -540,16 +547,6 @@ def test_logits_are_read_only_where_the_likeliest_token_is_forbidden(session, mo
     assert not read, "everything was allowed"
     session.generate("x = 1\n", 12, sampling=Sampling(temperature=0, regex="[A-Z]{30}"))
     assert read
-
-
-def test_a_text_that_is_cut_is_said_to_be(session):
-    for options, cut in [({"max_tokens": 5}, True), ({"max_tokens": 90}, False), ({"max_tokens": 90, "stop": ["arguments"]}, True)]:
-        _, stats = session.generate("config = ", sampling=Sampling(json_schema=OBJECT, temperature=0), **options)
-        assert stats.cut is cut and stats.stop_reason == ("stop" if "stop" in options else "length" if cut else "end")
-    _, stats = session.generate(
-        "config = ", 5, sampling=Sampling(regex="[a-z]*", temperature=0, logit_bias={session.tokenizer.encode("a")[0]: 20.0})
-    )
-    assert (stats.stop_reason, stats.cut) == ("length", False), "what is there is a whole text"
 
 
 def test_the_drafter_is_preferred_while_it_gives_more():

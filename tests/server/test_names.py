@@ -119,7 +119,7 @@ def test_tools_that_others_run_are_refused(server, path):
     assert taken.status_code == 200, taken.text
 
 
-def test_what_anthropics_clients_send_is_obeyed():
+def test_what_anthropics_clients_send_and_one_system_message():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     said: dict = {"messages": [], "thinking": {"type": "adaptive"}}
     form = {"type": "json_schema", "schema": schema}
@@ -133,6 +133,19 @@ def test_what_anthropics_clients_send_is_obeyed():
     for name, value in {"regex": "a+", "logit_bias": {"3": -1}, "repeat_penalty": 1.1, "ignore_eos": True, "samplers": ["top_k"]}.items():
         assert getattr(_chat(said | {name: value}), name) == value and bodies.unknown_fields({name: value}, bodies.Messages) == []
     assert bodies.unknown_fields({"n_probs": 3, "timings_per_token": True}, bodies.Messages) == ["n_probs", "timings_per_token"]
+    # What stands in it beside, and means nothing, is named; a prompt that others keep is refused.
+    said = [{"role": "developer", "content": [{"type": "input_text", "text": "b"}]}]
+    said += [{"role": "user", "content": "c"}, {"role": "system", "content": "d"}]
+    told = _chat_of_responses({"instructions": "a", "input": said}).messages
+    assert [(m["role"], m["content"]) for m in told] == [("system", "a\n\nb"), ("user", "c"), ("system", "d")]
+    assert _chat_of_responses({"input": said}).messages[0]["role"] == "developer"
+    several = [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": text} for text in "xy"]}, *said]
+    told = _chat_of_responses({"instructions": "a", "input": several}).messages
+    assert [(m["role"], m["content"]) for m in told[:2]] == [("system", "a\n\nx\n\ny\n\nb"), ("user", "c")]
+    image = {"role": "developer", "content": [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "u"}]}
+    told = _chat_of_responses({"instructions": "a", "input": [said[0], image]}).messages
+    assert [m["role"] for m in told] == ["system", "developer"] and told[1]["content"][1] == {"type": "image_url"}
+    fails_with(ApiError, "prompt is not supported", _chat_of_responses, {"input": "x", "prompt": {"id": "pmpt_1"}})
 
 
 def test_tools_and_their_results():
@@ -152,22 +165,6 @@ def test_tools_and_their_results():
     for wrong in ({}, {"tools": 3}, {"tools": [3]}, {"tools": [{"name": "d"}]}, {"tools": allowed, "mode": "none"}, {"allowed_tools": 3}):
         with pytest.raises(ApiError, match="allowed_tools"):
             _allowed(bodies.Chat(tool_choice={"type": "allowed_tools", **wrong}), tools)
-
-
-def test_a_response_has_one_system_message():
-    """What stands in it beside, and means nothing, is named; a prompt that others keep is refused."""
-    said = [{"role": "developer", "content": [{"type": "input_text", "text": "b"}]}]
-    said += [{"role": "user", "content": "c"}, {"role": "system", "content": "d"}]
-    told = _chat_of_responses({"instructions": "a", "input": said}).messages
-    assert [(m["role"], m["content"]) for m in told] == [("system", "a\n\nb"), ("user", "c"), ("system", "d")]
-    assert _chat_of_responses({"input": said}).messages[0]["role"] == "developer"
-    several = [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": text} for text in "xy"]}, *said]
-    told = _chat_of_responses({"instructions": "a", "input": several}).messages
-    assert [(m["role"], m["content"]) for m in told[:2]] == [("system", "a\n\nx\n\ny\n\nb"), ("user", "c")]
-    image = {"role": "developer", "content": [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "u"}]}
-    told = _chat_of_responses({"instructions": "a", "input": [said[0], image]}).messages
-    assert [m["role"] for m in told] == ["system", "developer"] and told[1]["content"][1] == {"type": "image_url"}
-    fails_with(ApiError, "prompt is not supported", _chat_of_responses, {"input": "x", "prompt": {"id": "pmpt_1"}})
 
 
 def test_fields_of_other_dialects(server):

@@ -381,7 +381,7 @@ def meta(tmp_path, target, change):
         return {key.removeprefix("eagle3."): value for key, value in file.metadata.items()}, done
 
 
-def test_eagle3_layers_and_names(tmp_path, target):
+def test_eagle3_layers_names_and_stretched_positions(tmp_path, target):
     found, done = meta(tmp_path, target, _set(eagle_aux_hidden_state_layer_ids=None))
     assert [int(v) for v in found["target_layers"]] == [2, 3, 3] == list(done.target_layers)
     nested = _set(eagle_aux_hidden_state_layer_ids=None, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 4]})
@@ -389,9 +389,6 @@ def test_eagle3_layers_and_names(tmp_path, target):
     assert [int(v) for v in found["target_layers"]] == [0, 2, 4]
     found, _ = meta(tmp_path, target, _set(architectures=["LlamaForCausalLM"]))
     assert found["general.architecture"] == "eagle3"
-
-
-def test_stretched_positions(tmp_path, target):
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     meta(tmp_path, target, _set(rope_scaling=rope, rope_theta=500000.0))
     factors = floats(tmp_path / "o.gguf")["rope_freqs.weight"]
