@@ -28,7 +28,7 @@ from pyggml_spec.models.registry import TARGETS
 from pyggml_spec.tools.compare import compare_logits
 
 EQUAL = {  # files that must be equal; others may be refused, for REASONS
-    "cohere2-dense", "glm-dsa-moe", "llama-dense", "llama-moe", "mistral3-dense", "mistral3-moe", "qwen3-dense", "qwen3moe-moe", "qwen35-dense",
+    "cohere2-dense", "deepseek32-moe", "glm-dsa-moe", "nemotron_h-dense", "nemotron_h_moe-dense", "llama-dense", "llama-moe", "mistral3-dense", "mistral3-moe", "qwen3-dense", "qwen3moe-moe", "qwen35-dense",
     "qwen35moe-moe",
 }  # fmt: skip
 NOT_WRITTEN = {"gemma4"}  # architectures without a file of llama.cpp's test

@@ -20,7 +20,7 @@ from pyggml_spec.tools.reference import stacks_as_they_are
 
 F16 = KVTypes()
 HANDED_OUT = {  # architectures whose layer inputs the pinned llama.cpp hands to drafters
-    "gemma4", "gpt-oss", "llama", "minimax-m2", "muse-glimmer", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next",
+    "gemma4", "gpt-oss", "lfm2", "lfm2moe", "llama", "minimax-m2", "muse-glimmer", "nemotron_h", "nemotron_h_moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next",
 }  # fmt: skip
 
 
