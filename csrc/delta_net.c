@@ -1,4 +1,4 @@
-// Gated delta-net layers with an uncommitted block.
+// Recurrent layers with an uncommitted block: gated delta-nets first.
 //
 // A token with g = 0 and beta = 0 leaves the recurrent state unchanged, bit for bit. So multiplying g and beta by 0 disables a row: for padding, and for
 // rollback. Verification leaves the block's k, v, g and beta uncommitted; the next step begins by replaying it with `keep` = 1 for accepted rows.
@@ -19,7 +19,7 @@
 // from which [history ; block] of every slot, and the next histories, are gathered by index. A step over some of the slots replays layer by layer, with a
 // copy that ggml-cuda fuses.
 //
-// Two more recurrences share all of this. A Mamba-2 scan has states [d_state, head_size, H, L], B and C in place of q and k (both after the convolution,
+// More recurrences share all of this. KDA is the delta rule with g [S, H_v, w, L], and replays layer by layer. A Mamba-2 scan has states [d_state, head_size, H, L], B and C in place of q and k (both after the convolution,
 // so that `qk` is empty), and replays layer by layer from `convd` and `gates` (dt, and the layer's decay A). A row is switched off by a dt of -1e30, whose
 // softplus is 0. A short convolution has neither states nor blocks: its histories are all that is committed.
 #include "pgs.h"
@@ -72,12 +72,20 @@ static int64_t convd_row(const pgs_delta * d) {
     return d->s.recurrence == PGS_CONVOLUTION ? 0 : d->channels;
 }
 
-static int64_t qk_row(const pgs_delta * d) {
-    return d->s.recurrence == PGS_DELTA_RULE ? d->s.head_size * 2 * heads_qk(d) : 0;
+static bool is_delta(const pgs_delta * d) {
+    return d->s.recurrence == PGS_DELTA_RULE || d->s.recurrence == PGS_KDA;
 }
 
-static int64_t gates_row(const pgs_delta * d) {  // each of two
-    return d->s.recurrence == PGS_CONVOLUTION ? 0 : d->s.n_head_v;
+static int64_t qk_row(const pgs_delta * d) {
+    return is_delta(d) ? d->s.head_size * 2 * heads_qk(d) : 0;
+}
+
+static int64_t gates_row(const pgs_delta * d) {  // g, or dt of a scan
+    return d->s.recurrence == PGS_CONVOLUTION ? 0 : d->s.recurrence == PGS_KDA ? d->s.head_size * d->s.n_head_v : d->s.n_head_v;
+}
+
+static int64_t beta_row(const pgs_delta * d) {
+    return is_delta(d) ? d->s.n_head_v : 0;
 }
 
 void pgs_delta_free(pgs_delta * d) {
@@ -102,7 +110,7 @@ static ggml_backend_buffer_t pretended(struct ggml_context * ctx, ggml_backend_b
 pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape, char * err) {
     const pgs_delta_shape s = *shape;
     if (s.n_layer < 1 || s.head_size < 1 || s.state_size < 0 || s.n_head_k < 1 || s.repeat < 1 || s.n_head_v % (s.n_head_k * s.repeat) != 0 || s.conv < 2 ||
-        s.max_width < 1 || s.n_slots < 0 || (s.recurrence == PGS_DELTA_RULE && s.state_size != s.head_size)) {
+        s.max_width < 1 || s.n_slots < 0 || (s.recurrence <= PGS_KDA && s.state_size != s.head_size)) {
         snprintf(err, PGS_ERR, "delta-net shape out of range: %lld layers, head size %lld, %lld/%lld heads, %lld taps, width %lld, "
                  "%lld slots", (long long) s.n_layer, (long long) s.head_size, (long long) s.n_head_k, (long long) s.n_head_v,
                  (long long) s.conv, (long long) s.max_width, (long long) s.n_slots);
@@ -132,7 +140,7 @@ pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape,
     d->conv   = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.row * (s.n_slots > 0 ? table_rows(d) : s.conv - 1 + w) * s.n_layer);
     d->convd  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, convd_row(d) * w * L);
     d->qk     = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, qk_row(d) * w * L);
-    d->gates  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, gates_row(d) * w * L * 2);
+    d->gates  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, (gates_row(d) + beta_row(d)) * w * L);
     d->norm   = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.head_size);
     d->decay  = ggml_new_tensor_1d(d->ctx, GGML_TYPE_F32, s.recurrence == PGS_SCAN ? s.n_head_v * s.n_layer : 0);
     d->ids    = ggml_new_tensor_1d(d->ctx, GGML_TYPE_I32, d->n_slots);
@@ -187,7 +195,7 @@ void pgs_delta_read_state(const pgs_delta * d, void * out) {
 void pgs_delta_fill_slot(pgs_delta * d, int64_t slot, int64_t width, uint8_t value) {
     const size_t  f = sizeof(float);
     const int64_t N = d->n_slots, row = d->s.row, hist = d->s.conv - 1, scratch = replay_scratch(d, d->s.max_width), table = row * table_rows(d);
-    const int64_t state = state_floats(d), gates = gates_row(d) * width, qk = qk_row(d) * width, convd = convd_row(d) * width;
+    const int64_t state = state_floats(d), gates = gates_row(d) * width, beta = beta_row(d) * width, qk = qk_row(d) * width, convd = convd_row(d) * width;
     const struct { struct ggml_tensor * pool; int64_t start, size, layer; } parts[] = {
         { d->states, scratch, state, state * N },
         { d->conv, 0, row * hist, table },
@@ -196,7 +204,7 @@ void pgs_delta_fill_slot(pgs_delta * d, int64_t slot, int64_t width, uint8_t val
         { d->convd, 0, convd, convd * N },
         { d->qk, 0, qk, qk * N },
         { d->gates, 0, gates, gates * N },
-        { d->gates, gates * N * d->s.n_layer, gates, gates * N },
+        { d->gates, gates * N * d->s.n_layer, beta, beta * N },
     };
     for (size_t i = 0; i < sizeof(parts) / sizeof(parts[0]); i++) {
         for (int64_t layer = 0; layer < d->s.n_layer; layer++) {
@@ -211,7 +219,7 @@ void pgs_delta_clear_blocks(pgs_delta * d, int64_t width) {
     const size_t rows = (size_t) (width * d->n_slots * d->s.n_layer) * sizeof(float);
     ggml_backend_tensor_memset(d->convd, 0, 0, (size_t) convd_row(d) * rows);
     ggml_backend_tensor_memset(d->qk, 0, 0, (size_t) qk_row(d) * rows);
-    ggml_backend_tensor_memset(d->gates, 0, 0, (size_t) (gates_row(d) * 2) * rows);
+    ggml_backend_tensor_memset(d->gates, 0, 0, (size_t) (gates_row(d) + beta_row(d)) * rows);
     ggml_backend_tensor_memset(d->decay, 0, 0, ggml_nbytes(d->decay));
 }
 
@@ -349,6 +357,24 @@ static void scan_replay(pgs_delta * d, struct ggml_context * ctx, struct ggml_cg
     }
 }
 
+// The delta rule with a decay per row of the state, layer by layer.
+static void kda_replay(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t w, struct ggml_tensor * keep) {
+    const pgs_delta_shape s = d->s;
+    const int64_t S = s.head_size, H = s.n_head_v, n = d->count, Q = heads_qk(d), pairs = s.n_layer * d->n_slots;
+    const size_t  f = sizeof(float), kn = 2 * Q * S * f, vn = d->channels * f;
+    for (int64_t layer = 0; layer < s.n_layer; layer++) {
+        const int64_t at = layer * d->n_slots + d->first;
+        struct ggml_tensor * on = ggml_reshape_4d(ctx, keep, 1, 1, w, n);
+        struct ggml_tensor * g = ggml_view_4d(ctx, d->gates, S, H, w, n, S * f, S * H * f, S * H * w * f, (size_t) (S * H * w * at) * f);
+        struct ggml_tensor * beta = ggml_view_4d(ctx, d->gates, 1, H, w, n, f, H * f, H * w * f, (size_t) (S * H * w * pairs + H * w * at) * f);
+        struct ggml_tensor * k = ggml_view_4d(ctx, d->qk, S, Q, w, n, S * f, kn, kn * w, kn * w * at + Q * S * f);
+        struct ggml_tensor * v = ggml_view_4d(ctx, d->convd, S, H, w, n, S * f, vn, vn * w, vn * w * at + 2 * s.n_head_k * S * f);
+        struct ggml_tensor * state = states_view(d, ctx, d->states, state_floats(d) * at, n);
+        struct ggml_tensor * out = ggml_gated_delta_net(ctx, k, k, v, ggml_mul(ctx, g, on), ggml_mul(ctx, beta, on), state, 1);
+        d->replayed[layer] = states_view(d, ctx, write_states(d, ctx, gf, out, w * n, layer), 0, n);
+    }
+}
+
 static int replay_all(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t width, struct ggml_tensor * keep,
                       char * err) {
     const pgs_delta_shape s = d->s;
@@ -362,8 +388,8 @@ static int replay_all(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgra
         own_replay(d, ctx, gf, width, keep);
         return 0;
     }
-    if (s.recurrence == PGS_SCAN) {
-        scan_replay(d, ctx, gf, width, keep);
+    if (s.recurrence == PGS_SCAN || s.recurrence == PGS_KDA) {
+        (s.recurrence == PGS_SCAN ? scan_replay : kda_replay)(d, ctx, gf, width, keep);
         return 0;
     }
     if (s.n_slots == 0) {
@@ -592,19 +618,21 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
 
     // part of a fused product, beta has gaps between its rows, which the sigmoid of several backends does not take
     struct ggml_tensor * beta = ggml_sigmoid(ctx, ggml_is_contiguous(in->beta) ? in->beta : ggml_cont(ctx, in->beta));
-    struct ggml_tensor * g    = ggml_mul(ctx, ggml_softplus(ctx, ggml_add(ctx, in->alpha, in->dt)), in->a);
+    const int64_t decays_per_head = gates_row(d) / s.n_head_v;
+    struct ggml_tensor * g = ggml_softplus(ctx, ggml_add(ctx, in->alpha, in->dt));
+    g = ggml_mul(ctx, decays_per_head > 1 ? ggml_reshape_3d(ctx, g, decays_per_head, s.n_head_v, rows) : g, in->a);
     if (uncommitted) {
-        const size_t each = s.n_head_v * T * f;
-        if (pgs_place(d->gates, each * at, g, err) != 0 || pgs_place(d->gates, each * (L * d->n_slots + at), beta, err) != 0) {
+        const size_t each = gates_row(d) * T * f;
+        if (pgs_place(d->gates, each * at, g, err) != 0 || pgs_place(d->gates, each * L * d->n_slots + beta_row(d) * T * f * at, beta, err) != 0) {
             return NULL;
         }
     } else if (in->on != NULL) {
-        g    = ggml_mul(ctx, g, in->on);
+        g    = ggml_mul(ctx, g, decays_per_head > 1 ? ggml_reshape_3d(ctx, in->on, 1, 1, rows) : in->on);
         beta = ggml_mul(ctx, beta, in->on);
     }
     struct ggml_tensor * state =
         d->replayed[layer] != NULL ? d->replayed[layer] : states_view(d, ctx, d->fresh, state_floats(d) * at, B);
-    struct ggml_tensor * out = ggml_gated_delta_net(ctx, q, k, v, ggml_reshape_4d(ctx, g, 1, s.n_head_v, T, B),
+    struct ggml_tensor * out = ggml_gated_delta_net(ctx, q, k, v, ggml_reshape_4d(ctx, g, decays_per_head, s.n_head_v, T, B),
                                                     ggml_reshape_4d(ctx, beta, 1, s.n_head_v, T, B), state, 1);
     if (!uncommitted) {
         write_states(d, ctx, gf, out, rows, layer);

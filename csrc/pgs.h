@@ -211,7 +211,8 @@ struct ggml_tensor * pgs_flash_attention(struct ggml_context * ctx, struct ggml_
 
 // ---- delta_net.c
 
-typedef enum { PGS_DELTA_RULE, PGS_SCAN, PGS_CONVOLUTION } pgs_recurrence;  // gated delta rule, Mamba-2 scan, or a convolution without more
+// Gated delta rule with a decay per head, or per row of the state (KDA); Mamba-2 scan; a convolution without more.
+typedef enum { PGS_DELTA_RULE, PGS_KDA, PGS_SCAN, PGS_CONVOLUTION } pgs_recurrence;
 
 typedef struct pgs_delta_shape {
     int64_t recurrence; // a pgs_recurrence
@@ -237,11 +238,11 @@ typedef enum pgs_delta_mode {
 typedef struct pgs_delta_inputs {  // the tensors of one layer, all F32; T rows. Of a scan x | B | C, dt as alpha; of a convolution proj and conv_w only
     struct ggml_tensor * proj;    // [row, T] projections of the block; the first conv channels are q | k | v
     struct ggml_tensor * beta;    // [H_v, T] before the sigmoid; of a scan the factors of its skip, [1, H_v]
-    struct ggml_tensor * alpha;   // [H_v, T]
+    struct ggml_tensor * alpha;   // [H_v, T]; of KDA [S * H_v, T]
     struct ggml_tensor * conv_w;  // [d_conv, channels]
     struct ggml_tensor * conv_b;  // [channels] or NULL
-    struct ggml_tensor * dt;      // [H_v]
-    struct ggml_tensor * a;       // [H_v] = -exp(A_log); of a scan [1, H_v]
+    struct ggml_tensor * dt;      // as alpha, one row
+    struct ggml_tensor * a;       // [H_v] = -exp(A_log); of a scan and of KDA [1, H_v]
     struct ggml_tensor * on;      // [1, T] 1 for real rows, 0 for padding; NULL: all rows are real
     struct ggml_tensor * last;    // I32 [d_conv - 1 (, slots)] rows of [history ; block] that become the next history (prefill only)
     struct ggml_tensor * take;    // with slots, for blocks and single rows: I32 [(d_conv - 1 + T) * slots], rows of the layer's table in `conv`

@@ -281,6 +281,7 @@ class Lib:
     PGS_DELTA_UNCOMMITTED: int
     PGS_ERR: int
     PGS_GEGLU: int
+    PGS_KDA: int
     PGS_SCAN: int
     PGS_SWIGLU: int
     PGS_SWIGLU_OAI: int

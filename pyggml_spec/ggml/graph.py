@@ -292,6 +292,14 @@ class Graph:
             out = lib.ggml_concat(self.ctx, out, x, 0)
         return out
 
+    def stack(self, parts: Sequence[Tensor]) -> Tensor:
+        """Concatenates matrices of the same width along the second dimension."""
+        out = parts[0]
+        for x in parts[1:]:
+            require(out.ne[0] == x.ne[0] and out.ne[2] == x.ne[2] == 1 and out.type == x.type, "stack", first=out, next=x)
+            out = lib.ggml_concat(self.ctx, out, x, 1)
+        return out
+
     def prepend_row(self, first: Tensor, x: Tensor) -> Tensor:
         """first F32 [n, S], x F32 [n, T] in S sequences -> F32 [n, T / S + 1, S], with ``first`` before each sequence's rows."""
         slots = first.ne[1]

@@ -12,7 +12,8 @@ from ..ggml.library import Tensor, lib
 class Recurrence(IntEnum):
     """What a recurrent layer does with the rows of its convolution."""
 
-    DELTA = lib.PGS_DELTA_RULE  # gated delta rule
+    DELTA = lib.PGS_DELTA_RULE  # gated delta rule, a decay per head
+    KDA = lib.PGS_KDA  # the same, a decay per row of the state
     SCAN = lib.PGS_SCAN  # Mamba-2
     NONE = lib.PGS_CONVOLUTION
 

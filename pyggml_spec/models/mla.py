@@ -25,6 +25,7 @@ class MLA(Part):
         latent: values of a latent row.
         size, size_v: values per head of q, and of its result; ``rope.n_rot`` of the former are rotated.
         scale: of the scores.
+        rotated: whether the ``rope.n_rot`` values are rotated.
     """
 
     heads: int
@@ -34,6 +35,7 @@ class MLA(Part):
     size_v: int
     rope: Rope
     scale: float
+    rotated: bool = True
 
     @property
     def kv(self) -> KVShape:  # type: ignore[override]
@@ -55,6 +57,9 @@ class MLA(Part):
         assert c.attention is not None
         return self.attend(c, *self.projected(c, x), c.attention.mask)
 
+    def _rotate(self, c: LayerContext, x: Tensor) -> Tensor:
+        return self.rope(c.g, x, c.positions) if self.rotated else x
+
     def projected(self, c: LayerContext, x: Tensor) -> tuple[Tensor, Tensor]:
         """(q or its low-rank input, [c ; p])."""
         q, row = c.project("mixer", x)
@@ -67,10 +72,10 @@ class MLA(Part):
         q = c.product("attn_q_b", q) if self.lora_q else q
         plain, turned = g.split_heads(q, self.size, self.size - n_rot)
         absorbed = g.permute(g.matmul(c["attn_k_b"], g.permute(plain, 0, 2, 1, 3)), 0, 2, 1, 3)
-        q = g.concat([absorbed, self.rope(g, turned, c.positions)])
+        q = g.concat([absorbed, self._rotate(c, turned)])
         q = q if c.q_scale is None else g.mul(q, c.q_scale)
         latent = c.rms_norm(g.columns(row, self.latent), "attn_kv_a_norm")
-        key = self.rope(g, g.heads(row, n_rot, 1, first=self.latent), c.positions)
+        key = self._rotate(c, g.heads(row, n_rot, 1, first=self.latent))
         g.expand(q)
         g.kv_write_rows(kv.k, g.concat([g.reshape(latent, self.latent, 1, latent.ne[1]), key]), attention.kv_rows)
         out = g.reshape(g.flash_attention(q, kv.k, kv.v, mask, 1, attention.kv_bucket, self.scale), self.latent, self.heads, row.ne[1])

@@ -76,6 +76,10 @@ KEYS: dict[str, dict[str, Any]] = {  # that a description has defaults for, and 
     "falcon-h1": {"attention.scale": 0.19},
     "granitehybrid": SCALES,
     "hunyuan-moe": {"expert_feed_forward_length": 48, "expert_shared_feed_forward_length": 96},
+    "kimi-linear": LEADING | {
+        "kda.head_dim": 32, "attention.key_length_mla": 80, "attention.value_length_mla": 40, "attention.kv_lora_rank": 64, "rope.dimension_count": 32,
+        "attention.key_length": 96, "attention.value_length": 64,
+    },
     "lfm2moe": {"leading_dense_block_count": 1, "expert_gating_func": 2},
     "minicpm": {"attention.scale": 0.19},
     "mistral3": TEMPERED | YARN | {"rope.scaling.yarn_beta_fast": 24.0, "rope.scaling.yarn_beta_slow": 2.0, "rope.scaling.yarn_log_multiplier": 0.7},
@@ -93,7 +97,7 @@ OPTIONAL = {  # tensors, of each layer i
 }  # fmt: skip
 WINDOWED = ("cohere2", "exaone-moe", "gemma2", "gemma3", "olmo2")
 TIED = ("cohere2", "command-r", "gemma", "gemma2")  # llama.cpp reads no head of theirs
-HYBRID = ("granitehybrid", "lfm2", "lfm2moe")  # every third layer is recurrent
+HYBRID = ("granitehybrid", "kimi-linear", "lfm2", "lfm2moe")  # every third layer is recurrent
 UNGROUPED = ("dots1", "olmoe")  # as many KV heads as query heads
 
 
@@ -112,7 +116,8 @@ def own_keys(arch: str, s: Shape) -> dict[str, Any]:
     if arch == "qwen2vl":
         keys["rope.dimension_sections"] = np.array([s.head_size // 8, s.head_size // 4, s.head_size // 8, 0])
     if arch in HYBRID:
-        keys["attention.head_count_kv"] = np.array([0 if i % 3 == 0 else s.n_head_kv for i in range(s.n_layer)])
+        kv_heads = 1 if arch == "kimi-linear" else s.n_head_kv
+        keys["attention.head_count_kv"] = np.array([0 if i % 3 == 0 else kv_heads for i in range(s.n_layer)])
     if arch.startswith("nemotron_h"):  # Mamba-2, FFN, attention, FFN
         keys["attention.head_count_kv"] = np.array([s.n_head_kv if i % 4 == 2 else 0 for i in range(s.n_layer)])
         keys["feed_forward_length"] = np.array([s.n_ff if i % 2 else 0 for i in range(s.n_layer)])

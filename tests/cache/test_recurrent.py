@@ -18,9 +18,9 @@ PROMPT = np.random.default_rng(5).integers(0, 256, 21).tolist()
 BLOCK = np.random.default_rng(6).integers(0, 256, 15).tolist()
 
 
-@pytest.fixture(scope="module", params=["qwen35", "granitehybrid", "falcon-h1"])
+@pytest.fixture(scope="module", params=["qwen35", "granitehybrid", "falcon-h1", "kimi-linear"])
 def session(request, tmp_path_factory):
-    """States of delta-nets, of Mamba-2, and of Mamba-2 in layers with K/V."""
+    """States of delta-nets, of Mamba-2, of Mamba-2 in layers with K/V, and with a decay per row."""
     with ps.load(*write_pair(tmp_path_factory.mktemp("pair"), request.param), device="CPU", threads=1, n_ctx=1024) as loaded:
         yield loaded
 
@@ -155,6 +155,8 @@ def test_several_layers_replay_in_place(session):
     layers = recurrent.layers
     if recurrent.recurrence is Recurrence.SCAN:
         assert counts["SSM_SCAN"] == 2 * layers
+    elif recurrent.recurrence is Recurrence.KDA:
+        assert counts["GATED_DELTA_NET"] == 2 * layers
     elif session.backend.level is None:
         assert counts["GATED_DELTA_NET"] == layers + 1
     else:
