@@ -37,7 +37,7 @@ from .loading import Loader, Progress, files_to_load, silent
 from .models.decoder import Decoder
 from .sampling.recommended import chosen
 from .sampling.sampler import Sampler, Sampling
-from .speculation.calibrate import cached_costs, cached_kinds, keep_drafts, known_drafts, plain_cost
+from .speculation.calibrate import cached_costs, keep_drafts, known_drafts, plain_cost
 from .speculation.confidence import Confidence
 from .speculation.ngram import NgramMethod
 from .speculation.plan import skip_drafter_rows
@@ -184,7 +184,7 @@ class Session:
         if not self.costs_cached and (why := why_nothing_is_kept()) and why not in self.notes:
             self.notes.append(why)
         known = {StepPlan.of(first.method, width): ms for width, ms in self.costs.items() if width > 1}
-        costs = known | cached_kinds(self.engine, tuple(kind for kind in kinds if kind not in known), fresh) if known else {}
+        costs = known | cached_costs(self.engine, tuple(kind for kind in kinds if kind not in known), fresh)[0] if known else {}
         self.other_costs = {kind: ms for kind, ms in worth_keeping(costs).items() if kind not in known}
 
     def new_policy(self) -> SpeculationPolicy | None:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .ggml.cores import CORE_MONITOR
 from .speculation.policy import useful_widths
 
 
@@ -80,8 +79,8 @@ def _kernels(session: Any) -> str:
 
 def _busy(session: Any) -> list[str]:
     """That other work uses cores of the CPU's threads now."""
-    CORE_MONITOR.poll()
     threads = session.engine.threads
+    threads.refresh()
     if threads.now == threads.most:
         return []
     return [f"other work has the processor: {threads.now} of {threads.most} threads compute now, and all of them when it ends"]

@@ -65,7 +65,7 @@ class Recorded:
     def _next(self, limits) -> int:
         token = self.tokens[self.done]
         self.done += 1
-        limits.passes(token)
+        limits.take([token])
         return token
 
 
@@ -82,7 +82,7 @@ class Watched:
         """A round."""
         self.taken, self.spent, self.launches, self.new = Counter(), 0.0, 0, []
         self.built, self.building = Counter(), 0.0
-        self.commits, self.committing, self.caught_up = 0, 0.0, self.engine.catch_up_us
+        self.commits, self.committing, self.caught_up = 0, 0.0, self.engine.state.catch_up_us
 
     def _committed(self, *asked) -> None:
         began = clock.perf_counter()
@@ -93,7 +93,7 @@ class Watched:
     @property
     def catching_up(self) -> float:
         """Milliseconds of this round."""
-        return 1e-3 * (self.engine.catch_up_us - self.caught_up)
+        return 1e-3 * (self.engine.state.catch_up_us - self.caught_up)
 
     def _built(self, key):
         before, began = self.engine.graphs.changes, clock.perf_counter()

@@ -51,7 +51,7 @@ def test_nothing_is_appended_to_a_step_that_failed(session, monkeypatch):
     run = session.steps(prompt, 8, mode="plain")
     next(run), next(run)
     with monkeypatch.context() as patch:
-        patch.setattr(session.engine, "accept", lambda *rows: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(session.engine, "commit", lambda *step: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             next(run)
     longer = [*prompt, *shown, 1, 2, 3]

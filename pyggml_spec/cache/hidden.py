@@ -97,6 +97,7 @@ class HiddenStateBuffer(_Tables):
         most: rows of a slot that may be stored while a block of ``width`` rows is computed.
         batch: rows of a slot per catch-up graph.
         catch_ups: rows per slot of all catch-up graphs, ascending.
+        lacking: by slot and method, the position of the first token without K/V rows; no entry where it has all of them.
     """
 
     def __init__(
@@ -114,12 +115,12 @@ class HiddenStateBuffer(_Tables):
         self._every.flags.writeable = False
         self.methods, self.whole_model = tuple(methods), whole_model
         self.others = tuple(method for method in self.methods if method != whole_model)
-        # per slot and method: position of the first token without K/V rows
-        self._first: list[dict[str, int | None]] = [dict.fromkeys(self.methods) for _ in range(slots)]
+        self.lacking: dict[tuple[int, str], int] = {}
 
     def reset(self, slot: int = 0) -> None:
         """Begins another sequence."""
-        self._first[slot] = dict.fromkeys(self.methods)
+        for method in self.methods:
+            self.set_complete(method, slot)
 
     def clear(self, slot: int) -> None:
         """Zeroes the slot's rows, which may be NaN."""
@@ -143,36 +144,28 @@ class HiddenStateBuffer(_Tables):
             self.tokens[begin : begin + len(tokens)] = tokens
         else:
             self.tokens[self.at(first, len(tokens), slot)] = tokens
-        firsts = self._first[slot]
-        for method, before in firsts.items():
+        for method in self.methods:
             if method == self.whole_model:
-                if drafted or before is None or before > first:
-                    firsts[method] = first + drafted
-            elif before is None and method not in ready:
-                firsts[method] = first
+                if drafted or self.lacking.get((slot, method), first + 1) > first:
+                    self.lacking[slot, method] = first + drafted
+            elif method not in ready:
+                self.lacking.setdefault((slot, method), first)
 
     def has_room(self, committed: int, rows: int, slot: int = 0) -> bool:
         """Whether ``rows`` more hidden states fit after ``committed`` tokens of a slot."""
         least = committed - max(self.most - rows, 0)
-        for first in self._first[slot].values():  # noqa: SIM110  (in every step)
-            if first is not None and first < least:
+        for method in self.methods:  # noqa: SIM110  (in every step)
+            if self.lacking.get((slot, method), least) < least:
                 return False
         return True
 
     def missing(self, method: str, committed: int, slot: int = 0) -> int:
         """Number of the last of ``committed`` tokens whose K/V rows the method lacks."""
-        first = self._first[slot][method]
-        return 0 if first is None else max(committed - first, 0)  # a whole model's first may be a rejected draft
-
-    def has_missing(self, method: str, slot: int = 0) -> bool:
-        """Whether the method lacks K/V rows of the slot."""
-        return self._first[slot][method] is not None
+        return max(committed - self.lacking.get((slot, method), committed), 0)  # a whole model's first may be a rejected draft
 
     def filled(self, method: str, count: int, slot: int = 0) -> None:
         """Notes that the method has the K/V rows of ``count`` more tokens."""
-        first = self._first[slot][method]
-        assert first is not None
-        self._first[slot][method] = first + count
+        self.lacking[slot, method] += count
 
     def set_complete(self, method: str, slot: int = 0) -> None:
-        self._first[slot][method] = None
+        self.lacking.pop((slot, method), None)

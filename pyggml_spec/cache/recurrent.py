@@ -103,11 +103,6 @@ class DeltaState:
         if self.inline:
             self.accepted[0] = 0
 
-    def after_block(self, covered: SlotRange) -> None:
-        """After a step with blocks in these slots: none of their rows is accepted yet."""
-        self.accepted[covered.part] = 0
-        self.uncommitted = True
-
     def after_rows(self, width: int) -> None:
         """After a step that wrote the states itself: prefill (``width`` 0), or a plain token of one slot."""
         if self.inline:

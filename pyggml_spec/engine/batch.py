@@ -182,11 +182,15 @@ class Batch:
         errors: by slot, an error that ends its sequence alone.
         began: start, by the clock of nanoseconds; ``ms``: duration.
         graph_rows: rows that a graph verifies for the longest decode item, 0 in a prefill step.
+        checked, version: the items, and the runner's slots, for which all fields from here on but ``context`` and ``kv_bucket`` hold: a batch that is
+            computed again takes the same graph.
         rows: rows that count, by slot.
+        is_block: whether some rows may turn out wrong.
         context: tokens of the longest sequence before the step.
         computed: the items as the graph computes them: drafts that ``ModelRunner.propose`` made are given ones.
         proposed: by slot, whether the drafts that ``propose`` made are finite; ``drafted``: K/V rows that a whole model wrote meanwhile.
         slots, kind, verify_len, kv_bucket, method, n_drafts, streamed, deferred, drafting, candidates, keep_logits (masked), layers: as of ``GraphKey``.
+        kv_from: fewest tokens that ``kv_bucket`` is the bucket of.
         key: of the graph, once all of these are known.
     """
 
@@ -201,7 +205,10 @@ class Batch:
     began: int = 0
     ms: float = 0.0
     graph_rows: int = 0
+    checked: Any = None
+    version: int = -1
     rows: dict[int, int] = UNSET
+    is_block: bool = False
     context: int = 0
     computed: Mapping[int, BatchItem] = UNSET
     proposed: dict[int, bool] = UNSET
@@ -209,6 +216,7 @@ class Batch:
     slots: SlotRange = FIRST
     kind: str = ""
     verify_len: int = 1
+    kv_from: int = 0
     kv_bucket: int = 0
     method: str = ""
     n_drafts: int = -1
@@ -219,14 +227,6 @@ class Batch:
     keep_logits: bool = False
     layers: tuple[int, ...] = ()
     key: GraphKey = NO_KEY
-
-    @property
-    def is_block(self) -> bool:
-        """Whether some rows may turn out wrong."""
-        for slot, n in self.rows.items():  # noqa: SIM110  (in every step)
-            if n > 1 and not isinstance(self.computed[slot], Prefill):
-                return True
-        return False
 
     def make_key(self) -> GraphKey:
         """``key``: of the graph that computes this batch."""

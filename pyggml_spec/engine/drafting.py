@@ -7,12 +7,14 @@ Model   draft-simple: a pass of a whole small model for each draft.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
 from ..cache.hidden import HiddenStateBuffer
 from ..cache.kv import KVCache
+from ..cache.slots import Slot
 from ..drafters.base import ChainInputs, Drafter
 from ..drafters.dflash import BlockInputs, DFlash
 from ..drafters.model import ModelDrafter
@@ -22,7 +24,6 @@ from ..ggml.step_io import StepFields
 from ..models.base import AttentionInputs, TargetInputs
 from ..models.decoder import Decoder
 from .batch import BatchItem, Draft, GraphKey
-from .slot import Slot
 
 Host = dict[str, np.ndarray]
 Items = Mapping[int, BatchItem]
@@ -63,6 +64,7 @@ class BlockDrafting:
 
     def __init__(self, drafter: DFlash, target: Decoder, kv: KVCache, alone: bool) -> None:
         self.drafter, self.target, self.kv, self.alone = drafter, target, kv, alone
+        self._block_rows, self._visible = cache(drafter.block_rows), cache(partial(drafter.last_visible, 0))
         self._windows = [(window, f"draft_first_{window}") for window in sorted(set(drafter.hp.window) - {0})]
 
     def nodes(self, g: Graph, f: StepFields, key: GraphKey, rows: dict, kv: tuple, before: Tensor | None) -> Drafted:
@@ -90,7 +92,7 @@ class BlockDrafting:
         return tuple(by_window[window] for window in self.drafter.hp.window)
 
     def fill(self, host: Host, key: GraphKey, items: Items, slots: Sequence[Slot]) -> None:
-        block, last, width = host["block"], host["draft_last"], self.drafter.block_rows(key.verify_len)
+        block, last, width = host["block"], host["draft_last"], self._block_rows(key.verify_len)
         block[:] = self.drafter.hp.mask_token
         positions = host.get("draft_positions", host["positions"])
         if "draft_positions" in host:
@@ -103,11 +105,11 @@ class BlockDrafting:
             item, n, first, real = items.get(slot), slots[slot].cursor.committed, at * width, 0
             end = first + width
             if isinstance(item, Draft):
-                real = self.drafter.block_rows(item.width)
+                real = self._block_rows(item.width)
                 block[first] = slots[slot].cursor.last_token
                 if item.masks is not None:
                     block[first + 1 : first + real] = item.masks[: real - 1]
-                last[first : first + real] = self.drafter.last_visible(n, real)
+                last[first : first + real] = n + self._visible(real)
                 last[first + real : end] = n + real - 1
             else:
                 last[first:end] = positions[first:end]  # a row that it may see, window or not: attention to none is NaN

@@ -79,7 +79,8 @@ class Engine:
             batch = batch or self.scheduler.next_batch()  # admission, decoding sequences, prompts to compute
             if batch.decoding:
                 self.planner.choose(batch)  # drafter and number of drafts, n-gram or jump-forward drafts, or none
-            self.scheduler.add_prefill(batch)  # prompt chunks
+            if batch.prefilling:
+                self.scheduler.add_prefill(batch)  # prompt chunks
             if not batch.items:
                 return bool(self.scheduler.active)  # that wait for their masks
             during = verify.compute_masks(batch, self.runner, meanwhile) if batch.constrained else meanwhile
@@ -225,7 +226,8 @@ class Engine:
     def stats(self) -> BatchStats:
         """Counts over all sequences."""
         stats = self.scheduler.stats
-        stats.rows_computed, stats.rows_used = self.runner.rows_computed, self.runner.rows_used
+        totals = self.runner.totals
+        stats.rows_computed, stats.rows_used = totals.rows_computed, totals.rows_used
         return stats
 
     @property

@@ -2,21 +2,22 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from ..cache.slots import SlotRange
+from ..cache.slots import NOTHING, SlotRange
 from ..checks import whole
 from ..errors import EngineError
 from ..ggml.device import Backend
 from ..ggml.graph import AllocatorCounters, Graph, GraphAllocator
 from ..ggml.library import ffi, lib, read_tensor
-from ..ggml.step_io import StepFields, StepIO
-from .batch import GraphKey
+from ..ggml.step_io import StepFields, StepIO, StepTimes
+from .batch import NO_KEY, GraphKey
 from .devices import Devices
 
 MEASURED_BUCKETS = 16
@@ -53,7 +54,11 @@ class HostLogits:
 
 @dataclass
 class Step:
-    """One graph with its fields. ``host``: numpy views of them; ``extra``: tensors that a caller reads itself."""
+    """One graph with its fields. ``host``: numpy views of them; ``extra``: tensors that a caller reads itself.
+
+    Attributes:
+        chosen, sound: ``ids`` and ``finite`` of the last run, as of ``read``.
+    """
 
     graph: Graph
     fields: StepFields
@@ -64,8 +69,19 @@ class Step:
     _lost: bool = False  # where they are not: some row has no largest logit, which a device reports as token -1
 
     def __post_init__(self) -> None:
+        self.chosen, self.sound = NOTHING, True
         self.host: dict[str, np.ndarray] = self.fields.host
         self._sums = {name: (self.fields.at[name], self.host[name].size) for name in SUMS if name in self.host}
+
+    def run(self, meanwhile: Callable[[], object] | None = None, read: bool = True) -> StepTimes:
+        """Computes the graph, and reads its choices."""
+        times = self.fields.run(meanwhile)
+        if read:
+            self.read()
+        return times
+
+    def read(self) -> None:
+        self.chosen, self.sound = self.ids(), self.finite()
 
     def finite(self) -> bool:
         """Whether neither NaN nor Inf came out, of the target or the drafter, in any row. Call ``ids`` first."""
@@ -122,6 +138,7 @@ class GraphCache:
         buckets: K/V buckets of the caches, ascending.
         changes: grows whenever a graph is planned, so that sizes may have changed.
         announced: families of graphs that a CPU builds when their steps come.
+        last_key, last: the graph that ``get`` returned last, while it can be used as it is; NO_KEY for none.
         built_as_announced, waited_us: of those, how many were built; microseconds that steps waited for graphs to be built or captured.
     """
 
@@ -150,6 +167,7 @@ class GraphCache:
         self.closed, self.changes, self.built_as_announced, self.waited_us = False, 0, 0, 0
         self.announced: set[GraphKey] = set()
         self._steps: dict[GraphKey, Step] = {}  # the least recently used one first
+        self.last_key, self.last = NO_KEY, cast(Step, None)
         self._reserved: set[tuple] = set()
 
     # -- what a subclass knows
@@ -171,7 +189,10 @@ class GraphCache:
     def get(self, key: GraphKey) -> Step:
         """The graph of this key, captured where the device can; built if it is missing or its memory has moved."""
         step = self.build(key)
-        return step if step.ready else self._capture(step, key)
+        if not step.ready:
+            self._capture(step, key)
+        self.last_key, self.last = key, step
+        return step
 
     def build(self, key: GraphKey) -> Step:
         """As ``get``, but not captured: for a step that may come."""
@@ -200,7 +221,7 @@ class GraphCache:
         self._make_room(key)
         return self._keep(key, self._make(key))
 
-    def _capture(self, step: Step, key: GraphKey) -> Step:
+    def _capture(self, step: Step, key: GraphKey) -> None:
         """Captures the graph before its first call: at load, while a device computes (graph_prebuilder.py), or now. Reserved ones never are."""
         step.ready = True
         if key.kind not in BY_CALLS and captures_ahead():
@@ -210,10 +231,10 @@ class GraphCache:
             if took is not None and (replay := self.io.replay) is not None:
                 replay.ahead += 1
                 replay.ahead_us += sum(took)
-        return step
 
     def drop(self, kind: str, streamed: bool = False) -> None:
         """Closes the graphs of a kind."""
+        self.last_key = NO_KEY
         for key in [key for key in self._steps if key.kind == kind and key.streamed == streamed]:
             self._steps.pop(key).graph.close()
 
@@ -276,6 +297,7 @@ class GraphCache:
 
     def _keep(self, key: GraphKey, step: Step) -> Step:
         """Plans a graph and keeps it; it is closed if it cannot be planned."""
+        self.last_key = NO_KEY  # the buffer may move
         try:
             step.graph.plan()
         except BaseException:
@@ -288,6 +310,7 @@ class GraphCache:
         return step
 
     def _make_room(self, key: GraphKey) -> None:
+        self.last_key = NO_KEY
         wanted = key.family
         family = [
             other for other in self._steps if other.kind == key.kind and other.verify_len == key.verify_len and other.family == wanted
@@ -328,4 +351,4 @@ class GraphCache:
             step.graph.close()
         for role in self.roles.values():
             role.close()
-        self._steps, self.roles, self.closed = {}, {}, True
+        self._steps, self.roles, self.closed, self.last_key = {}, {}, True, NO_KEY

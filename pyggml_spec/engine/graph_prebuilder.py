@@ -36,6 +36,7 @@ class GraphPrebuilder:
         kv, graphs = self._resources.kv, self._graphs
         self._keys, self._epoch, self._last_bucket = tuple(keys), self._resources.epoch, kv.bucket(self._committed + tokens)
         self._complete_to = -1
+        self._prepare_transitions(sorted({key.verify_len for key in keys}))
         if not self.overlaps:
             graphs.announced |= {key.family for key in keys}
             for key in keys:
@@ -48,18 +49,18 @@ class GraphPrebuilder:
                 bucket = max(self._bucket(key), kv.bucket(bucket + 1))
                 graphs.build(key.at(bucket))
 
-    def prepare_transitions(self, widths: Sequence[int], drafting: bool) -> None:
+    def _prepare_transitions(self, widths: Sequence[int]) -> None:
         """Announces the commit graphs between blocks of these widths, and from prompts into them: ten nodes each."""
-        self._graphs.plan_catch_ups(drafting)
-        if self._resources.delta is None or not self._resources.delta.inline:
+        graphs, delta = self._graphs, self._resources.delta
+        graphs.plan_catch_ups(self._resources.slots[0].drafting)
+        if delta is None or not delta.inline:
             return
-        every = self._graphs.every
-        keys = [commit_key(left, every, entered, left > 1) for left in (0, *widths) for entered in widths if left != entered]
+        keys = [commit_key(left, graphs.every, entered, left > 1) for left in (0, *widths) for entered in widths if left != entered]
         if not self.overlaps:
-            self._graphs.announced |= {key.family for key in keys}
+            graphs.announced |= {key.family for key in keys}
             return
         for key in keys:
-            self._graphs.build(key)
+            graphs.build(key)
 
     def while_computing(self, batch: Batch) -> None:
         """The device computes ``batch`` now."""

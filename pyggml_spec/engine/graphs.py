@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, cast
 from ..cache.hidden import BATCH, HiddenStateBuffer
 from ..cache.kv import KV_BUCKET, KVCache, buckets_up_to, padded
 from ..cache.recurrent import DeltaInputs
-from ..cache.slots import SlotRange
+from ..cache.slots import Slot, SlotRange
 from ..drafters.base import ContextInputs, Drafter
 from ..drafters.multi import AnyDrafter
 from ..errors import EngineError
@@ -36,7 +36,6 @@ from .batch import FIRST, Batch, GraphKey
 from .graph_cache import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphCache
 from .options import MOST_CANDIDATES, fine_width
 from .resources import Resources
-from .slot import Slot
 
 CANDIDATES = (0, 64, 256, MOST_CANDIDATES)  # of several slots: each number is a family of graphs, and a larger one always works
 NODES_BESIDE_LAYERS = 4096  # planned for what stands before and after the layers; a test counts them

@@ -38,8 +38,8 @@ class InputBuilder:
                 tokens[first : first + width] = self._slots[slot].cursor.last_token
         if self._last_hidden is not None:
             self._last_hidden_rows(host, batch)
-        if "tail" in host:
-            self._commit(step, batch)
+        if "tail" in host and self._delta is not None:  # rows of the blocks before that are committed to the states first
+            self._delta.fill_commit(step.fields.at, batch.slots)
         if "take" in host:
             assert self._delta is not None
             self._delta.fill_take(host["take"], width, batch.slots, single=True)
@@ -68,7 +68,7 @@ class InputBuilder:
         if drafting:
             self._drafts(host, batch)
         if self._delta is not None:
-            self._commit(step, batch)
+            self._delta.fill_commit(step.fields.at, batch.slots)
             if "take" in host:
                 self._delta.fill_take(host["take"], width, batch.slots)
         if "ring_rows" in host:
@@ -108,11 +108,6 @@ class InputBuilder:
         }
         names = ("positions", "kv_rows", "q_last", "q_first", "sliding_rows", "sliding_near", "on", "last", "out_row")
         return ffi.new("pgs_rows *", sizes | {name: step.fields.at[name] for name in names if name in step.fields.at})
-
-    def _commit(self, step: Step, batch: Batch) -> None:
-        """Which rows of the blocks before are committed to the states first."""
-        assert self._delta is not None
-        self._delta.fill_commit(step.fields.at, batch.slots)
 
     def _deferred(self, host: dict[str, np.ndarray], batch: Batch) -> None:
         """Where hidden states for drafters go."""

@@ -12,7 +12,6 @@ from ..ggml.device import Backend
 from ..models.decoder import Decoder
 
 WIDTHS = (2, 4, 8, 16)
-MOST_CANDIDATES = 1024  # largest logits per row that a step reads; beyond, whole rows are read
 MOST_SLOTS, MOST_WIDTH, WIDEST_CHUNK = 64, 1024, 1 << 14
 MOST_CANDIDATES = 1024  # of a row's largest logits; beyond, whole rows are read
 MOST_MASKED = (1 << 31) - 1  # values of a mask: ggml-cuda counts those of most operations in an int

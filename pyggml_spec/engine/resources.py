@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
-from ..cache.cursor import Cursor
 from ..cache.hidden import HiddenStateBuffer, LastHiddenState
 from ..cache.kv import KVCache
 from ..cache.kv_types import KVTypes, check_types
 from ..cache.recurrent import DeltaSegment, DeltaState
+from ..cache.slots import Cursor, Slot
 from ..cache.snapshot import SequenceMemory
 from ..drafters.base import Drafter
 from ..drafters.multi import AnyDrafter
@@ -23,7 +23,6 @@ from .drafting import Drafting, drafting_of
 from .graph_cache import Step
 from .masked import MaskedRows
 from .options import MOST_CANDIDATES, EngineOptions, candidate_widths, check_masks, check_options, prefill_widths
-from .slot import Slot
 
 TRASH_ROWS = 16
 ROW_BYTES = 112  # of the step buffer
@@ -163,7 +162,7 @@ class Resources:
 
     def chain_waits(self, slot: int) -> bool:
         """Whether rows of the slot's last block wait for the drafter of chains: the last hidden state is not its last token's then."""
-        return self.ring is not None and self.chain is not None and self.ring.has_missing(self.chain.method, slot)
+        return self.ring is not None and self.chain is not None and (slot, self.chain.method) in self.ring.lacking
 
     def thread_rules(self) -> list[ThreadRule]:
         """How many threads compute, of each CPU: those that have layers, and those that compute experts in host memory."""

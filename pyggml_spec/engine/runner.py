@@ -11,12 +11,12 @@ A step: ``forward`` checks the batch (state.py), chooses the graph (graphs.py), 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from time import monotonic
 from typing import Any, cast
 
 import numpy as np
 
-from ..cache.cursor import Cursor
-from ..cache.slots import SlotRange, covering
+from ..cache.slots import NOTHING, Cursor, SlotRange
 from ..checks import token_ids, whole
 from ..drafters.multi import AnyDrafter
 from ..errors import EngineError
@@ -25,8 +25,8 @@ from ..ggml.device import Backend
 from ..ggml.graph import Graph
 from ..ggml.step_io import StepTimes
 from ..models.decoder import Decoder
-from . import exact
-from .batch import FIRST, Batch, BatchItem, Draft, GraphKey, Prefill, StepOutput, Verify
+from .batch import FIRST, NO_KEY, Batch, BatchItem, Draft, GraphKey, Prefill, StepOutput, Verify
+from .exact import ExactSteps
 from .graph_cache import Step
 from .graph_prebuilder import GraphPrebuilder
 from .graphs import StepGraphs
@@ -34,7 +34,6 @@ from .inputs import InputBuilder
 from .masked import MaskedRows, masked_rows
 from .options import MOST_CANDIDATES, MOST_WIDTH, EngineOptions
 from .resources import Resources
-from .slot import NOTHING
 from .state import StateManager
 
 Meanwhile = Callable[[], object] | None
@@ -51,7 +50,7 @@ class Totals:
     rows_used: int = 0
 
 
-class ModelRunner:
+class ModelRunner(ExactSteps):
     """Owns its caches and graphs; borrows models (with their weights) and the backend.
 
     Attributes:
@@ -75,10 +74,11 @@ class ModelRunner:
             r.close()
             raise
         self.unmasked, self._tried_masked = "", False
+        self._repeated: tuple[tuple, Batch] = (), Batch({})  # the last step by name
         s = self.state
         self.release, self.accept, self.choose, self.resume = s.release, s.accept, s.choose, s.resume
         self.rollback, self.rollback_range, self.settle, self.flush = s.rollback, s.rollback_range, s.settle, s.flush
-        self.snapshot, self.restore, self.reset = s.snapshot, s.restore, s.reset
+        self.snapshot, self.restore, self.reset, self.commit = s.snapshot, s.restore, s.reset, s.commit
 
     def admit(self, drafting: bool = True, candidates: int | None = 0, masked: bool = False) -> int | None:
         """Takes the lowest free slot for a new sequence; None if there is none.
@@ -93,14 +93,6 @@ class ModelRunner:
             self.read_candidates(candidates, slot, masked)
             self.reset(drafting, slot)
         return slot
-
-    def commit(self, batch: Batch, accepted: Mapping[int, Sequence[int]]) -> None:
-        """Commits the tokens that each slot's step emitted; none of a prompt that is not complete."""
-        for slot, tokens in accepted.items():
-            if not isinstance(batch.items[slot], Prefill):
-                self.accept(len(tokens), tokens[-1], slot)
-            elif tokens:
-                self.choose(tokens[0], slot)
 
     # -- steps
 
@@ -117,50 +109,70 @@ class ModelRunner:
             ContextError: a prompt that is empty, does not fit the context or has ids outside the vocabulary.
             EngineError: a slot without a sequence, a block that was not accepted yet, a width that was not planned for.
         """
-        if self.devices.flying:
+        devices, state, threads = self.devices, self.state, self.threads
+        if devices.flying:
             raise EngineError("a group's step is still under way: land it first")
-        if not batch.rows:
-            self.check(batch)
-        if self.devices.under_way is not None and not all(isinstance(item, Prefill) for item in batch.items.values()):
-            self.resources.synchronize()
-        self.propose(batch)
-        outputs = self._verify(batch, meanwhile) if batch.is_block else self._append(batch, meanwhile)
+        if monotonic() >= CORE_MONITOR.due or threads.polls != CORE_MONITOR.polls:
+            threads.refresh()
+        if batch.checked is not batch.items or batch.version != state.version:
+            self.choose_graph(batch)
+        step = self.graph_of(batch)
+        if batch.kind == "prefill":
+            times, read = devices.run_chunk(self, step, batch, meanwhile)
+            outputs = self.after_rows(step, batch, times, read)
+            if batch.streamed:
+                devices.agree(batch)
+        else:
+            outputs = self.after(step, batch, self.run(step, batch, meanwhile))
         for slot in batch.proposed:
             if not batch.proposed[slot]:
-                self.state.check_finite(slot, False)
+                state.check_finite(slot, False)
                 outputs[slot] = replace(outputs[slot], draft_finite=False)
         return outputs
 
-    def check(self, batch: Batch) -> None:
-        """Checks the items, and fills in which rows and slots the step covers."""
-        self.state.check_open()
-        CORE_MONITOR.poll()
-        items, rows_of = batch.items, self.state.rows_of
-        if not (type(items) is dict or isinstance(items, Mapping)) or not items:
-            raise EngineError("a step needs work for at least one slot, as {slot: Prefill(...), Verify(...) or Draft(...)}")
-        batch.computed = items
-        batch.rows = {slot: rows_of(slot, item) for slot, item in items.items()}
-        self.graphs.sampling_of(batch, [self.slots[slot] for slot in items])
-        batch.slots = covering(items, len(self.slots))
-        if batch.slots.count > len(items):
-            self.state.clean_unused(batch.slots)
-        batch.context = max([s.cursor.committed for s in self.slots[batch.slots.part]])
+    def choose_graph(self, batch: Batch) -> None:
+        """Checks the items, has drafts proposed that the host reads, and chooses the graph that computes the step."""
+        self.state.check(batch)
+        graphs, prompts, drafting = self.graphs, [], {}
+        for slot, item in batch.items.items():
+            if isinstance(item, Prefill):
+                prompts.append(item)
+            elif isinstance(item, Draft):
+                drafting[slot] = item
+        if self.devices.under_way is not None and len(prompts) < len(batch.items):
+            self.resources.synchronize()
+        if drafting and any(item.proposes for item in drafting.values()):
+            self._propose(batch, drafting)
+            drafting = {}
+        rows = max(batch.rows.values())
+        batch.method, batch.n_drafts, batch.streamed, batch.deferred, batch.key = "", -1, False, False, NO_KEY
+        batch.is_block = rows > 1 and (
+            not prompts or any(n > 1 and not isinstance(batch.items[slot], Prefill) for slot, n in batch.rows.items())
+        )
+        if batch.is_block:
+            width = batch.verify_len = graphs.block_width(max([rows, *[item.verified for item in drafting.values()]]))
+            if not width:
+                raise EngineError(f"a step with drafts has at most {self.options.width} rows per slot, but a prompt has {rows}")
+            if drafting:
+                batch.kind, batch.method = "fused", self._method(drafting)
+                batch.n_drafts = graphs.drafts_of(batch.method, width, max([item.width for item in drafting.values()]) - 1)
+            else:
+                batch.kind, batch.deferred = "verify", graphs.deferred(batch.drafting) and not batch.proposed
+        # the only slot computes one token of a prompt as a chunk, as in a longer prompt; of several it may share a step of plain tokens
+        elif rows == 1 and not (prompts and len(self.slots) == 1):
+            batch.kind, batch.verify_len = "plain", 1
+        else:
+            batch.kind, batch.verify_len = "prefill", graphs.chunk_width(rows)
+            batch.streamed = graphs.streams(batch.verify_len * batch.slots.count)
+            for stream in self.target.weights.streams if batch.streamed else ():
+                stream.expect(any(item.more for item in prompts))
+        batch.checked, batch.version = None if prompts or batch.proposed else batch.items, self.state.version
 
     # -- drafts that the host reads before they are verified
 
-    def propose(self, batch: Batch) -> None:
-        """Where items say that the host reads drafts first (``Draft.proposes``): computes them, and verifies those
-        that are worth it as given ones (``Batch.computed``), padded to a width that is planned for."""
-        if batch.proposed:
-            return
-        for item in batch.items.values():
-            if isinstance(item, Draft) and item.proposes:
-                break
-        else:
-            return
-        if not batch.rows:
-            self.check(batch)
-        drafting, batch.proposed = {slot: item for slot, item in batch.items.items() if isinstance(item, Draft)}, {}
+    def _propose(self, batch: Batch, drafting: Mapping[int, Draft]) -> None:
+        """Computes drafts that the host reads, and verifies those that are worth it as given ones (``Batch.computed``), padded to a width that is
+        planned for."""
         method = self._method(drafting)
         ids, sums, confidence = self._drafts(batch, drafting, method)
         batch.drafted = self._drafted(method, drafting)
@@ -210,38 +222,25 @@ class ModelRunner:
             raise EngineError(f"{' and '.join(sorted(methods))} cannot draft in one step: a step has one drafter for all of its slots")
         return methods.pop()
 
-    # -- prompts and plain tokens, which the step itself commits
+    # -- one graph
 
-    def _append(self, batch: Batch, meanwhile: Meanwhile) -> dict[int, StepOutput]:
-        rows, items = max(batch.rows.values()), batch.computed
-        # the only slot computes one token of a prompt as a chunk, as in a longer prompt; of several it may share a step of plain tokens
-        if rows == 1 and (len(self.slots) > 1 or not isinstance(items[0], Prefill)):
-            step = self.prepare_rows(batch, "plain", 1)
-            return self.after_rows(step, batch, self.run(step, batch, meanwhile))
-        width = self.graphs.chunk_width(rows)
-        batch.streamed = self.graphs.streams(width * batch.slots.count)
-        if batch.streamed:
-            more = any(isinstance(item, Prefill) and item.more for item in items.values())
-            for stream in self.target.weights.streams:
-                stream.expect(more)
-        step = self.prepare_rows(batch, "prefill", width)
-        times, read = self.devices.run_chunk(self, step, batch, meanwhile)
-        outputs = self.after_rows(step, batch, times, read)
-        if batch.streamed:
-            self.devices.agree(batch)
-        return outputs
-
-    def prepare_rows(self, batch: Batch, kind: str, verify_len: int) -> Step:
-        """The graph of rows that are certain, with its inputs."""
-        batch.kind, batch.verify_len = kind, verify_len
-        self.state.before_rows(batch)
-        batch.kv_bucket = self.graphs.kv_bucket(kind, batch.context + verify_len)
-        step = self.graphs.get(batch.make_key())
-        self.inputs.certain(step, batch)
+    def graph_of(self, batch: Batch) -> Step:
+        """The graph of a batch, with its inputs."""
+        self.state.begin(batch)
+        graphs, tokens = self.graphs, batch.context + batch.verify_len
+        if batch.key is NO_KEY or not batch.kv_from <= tokens <= batch.kv_bucket:
+            batch.kv_from, batch.kv_bucket = tokens, graphs.kv_bucket(batch.kind, tokens)
+            batch.make_key()
+        step = graphs.last if batch.key is graphs.last_key else graphs.get(batch.key)
+        (self.inputs.block if batch.is_block else self.inputs.certain)(step, batch)
         return step
 
+    def after(self, step: Step, batch: Batch, times: StepTimes) -> dict[int, StepOutput]:
+        """Outputs of a step that was computed and read."""
+        return (self.after_block if batch.is_block else self.after_rows)(step, batch, times)
+
     def after_rows(self, step: Step, batch: Batch, times: StepTimes, read: bool = True) -> dict[int, StepOutput]:
-        """Outputs of such a step, whose rows are committed. ``read`` False: its ids were not read; what is not finite stays so until the last chunk."""
+        """Outputs of rows that are certain, and committed. ``read`` False: its ids were not read; what is not finite stays so until the last chunk."""
         self.stored(step, batch)
         width, out = batch.verify_len, {}
         if not read:
@@ -252,7 +251,7 @@ class ModelRunner:
                 s.row = 0
                 out[slot] = StepOutput(NOTHING, NOTHING, True, True, times)
             return out
-        ids, sound, tokens = step.ids(), step.finite(), step.host["tokens"]
+        ids, sound, tokens = step.chosen, step.sound, step.host["tokens"]
         for slot, n in batch.rows.items():
             s, at = self.slots[slot], slot - batch.slots.first
             s.cursor.advance(n, int(ids[at]))
@@ -262,44 +261,18 @@ class ModelRunner:
             out[slot] = StepOutput(tokens[at * width : at * width + n].copy(), ids[at : at + 1], True, finite, times)
         return out
 
-    # -- blocks, none of whose rows counts before ``accept``
-
-    def _verify(self, batch: Batch, meanwhile: Meanwhile) -> dict[int, StepOutput]:
-        step = self.prepare_block(batch)
-        return self.after_block(step, batch, self.run(step, batch, meanwhile))
-
-    def prepare_block(self, batch: Batch) -> Step:
-        """The graph of blocks, with its inputs."""
-        items, graphs = batch.computed, self.graphs
-        drafting = {slot: item for slot, item in items.items() if isinstance(item, Draft)}
-        rows = max([*batch.rows.values(), *[item.verified for item in drafting.values()]])
-        width = batch.verify_len = graphs.block_width(rows)
-        if not width:
-            raise EngineError(f"a step with drafts has at most {self.options.width} rows per slot, but a prompt has {rows}")
-        for slot in batch.slots.slots if len(items) < batch.slots.count else ():
-            if self.slots[slot].open_rows and slot not in items:
-                raise EngineError(f"this step covers slot {slot} and would take its open block away: call accept or rollback there first")
-        if drafting:
-            batch.kind, batch.method = "fused", self._method(drafting)
-            batch.n_drafts = graphs.drafts_of(batch.method, width, max([item.width for item in drafting.values()]) - 1)
-        else:
-            batch.kind, batch.deferred = "verify", graphs.deferred(batch.drafting) and not batch.proposed
-        self.state.before_block(batch)
-        batch.kv_bucket = self.kv.bucket(batch.context + width)
-        step = graphs.get(batch.make_key())
-        self.inputs.block(step, batch)
-        return step
-
     def after_block(self, step: Step, batch: Batch, times: StepTimes) -> dict[int, StepOutput]:
-        """Outputs of such a step."""
-        for slot in batch.slots.slots:  # the step has committed the blocks before
-            self.slots[slot].commit()
+        """Outputs of blocks, none of whose rows counts before ``accept``; the blocks before are committed."""
+        ids, sound, width, rows, tokens, out = step.chosen, step.sound, batch.verify_len, batch.rows, step.host["tokens"], {}
+        if len(rows) < batch.slots.count:
+            for slot in batch.slots.slots:
+                if slot not in rows:
+                    self.slots[slot].commit()
         self.stored(step, batch)
-        ids, sound, width, out = step.ids(), step.finite(), batch.verify_len, {}
         for slot, item in batch.computed.items():
-            s, n, at = self.slots[slot], batch.rows[slot], slot - batch.slots.first
-            first = at * width
-            s.tokens, s.ids, s.open_rows, s.row = step.host["tokens"][first : first + n].copy(), ids[first : first + n], n, first
+            s, n, at = self.slots[slot], rows[slot], slot - batch.slots.first
+            first, s.base = at * width, s.cursor.committed
+            s.tokens, s.ids, s.open_rows, s.row = tokens[first : first + n].copy(), ids[first : first + n], n, first
             draft_finite = target_finite = True
             if not sound:
                 if isinstance(item, Draft):
@@ -314,28 +287,31 @@ class ModelRunner:
             out[slot] = StepOutput(s.tokens, chosen, draft_finite, target_finite, times)
         return out
 
-    def run(self, step: Step, batch: Batch, meanwhile: Meanwhile) -> StepTimes:
-        """Launches a graph and waits for it."""
+    def run(self, step: Step, batch: Batch, meanwhile: Meanwhile, read: bool = True) -> StepTimes:
+        """Launches a graph, waits for it and reads its choices."""
         self.resources.last = step
-        step.fields.launch()
-        self.devices.under_way = None  # steps before this one are waited for with it
-        try:
+        if not self.prebuilder.overlaps and self.devices.under_way is None:
+            return step.run(meanwhile, read)
+
+        def during() -> None:
+            self.devices.under_way = None  # steps before this one are waited for with it
             if meanwhile is not None:
                 meanwhile()
             if self.prebuilder.overlaps:
                 self.prebuilder.while_computing(batch)
-        finally:
-            times = step.fields.wait()
-        return times
+
+        return step.run(during, read)
 
     def stored(self, step: Step, batch: Batch) -> None:
         """Counts a step, and notes which states and hidden states it has stored."""
-        totals, rows = self.totals, batch.rows
+        totals, rows, delta = self.totals, batch.rows, self.delta
         totals.forwards += 1
         totals.rows_computed += batch.verify_len * batch.slots.count
         totals.rows_used += sum(rows.values())
-        if self.delta is not None:
-            self.delta.after_block(batch.slots) if batch.kind in ("verify", "fused") else self.delta.after_rows(int(batch.kind == "plain"))
+        if delta is not None and batch.is_block:
+            delta.accepted[batch.slots.part], delta.uncommitted = 0, True
+        elif delta is not None:
+            delta.after_rows(int(batch.kind == "plain"))
         if "last_hidden" in step.host and (last_hidden := self.resources.last_hidden) is not None:
             last_hidden.at[list(rows)] = 0  # the first hidden state is that of the last committed token until more rows count
         ring = self.ring
@@ -401,55 +377,27 @@ class ModelRunner:
 
     def plain_step(self, slot: int = 0) -> StepOutput:
         """Computes the last token alone, and commits it. Follow with ``accept(1, ids[0])``."""
-        return self._by_name(slot, Verify())
+        return self._by_name(slot, Verify(), (1,))
 
     def fused_step(
         self, width: int | None = None, masks: np.ndarray | None = None, slot: int = 0, drafter: str = "", verified: int = 0
     ) -> StepOutput:
         """Drafts after the last token and verifies, in one graph. Follow with ``accept``. Arguments as of ``Draft``."""
-        return self._by_name(slot, Draft(self.options.width if width is None else width, masks, verified=verified, drafter=drafter))
+        item = Draft(self.options.width if width is None else width, masks, verified=verified, drafter=drafter)
+        return self._by_name(
+            slot, item, (item.width, drafter, verified) if masks is None and type(item.width) is type(verified) is int else ()
+        )
 
     def verify_step(self, drafts: Sequence[int], slot: int = 0) -> StepOutput:
         """Verifies given ids after the last token: a block of len(drafts) + 1 rows. Follow with ``accept``."""
         return self._by_name(slot, Verify(token_ids(drafts, self.target.n_vocab, "the block of drafts")))
 
-    def _by_name(self, slot: int, item: BatchItem) -> StepOutput:
+    def _by_name(self, slot: int, item: BatchItem, again: tuple = ()) -> StepOutput:
+        """``again``: what distinguishes this step from others, where it may be repeated as it is."""
         self.state.give_up(slot)
-        return self.step({slot: item})[slot]
-
-    def logits(self, tokens: Sequence[int], slot: int = 0) -> np.ndarray:
-        """Logits of all ``tokens`` in graphs of exactly their number of rows (chunked by the prefill chunk). F32 [T, n_vocab].
-
-        This is llama.cpp's batch shape, so results can be compared bit for bit. Commits the tokens; no drafter rows are written.
-        """
-        self.resources.synchronize()
-        return exact.logits(self, self.state.next_tokens(tokens, slot), slot)
-
-    def nodes(self, tokens: Sequence[int], slot: int = 0) -> dict[str, np.ndarray]:
-        """F32 values of the nodes that models name, of one graph over ``tokens``, which fit a chunk; empty unless ``Graph.debug`` was set."""
-        return exact.nodes(self, self.state.next_tokens(tokens, slot), slot)
-
-    def logits_together(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, np.ndarray]:
-        """Logits of all tokens of several slots, F32 [T, n_vocab] each, in one forward pass as wide as the longest (one prefill chunk at
-        most). Commits the tokens; there is no last token then, and no drafter rows are written."""
-        self.resources.synchronize()
-        batch = Batch({slot: Prefill(tokens) for slot, tokens in prompts.items()})
-        self.check(batch)
-        return exact.logits_together(self, batch)
-
-    def capture(self, tokens: Sequence[int], layers: Sequence[int], slot: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Greedy ids after each of ``tokens``, I32 [T], and the inputs of the target ``layers``, F32 [len(layers), T, n_embd].
-
-        Layer v means what it does in a drafter's ``target_layers``: n_layer is the last layer's output. Commits the tokens; no drafter rows
-        are written.
-
-        Raises:
-            ContextError: as ``prefill``.
-            EngineError: a layer that the target does not have.
-        """
-        self.resources.synchronize()
-        layers = [whole(v, "a captured layer", 0, self.target.n_layer) for v in layers]
-        return exact.capture(self, self.state.next_tokens(tokens, slot), layers, slot)
+        if not again or self._repeated[0] != (slot, *again):
+            self._repeated = (slot, *again) if again else (), Batch({slot: item})
+        return self.forward(self._repeated[1])[slot]
 
     # -- what may come after a row
 
@@ -468,6 +416,7 @@ class ModelRunner:
 
     def _expect(self, count: int | None, slot: int, masked: bool) -> None:
         s = self.slots[slot]
+        self.state.version += 1
         s.masked = masked and self._room_for_masked()
         s.candidates = None if masked and not s.masked else count
 
@@ -534,18 +483,13 @@ class ModelRunner:
 
     def prepare(self, keys: Sequence[GraphKey], tokens: int) -> None:
         """Announces the graphs (``drafting_key``, ``verify_key``) of the steps that the next ``tokens`` tokens of the first slot take, so that no step
-        waits for its graph.
+        waits for its graph; with the commit graphs between their blocks, and from prompts into them.
 
         What is needed at once is built here; graphs of the next K/V bucket are built one per step, while a GPU computes. A CPU plans for the
         largest of each role here and builds each when its step comes (``waited_us``).
         """
         self.resources.synchronize()
         self.prebuilder.prepare(keys, tokens)
-
-    def prepare_transitions(self, widths: Sequence[int]) -> None:
-        """Announces, as ``prepare`` does, the commit graphs between blocks of these widths, and from prompts into them."""
-        self.resources.synchronize()
-        self.prebuilder.prepare_transitions(widths, self.slots[0].drafting)
 
     def step_graph(self, kind: str, verify_len: int, method: str = "") -> Graph:
         """The graph that a step of the first slot would compute now."""
@@ -564,37 +508,16 @@ class ModelRunner:
         """Sequences begun so far; while it stays the same, the caches hold the same sequences."""
         return self.resources.epoch
 
-    @property
-    def built_ahead(self) -> int:
-        """Graphs that were announced and that no measured time includes: built before their steps, or on a CPU when those came."""
-        return self.prebuilder.built + self.graphs.built_as_announced
-
-    @property
-    def waited_us(self) -> int:
-        """Microseconds that steps have waited for graphs to be built or captured."""
-        return self.graphs.waited_us
-
-    @property
-    def catch_ups(self) -> int:
-        """Graphs so far that computed rows which drafters lacked."""
-        return self.state.catch_ups
-
-    @property
-    def catch_up_us(self) -> int:
-        """Microseconds that they took."""
-        return self.state.catch_up_us
-
-    @property
-    def forwards(self) -> int:
-        return self.totals.forwards
-
-    @property
-    def rows_computed(self) -> int:
-        return self.totals.rows_computed
-
-    @property
-    def rows_used(self) -> int:
-        return self.totals.rows_used
+    def counts(self) -> dict[str, Any]:
+        """All counters so far, by the names that they have in ``Stats``. graphs_built_ahead: announced graphs that no measured time includes: built before
+        their steps, or on a CPU when those came."""
+        io, counters = self.io, self.graphs.counters().values()
+        out: dict[str, Any] = {name: sum(getattr(c, name) for c in counters) for name in ("graphs_built", "buffer_growths", "computes")}
+        out |= {name: getattr(io, name) for name in ("uploads", "upload_bytes", "reads", "read_bytes")}
+        out["graphs_built_ahead"] = self.prebuilder.built + self.graphs.built_as_announced
+        if (experts := self.expert_counts()) is not None:
+            out["experts"] = experts
+        return {**out, "cuda_graphs": asdict(io.replay)} if io.replay is not None else out
 
     def not_finite(self, slot: int = 0) -> str:
         """The error text for a slot whose target produced NaN or Inf."""
@@ -644,4 +567,5 @@ class ModelRunner:
 
     def close(self) -> None:
         self.abandon()
+        self.state.version += 1
         self.resources.close()

@@ -20,10 +20,9 @@ from ..cache.slots import covering
 from ..errors import DeviceError
 from ..speculation.plan import Planner, skip_drafter_rows
 from .batch import Batch, BatchItem, Prefill, StepOutput
-from .counters import WARMUP_STEPS, Counters
 from .runner import ModelRunner
-from .sequence import Sequence
-from .stats import BatchStats
+from .sequence import CONSTRAINT, Sequence
+from .stats import WARMUP_STEPS, BatchStats
 
 MAX_PREFILL_TOKENS_WITH_DECODE = 128
 MASK_TIMEOUT_S, LONE_MASK_TIMEOUT_S = 0.002, 0.02  # wait for a late mask where other sequences can step meanwhile, and where none can
@@ -52,8 +51,9 @@ class Scheduler:
         self._late: list[Sequence] = []  # of these, those that wait for their masks
         self._masks: list[Sequence] = []  # of the decoding ones, those under a constraint
         self._interruptible: list[Sequence] = []
+        self._batch = Batch({})  # of the steps that decode the same sequences, without prompts
         self._prefill_next = True
-        self._counters: Counters | None = None  # of the sequence in an only slot
+        self._counts: list[dict] = []  # counters of the runner when the sequence of an only slot began, and after its first steps
 
     # -- from any thread
 
@@ -93,22 +93,19 @@ class Scheduler:
         if self._interruptible and self._check_interrupts():
             self._regroup()
         prefilling = self._reuse_prefixes() if self._prefilling else []
-        batch = Batch({}, None, self._decoding, prefilling, self._by_slot, self._masks)
-        batch.began = time.perf_counter_ns()
+        if prefilling:
+            batch = Batch({}, None, self._decoding, prefilling, self._by_slot, self._masks)
+        else:
+            self._prefill_next, batch = True, self._batch
+        batch.plan, batch.began = None, time.perf_counter_ns()
         return batch
 
     def add_prefill(self, batch: Batch) -> None:
         """Adds prompt tails to a decode step, or makes the step a prefill step where it is the prompts' turn."""
-        if not batch.prefilling:
-            self._prefill_next = True
-            return
         items, n_slots = batch.items, len(self._runner.slots)
         if batch.decoding:
             if any(item.rows > 1 for item in items.values()):
-                width, slots = (
-                    batch.plan.verify_len,
-                    2 * covering(items, n_slots).count,
-                )  # twice the rows cost less than a step of their own
+                width, slots = batch.plan.verify_len, 2 * covering(items, n_slots).count  # twice the rows cost less than another step
                 for s in batch.prefilling:
                     if s.remaining <= width and covering((*items, s.slot), n_slots).count <= slots:
                         items[s.slot] = Prefill(s.prompt[s.computed :])
@@ -127,7 +124,7 @@ class Scheduler:
         stats.seconds += spent * 1e-9
         stats.decoding[len(batch.decoding)] += 1
         stats.prompt_steps += not batch.decoding
-        rows, longest, threads_now, calm = 1, 0, threads.now, threads.calm
+        rows, longest = 1, 0
         for slot, item in batch.items.items():
             seq, out = self._by_slot[slot], output[slot]
             try:
@@ -137,18 +134,18 @@ class Scheduler:
                 if isinstance(item, Prefill):
                     self._finish_chunk(seq, item, tokens)
                 else:
-                    wait = now - seq.last_step
-                    seq.finish_step(tokens, out.tokens.size)
+                    wait, seq.last_step = now - seq.last_step, now
+                    seq.rows = seq.planned_rows or out.tokens.size
                     if seq.rows > rows:  # noqa: PLR1730  (in every step)
                         rows = seq.rows
                     if wait > longest:  # noqa: PLR1730
                         longest = wait
-                    seq.stats.add_time(seq.rows, wait, threads_now, calm, 1e-9 * (now - seq.since), spent // 1000, out.times)
-                    seq.last_step = now
+                    timing = seq.rows, wait, threads.now, threads.calm, 1e-9 * (now - seq.since), spent // 1000, out.times
+                    self._add_tokens(seq, tokens, out.tokens.size, timing)
                     if not out.draft_finite:  # no more drafts
                         self.changed = True
-                    if self._counters is not None and seq.stats.steps == WARMUP_STEPS:
-                        self._counters.warm()
+                    if self._counts and seq.stats.steps == WARMUP_STEPS:
+                        self._counts.append(self._runner.counts())
                 if tokens:
                     stats.emitted += len(tokens)
                     seq.outputs.append((tokens, seq.offered))
@@ -162,6 +159,22 @@ class Scheduler:
             batch.graph_rows = self._planner.graph_rows[rows]
             stats.widths[batch.graph_rows] += 1
             stats.longest_wait = max(stats.longest_wait, 1e-9 * longest)
+
+    @staticmethod
+    def _add_tokens(seq: Sequence, tokens: list[int], rows: int, timing: tuple) -> None:
+        """A decode step that verified ``rows`` rows of ``seq`` emitted ``tokens``."""
+        seq.history += tokens
+        seq.tokens += tokens
+        seq.matched, drafts = len(tokens) - 1, len(seq.offered)
+        seq.stats.add_step(rows, seq.matched, seq.by_drafter, drafts, seq.source, timing)
+        if seq.ngram is not None:
+            seq.ngram.extend(tokens)
+        if (jump := seq.jump_forward) is not None:
+            if seq.source == CONSTRAINT:
+                jump.observe(drafts, seq.matched)
+                seq.stats.forced, seq.stats.forced_matched = jump.drafted, jump.matched
+            elif seq.by_drafter or rows > 1:
+                jump.observe_drafter(seq.matched)
 
     def fail_all(self, error: BaseException) -> None:
         """An error of the step itself ends every sequence with a slot."""
@@ -181,6 +194,7 @@ class Scheduler:
         self._constrained = [s for s in active if not s.remaining and s.constraint is not None]
         self._decoding = [s for s in active if not s.remaining and s not in self._late]
         self._masks = [s for s in self._decoding if s.constraint is not None]
+        self._batch = Batch({}, None, self._decoding, [], self._by_slot, self._masks)
         slots = [s.slot for s in self._decoding]
         self._planner.regroup(self._decoding, covering(slots, len(self._runner.slots)).count if slots else 0)
         for seq in self._decoding:
@@ -239,7 +253,7 @@ class Scheduler:
                 self.active.append(self._waiting.popleft())  # first: an error from now on ends it and frees its slot
                 try:
                     if len(runner.slots) == 1:
-                        self._counters = Counters(runner)
+                        self._counts = [runner.counts()]
                     self._planner.admit(seq)
                     if self.prefixes is not None:
                         self._share_prefix(seq, self.prefixes)
@@ -379,9 +393,10 @@ class Scheduler:
             seq.stats.width_reason = self._planner.reason(seq) or seq.stats.width_reason
         seq.finish()
         if active:
-            if self._counters is not None:
-                self._counters.fill(seq.stats)
-                self._counters = None
+            if self._counts:
+                now, self._counts = [*self._counts, self._runner.counts()], []
+                seq.stats.add_counts(now[0], now[1], now[-1])
+                seq.stats.memory = self._runner.memory()
             self._runner.read_candidates(0, seq.slot) if seq.keeps_slot else self._runner.release(seq.slot)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Protocol
+from typing import Any
 
 from ..checks import token_ids, whole
 from ..constraints.jump_forward import JumpForward
@@ -116,32 +116,25 @@ class Limits:
         """Tokens that can still be emitted."""
         return (self._most if self._max_tokens is None else min(self._most, self._max_tokens)) - self.emitted
 
-    def passes(self, token: int) -> bool:
-        """Counts ``token``; whether another one may follow."""
-        self.emitted += 1
-        if self._completes is not None and (why := self._completes(token)):
-            self.reason = why
-        elif self._is_end(token):
-            self.reason = END
-        elif self.emitted == self._max_tokens:
-            self.reason = LENGTH
-        elif self.emitted >= self._most:
-            self.reason = CONTEXT
-        return not self.reason
-
-
-class Driver(Protocol):
-    """The engine that runs a sequence's steps."""
-
-    def drive(self, sequence: "Sequence") -> None: ...
-
-    def end(self, sequence: "Sequence") -> None: ...
-
-    def wake(self) -> None: ...
+    def take(self, tokens: Tokens[int]) -> int:
+        """Counts ``tokens`` up to the one that ends the sequence; returns how many those are."""
+        for count, token in enumerate(tokens, 1):
+            self.emitted += 1
+            if self._completes is not None and (why := self._completes(token)):
+                self.reason = why
+            elif self._is_end(token):
+                self.reason = END
+            elif self.emitted == self._max_tokens:
+                self.reason = LENGTH
+            elif self.emitted >= self._most:
+                self.reason = CONTEXT
+            if self.reason:
+                return count
+        return len(tokens)
 
 
 class Sequence:
-    """Made by ``Engine.submit``. Iterate it for the tokens of each step, the first token alone; ``cancel`` it at any time.
+    """Made by ``Engine.submit``, whose ``engine`` runs its steps. Iterate it for the tokens of each step, the first token alone; ``cancel`` it at any time.
 
     Attributes:
         tokens: output so far.
@@ -161,7 +154,7 @@ class Sequence:
     """
 
     def __init__(
-        self, engine: Driver, prompt: list[int], options: GenerationOptions, stats: Stats, n_vocab: int, width: int, speculating: bool
+        self, engine: Any, prompt: list[int], options: GenerationOptions, stats: Stats, n_vocab: int, width: int, speculating: bool
     ) -> None:
         self._engine, self._n_vocab = engine, n_vocab
         self.prompt, self.history, self.options, self.stats = prompt, prompt[:], options, stats
@@ -288,23 +281,6 @@ class Sequence:
         if len(ids) > count:
             raise ContextError(f"the scripted drafter gave {len(ids)} ids where {count} were asked for")
         return ids
-
-    def finish_step(self, tokens: list[int], rows: int) -> None:
-        """A decode step that verified ``rows`` rows emitted ``tokens``."""
-        self.rows = self.planned_rows or rows
-        self.history += tokens
-        self.tokens += tokens
-        self.matched = matched = len(tokens) - 1
-        stats, drafts = self.stats, len(self.offered)
-        stats.add_step(rows, matched, self.by_drafter, drafts, self.source)
-        if self.ngram is not None:
-            self.ngram.extend(tokens)
-        if self.jump_forward is not None:
-            if self.source == CONSTRAINT:
-                self.jump_forward.observe(drafts, matched)
-                stats.forced, stats.forced_matched = self.jump_forward.drafted, self.jump_forward.matched
-            elif self.by_drafter or rows > 1:
-                self.jump_forward.observe_drafter(matched)
 
     # -- clocks
 

@@ -5,11 +5,11 @@ compute K/V rows from the hidden-state buffer in batches (kind catchup).
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ..cache.slots import SlotRange, covering
+from ..cache.slots import Slot, SlotRange, covering
 from ..cache.snapshot import Snapshot
 from ..checks import token_ids, whole
 from ..errors import ContextError, DeviceError, EngineError
@@ -18,8 +18,8 @@ from .drafting import fill_near
 from .graphs import StepGraphs, catch_up_key, commit_key
 from .options import MOST_SLOTS, MOST_WIDTH
 from .resources import Resources
-from .slot import Slot
 
+_OPEN = "slot {} has a block of {} rows that nothing was accepted of: call accept or rollback first"
 _IMPOSSIBLE = "a block of {} rows is impossible here: 2 to {} were planned for at load"
 
 
@@ -28,13 +28,14 @@ class StateManager:
 
     Attributes:
         catch_ups, catch_up_us: graphs that caught up so far, and their microseconds.
+        version: grows when slots begin or end sequences, or are read otherwise: batches have to be checked again.
     """
 
     def __init__(self, resources: Resources, graphs: StepGraphs) -> None:
         self._resources, self._graphs = resources, graphs
         self._slots, self._delta, self._ring, self._devices = resources.slots, resources.delta, resources.ring, resources.devices
         self._alone = len(resources.slots) == 1  # the only slot need not be admitted; rows beyond its cursor are never read
-        self.catch_ups = self.catch_up_us = 0
+        self.catch_ups = self.catch_up_us = self.version = 0
 
     def slot(self, slot: int) -> Slot:
         """The admitted slot of this number.
@@ -71,27 +72,40 @@ class StateManager:
 
     # -- what a step may do
 
-    def rows_of(self, slot: int, item: BatchItem) -> int:
-        """Rows that the item takes, at least 1.
+    def check(self, batch: Batch) -> None:
+        """Checks the items, and fills in which rows and slots the step covers.
 
         Raises:
             ContextError: a prompt that is empty, does not fit the context or has ids outside the vocabulary.
-            EngineError: what the slot cannot do now, or a width that was not planned for.
+            EngineError: what a slot cannot do now, or a width that was not planned for.
         """
+        self.check_open()
+        items, slots = batch.items, self._slots
+        if not (type(items) is dict or isinstance(items, Mapping)) or not items:
+            raise EngineError("a step needs work for at least one slot, as {slot: Prefill(...), Verify(...) or Draft(...)}")
+        batch.computed, batch.proposed, batch.drafted = items, {}, {}
+        batch.rows = {slot: self._rows_of(slot, item) for slot, item in items.items()}
+        self._graphs.sampling_of(batch, [slots[slot] for slot in items])
+        batch.slots = covering(items, len(slots))
+        if batch.slots.count > len(items):
+            for index in batch.slots.slots:  # what ended sequences left
+                if not slots[index].used:
+                    self._clean(index)
+        batch.context = max([s.cursor.committed for s in slots[batch.slots.part]])
+
+    def _rows_of(self, slot: int, item: BatchItem) -> int:
+        """Rows that the item takes, at least 1."""
         s, options = self.slot(slot), self._resources.options
-        if s.open_rows:
-            raise EngineError(f"slot {slot} has a block of {s.open_rows} rows that nothing was accepted of: call accept or rollback first")
         if isinstance(item, Prefill):
+            if s.open_rows:
+                raise EngineError(_OPEN.format(slot, s.open_rows))
             ids = self._fitting(s, item.tokens)
             if ids.size > options.chunk:
                 raise EngineError(f"a prompt of {ids.size} tokens in one step: the widest chunk is {options.chunk}")
             return ids.size
         if not isinstance(item, (Verify, Draft)):
             raise EngineError(f"the work of slot {slot} is {item!r}: use Prefill, Verify or Draft")
-        if s.cursor.last_token is None:
-            raise EngineError(f"slot {slot} has no last token: prefill a prompt first")
-        if s.cursor.room < 1:
-            raise ContextError(f"the context of {s.cursor.n_ctx} tokens is full; raise `n_ctx`")
+        self._check_decodes(slot, s)
         if isinstance(item, Draft):
             return self._rows_drafted(slot, item)
         if not len(item.drafts):
@@ -100,6 +114,47 @@ class StateManager:
         if width > options.width:
             raise EngineError(_IMPOSSIBLE.format(width, options.width))
         return width
+
+    def _check_decodes(self, slot: int, s: Slot) -> None:
+        if s.open_rows:
+            raise EngineError(_OPEN.format(slot, s.open_rows))
+        if s.cursor.last_token is None:
+            raise EngineError(f"slot {slot} has no last token: prefill a prompt first")
+        if s.cursor.room < 1:
+            raise ContextError(f"the context of {s.cursor.n_ctx} tokens is full; raise `n_ctx`")
+
+    def begin(self, batch: Batch) -> None:
+        """Before the step of a checked batch: computes what its slots lack in caches and recurrent states.
+
+        Raises:
+            ContextError, EngineError: as of ``check``.
+        """
+        slots, rows, ring, delta, context = self._slots, batch.rows, self._ring, self._delta, 0
+        for slot in rows:
+            s = slots[slot]
+            n = s.cursor.committed
+            if s.open_rows or n >= s.cursor.n_ctx:
+                self._check_decodes(slot, s)
+            context = max(context, n)
+        if len(rows) < batch.slots.count:
+            for slot in batch.slots.slots:
+                s = slots[slot]
+                context = max(context, s.cursor.committed)
+                if batch.is_block and s.open_rows:
+                    raise EngineError(
+                        f"this step covers slot {slot} and would take its open block away: call accept or rollback there first"
+                    )
+        batch.context = context
+        if ring is not None and ring.lacking:
+            self._serve_drafters(batch)
+        if delta is None:
+            return
+        if batch.is_block or delta.inline:
+            width = batch.verify_len if batch.is_block else int(batch.kind == "plain")
+            if delta.width != width:
+                self.lay_out(width)
+        elif delta.needs_commit(batch.slots):
+            self.flush(batch.slots)
 
     def _rows_drafted(self, slot: int, item: Draft) -> int:
         r, width = self._resources, whole(item.width, "the width of the block", 0, MOST_WIDTH)
@@ -155,6 +210,7 @@ class StateManager:
         s.cursor.reset()
         s.commit()
         s.used, s.sound, s.drafting = True, True, drafting and r.drafter is not None
+        self.version += 1
         r.epoch += 1
 
     def release(self, slot: int) -> None:
@@ -162,18 +218,13 @@ class StateManager:
         self._resources.synchronize()
         s = self.slot(slot)
         s.used, s.clean = False, s.clean and self._alone
+        self.version += 1
         if self._ring is not None:
             self._ring.reset(slot)
         s.cursor.reset()
         s.commit()
         if self._delta is not None:
             self._delta.accepted[slot] = 0
-
-    def clean_unused(self, covered: SlotRange) -> None:
-        """Clears what ended sequences of these slots left, before a step reads it."""
-        for index in covered.slots:
-            if not self._slots[index].used:
-                self._clean(index)
 
     def _clean(self, index: int) -> None:
         """Zeroes what the sequence before left: it may be NaN, which neither masks nor switched-off rows stop."""
@@ -201,6 +252,18 @@ class StateManager:
         return finite
 
     # -- within the last block
+
+    def commit(self, batch: Batch, accepted: Mapping[int, Sequence[int]]) -> None:
+        """Commits the tokens that each slot's step emitted; none of a prompt that is not complete."""
+        for slot, tokens in accepted.items():
+            s = self._slots[slot]
+            if isinstance(batch.items[slot], Prefill):
+                if tokens:
+                    self.choose(tokens[0], slot)
+            elif s.tokens.size and len(tokens) <= s.open_rows and s.base + len(tokens) <= s.cursor.n_ctx:
+                self.move(slot, s.base + len(tokens), tokens[-1])
+            else:
+                self.accept(len(tokens), tokens[-1], slot)
 
     def accept(self, rows: int, last_token: int, slot: int = 0) -> None:
         """Commits the first ``rows`` rows of the slot's last block; ``last_token`` is the token chosen after them."""
@@ -250,8 +313,12 @@ class StateManager:
     def move(self, slot: int, committed: int, last_token: int) -> None:
         """Accepts the rows of the last block before position ``committed``."""
         s, r = self._slots[slot], self._resources
-        s.cursor.place(committed, last_token)
-        s.open_rows = 0
+        cursor, s.open_rows = s.cursor, 0
+        cursor.committed, cursor.last_token = committed, last_token
+        if committed > cursor.max_committed:  # as Cursor.place, without calls in every step
+            cursor.max_committed = committed
+        elif committed < cursor.min_committed:
+            cursor.min_committed = committed
         if self._delta is not None:
             self._delta.accepted[slot] = committed - s.base
         if r.last_hidden is not None and not r.chain_waits(slot):
@@ -302,6 +369,7 @@ class StateManager:
             r.ring.reset(slot)
         s.cursor.reset()
         s.drafting, s.sound = snapshot.drafting, snapshot.sound
+        self.version += 1
         s.clean = s.clean and s.sound
         self.resume(snapshot.committed, snapshot.last_token, slot)
 
@@ -319,27 +387,6 @@ class StateManager:
             self._delta.accepted[slot] = 0
 
     # -- recurrent states
-
-    def before_rows(self, batch: Batch) -> None:
-        """Rows that are certain, plain tokens or chunks, are about to be written."""
-        delta, plain = self._delta, batch.kind == "plain"
-        self._make_room(1, batch.rows) if plain else self.catch_up(batch.rows)
-        if delta is None:
-            return
-        if delta.inline:
-            self.lay_out(int(plain))
-        elif delta.needs_commit(batch.slots):
-            self.flush(batch.slots)
-
-    def before_block(self, batch: Batch) -> None:
-        """Blocks are about to be computed."""
-        if batch.method or batch.deferred:
-            self._make_room(batch.verify_len, batch.rows)
-            if batch.method:
-                self.prepare_drafting(batch.rows, batch.method)
-        elif self._ring is not None:
-            self.catch_up(batch.rows, self._ring.others)
-        self.lay_out(batch.verify_len)
 
     def settle(self, slot: int | None = None) -> None:
         """Commits what is accepted in one slot, or in all: caches and recurrent states hold the whole sequences, whose lengths are final."""
@@ -390,6 +437,17 @@ class StateManager:
         delta.accepted[covered.part] = 0
 
     # -- drafter rows
+
+    def _serve_drafters(self, batch: Batch) -> None:
+        """Some drafters lack K/V rows: makes room for this step's hidden states, or computes the rows."""
+        if batch.kind == "plain" or batch.method or batch.deferred:
+            self._make_room(batch.verify_len, batch.rows)
+        if batch.method:
+            self.prepare_drafting(batch.rows, batch.method)
+        elif batch.kind == "verify" and self._ring is not None:
+            self.catch_up(batch.rows, () if batch.deferred else self._ring.others)
+        elif batch.kind != "plain":
+            self.catch_up(batch.rows)
 
     def _make_room(self, rows: int, slots: Collection[int]) -> None:
         """In the hidden-state buffer, for so many rows; slots that share a step share catch-up graphs too."""

@@ -6,12 +6,14 @@ emitted = 1 (from the prompt) + steps + matched
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from ..ggml.step_io import StepTimes
 
 LEAST_WAITED = 0.1  # seconds
 COLD, ENOUGH_PLAIN = 4, 8  # plain steps with cold caches after other steps; plain steps that make a mean
+WARMUP_STEPS = 2  # graphs that are built in later steps delay a text
+SINCE_LOAD = "graphs_built", "buffer_growths"  # counted since load, not since the generation began
 MUCH_WAITING = 0.1  # share of the time; 0.00 to 0.02 on idle cores, 0.76 with two threads on two busy ones
 
 
@@ -103,14 +105,19 @@ class Stats:
     experts: dict | None = None
     _plain_run: int = 0
 
-    def add_step(self, rows: int, matched: int, by_drafter: bool, drafts: int | None = None, source: str = "") -> None:
+    def add_step(
+        self, rows: int, matched: int, by_drafter: bool, drafts: int | None = None, source: str = "", timing: tuple | None = None
+    ) -> None:
         """Counts one decode step of ``rows`` rows that accepted ``matched`` drafts.
 
         Args:
             by_drafter: whether a drafter ran.
             drafts: rows that were drafts; None: all but the first.
             source: of the drafts, a name in ``drafters``.
+            timing: arguments of ``add_time``.
         """
+        if timing is not None:
+            self.add_time(*timing)
         drafts = rows - 1 if drafts is None else drafts
         self.steps += 1
         self.target_forwards += 1
@@ -160,6 +167,16 @@ class Stats:
             if (rest := spent - upload - compute - read) > 0:
                 host["host"] += rest
             self.seconds["decode"] = decode
+
+    def add_counts(self, before: dict[str, Any], warm: dict[str, Any], now: dict[str, Any]) -> None:
+        """Counters of the runner of a lone sequence (``ModelRunner.counts``): at its begin, after WARMUP_STEPS and at its end."""
+        for key, value in now.items():
+            old: Any = 0 if key in SINCE_LOAD else before[key]
+            setattr(self, key, value - old if isinstance(value, int) else {k: v - old[k] for k, v in value.items()})
+        built, ahead, self.buffer_growths_after_warmup = (
+            now[key] - warm[key] for key in ("graphs_built", "graphs_built_ahead", "buffer_growths")
+        )
+        self.graphs_built_after_warmup = built - ahead
 
     def snapshot(self) -> Self:
         """A copy that later steps do not change; constant parts are shared. 2 us, where ``copy.copy`` takes 8."""
@@ -239,17 +256,11 @@ class Stats:
     def as_dict(self) -> dict:
         """Plain values, JSON-ready, with the derived figures."""
         out = {k: v for k, v in self.__dict__.items() if k not in ("block_sizes", "widths", "threads", "_plain_run")}
-        out["block_sizes"] = {str(k): v for k, v in sorted(self.block_sizes.items())}
-        out["widths"] = {str(k): v for k, v in sorted(self.widths.items())}
-        out["threads"] = {str(k): v for k, v in sorted(self.threads.items())}
+        for name in ("block_sizes", "widths", "threads"):
+            out[name] = {str(k): v for k, v in sorted(getattr(self, name).items())}
         out["drafters"] = {name: list(counts) for name, counts in self.drafters.items()}
-        out["tokens_per_step"] = self.tokens_per_step
-        out["acceptance"] = self.acceptance
-        out["replay_rate"] = self.replay_rate
-        out["expert_hit_rate"] = self.expert_hit_rate
-        out["matched_per_position"] = self.matched_per_position
-        out["tokens_per_second"] = self.tokens_per_second
-        return out
+        derived = "tokens_per_step", "acceptance", "replay_rate", "expert_hit_rate", "matched_per_position", "tokens_per_second"
+        return out | {name: getattr(self, name) for name in derived}
 
 
 def _copied(counts: Counter) -> Counter:

@@ -130,14 +130,19 @@ class ThreadRule:
 
 
 class CoreMonitor:
-    """Watches the load of other processes for all backends of the process, while any rule is registered."""
+    """Watches the load of other processes for all backends of the process, while any rule is registered.
+
+    Attributes:
+        due: time of the next poll, by ``time.monotonic``; a step polls from then on.
+        polls: polls so far.
+    """
 
     def __init__(self, reader: Callable[[], CpuUsage | None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._reader, self._clock = reader or (lambda: read(allowed())), clock
         self._followed: dict[ThreadRule, Callable[[int], object]] = {}
         self._lock = threading.Lock()
         self._before: CpuUsage | None = None
-        self._next = math.inf
+        self.due = math.inf
         self.polls = 0
 
     def add(self, rule: ThreadRule, compute_with: Callable[[int], object]) -> None:
@@ -146,34 +151,34 @@ class CoreMonitor:
             if not self._followed:
                 self._before = self._reader()  # an older reading is stale
             self._followed[rule] = compute_with
-            self._next = self._before.at + POLL_S if self._before is not None else math.inf
+            self.due = self._before.at + POLL_S if self._before is not None else math.inf
         self.poll()
 
     def remove(self, rule: ThreadRule) -> None:
         with self._lock:
             self._followed.pop(rule, None)
-            self._next = self._next if self._followed else math.inf
+            self.due = self.due if self._followed else math.inf
 
     def poll(self) -> None:
-        """Called before each step: where a poll is due, updates all rules."""
-        if self._clock() < self._next or not self._lock.acquire(blocking=False):
+        """Where a poll is due, updates all rules."""
+        if self._clock() < self.due or not self._lock.acquire(blocking=False):
             return
         try:
             before, now = self._before, self._reader()
-            self._before, self._next = now, math.inf
+            self._before, self.due = now, math.inf
             if now is None:
                 return
-            self._next, cost = now.at + POLL_S, self._clock() - now.at
+            self.due, cost = now.at + POLL_S, self._clock() - now.at
             if before is None or before.process != now.process or now.at <= before.at:
                 return
-            self.polls += 1
             for rule, compute_with in self._followed.items():
                 threads = rule.threads
                 if rule.update(before, now) != threads:
                     compute_with(rule.threads)
                 if rule.threads > threads:
-                    self._next = now.at + POLL_SOON_S
-            self._next = max(self._next, now.at + cost / MAX_POLL_SHARE)
+                    self.due = now.at + POLL_SOON_S
+            self.polls += 1
+            self.due = max(self.due, now.at + cost / MAX_POLL_SHARE)
         finally:
             self._lock.release()
 
@@ -182,12 +187,15 @@ CORE_MONITOR = CoreMonitor()
 
 
 class ThreadCounts:
-    """Thread counts of the CPU backends of an engine, as of the last poll.
+    """Thread counts of the CPU backends of an engine, as of the poll before its last step, or of ``refresh``.
 
     Attributes:
         most: threads without other load, of the largest CPU backend; 0 without one.
         follow: whether other load reduces them.
-        quiet: the value of ``condition`` without other load.
+        now: threads that compute, of the largest CPU backend.
+        condition: (threads, busy) of each CPU backend; ``quiet`` is its value without other load.
+        calm: whether no other work takes cores of any backend.
+        polls: of the monitor, at the last refresh.
     """
 
     def __init__(self, rules: Sequence[ThreadRule]) -> None:
@@ -195,18 +203,11 @@ class ThreadCounts:
         self.most = max([rule.most for rule in rules], default=0)
         self.follow = any(rule.adapts for rule in rules)
         self.quiet = tuple((rule.most, False) for rule in rules)
+        self.refresh()
 
-    @property
-    def now(self) -> int:
-        """Threads that compute now, of the largest CPU backend."""
-        return max([rule.threads for rule in self._rules], default=0)
-
-    @property
-    def condition(self) -> tuple[tuple[int, bool], ...]:
-        """(threads, busy) of each CPU backend."""
-        return tuple((rule.threads, rule.busy) for rule in self._rules)
-
-    @property
-    def calm(self) -> bool:
-        """Whether no other work takes cores of any backend."""
-        return self.condition == self.quiet
+    def refresh(self) -> None:
+        """Reads the rules, after a poll where one is due."""
+        CORE_MONITOR.poll()
+        self.polls = CORE_MONITOR.polls
+        self.condition = tuple((rule.threads, rule.busy) for rule in self._rules)
+        self.now, self.calm = max([threads for threads, _ in self.condition], default=0), self.condition == self.quiet

@@ -4,7 +4,7 @@ Layout: inputs, then ``tokens`` (written by the host and the drafter), then outp
 queues upload, graph and read, ``wait`` waits for them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..checks import whole
 from ..errors import EngineError
 from .device import Backend
 from .graph import Graph
-from .library import Tensor, check, check_present, ffi, lib, new_err, raise_error, text
+from .library import Tensor, check_present, ffi, lib, new_err, raise_error, text
 from .shapes import require
 
 _TYPES = {
@@ -274,10 +274,9 @@ class StepFields:
 
     def launch(self) -> None:
         """Queues upload, graph and read. Asynchronous on GPUs; complete on return on CPUs."""
-        read_start = self._end if self._read_start is None else self._read_start
+        io, read_start = self.io, self._end if self._read_start is None else self._read_start
         size = self._end - read_start
         self._queue(read_start, size)
-        io = self.io
         io.uploads += 1
         io.upload_bytes += self._upload_end
         if size:
@@ -287,8 +286,9 @@ class StepFields:
             self._count_replay(io.replay)
 
     def _queue(self, read_start: int, size: int) -> None:
-        args = (self.io.handle, self.graph.handle, self._upload_end, read_start, size, self._times, self._err)
-        check(lib.pgs_step_launch(*args), self._err)
+        err = self._err
+        if lib.pgs_step_launch(self.io.handle, self.graph.handle, self._upload_end, read_start, size, self._times, err):
+            raise_error(err)
 
     def _count_replay(self, counters: ReplayCounters) -> None:
         self._calls += 1
@@ -305,7 +305,12 @@ class StepFields:
             check_present(self.io.workers)
         return StepTimes(times.upload, times.compute, times.read)
 
-    def run(self) -> StepTimes:
-        """``launch`` and ``wait``."""
+    def run(self, meanwhile: Callable[[], object] | None = None) -> StepTimes:
+        """``launch`` and ``wait``; ``meanwhile`` is called between them."""
         self.launch()
-        return self.wait()
+        try:
+            if meanwhile is not None:
+                meanwhile()
+        finally:
+            times = self.wait()
+        return times

@@ -127,7 +127,7 @@ class MultiDevice(Devices):
         if self.under_way is not None:
             self.synchronize()
         batch = Batch(dict(items))
-        self.lanes[group].check(batch)
+        self.lanes[group].choose_graph(batch)
         self.check_landed(batch.slots)
         self._flights[group] = self.lanes[group].launch(batch)
 

@@ -36,7 +36,7 @@ class LaneRunner(ModelRunner):
 
     def launch(self, batch: Batch) -> Flight:
         """Begins a pass of plain tokens or blocks; ``land`` waits for it."""
-        step = self.prepare_block(batch) if batch.is_block else self.prepare_rows(batch, "plain", 1)
+        step = self.graph_of(batch)
         flight = Flight(step, batch)
         self.devices.flying.update(dict.fromkeys(batch.slots.slots, step))
         try:
@@ -58,7 +58,8 @@ class LaneRunner(ModelRunner):
         finally:
             self._forget(batch)
         self.resources.last = step
-        return (self.after_block if batch.is_block else self.after_rows)(step, batch, times)
+        step.read()
+        return self.after(step, batch, times)
 
     def _forget(self, batch: Batch) -> None:
         for slot in batch.slots.slots:

@@ -4,9 +4,9 @@ Before a chunk they are copied to the device that computes it, and its new rows 
 The copies stay valid, so that the next chunk copies only what was written since.
 """
 
-from ..cache.cursor import Cursor
 from ..cache.kv import KVCache
 from ..cache.recurrent import DeltaState
+from ..cache.slots import Cursor
 from ..cache.snapshot import Pieces, SequenceMemory
 from ..ggml.library import lib
 

@@ -1,7 +1,6 @@
 """How many draft tokens are accepted: a survival curve per sequence and method, with what all sequences showed as its prior."""
 
 from itertools import accumulate
-from typing import Protocol
 
 DECAY = 0.95  # weight of a block one step later: half of the weight lies on the last 13 steps
 PRIOR_DECAY = 0.995  # the same of what all sequences showed, per block
@@ -11,7 +10,21 @@ PRIOR_SHARE, PRIOR_WEIGHT = 0.125, 16.0  # share of their blocks that all sequen
 LEAST_CHANCE = 0.01  # of a draft token: nothing is certain
 
 
-class AcceptancePrior:
+class Counts:
+    """By position: how often a draft token was verified with all before it accepted (``tries``), and how often it was accepted (``hits``)."""
+
+    def __init__(self, positions: int) -> None:
+        self.tries, self.hits = [0.0] * positions, [0.0] * positions
+
+    def count(self, decay: float, offered: int, matched: int) -> None:
+        """A block of ``offered`` draft tokens, of which the first ``matched`` were accepted; older blocks weigh ``decay`` less."""
+        self.tries, self.hits = [decay * n for n in self.tries], [decay * n for n in self.hits]
+        for i in range(min(offered, matched + 1, len(self.tries))):
+            self.tries[i] += 1
+            self.hits[i] += i < matched
+
+
+class AcceptancePrior(Counts):
     """Of one method, over all sequences: how often draft token i was accepted when all before it were. Stored between sessions.
 
     Attributes:
@@ -20,12 +33,13 @@ class AcceptancePrior:
     """
 
     def __init__(self, positions: int, assumed: float = ASSUMED_ACCEPTANCE) -> None:
-        self.tries, self.hits, self.assumed, self.blocks = [0.0] * positions, [0.0] * positions, assumed, 0
+        super().__init__(positions)
+        self.assumed, self.blocks = assumed, 0
         self._odds: dict[float, list[float]] = {}
 
     def observe(self, tokens: int, matched: int) -> None:
         """A block of ``tokens`` - 1 draft tokens, of which the first ``matched`` were accepted."""
-        count_block(self, PRIOR_DECAY, tokens - 1, matched)
+        self.count(PRIOR_DECAY, tokens - 1, matched)
         self.blocks += 1
         self._odds = {}
 
@@ -51,12 +65,12 @@ class AcceptancePrior:
         return self._odds[assumed]
 
 
-class AcceptanceTracker:
+class AcceptanceTracker(Counts):
     """Of one sequence and method. A first draft token that is better than the prior's makes the odds of later ones better by the same factor."""
 
     def __init__(self, prior: AcceptancePrior) -> None:
+        super().__init__(len(prior.tries))
         self.prior, self._plain = prior, 0
-        self.tries, self.hits = [0.0] * len(prior.tries), [0.0] * len(prior.tries)
         self._tokens: list[float] | None = None
 
     def pause(self) -> None:
@@ -66,7 +80,7 @@ class AcceptanceTracker:
 
     def observe(self, tokens: int, matched: int) -> None:
         """A block of ``tokens`` - 1 draft tokens, of which the first ``matched`` were accepted."""
-        count_block(self, DECAY ** (1 + self._plain), tokens - 1, matched)
+        self.count(DECAY ** (1 + self._plain), tokens - 1, matched)
         self._plain, self._tokens = 0, None
 
     def survival(self, assumed: float | None = None, wrong: float = 0.0) -> list[float]:
@@ -90,21 +104,6 @@ class AcceptanceTracker:
     def cautious_tokens(self, wrong: float) -> list[float]:
         """The same by what was observed alone, with ``wrong`` more blocks rejected."""
         return list(accumulate(self.survival(0.0, wrong), initial=1.0))
-
-
-class Counts(Protocol):
-    """By position: how often a draft token was verified with all before it accepted, and how often it was accepted."""
-
-    tries: list[float]
-    hits: list[float]
-
-
-def count_block(counts: Counts, decay: float, offered: int, matched: int) -> None:
-    """A block of ``offered`` draft tokens, of which the first ``matched`` were accepted; older blocks weigh ``decay`` less."""
-    counts.tries, counts.hits = [decay * n for n in counts.tries], [decay * n for n in counts.hits]
-    for i in range(min(offered, matched + 1, len(counts.tries))):
-        counts.tries[i] += 1
-        counts.hits[i] += i < matched
 
 
 def _odds(chance: float) -> float:

@@ -5,10 +5,10 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
@@ -36,65 +36,47 @@ LEAST_BLOCKS, MOST_BLOCKS = 8, 1e6  # blocks that an entry needs, and that one c
 K = TypeVar("K", int, StepPlan, tuple[int, str])
 
 
-def kind_costs(engine: ModelRunner, kinds: tuple[StepPlan, ...]) -> dict[StepPlan, float]:
-    """``step_cost`` of drafting steps by plan, as far as they fit the context. Resets the sequence."""
-    random = np.random.default_rng(SEED)
-    return {
-        kind: step_cost(engine, kind.tokens, random, who=kind.method, rows=kind.verify_len)
-        for kind in kinds
-        if engine.options.n_ctx > len(START) + kind.verify_len
-    }
+def step_costs(engine: ModelRunner, steps: Sequence[K], given: bool = False) -> dict[K, float]:
+    """``step_cost`` of the steps that fit the context. Resets the sequence.
 
-
-def step_costs(engine: ModelRunner, widths: tuple[int, ...], given: bool = False) -> dict[int, float]:
-    """``step_cost`` by width, as far as they fit the context; 1: plain decoding; ``given``: of steps that verify given ids. Resets the sequence.
+    Args:
+        steps: widths (1: plain decoding), or plans.
+        given: verify given ids, without a drafter.
 
     The tokens of blocks are random: a repeated token would choose the same few experts in every row.
     """
     random = np.random.default_rng(SEED)
-    fitting = [width for width in (1, *widths) if engine.options.n_ctx > len(START) + width]
-    return {width: step_cost(engine, width, random, given=given) for width in fitting}
+    plans = {step: step if isinstance(step, StepPlan) else StepPlan.of("", cast(Any, step)) for step in steps}
+    return {
+        step: step_cost(engine, plan, random, given) for step, plan in plans.items() if engine.options.n_ctx > len(START) + plan.verify_len
+    }
 
 
-def step_cost(
-    engine: ModelRunner,
-    width: int,
-    random: np.random.Generator | None = None,
-    most: int = MOST,
-    given: bool = False,
-    who: str = "",
-    rows: int = 0,
-) -> float:
-    """Milliseconds of one step of ``width`` rows, host work included: the median of at most ``most``. Resets the sequence.
+def step_cost(engine: ModelRunner, step: StepPlan, random: np.random.Generator | None = None, given: bool = False) -> float:
+    """Milliseconds of one step of this plan, host work included: the median of at most MOST. Resets the sequence. Arguments as of ``step_costs``;
+    ``random``: of the tokens of blocks.
 
-    Args:
-        random: of the tokens of blocks.
-        given: verify given ids, without a drafter.
-        who: drafting method, "" for the first.
-        rows: rows of the graph that verifies, 0 for ``width``.
+    Raises:
+        ContextError: the context holds no such step.
     """
+    width, rows, random = step.tokens, step.verify_len, random or np.random.default_rng(SEED)
     engine.reset(drafting=width > 1 and engine.drafter is not None)
     engine.prefill(START[: max(1, engine.options.n_ctx - width)])
     began = time.perf_counter()
     for n in range(1, MOST_FILL + 1):
         depth = len(START) + n * len(FILL)
-        if (
-            depth > engine.options.n_ctx // 2
-            or engine.options.n_ctx - depth < max(width, rows) + WARMUP + 3
-            or time.perf_counter() - began > FILL_S
-        ):
+        room = engine.options.n_ctx - depth >= rows + WARMUP + 3
+        if depth > engine.options.n_ctx // 2 or not room or time.perf_counter() - began > FILL_S:
             break
         engine.prefill(FILL)
-    most *= PLAIN_MORE if width == 1 and most == MOST else 1
-    runs, warmup = list[float](), WARMUP
-    random, started = random or np.random.default_rng(SEED), time.perf_counter()
-    while len(runs) < warmup + most and engine.cursor.room >= max(width, rows):
+    most, runs, warmup, started = MOST * (PLAIN_MORE if width == 1 else 1), list[float](), WARMUP, time.perf_counter()
+    while len(runs) < warmup + most and engine.cursor.room >= rows:
         began = time.perf_counter()
         ids = random.integers(0, engine.target.n_vocab, width - 1)
         if width == 1:
             result = engine.plain_step()
         else:
-            result = engine.verify_step(ids.tolist()) if given else engine.fused_step(width, ids, drafter=who, verified=rows)
+            result = engine.verify_step(ids.tolist()) if given else engine.fused_step(width, ids, drafter=step.method, verified=rows)
         engine.accept(1, int(result.ids[0]))
         runs.append(time.perf_counter() - began)
         spent = time.perf_counter() - started
@@ -102,7 +84,7 @@ def step_cost(
         if spent > LIMIT_S or (spent > ENOUGH_S and len(runs) >= warmup + 3):
             break
     if not runs:
-        raise ContextError(f"a context of {engine.options.n_ctx} holds no step of {width} rows that could be measured; raise it")
+        raise ContextError(f"a context of {engine.options.n_ctx} holds no step of {rows} rows that could be measured; raise it")
     engine.reset()
     return 1000 * statistics.median(runs[warmup:] or runs)
 
@@ -140,7 +122,7 @@ def plain_cost(scheduler: Engine, most: int, depth: int = 0, take: Callable[[lis
     return 1000 * statistics.fmean(runs[WARMUP:] or runs)
 
 
-def cost_key(engine: ModelRunner, widths: tuple[int, ...] | tuple[StepPlan, ...], given: bool = False) -> str:
+def cost_key(engine: ModelRunner, widths: Sequence[Any], given: bool = False) -> str:
     """A hash of all that costs depend on: both files (size and first MiB), device, threads, kernels, widths, context, versions, experts."""
     device, placement = engine.backend.device, engine.target.weights.placement
     parts = [
@@ -205,38 +187,28 @@ def _drafts_path(engine: ModelRunner) -> Path:
     return cache_folder() / f"drafts-{_hash([SEED, *_files(engine)])}.json"
 
 
-def cached_costs(engine: ModelRunner, widths: tuple[int, ...], fresh: bool = False, given: bool = False) -> tuple[dict[int, float], bool]:
-    """``step_costs``, and whether they come from the cache. Invalid entries are measured again.
+def cached_costs(engine: ModelRunner, steps: tuple[K, ...], fresh: bool = False, given: bool = False) -> tuple[dict[K, float], bool]:
+    """``step_costs``, of widths with that of plain decoding, and whether they come from the cache. Invalid entries are measured again.
 
     ``fresh``: measure in any case. Costs measured while other work had the processor are not stored.
     """
-    path = cache_folder() / f"costs-{cost_key(engine, widths, given)}.json"
-    stored = None if fresh else kept(path, {str(width): width for width in (1, *widths)})
-    if stored is not None and 1 in stored:
+    if not steps:
+        return {}, False
+    path = cache_folder() / f"costs-{cost_key(engine, steps, given)}.json"
+    widths = isinstance(steps[0], int)
+    names: dict[str, Any] = {
+        str(step) if widths else "/".join(map(str, cast(StepPlan, step))): step for step in ((1, *steps) if widths else steps)
+    }
+    stored = None if fresh else kept(path, names)
+    if stored and (not widths or 1 in stored):
         return stored, True
     with Waiting(engine) as waiting:
-        costs = step_costs(engine, widths, given)
-    if 1 not in costs:
+        costs = step_costs(engine, list(names.values()), given)
+    if widths and 1 not in costs:
         return {}, False
-    if not waiting.much:
-        keep(path, costs)
-    return costs, False
-
-
-def cached_kinds(engine: ModelRunner, kinds: tuple[StepPlan, ...], fresh: bool = False) -> dict[StepPlan, float]:
-    """``kind_costs``, cached as ``cached_costs`` are."""
-    if not kinds:
-        return {}
-    path = cache_folder() / f"costs-{cost_key(engine, kinds)}.json"
-    names = {"/".join(map(str, kind)): kind for kind in kinds}
-    stored = None if fresh else kept(path, names)
-    if stored is not None:
-        return stored
-    with Waiting(engine) as waiting:
-        costs = kind_costs(engine, kinds)
     if costs and not waiting.much:
-        keep(path, {name: costs[kind] for name, kind in names.items() if kind in costs})
-    return costs
+        keep(path, {name: costs[step] for name, step in names.items() if step in costs})
+    return costs, False
 
 
 def kept(path: Path, names: dict[str, K]) -> dict[K, float] | None:
@@ -266,12 +238,17 @@ class Waiting:
         self._engine = engine
 
     def __enter__(self) -> Self:
-        self._calm = self._engine is None or self._engine.threads.calm
+        self._calm = self._is_calm()
         self._began, self._waited = time.perf_counter(), cpu_wait_s()
         return self
 
     def __exit__(self, *exc: object) -> None:
         waited = cpu_wait_s()
-        self.much = not self._calm or not (self._engine is None or self._engine.threads.calm)
+        self.much = not (self._calm and self._is_calm())
         if waited is not None and self._waited is not None:
             self.much |= waited - self._waited > MUCH_WAITING * (time.perf_counter() - self._began)
+
+    def _is_calm(self) -> bool:
+        if self._engine is not None:
+            self._engine.threads.refresh()
+        return self._engine is None or self._engine.threads.calm

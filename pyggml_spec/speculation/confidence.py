@@ -34,8 +34,7 @@ class Confidence:
 
     def cost(self, slots: int, rows: int) -> float:
         """Milliseconds of verifying so many rows of each slot; until such steps have run, what as many rows of one slot cost."""
-        known = self.costs.get((slots, rows))
-        return known if known is not None else as_of_one(self.costs, self._rows, slots * rows)
+        return self.costs.of_rows(slots, rows, self._rows)
 
     def worth(self, ratings: Mapping[int, Sequence[float]], pace: float, slots: int = 1) -> int:
         """How many draft tokens of each block to verify, by the confidence in those of each slot, where other steps bring ``pace`` tokens per millisecond."""
@@ -67,9 +66,3 @@ class Confidence:
             return 0.0
         whole = self.cost(slots, rows)
         return sum(share * max(whole - self.cost(slots, cut), 0.0) for cut, share in self._cuts[slots].items() if share and cut < rows)
-
-
-def as_of_one(costs: CostModel, widths: Sequence[int], rows: int) -> float:
-    """Milliseconds of so many rows of several slots, by what rows of one cost: those of the next wider step, or in proportion beyond the widest."""
-    widest = max(widths)
-    return costs[1, min((width for width in widths if rows <= width), default=widest)] * max(1.0, rows / widest)

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 RATE = 0.05  # least weight of one step
 MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand
@@ -14,32 +14,22 @@ COLD_RATE, COLD = 0.9, 0.9  # weight of a step with cold caches, and the part of
 TOO_SLOW = 0.6  # measured costs are outdated where a quarter of the steps take less than this part of them
 
 
-class CostModel:
-    """Keys are hashable; the policy's are (slots, plan).
+class CostModel(dict[Hashable, float]):
+    """Milliseconds by key; the policy's keys are (slots, plan).
 
-    ``measured``: milliseconds by key, measured beforehand. ``relative``: in a unit of their own, which the first steps tell.
+    ``measured``: of these, those that were measured beforehand. ``relative``: in a unit of their own, which the first steps tell.
     """
 
     def __init__(self, measured: Mapping[Hashable, float], relative: bool = False) -> None:
+        super().__init__(measured)
         self.measured, self._relative = dict(measured), relative
-        self._ms, self._steps = dict(measured), Counter[Hashable]()
-        self._fast = Counter[Hashable]()
-        self._base: dict[Hashable, float] = (
-            dict(measured) if relative else {}
-        )  # of another condition, where a key has no step under this one
+        self._steps, self._fast = Counter[Hashable](), Counter[Hashable]()
+        # of another condition, where a key has no step under this one
+        self._base: dict[Hashable, float] = dict(measured) if relative else {}
         self._unseen: set[Hashable] = set(measured) if relative else set()
         self._condition: Hashable = None
         self._looks = -1
         self._stored: dict[Hashable, tuple[tuple, tuple]] = {}
-
-    def __getitem__(self, key: Hashable) -> float:
-        return self._ms[key]
-
-    def get(self, key: Hashable) -> float | None:
-        return self._ms.get(key)
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._ms
 
     def steps(self, key: Hashable) -> int:
         """Observed under this condition."""
@@ -49,18 +39,26 @@ class CostModel:
         """Whether the cost was measured, or learnt from enough steps."""
         return key in self.measured or self._steps[key] >= TRIES
 
+    def of_rows(self, slots: int, rows: int, widths: Sequence[int]) -> float:
+        """Where keys are (slots, rows): until such steps have run, what as many rows of one slot cost: those of the next wider step, or in proportion
+        beyond the widest of ``widths``, which are ascending."""
+        if (known := self.get((slots, rows))) is not None:
+            return known
+        total, widest = slots * rows, widths[-1]
+        return self[1, next((width for width in widths if total <= width), widest)] * max(1.0, total / widest)
+
     def guess(self, key: Hashable, ms: float) -> None:
         """A cost until steps with this key say otherwise."""
-        self._ms.setdefault(key, ms)
+        self.setdefault(key, ms)
 
     def learn(self, key: Hashable, ms: float, rate: float = 0.2) -> None:
         """A plain moving average."""
-        known = self._ms.get(key, 0.0)
-        self._ms[key] = known + rate * (ms - known)
+        known = self.get(key, 0.0)
+        self[key] = known + rate * (ms - known)
 
     def observe(self, key: Hashable, ms: float, cold: bool = False) -> None:
         """A step. ``cold``: caches were, so that it counts only where it is cheaper than known."""
-        known = self._ms.get(key)
+        known = self.get(key)
         if cold and known is not None and self.known(key):
             if ms < COLD * known:
                 self._set(key, known + COLD_RATE * (max(ms, known / CLAMP) - known))
@@ -74,33 +72,37 @@ class CostModel:
             self._set(key, ms)
         elif measured is None and n <= TRIES:
             if n > WARMUP:
-                self._ms[key] = ms if known is None or n == WARMUP + 1 else min(known, ms)
+                self[key] = ms if known is None or n == WARMUP + 1 else min(known, ms)
         else:
             assert known is not None
             self._fast[key] += measured is not None and ms < TOO_SLOW * measured
-            weight = max(RATE, 1 / (n - WARMUP if self._relative else n + MEASURED_WEIGHT))
-            most = CLAMP * (measured or known)
-            cost = known + weight * (min(max(ms, known / CLAMP), most) - known)
+            least, most, weight = known / CLAMP, CLAMP * (measured or known), 1 / (n - WARMUP if self._relative else n + MEASURED_WEIGHT)
+            if weight < RATE:  # noqa: PLR1730  (in every step)
+                weight = RATE
+            cost = known + weight * ((ms if least < ms < most else min(max(ms, least), most)) - known)
             if measured is not None and ms > most:
                 cost = max(cost, known + SLOW_RATE * (min(ms, CLAMP * max(measured, known)) - known))
-            self._set(key, cost)
+            if self._unseen:
+                self._set(key, cost)
+            else:
+                self[key] = cost
             if measured is not None and not n % FORGET_EVERY and not self._relative:
                 self._forget(key)
 
     def _set(self, key: Hashable, ms: float) -> None:
         """Keys without a step under this condition are taken to differ from their base as this one does."""
-        self._ms[key] = ms
+        self[key] = ms
         if self._unseen and key in self._base:
             ratio = ms / self._base[key]
-            self._ms.update({other: ratio * self._base[other] for other in self._unseen})
+            self.update({other: ratio * self._base[other] for other in self._unseen})
 
     def _forget(self, seen: Hashable) -> None:
         """Costs of other keys return to what was measured, or longer where the first key takes longer: keys that stalled would never be tried again."""
         first = next(iter(self.measured))
-        longer = max(1.0, self._ms[first] / self.measured[first])
+        longer = max(1.0, self[first] / self.measured[first])
         for key, measured in self.measured.items():
-            if key not in (first, seen) and (self._ms[key] > longer * measured or longer > 1):
-                self._ms[key] += FORGET_RATE * (longer * measured - self._ms[key])
+            if key not in (first, seen) and (self[key] > longer * measured or longer > 1):
+                self[key] += FORGET_RATE * (longer * measured - self[key])
 
     @property
     def outdated(self) -> bool:
@@ -117,12 +119,14 @@ class CostModel:
         if condition != self._condition:
             self._condition, self._looks = condition, -1
             if condition in self._stored:
-                self._ms, self._steps, self._base, self._unseen = map(copy.copy, self._stored[condition][0])
+                costs, self._steps, self._base, self._unseen = map(copy.copy, self._stored[condition][0])
+                self.clear()
+                self.update(costs)
             else:
-                self._base, self._unseen = dict(self._ms), set(self._ms)
+                self._base, self._unseen = dict(self), set(self)
             self._fast.clear()
             return True
         if looks != self._looks:
-            self._looks, now = looks, tuple(map(copy.copy, (self._ms, self._steps, self._base, self._unseen)))
+            self._looks, now = looks, (dict(self), *map(copy.copy, (self._steps, self._base, self._unseen)))
             self._stored[condition] = self._stored.get(condition, (now, now))[1], now
         return False

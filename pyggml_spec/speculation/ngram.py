@@ -10,11 +10,11 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from ..engine.options import MOST_SLOTS
-from .acceptance import count_block
-from .confidence import as_of_one
+from .acceptance import Counts
 from .cost_model import CostModel
 
 MOST_TOKENS = 1 << 18  # of ended sequences together: about 40 MB with their index
@@ -146,32 +146,27 @@ class Match(NamedTuple):
         return self.own, bisect_right(LENGTHS, self.length)
 
 
-class Worth:
-    """How far matches of one kind were right: per position, how often a draft was when all before it were."""
+class Worth(Counts):
+    """How far matches of one kind were right. ``chance``: of a draft, before anything was seen."""
 
     def __init__(self, chance: float, positions: int) -> None:
-        self.chance = chance  # before anything was seen
-        self.tries, self.hits = [0.0] * positions, [0.0] * positions
+        super().__init__(positions)
+        self.chance = chance
         self._tokens: list[float] | None = None
 
     def observe(self, matched: int, offered: int) -> None:
         """The first ``matched`` of ``offered`` drafts were right."""
-        count_block(self, DECAY, offered, matched)
+        self.count(DECAY, offered, matched)
         self._tokens = None
 
-    def survival(self) -> list[float]:
-        """The probability that the first 1, 2, ... drafts are right; what was seen of one position is what the next is thought to be like."""
-        out, alive, chance = [], 1.0, self.chance
-        for tries, hits in zip(self.tries, self.hits):
-            chance = (hits + PRIOR_WEIGHT * chance) / (tries + PRIOR_WEIGHT)
-            alive *= chance
-            out.append(alive)
-        return out
-
     def tokens(self) -> list[float]:
-        """The tokens that verifying the first 0, 1, 2, ... drafts is expected to give."""
+        """The tokens that verifying the first 0, 1, 2, ... drafts is expected to give; what was seen of one position is the prior of the next."""
         if self._tokens is None:
-            self._tokens = list(accumulate(self.survival(), initial=1.0))
+            chances, chance = [], self.chance
+            for tries, hits in zip(self.tries, self.hits):
+                chance = (hits + PRIOR_WEIGHT * chance) / (tries + PRIOR_WEIGHT)
+                chances.append(chance)
+            self._tokens = list(accumulate(accumulate(chances, mul), initial=1.0))
         return self._tokens
 
 
@@ -343,8 +338,7 @@ class NgramMethod:
 
     def cost(self, slots: int, rows: int) -> float:
         """Milliseconds of verifying so many rows of each slot; until such steps have run, what as many rows of one slot cost."""
-        known = self.costs.get((slots, rows))
-        return known if known is not None else as_of_one(self.costs, (1, *self.widths), slots * rows)
+        return self.costs.of_rows(slots, rows, (1, *self.widths))
 
     def finds_nothing(self, slots: int, sequence: NgramDrafts) -> bool:
         """Whether ``choose`` would return NOTHING for this one sequence with a plain step, as mostly."""

@@ -48,6 +48,7 @@ class Planner:
             drafting = [StepPlan.of(m.method, n) for m in runner.drafter.methods for n in widths if 1 < n <= m.block_size]
             self.policy = SpeculationPolicy([*drafting, *kinds])
         self.width, self.width_reason = width or runner.options.width, ""
+        self._pinned = StepPlan.of("", self.width)
         self.plan, self.slots = PLAIN_STEP, 1
         self.graph_rows = [next((w for w in (1, *widths) if n <= w), n) for n in range(runner.options.width + 1)]
         # of the decoding sequences
@@ -57,7 +58,9 @@ class Planner:
         self._indexes: list[NgramDrafts | None] = []  # empty where none has one
         self._plain_tokens: list[float] = []
         self._jump_forward: list[SequenceState] = []
+        self._simple = False  # whether they do what the plan says, whatever they have emitted
         # of the step
+        self._repeated: tuple[StepPlan, dict[int, BatchItem]] | None = None  # the items of a plan, where the last step had these
         self._since_choice = 0  # steps since the policy learnt something: until then it would choose the same
         self._plain_run = 0
         self._expected: tuple[list[float], float] | None = None  # tokens per sequence, and milliseconds, of the step without n-gram drafts
@@ -68,6 +71,7 @@ class Planner:
     def pin_width(self, width: int, reason: str = "") -> None:
         """Every verify step has ``width`` rows from now on, 1 for plain decoding; ``reason`` goes into the statistics of later sequences."""
         self.width, self.policy, self.width_reason, self._since_choice = width, None, reason, 0
+        self._pinned = StepPlan.of("", width)
 
     @property
     def settled(self) -> bool:
@@ -98,7 +102,6 @@ class Planner:
         if seq.jump_forward is not None or seq.ngram is not None:
             verify = [runner.verify_key(w) for w in candidate_widths(seq.options.width) if w > 1]
             keys = list(dict.fromkeys([*keys, *verify]))
-        runner.prepare_transitions(sorted({key.verify_len for key in keys}))
         runner.prepare(keys, seq.limits.left)
 
     def _graph_keys(self, seq: SequenceState) -> list[GraphKey]:
@@ -108,7 +111,7 @@ class Planner:
             return [runner.verify_key(seq.verify_len)]
         if not seq.speculating or (seq.options.drafts is None and not runner.slots[0].drafting):
             return [runner.verify_key(1)]
-        plans = [StepPlan.of("", self.width)] if self.policy is None else self.policy.plans
+        plans = [self._pinned] if self.policy is None else self.policy.plans
         if seq.options.drafts is not None:
             return [runner.verify_key(width) for width in sorted({plan.tokens for plan in plans})]
         drafting = [plan for plan in plans if plan.tokens > 1]
@@ -147,21 +150,25 @@ class Planner:
         self._drafting = any(s.speculating for s in decoding)
         self._indexes = [s.ngram for s in decoding] if any(s.ngram is not None for s in decoding) else []
         self._plain_tokens = [1.0] * len(decoding)
+        self._repeated = None
+        self._simple = not any(s.constraint is not None or s.options.drafts is not None or s.options.mode == REFERENCE for s in decoding)
 
     def next_plan(self) -> StepPlan:
         """The policy's choice for the next step."""
-        return StepPlan.of("", self.width) if self.policy is None else self.policy.choose(self.slots, self._acceptance)
+        return self._pinned if self.policy is None else self.policy.choose(self.slots, self._acceptance)
 
     def choose(self, batch: Batch) -> None:
         """Fills ``batch.plan``, unless it is set, and the items of decoding sequences."""
-        decoding, items = batch.decoding, batch.items
-        self._catch_up_us, self._waited_us = self._runner.catch_up_us, self._runner.waited_us
+        decoding, items = batch.decoding, dict[int, BatchItem]()
+        batch.items = items
+        self._catch_up_us, self._waited_us = self._runner.state.catch_up_us, self._runner.graphs.waited_us
         for s in self._jump_forward:
-            if (item := self._jump(s)) is not None:
-                items[s.slot] = item
-        self._ngram_choice, self._weighed = None, False
-        if len(items) == len(decoding):
-            batch.plan = StepPlan.of("", self.width)
+            if (jump := self._jump(s)) is not None:
+                items[s.slot] = jump
+        self._ngram_choice, self._weighed, repeated = None, False, self._repeated
+        self._repeated = None
+        if items and len(items) == len(decoding):
+            batch.plan = self._pinned
             return
         if batch.plan is not None or not self._since_choice % CHOOSE_EVERY:
             self.plan, self._expected = batch.plan or self.next_plan(), None
@@ -169,6 +176,11 @@ class Planner:
         if self._indexes and self._match(batch, plan.tokens) == 1:
             plan = PLAIN_STEP
         batch.plan, weigh = plan, self._weigher(plan) if self.policy is not None and self.policy.confidence else None
+        if self._simple and not items and weigh is None and not batch.prefilling:
+            if repeated is None or repeated[0] != plan:
+                repeated = plan, {s.slot: self.item(s, plan) for s in decoding}
+            self._repeated, batch.items = repeated, repeated[1]
+            return
         for s in decoding:
             if s.slot not in items:
                 items[s.slot] = self.item(s, plan, weigh)
@@ -178,7 +190,7 @@ class Planner:
         if not seq.speculating:
             seq.offer("", [])
             return PLAIN_ITEM if seq.options.mode != REFERENCE else _fill(seq, seq.verify_len)
-        if plan.tokens == 1 or (seq.constraint is not None and seq.constraint.slow):
+        if not plan.draft_tokens or (seq.constraint is not None and seq.constraint.slow):
             seq.offer("", [])
             return _fill(seq, seq.pinned_len) if seq.pinned_len > 1 else PLAIN_ITEM
         if seq.options.drafts is None:
@@ -274,18 +286,19 @@ class Planner:
         if self.policy is None and self.ngram is None:
             return
         decoding, items = batch.decoding, batch.items
-        ms = batch.ms - 1e-3 * (self._runner.waited_us - self._waited_us)
+        ms = batch.ms - 1e-3 * (self._runner.graphs.waited_us - self._waited_us)
         contended = self._contended()
-        alone = len(items) == len(decoding)  # no prompt in the step
+        alone = not batch.prefilling or len(items) == len(decoding)  # no prompt in the step
+        matched = [s.matched for s in decoding]
         if self.ngram is not None and self._indexes and alone:
             given = not contended and not any(s.by_drafter for s in decoding)
-            self.ngram.observe(self.slots, batch.graph_rows if given else None, ms, sum([s.matched + 1 for s in decoding]))
+            self.ngram.observe(self.slots, batch.graph_rows if given else None, ms, len(matched) + sum(matched))
         if self._weighed:
             self._observe_confidence(batch, output, alone)
         if self.policy is None or (self._ngram_choice is not None and not self._ngram_choice.otherwise):
             self._since_choice += 1
             return
-        late = 1e-3 * (self._runner.catch_up_us - self._catch_up_us)
+        late = 1e-3 * (self._runner.state.catch_up_us - self._catch_up_us)
         acceptance, known = self._acceptance, alone and not contended
         matches = self._ngram_choice is not None and self._ngram_choice is not NOTHING[len(decoding)]
         other = (CONSTRAINT, self.ngram.method if self.ngram is not None else CONSTRAINT)
@@ -293,7 +306,7 @@ class Planner:
             acceptance, known = [None if s.source in other else s.acceptance for s in decoding], False
         if known or acceptance is self._acceptance or any(acceptance):
             known = known and batch.graph_rows == self.graph_rows[self.plan.verify_len]
-            self.policy.observe(self.slots, self.plan, ms, acceptance, [s.matched for s in decoding], known, late)
+            self.policy.observe(self.slots, self.plan, ms, acceptance, matched, known, late)
         self._plain_run = self._plain_run + 1 if self.plan == PLAIN_STEP else 0
         self._since_choice = 1 if self._plain_run > PLAIN_RUN and self._plain_run % CHOOSE_EVERY_PLAIN else 0
 

@@ -6,9 +6,7 @@ the target's choice after exactly the tokens before it: drafts change how many t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-
-import numpy as np
+from typing import NamedTuple
 
 from ..engine.batch import Batch, Prefill, StepOutput
 from ..engine.runner import ModelRunner
@@ -18,33 +16,14 @@ from ..errors import EngineError
 from ..sampling.sampler import Sampler
 
 
-class Choices:
-    """Logits of one slot's rows after a step, until the next one.
+class Choices(NamedTuple):
+    """What may come after the rows of one slot after a step, until the next one: the ``greedy`` token, and by row the likeliest one that the constraint
+    allows, where it is known (``allowed``)."""
 
-    Attributes:
-        greedy: greedy token after each row.
-        allowed: by row, the likeliest token that the constraint allows, where it is known.
-    """
-
-    def __init__(self, greedy: Sequence[int], runner: ModelRunner, slot: int = 0, allowed: dict[int, int] | None = None) -> None:
-        self.greedy, self.allowed, self._runner, self._slot = greedy, allowed if allowed is not None else {}, runner, slot
-
-    def candidates(self, row: int) -> tuple[np.ndarray | None, np.ndarray]:
-        """Ids (None: the whole vocabulary) and logits that a sampler chooses from."""
-        return self._runner.candidates(row, self._slot)
-
-    @property
-    def on_device(self) -> bool:
-        """Whether the device can choose among masked tokens."""
-        return self._runner.slots[self._slot].masked
-
-    def likeliest(self, row: int, mask: np.ndarray) -> int:
-        """The likeliest of the tokens whose bits are set."""
-        return self._runner.likeliest([(self._slot, row, mask)])[0]
-
-    def largest(self, row: int, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and logits of as many of them as ``candidates`` returns."""
-        return self._runner.largest(row, mask, self._slot)
+    greedy: Sequence[int]
+    runner: ModelRunner
+    slot: int
+    allowed: Mapping[int, int] = {}
 
 
 def compute_masks(batch: Batch, runner: ModelRunner, meanwhile: Callable[[], object] | None) -> Callable[[], object] | None:
@@ -120,7 +99,7 @@ def _verified(seq: SequenceState, output: StepOutput, runner: ModelRunner) -> li
     drafts, imposed = seq.offered, False
     if options.synthetic is not None and seq.source != CONSTRAINT:
         drafts, imposed = constraint.synthetic(drafts) if constraint is not None else drafts[: options.synthetic.draw(len(drafts))], True
-    choices = Choices(output.ids.tolist(), runner, seq.slot, constraint.allowed if constraint is not None else None)
+    choices = Choices(output.ids.tolist(), runner, seq.slot, constraint.allowed if constraint is not None else {})
     return choose_tokens(choices, drafts, seq.limits, options.sampler, imposed)
 
 
@@ -129,7 +108,7 @@ def first_token(choices: Choices, prompt: Sequence[int], limits: Limits, sampler
     if sampler is not None:
         sampler.accept_prompt(prompt)
     token = _choose(choices, 0, sampler)
-    limits.passes(token)
+    limits.take([token])
     return token
 
 
@@ -140,29 +119,36 @@ def choose_tokens(
 
     Args:
         drafts: of rows 1, 2, ....
-        limits: of the sequence; consulted once per token.
+        limits: of the sequence.
         imposed: drafts count as chosen (synthetic acceptance).
     """
+    if sampler is None and not imposed:
+        greedy, matched = choices.greedy, 0
+        while matched < len(drafts) and drafts[matched] == greedy[matched]:
+            matched += 1
+        chosen = list(greedy[: matched + 1])
+        return chosen[: limits.take(chosen)]
     tokens: list[int] = []
     for row, draft in enumerate([*drafts, None]):
         token = _impose(choices, row, draft, sampler) if imposed and draft is not None else _choose(choices, row, sampler)
         tokens.append(token)
-        if not limits.passes(token) or token != draft:
+        limits.take((token,))
+        if limits.reason or token != draft:
             break
     return tokens
 
 
 def _choose(choices: Choices, row: int, sampler: Sampler | None) -> int:
-    greedy = choices.greedy[row]
+    greedy, runner, slot = choices.greedy[row], choices.runner, choices.slot
     if sampler is None or sampler.accepts_argmax(greedy):
         return greedy
     if sampler.masks_on_device:
         token = choices.allowed.get(row)
-        if token is None and choices.on_device:
-            token = choices.likeliest(row, sampler.allowed())
+        if token is None and runner.slots[slot].masked:
+            token = runner.likeliest([(slot, row, sampler.allowed())])[0]
         if token is not None and sampler.accepts_argmax(token):
             return token
-    return sampler.choose(*choices.candidates(row), partial(choices.largest, row))
+    return sampler.choose(*runner.candidates(row, slot), lambda mask: runner.largest(row, mask, slot))
 
 
 def _impose(choices: Choices, row: int, draft: int, sampler: Sampler | None) -> int:

@@ -89,7 +89,7 @@ def _measure(session: Session, scheduler: Engine, count: int, mode: str, options
     if not repetition and mode == SPECULATIVE:
         scheduler.learn_widths()
     before, widths, engine = scheduler.stats.emitted, Counter(scheduler.stats.widths), scheduler.runner
-    steps, computed, used = scheduler.stats.steps, engine.rows_computed, engine.rows_used
+    steps, computed, used = scheduler.stats.steps, engine.totals.rows_computed, engine.totals.rows_used
     began = time.perf_counter()
     while scheduler.stats.emitted - before < count * options.tokens and not any(stream.ended for stream in streams):
         scheduler.step()
@@ -99,5 +99,5 @@ def _measure(session: Session, scheduler: Engine, count: int, mode: str, options
     if repetition:
         row.runs.append(emitted / seconds)
         row.ms_per_step, row.tokens_per_step = 1000 * seconds / steps, emitted / steps / count
-        row.used = (engine.rows_used - used) / (engine.rows_computed - computed)
+        row.used = (engine.totals.rows_used - used) / (engine.totals.rows_computed - computed)
         row.widths = dict(scheduler.stats.widths - widths)

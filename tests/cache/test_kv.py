@@ -7,9 +7,9 @@ from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.cache import kv_types
-from pyggml_spec.cache.cursor import Cursor
 from pyggml_spec.cache.kv import GPU_KV_BUCKET, KV_BUCKET, NOWHERE, KVCache, bucket_for, buckets_up_to, least_bucket, padded
 from pyggml_spec.cache.kv_types import MOST_CONTEXT, TYPES, KVTypes, check_types, hadamard
+from pyggml_spec.cache.slots import Cursor
 from pyggml_spec.errors import ContextError, DeviceError, EngineError, ModelError, PyspecError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.library import ffi, lib

@@ -34,6 +34,7 @@ from pyggml_spec.ggml.graph import Graph
 from pyggml_spec.ggml.library import ffi, lib, read_tensor
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.registry import TARGETS
+from pyggml_spec.speculation.policy import StepPlan
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan
 
@@ -109,8 +110,15 @@ def test_nothing_is_built_while_it_runs(session):
 @slow_with_kernels
 def test_a_constraint_finds_the_graphs_of_every_number_of_drafts(monkeypatch):
     """12 drafts of a chain, all of which may come, were verified by a graph that was not built: blocks are of 2, 4, 8 and 16 rows."""
-    monkeypatch.setattr("pyggml_spec.api.cached_costs", lambda engine, widths, *_, **__: ({1: 1.0, **{w: 0.9 * w for w in widths}}, True))
-    monkeypatch.setattr("pyggml_spec.api.cached_kinds", lambda _, kinds, *__: {k: 1.0 if k.tokens == 12 else 0.9 * k.tokens for k in kinds})
+    monkeypatch.setattr(
+        "pyggml_spec.api.cached_costs",
+        lambda engine, steps, *_, **__: (
+            {s: 1.0 if s.tokens == 12 else 0.9 * s.tokens for s in steps}
+            if not steps or isinstance(steps[0], StepPlan)
+            else {1: 1.0, **{w: 0.9 * w for w in steps}},
+            True,
+        ),
+    )
     unforeseen, prepare, add = [], GraphPrebuilder.prepare, StepGraphs._add
 
     def added(graphs, key):

@@ -267,7 +267,7 @@ def test_rows_wait_in_each_slot_for_itself(team):
                 done[slot].append((item, rows, result.tokens.tolist()))
                 if not isinstance(item, Prefill):
                     engine.accept(rows, int(result.ids[rows - 1]), slot)
-        catch_ups = engine.catch_ups
+        catch_ups = engine.state.catch_ups
         used = sum(item.rows for work in done.values() for item, *_ in work if isinstance(item, (Draft, Verify, Prefill)))
     assert 0 < catch_ups < used / 4
     for slot in (0, 1, 2):
@@ -313,7 +313,7 @@ def test_where_few_rows_can_wait_the_oldest_are_computed(team, monkeypatch, most
                     rows = 1 + i % len(result.tokens)
                     engine.accept(rows, int(result.ids[rows - 1]), slot)
             engine.rollback(engine.rollback_range(0)[0] + 1, 0)
-            waited = engine.catch_ups
+            waited = engine.state.catch_ups
             for method in BOTH:
                 done = engine.step(dict.fromkeys(range(slots), Draft(4, drafter=method)))
                 drafts.append({slot: result.tokens.tolist() for slot, result in done.items()})
@@ -342,12 +342,12 @@ def test_a_drafter_that_does_not_draft_catches_up_in_batches(files, slots):
             engine.prefill(list(range(40)), slot=slot)
         for method, runs in (("", 2), (BLOCKS, 2), (CHAIN, 2), ("", 3), (BLOCKS, 2)):
             engine.settle()
-            before = engine.catch_ups
+            before = engine.state.catch_ups
             for _ in range(60):
                 work = Draft(4, drafter=method) if method else Verify()
                 for slot, result in engine.step(dict.fromkeys(range(slots), work)).items():
                     engine.accept(1, int(result.ids[0]), slot)
-            assert engine.catch_ups - before <= runs
+            assert engine.state.catch_ups - before <= runs
             if method == CHAIN:
                 built = engine.graphs.counters()
         after = engine.graphs.counters()

@@ -207,10 +207,10 @@ def test_four_prompts_of_512_tokens(tmp_path):
     pair = Pair(tmp_path, "qwen35", n_ctx=768)
     texts, batch = [np.random.default_rng(i).integers(0, 256, 512).tolist() for i in range(4)], pair.batch(4)
     slots = [batch.admit() for _ in texts]
-    before, computes = batch.forwards, sum(c.computes for c in batch.graphs.counters().values())
+    before, computes = batch.totals.forwards, sum(c.computes for c in batch.graphs.counters().values())
     got = batch.logits_together(dict(zip(slots, texts)))
-    assert batch.forwards - before == 1 and sum(c.computes for c in batch.graphs.counters().values()) - computes == 1
-    assert batch.rows_used == batch.rows_computed == 4 * 512
+    assert batch.totals.forwards - before == 1 and sum(c.computes for c in batch.graphs.counters().values()) - computes == 1
+    assert batch.totals.rows_used == batch.totals.rows_computed == 4 * 512
     engine = pair.session.engine
     for slot, text in zip(slots, texts):
         engine.reset()
@@ -226,7 +226,7 @@ def test_four_prompts_of_512_tokens(tmp_path):
         with session.batch(4) as scheduler:
             batch = scheduler.runner
             got = batch.logits_together({batch.admit(): part for part in texts})
-            assert batch.forwards == 1
+            assert batch.totals.forwards == 1
         for slot, part in enumerate(texts):
             session.engine.reset()
             want = session.engine.logits(part)
@@ -353,7 +353,7 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
     assert (batch.admit(), batch.admit(), batch.admit()) == (0, 1, None)
     text = prompts(3, seed=4)[2]
     batch.step({0: Prefill(text)})
-    before = batch.forwards
+    before = batch.totals.forwards
     for work, error, words in (
         ({}, EngineError, "at least one slot"),
         ({2: Verify()}, EngineError, "slot 2 has no sequence"),
@@ -366,7 +366,7 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(hybrid):
         ({0: Draft(16), 1: Prefill([1] * 17)}, EngineError, "at most 16 rows"),
     ):
         fails_with(error, words, batch.step, work)
-    assert batch.forwards == before
+    assert batch.totals.forwards == before
     fails_with(EngineError, "1 rows cannot be accepted of a block of 0", batch.accept, 1, 5, 0)
     for slot, words in ((-1, "the slot is -1"), (2, "slot 2 has no sequence"), (True, "the slot is True")):  # -1 was the last one
         for call in (batch.reset, batch.settle, lambda slot: batch.read_candidates(4, slot)):

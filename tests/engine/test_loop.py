@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from engine.helpers import oracle, reference, run
 from sessions import fails_with, loaded
+from step_files import entries
 
 import pyggml_spec as ps
 from pyggml_spec.engine.engine import Engine, generate
@@ -326,11 +327,11 @@ def test_a_stop_text_is_not_visible_in_events_of_speculation():
 def test_reasons_counts_and_dicts():
     limits = Limits(3, is_end=lambda token: token == 9, completes=lambda token: "stop" if token == 8 else "")
     limits.begin(2)
-    assert [limits.passes(1), limits.passes(1), limits.left, limits.passes(1), limits.reason] == [True, True, 1, False, "length"]
+    assert [limits.take([1, 1]), limits.left, limits.take([1, 1]), limits.reason] == [2, 1, 1, "length"]
     for token, reason in ((8, "stop"), (9, "end")):
         limits = Limits(1, is_end=lambda token: token > 7, completes=lambda token: "stop" if token == 8 else "")
         limits.begin(0)
-        assert not limits.passes(token) and limits.reason == reason
+        assert limits.take([token]) == 1 and limits.reason == reason
     assert Limits(0, lambda token: False).reason == "length"
     stats = counted((4, 3), (4, 0), (1, 0), (8, 5))
     assert stats.emitted == 1 + stats.steps + stats.matched == 1 + 4 + 8
@@ -373,3 +374,11 @@ def test_acceptance_widths_and_speed():
 def test_no_division_by_zero(stats):
     out = stats.as_dict()
     assert out["tokens_per_second"] == 0.0 and out["acceptance"] == 0.0 and out["matched_per_position"] == []
+
+
+def test_a_step_crosses_few_files():
+    """A steady decode step of one sequence: each phase of the loop is entered once, and beneath it no file twice."""
+    seen = entries()
+    below = [file for file, _, caller in seen if caller != "engine/engine.py"]
+    assert len({file for file, *_ in seen}) <= 14 and len(seen) <= 17
+    assert len(below) == len(set(below))

@@ -178,9 +178,9 @@ def test_the_end_of_a_prompt_rides_along_with_a_block(pair):
         scheduler.step()
         b = scheduler.submit(texts[1], GenerationOptions(40, SPECULATIVE))
         while not b.tokens:
-            before = scheduler.runner.rows_used
+            before = scheduler.runner.totals.rows_used
             scheduler.step()
-            used.append(scheduler.runner.rows_used - before)
+            used.append(scheduler.runner.totals.rows_used - before)
         assert used[-1] == 21
         scheduler.run()
         assert [a.tokens, b.tokens] == [pair.solo(text, 40) for text in texts]

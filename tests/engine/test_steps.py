@@ -17,7 +17,7 @@ from sessions import fails_with, loaded
 
 import pyggml_spec as ps
 from pyggml_spec.cache.slots import SlotRange
-from pyggml_spec.engine.batch import Batch, Draft, GraphKey, Prefill, Verify
+from pyggml_spec.engine.batch import Batch, Draft, GraphKey, Verify
 from pyggml_spec.engine.drafting import BlockDrafting
 from pyggml_spec.engine.graph_cache import BY_CALLS, Step
 from pyggml_spec.engine.options import EngineOptions, check_masks, fine_width, prefill_widths
@@ -252,20 +252,19 @@ def test_a_cpu_builds_a_graph_when_its_step_comes_and_says_how_long_that_took(se
     engine = session.engine
     engine.reset()
     last_token = engine.prefill([5] * 250)
-    engine.prepare_transitions([1, 4])
     engine.prepare([engine.verify_key(1), engine.verify_key(4)], 2048)  # plans the largest of each
     engine.graphs.drop("plain")
-    before, ahead, waited = engine.graphs.changes, engine.built_ahead, engine.waited_us
+    before, ahead, waited = engine.graphs.changes, engine.counts()["graphs_built_ahead"], engine.graphs.waited_us
     engine.prepare([engine.verify_key(1), engine.verify_key(4)], 2048)
     assert engine.graphs.changes == before
     for _ in range(300):
         last_token = int(engine.plain_step().ids[0])
         engine.accept(1, last_token)
     built = engine.graphs.changes - before
-    assert built >= 2 and engine.built_ahead - ahead == built and engine.waited_us > waited
-    waited = engine.waited_us
+    assert built >= 2 and engine.counts()["graphs_built_ahead"] - ahead == built and engine.graphs.waited_us > waited
+    waited = engine.graphs.waited_us
     engine.accept(1, int(engine.plain_step().ids[0]))
-    assert engine.waited_us == waited and engine.graphs.changes == before + built
+    assert engine.graphs.waited_us == waited and engine.graphs.changes == before + built
 
 
 @pytest.mark.parametrize("kind, slots, chunk, n_ctx, fits", [
@@ -302,10 +301,6 @@ def test_graph_keys():
     batch = Batch({0: Draft(4), 1: Verify([5])}, kind="fused", verify_len=4, kv_bucket=256, slots=SLOTS, method="mtp", drafting=True)
     key = batch.make_key()
     assert key is batch.key and key.drafts == 3 and key.total == 8
-    batch.computed, batch.rows = {0: Prefill([1, 2, 3]), 1: Verify()}, {0: 3, 1: 1}
-    assert not batch.is_block
-    batch.computed, batch.rows = {0: Prefill([1, 2, 3]), 1: Verify([4])}, {0: 3, 1: 2}
-    assert batch.is_block
 
 
 @pytest.mark.parametrize("chunk", [2048, 4096])
@@ -334,9 +329,9 @@ def long_session(request, tmp_path_factory):
 def test_a_prompt_computes_its_own_rows(long_session, rows):
     engine = long_session.engine
     engine.reset()
-    before = engine.rows_computed
+    before = engine.totals.rows_computed
     engine.prefill([7] * rows)
-    assert rows <= engine.rows_computed - before <= max(rows, rows * 17 / 16 + 1)
+    assert rows <= engine.totals.rows_computed - before <= max(rows, rows * 17 / 16 + 1)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_each_sequence_gets_the_tokens_it_gets_alone(pair, width):
         scheduler.run()
         assert scheduler.stats.pipelined > 20
         assert sum(scheduler.stats.decoding[n] * n for n in scheduler.stats.decoding) <= scheduler.stats.emitted
-        assert scheduler.runner.forwards == scheduler.stats.steps
+        assert scheduler.runner.totals.forwards == scheduler.stats.steps
     assert [s.tokens for s in streams] == [pair.solo(text, 12 + 5 * i) for i, text in enumerate(texts)]
     assert all(s.stats.stop_reason == "length" for s in streams)
 

@@ -16,7 +16,7 @@ import pytest
 from sessions import fails_with, loaded
 
 import pyggml_spec as ps
-from pyggml_spec.cache.cursor import Cursor
+from pyggml_spec.cache.slots import Cursor
 from pyggml_spec.engine import counters
 from pyggml_spec.engine.batch import FIRST, GraphKey, Prefill, StepOutput
 from pyggml_spec.engine.engine import generate
@@ -97,9 +97,9 @@ class TableTarget:
 
     def __init__(self, table):
         self.table, self.cursor, self._rows = table, Cursor(1 << 30), None
-        self.graphs, self.options = SimpleNamespace(closed=False), SimpleNamespace(n_ctx=1 << 30, width=4, chunk=512)
+        self.graphs, self.state = SimpleNamespace(closed=False, waited_us=0), SimpleNamespace(catch_up_us=0)
+        self.options = SimpleNamespace(n_ctx=1 << 30, width=4, chunk=512)
         self.target, self.drafter, self.masked, self.unmasked = SimpleNamespace(n_vocab=len(table)), None, False, ""
-        self.rows_computed = self.rows_used = self.groups = self.catch_up_us = self.waited_us = 0
         self.threads, self.rows_alike = ThreadCounts(()), True
 
     @property
@@ -129,7 +129,7 @@ class TableTarget:
     def prepare(self, *more):
         pass
 
-    prepare_transitions = read_candidates = abandon = prepare
+    read_candidates = abandon = prepare
 
     def memory(self):
         return {}

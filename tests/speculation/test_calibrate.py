@@ -175,7 +175,7 @@ def test_costs_are_of_steps_with_context(pair, monkeypatch):
             monkeypatch.setattr(engine, name, seen)
         for width in (1, 4):
             behind.clear()
-            assert step_cost(engine, width) > 0 and behind[0] >= len(START) + len(FILL)
+            assert step_cost(engine, StepPlan.of("", width)) > 0 and behind[0] >= len(START) + len(FILL)
 
 
 def test_caches_that_cannot_be_written(pair, tmp_path, monkeypatch):

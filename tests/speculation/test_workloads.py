@@ -14,13 +14,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from pyggml_spec.cache.cursor import Cursor
 
 from pyggml_spec.cache import hidden as features
-from pyggml_spec.cache.cursor import Cursor
 from pyggml_spec.engine import scheduler, sequence
 from pyggml_spec.engine.batch import FIRST, Draft, GraphKey, Prefill, StepOutput
 from pyggml_spec.engine.engine import Engine
-from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.ggml.cores import ThreadCounts
 from pyggml_spec.gguf_io import GGUFFile
@@ -55,12 +54,12 @@ class Recorded:
     def __init__(self, text: list[int], right: list[int], machine: str, drafts: bool, most: int) -> None:
         self.text, self.right, self.most, self.now = text, right, most, 0.0
         self.given, self.drafted, self.batch = MACHINES[machine]
-        self.cursor, self.at, self.waiting, self.catch_up_us = Cursor(1 << 30), 0, 0, 0
+        self.cursor, self.at, self.waiting = Cursor(1 << 30), 0, 0
         member = SimpleNamespace(method=DFLASH, block_size=16)
         self.drafter = SimpleNamespace(method=DFLASH, members=(member,)) if drafts else None
         self.options, self.target = SimpleNamespace(n_ctx=1 << 30, width=16, chunk=512, slots=1), SimpleNamespace(n_vocab=1 << 30)
-        self.graphs, self.masked, self.unmasked, self.drafting = SimpleNamespace(closed=False), False, "", True
-        self.rows_computed = self.rows_used = self.groups = self.waited_us = 0
+        self.graphs, self.state = SimpleNamespace(closed=False, waited_us=0), SimpleNamespace(catch_up_us=0)
+        self.masked, self.unmasked, self.drafting = False, "", True
         self.threads, self.rows_alike = ThreadCounts(()), True
 
     @property
@@ -92,7 +91,7 @@ class Recorded:
     def _catch_up(self, room: int) -> None:
         while self.waiting > room:
             self.waiting, self.now = max(0, self.waiting - 64), self.now + self.batch
-            self.catch_up_us += int(1000 * self.batch)
+            self.state.catch_up_us += int(1000 * self.batch)
 
     def accept(self, rows, last_token, slot=0):
         self.waiting += rows * self.kept
@@ -102,7 +101,11 @@ class Recorded:
     def choose(self, last_token, slot=0):
         self.cursor.advance(0, last_token)
 
-    commit = ModelRunner.commit
+    def commit(self, batch, accepted):
+        if (tokens := accepted[0]) and isinstance(batch.items[0], Prefill):
+            self.choose(tokens[0])
+        elif tokens:
+            self.accept(len(tokens), tokens[-1])
 
     def verify_key(self, width, deferred=True):
         return GraphKey("verify", width, 0, FIRST)
@@ -116,7 +119,7 @@ class Recorded:
     def reset(self, *_, **more):
         pass
 
-    release = prepare = prepare_transitions = read_candidates = reset
+    release = prepare = read_candidates = reset
 
 
 class Calls:
@@ -195,7 +198,7 @@ def test_a_step_that_waits_for_its_graph_costs_what_others_of_its_kind_do(monkey
 
     def waits(engine, batch, meanwhile=None):
         engine.now += 30
-        engine.waited_us += 30_000
+        engine.graphs.waited_us += 30_000
         return step(engine, batch, meanwhile)
 
     monkeypatch.setattr(Recorded, "forward", waits)
@@ -204,11 +207,10 @@ def test_a_step_that_waits_for_its_graph_costs_what_others_of_its_kind_do(monkey
     assert len(taught) > 100 and all(took == pytest.approx(MACHINES[one][0][rows]) for rows, took in taught)
 
 
-@pytest.mark.parametrize("name, most", [("copy", 5.0), ("json", 3.1), ("prose", 2.3)])
+@pytest.mark.parametrize("name, most", [("copy", 290), ("json", 180), ("prose", 135)])
 def test_host_time_per_step_is_bounded(name, most, monkeypatch):
-    """In calls, of those of a plain step (66), because times say little here. With drafter and suffix drafts a step took the host 79, 52 and 35 us, a
-    plain one 9, where steps of the embedded pair take 250 us on a GPU; then 53, 37 and 23. Prose is told to width control again: 150 calls instead of 128."""
+    """In calls, because times say little here, with a drafter and n-gram drafts; a plain step made 66, now 54."""
     calls = {"plain": Calls(), "both": Calls()}
     milliseconds(name, "embedded pair, one core", monkeypatch, counted=calls["plain"])
     milliseconds(name, "embedded pair, one core", monkeypatch, drafter=True, suffix=True, counted=calls["both"])
-    assert calls["plain"].per_step < 80 and calls["both"].per_step < most * calls["plain"].per_step
+    assert calls["plain"].per_step < 60 and calls["both"].per_step < most

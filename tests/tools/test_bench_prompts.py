@@ -171,8 +171,8 @@ BLOCK, PLAIN = ("draft-dflash", 2, 0), ("", 1, 0)
 
 def engine(new_graphs: list[bool]) -> SimpleNamespace:
     """Of whose steps those build a graph."""
-    graphs, state = SimpleNamespace(changes=0, get=None), SimpleNamespace(_commit=None)
-    out = SimpleNamespace(io=SimpleNamespace(replay=None, uploads=0), graphs=graphs, catch_up_us=0, state=state)
+    graphs, state = SimpleNamespace(changes=0, get=None), SimpleNamespace(_commit=None, catch_up_us=0)
+    out = SimpleNamespace(io=SimpleNamespace(replay=None, uploads=0), graphs=graphs, state=state)
 
     def forward(batch, meanwhile):
         out.graphs.changes += new_graphs.pop(0)
