@@ -19,7 +19,7 @@ from pyggml_spec.ggml.cores import CpuUsage
 from pyggml_spec.ggml.kernels import levels
 from pyggml_spec.speculation import calibrate
 from pyggml_spec.speculation.calibrate import FILL, START, cached_costs, cost_key, keep_drafts, known_drafts, step_cost, step_costs
-from pyggml_spec.speculation.policy import SpeculationPolicy
+from pyggml_spec.speculation.policy import SpeculationPolicy, StepPlan
 from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 
 pytestmark = pytest.mark.slow
