@@ -72,8 +72,8 @@ class Session:
     backends: tuple[Backend, ...]
     target: Decoder
     tokenizer: Tokenizer
-    engine: ModelRunner
-    scheduler: Engine  # of the engine's only slot
+    runner: ModelRunner
+    engine: Engine  # of the runner's only slot
     prefix: PrefixCache
 
     def __init__(self) -> None:
@@ -111,28 +111,28 @@ class Session:
         loader.load_weights()
         self.backends, self.backend = loader.backends, loader.backend
         self.target, self.tokenizer, self.drafter = loader.target, loader.tokenizer, loader.drafter
-        self.engine = loader.engine()
-        self.notes, self.context_from, width = loader.notes, loader.context_from, self.engine.options.width
+        self.runner = loader.runner()
+        self.notes, self.context_from, width = loader.notes, loader.context_from, self.runner.options.width
         if loader.default_ngram and loader.ngram is not None:
             self.lookup = NgramMethod.unmeasured(loader.ngram, [w for w in candidate_widths(width) if w > 1])
             if not self.batch_invariant:
                 self.notes.append(NOT_BATCH_INVARIANT)
         elif loader.ngram is not None:
             self.lookup = self._lookup_control(loader.ngram)
-        self.scheduler = Engine(self.engine, width, ngram=self.lookup)
+        self.engine = Engine(self.runner, width, ngram=self.lookup)
         if self.drafter is not None and options.draft_width is None:
             self._measure_costs()
-            self._known_drafts, self._drafts_count = known_drafts(self.engine), True
-        self.scheduler.policy = self.new_policy()
+            self._known_drafts, self._drafts_count = known_drafts(self.runner), True
+        self.engine.policy = self.new_policy()
         self.prefix = self._own(self._prefix_cache(options, progress))
         exact = self.batch_invariant and not any(member.weights.other_matrix_bytes for member in loader.drafters)
-        self._rows_stay = exact and not self.engine.sequence.stateful and self.prefix.files is None  # files have whole chunks
+        self._rows_stay = exact and not self.runner.sequence.stateful and self.prefix.files is None  # files have whole chunks
         self.load_seconds = time.perf_counter() - started
 
     @property
     def batch_invariant(self) -> bool:
         """Whether a row of the target has the same bits in steps of any number of rows: native kernels compute all sums over values."""
-        graph = self.engine.graphs.get(self.engine.graphs.key("plain", 1, self.engine.kv.live)).graph
+        graph = self.runner.graphs.get(self.runner.graphs.key("plain", 1, self.runner.kv.live)).graph
         return self.backend.level is not None and all(op.startswith("native ") or op in BY_ROWS for op in graph.op_counts())
 
     @property
@@ -142,8 +142,8 @@ class Session:
         return models if self.lookup is None else (*models, self.lookup.method)
 
     def _prefix_cache(self, options: LoadOptions, progress: Progress) -> PrefixCache:
-        files = self._prefix_files(self.engine, options.prefix_cache, options.prefix_disk, progress)
-        return PrefixCache(self.engine, self._prefix_memory(options.prefix_memory), files)
+        files = self._prefix_files(self.runner, options.prefix_cache, options.prefix_disk, progress)
+        return PrefixCache(self.runner, self._prefix_memory(options.prefix_memory), files)
 
     def _prefix_files(
         self, engine: ModelRunner, folder: str | Path | None, disk: int | None, progress: Progress = silent, shared: bool = False
@@ -167,24 +167,24 @@ class Session:
         """Of this session's sequences; what verifying costs is measured, or known from an earlier session."""
         costs, cached = self._given_costs()
         control = NgramMethod(method, costs)
-        control.set_condition(self.engine.threads.quiet if cached else self.engine.threads.condition)
+        control.set_condition(self.runner.threads.quiet if cached else self.runner.threads.condition)
         return control
 
     def _given_costs(self) -> tuple[dict[int, float], bool]:
         """Milliseconds by rows of steps that verify given ids, and whether they were known."""
-        widths = candidate_widths(self.engine.options.width)
-        return cached_costs(self.engine, tuple(w for w in widths if w > 1), given=True)
+        widths = candidate_widths(self.runner.options.width)
+        return cached_costs(self.runner, tuple(w for w in widths if w > 1), given=True)
 
     def _measure_costs(self, fresh: bool = False) -> None:
         assert self.drafter is not None
-        widths, (first, *_) = candidate_widths(self.engine.options.width), self.drafter.methods
-        self.costs, self.costs_cached = cached_costs(self.engine, tuple(w for w in widths if w <= first.block_size), fresh)
-        self._costs_under = self.engine.threads.quiet if self.costs_cached else self.engine.threads.condition
+        widths, (first, *_) = candidate_widths(self.runner.options.width), self.drafter.methods
+        self.costs, self.costs_cached = cached_costs(self.runner, tuple(w for w in widths if w <= first.block_size), fresh)
+        self._costs_under = self.runner.threads.quiet if self.costs_cached else self.runner.threads.condition
         kinds = [kind for member in self.drafter.methods for kind in _kinds_of(member, widths)]
         if not self.costs_cached and (why := why_nothing_is_kept()) and why not in self.notes:
             self.notes.append(why)
         known = {StepPlan.of(first.method, width): ms for width, ms in self.costs.items() if width > 1}
-        costs = known | cached_costs(self.engine, tuple(kind for kind in kinds if kind not in known), fresh)[0] if known else {}
+        costs = known | cached_costs(self.runner, tuple(kind for kind in kinds if kind not in known), fresh)[0] if known else {}
         self.other_costs = {kind: ms for kind, ms in worth_keeping(costs).items() if kind not in known}
 
     def new_policy(self) -> SpeculationPolicy | None:
@@ -192,7 +192,7 @@ class Session:
         if self.drafter is None or not self.costs:
             return None
         control = SpeculationPolicy.measured_for(self.drafter.method, self.costs, self.other_costs)
-        control.condition_changed(self.engine.threads.condition if self._costs_under is None else self._costs_under, 0, ())
+        control.condition_changed(self.runner.threads.condition if self._costs_under is None else self._costs_under, 0, ())
         for method, record in control.priors.items():
             if (known := self._known_drafts.get(method)) is not None:
                 record.load(known)
@@ -204,11 +204,11 @@ class Session:
     def slots_context(self, slots: int, only: bool = False) -> int:
         """Default context of each of ``slots``: the session's, or as many tokens as leave memory on every device. ``only``: as of ``concurrent``."""
         self._check_open()
-        options = replace(self.engine.options, slots=slots)
+        options = replace(self.runner.options, slots=slots)
         if not self.context_from:
             return options.n_ctx
-        held = [0] * len(self.backends) if self.engine.graphs.closed else [
-            sum(n for name, n in part.items() if name not in SHARED) for part in self.engine.memory_by_segment()
+        held = [0] * len(self.backends) if self.runner.graphs.closed else [
+            sum(n for name, n in part.items() if name not in SHARED) for part in self.runner.memory_by_segment()
         ]  # fmt: skip
         rooms = []
         for backend, mine in zip(self.backends, held, strict=True):
@@ -267,11 +267,11 @@ class Session:
         """
         self._check_own()
         ids, text = self.prompt_ids(prompt, special), BlockText(self.tokenizer.piece, stop_texts(stop))
-        jump_forward, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self.scheduler.drafts else PLAIN)
+        jump_forward, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self.engine.drafts else PLAIN)
         options = GenerationOptions(
             max_tokens,
             mode,
-            self.engine.options.width,
+            self.runner.options.width,
             self.tokenizer.is_end,
             ignore_end,
             synthetic,
@@ -288,7 +288,7 @@ class Session:
             stats.seconds["prefill"] = time.perf_counter() - started  # restoring rows included
             if sampler is not None:
                 stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
-            self._last = (self.engine.epoch, history := list(ids))
+            self._last = (self.runner.epoch, history := list(ids))
 
             def prefilled(done: int, total: int) -> None:
                 if not held:  # the chunks that the cache knows are those of the prompt that was begun
@@ -296,7 +296,7 @@ class Session:
                 if prefill_progress is not None:
                     prefill_progress(reuse.tokens + done, reuse.tokens + total)
 
-            stream = self.scheduler.submit(
+            stream = self.engine.submit(
                 ids, replace(options, sampler=sampler), stats, slot=0, cached=reuse.tokens, progress=prefilled, interrupted=interrupted
             )
             hold.close = stream.close
@@ -327,14 +327,14 @@ class Session:
 
     def _begin(self, ids: list[int], mode: str, append: bool, stats: Stats) -> tuple[Reuse, int]:
         """What the caches have of ``ids``, and how much of that the last generation left."""
-        widths = self.scheduler.policy
-        threads = self.engine.threads
+        widths = self.engine.policy
+        threads = self.runner.threads
         others_gone = not self._costs_again and self._costs_under not in (None, threads.condition) and threads.calm
         if widths is not None and (others_gone or (widths.costs_outdated and not self._costs_checked)):
             self._costs_again |= others_gone
             self._measure_costs(fresh=True)
             self._costs_checked, self._known_drafts = self._costs_checked or not others_gone, widths.priors
-            widths = self.scheduler.policy = self.new_policy()
+            widths = self.engine.policy = self.new_policy()
         drafting = mode == SPECULATIVE and self._needs_drafters_rows(ids, append)
         held = self._held(ids, drafting) if append else 0
         alike = 0 if held else self._alike(ids, drafting)
@@ -348,14 +348,14 @@ class Session:
     def _needs_drafters_rows(self, ids: list[int], append: bool) -> bool:
         """Whether the drafters' rows are computed for this text. While drafting is disabled they are not; but a reused prefix with such rows keeps them, as
         computing it anew takes longer."""
-        widths = self.scheduler.policy
+        widths = self.engine.policy
         if append and widths is not None and widths.should_disable():
-            return self.engine.slots[0].drafting
+            return self.runner.slots[0].drafting
         return not skip_drafter_rows(widths, lambda drafting: self.prefix.known(ids, drafting))
 
     def _alike(self, ids: list[int], drafting: bool) -> int:
         """Leading tokens of ``ids`` whose rows can stay: of models without recurrent state whose rows have the same bits in any step."""
-        (epoch, history), engine, slot = self._last, self.engine, self.engine.slots[0]
+        (epoch, history), engine, slot = self._last, self.runner, self.runner.slots[0]
         alike = slot.drafting == (drafting and self.drafter is not None)
         if epoch != engine.epoch or not alike or not slot.sound or slot.open_rows or not self._rows_stay:
             return 0
@@ -366,8 +366,8 @@ class Session:
     def _held(self, ids: list[int], drafting: bool) -> int:
         """Leading tokens of ``ids`` that are all of what the last generation left in the caches, or 0."""
         epoch, history = self._last
-        n, alike = self.engine.cursor.committed, self.engine.slots[0].drafting == (drafting and self.drafter is not None)
-        return n if epoch == self.engine.epoch and alike and n < len(ids) and ids[:n] == history[:n] and n <= len(history) else 0
+        n, alike = self.runner.cursor.committed, self.runner.slots[0].drafting == (drafting and self.drafter is not None)
+        return n if epoch == self.runner.epoch and alike and n < len(ids) and ids[:n] == history[:n] and n <= len(history) else 0
 
     def prompt_ids(self, prompt: str | bytes | Sequence[int], special: bool = False) -> list[int]:
         """The token ids of a prompt that is text or token ids already. Raises ContextError if it is neither, or empty."""
@@ -384,7 +384,7 @@ class Session:
     def _check_own(self) -> None:
         """Whether this session can generate alone."""
         self._check_open()
-        if self.engine.graphs.closed:
+        if self.runner.graphs.closed:
             raise EngineError(ONLY)
 
     def _sampler(self, sampling: Sampling | None, ignore_end: bool) -> Sampler | None:
@@ -489,7 +489,7 @@ class Session:
         self._check_open()
         wanted = None if groups == AUTO else whole(groups, f"`groups`, if it is not {AUTO!r},", 1, GROUPS)
         context = self.slots_context(slots) if n_ctx is None else n_ctx
-        options = replace(self.engine.options, slots=slots, n_ctx=context, groups=wanted != 1)
+        options = replace(self.runner.options, slots=slots, n_ctx=context, groups=wanted != 1)
         memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
         if folder is not None and not memory:
             raise PyspecError(
@@ -548,7 +548,7 @@ class Session:
         return made
 
     def _give_up_own_caches(self) -> None:
-        for part in (self.prefix, self.engine):
+        for part in (self.prefix, self.runner):
             part.close()
             if part in self._parts:
                 self._parts.remove(part)
@@ -570,7 +570,7 @@ class Session:
         depth = whole(depth, "the number of tokens before them", 0, 1 << 30)
         text, stats = BlockText(self.tokenizer.piece, ()), self.new_stats()
         with self._lock.held():
-            return plain_cost(self.scheduler, steps, depth, lambda block: StepEvent(text.take(block), tuple(block), stats.snapshot(), ()))
+            return plain_cost(self.engine, steps, depth, lambda block: StepEvent(text.take(block), tuple(block), stats.snapshot(), ()))
 
     def configuration(self) -> Configuration:
         """What is in use: read it before trusting a speed."""
@@ -599,8 +599,8 @@ class Session:
 
     def _free(self) -> None:
         self._lock.shut(CLOSED)
-        if self._drafts_count and (widths := self.scheduler.policy) is not None:
-            keep_drafts(self.engine, widths.priors)
+        if self._drafts_count and (widths := self.engine.policy) is not None:
+            keep_drafts(self.runner, widths.priors)
             self._drafts_count = False
         with ExitStack() as freed:  # in reverse order, whatever one of them raises
             for part in self._parts:

@@ -36,7 +36,7 @@ class Configuration:
 
 def configuration_of(session: Any) -> Configuration:
     """What this ``Session`` uses."""
-    engine, drafter, segments = session.engine, session.drafter, session.target.weights.segments
+    engine, drafter, segments = session.runner, session.drafter, session.target.weights.segments
     options = engine.options
     same = drafter is None or options.kv == options.draft_kv
     return Configuration(
@@ -79,7 +79,7 @@ def _kernels(session: Any) -> str:
 
 def _busy(session: Any) -> list[str]:
     """That other work uses cores of the CPU's threads now."""
-    threads = session.engine.threads
+    threads = session.runner.threads
     threads.refresh()
     if threads.now == threads.most:
         return []

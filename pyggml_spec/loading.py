@@ -350,7 +350,7 @@ class Loader:
         per_layer = n_ctx * token_bytes(self.target, None, self.engine_options) // self.target.n_layer
         return split(self.target, backends, shares, [free_bytes(b.device) for b in backends], at_last, per_layer)
 
-    def engine(self) -> ModelRunner:
+    def runner(self) -> ModelRunner:
         """The engine; without copies of offloaded weights, if it has no memory for both."""
         make = partial(ModelRunner, self.backend, self.target, self.drafter, self.engine_options)
         try:

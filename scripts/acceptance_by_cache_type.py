@@ -30,7 +30,7 @@ def main() -> None:
         types = {"draft_cache_type_k": kind, "draft_cache_type_v": kind}
         with ps.load(args.model, args.model_draft, device=args.device, threads=1, n_ctx=2048, draft_width=16, **types) as session:
             runs = [session.generate(prompt, args.tokens, ignore_end=True) for prompt in prompts]
-            draft_kv = session.engine.memory()["draft_kv"]
+            draft_kv = session.runner.memory()["draft_kv"]
         per_step = [stats.tokens_per_step for _, stats in runs]
         base = base or [(text, value) for (text, _), value in zip(runs, per_step, strict=True)]
         changes = [value - before for value, (_, before) in zip(per_step, base, strict=True)]

@@ -39,7 +39,7 @@ class Bench:
     def __init__(self, session: ps.Session, args: argparse.Namespace) -> None:
         self.session, self.args = session, args
         self.clock = time.process_time if args.processor_time else time.perf_counter
-        self.width = session.engine.options.width
+        self.width = session.runner.options.width
         self.prompt = session.tokenizer.encode(PROMPT)
 
     def alone(self, mode: str, constrained: bool, forced: bool) -> tuple[float, Stats]:
@@ -53,8 +53,8 @@ class Bench:
         options = GenerationOptions(
             args.tokens, mode, self.width, ignore_end=not constrained, synthetic=synthetic, sampler=sampler, jump_forward=forced
         )
-        session.engine.reset(drafting=mode == SPECULATIVE)
-        blocks = generate(session.engine, self.prompt, options, stats)
+        session.runner.reset(drafting=mode == SPECULATIVE)
+        blocks = generate(session.runner, self.prompt, options, stats)
         next(blocks)
         began = self.clock()
         tokens = sum(len(block) for block in blocks)

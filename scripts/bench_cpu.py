@@ -129,7 +129,7 @@ def step_costs(args, say, name: str, target, draft=None, widths=(1, 2, 4, 8, 16)
     best: dict[tuple[str, int], float] = {}
     for kernels in ("native", "ggml"):
         with load(args, target, draft, kernels, n_ctx=1024) as session:
-            engine = session.engine
+            engine = session.runner
             for round_ in range(args.rounds + 2):
                 for width in widths:
                     engine.reset(drafting=draft is not None)

@@ -64,7 +64,7 @@ def residencies(args) -> list[dict]:
                 found |= {
                     "hit_rate": rows["tg"].expert_hit_rate,
                     "spec_hit_rate": rows["spec"].expert_hit_rate,
-                    "memory": session.engine.memory(),
+                    "memory": session.runner.memory(),
                 }
                 out.append(found)
     base = next((row for row in out if row["residency"] == 0), None)
@@ -84,8 +84,8 @@ def varying(args) -> list[dict]:
     out, random = [], np.random.default_rng(0)
     print("| width | repeated token, ms | different tokens | varied tokens, ms | different tokens | ratio |\n|---|---|---|---|---|---|")
     with ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=args.ctx, draft_width=16) as session:
-        engine = session.engine
-        for width in candidate_widths(session.engine.options.width):
+        engine = session.runner
+        for width in candidate_widths(session.runner.options.width):
             times, kinds = {False: [], True: []}, {False: [], True: []}
             engine.reset()
             engine.prefill([0] * 8)

@@ -43,9 +43,10 @@ def serve(args) -> None:
         if load not in sessions:
             sessions[load] = ps.load(args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=1024, draft_width=load)
         session = sessions[load]
+        runner = session.runner if hasattr(session, "runner") else session.engine  # of an older version
         if what == "graphs":
             nodes = defaultdict(list)
-            for step_key, step in session.engine.graphs.steps().items():
+            for step_key, step in runner.graphs.steps().items():
                 nodes[step_key.kind if hasattr(step_key, "kind") else step_key[0]].append(step.graph.n_nodes)
             out: dict = nodes
         elif what == "memory":
@@ -58,7 +59,7 @@ def serve(args) -> None:
         elif what == "slots":
             out = {mode: together(session, servers, n, mode, args.tokens) for mode in ("plain", "speculative")}
         elif args.stub:
-            out = stubbed(session.engine, n, args.tokens)
+            out = stubbed(runner, n, args.tokens)
         else:
             stats = session.generate(PROMPT, args.tokens, mode="plain" if n == 1 else "speculative", ignore_end=True)[1]
             host = stats.host_us

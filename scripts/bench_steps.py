@@ -26,7 +26,7 @@ def serve(args) -> None:
     with ps.load(
         args.model, args.model_draft, device=args.device, n_ctx=1024, draft_width=max(widths) if args.model_draft else None
     ) as session:
-        engine = session.engine
+        engine = session.runner
         for line in sys.stdin:
             width, out = int(line), []
             engine.reset(drafting=width > 1)

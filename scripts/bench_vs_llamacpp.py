@@ -180,9 +180,9 @@ def main() -> None:
             for row in rows:
                 name = row.test if row.test.startswith("pp") else "tg128" if row.test.startswith("tg") else "spec"
                 add("pyspec", name, statistics.median(row.runs))
-        memory, costs = session.engine.memory(), session.costs and {str(kind): ms for kind, ms in session.costs.items()}
+        memory, costs = session.runner.memory(), session.costs and {str(kind): ms for kind, ms in session.costs.items()}
         stats = Stats()
-        for _ in generate(session.engine, PROMPT, GenerationOptions(8, PLAIN), stats):
+        for _ in generate(session.runner, PROMPT, GenerationOptions(8, PLAIN), stats):
             pass
 
     drafting = {name: runs for name, runs in figures["llama.cpp"].items() if name.startswith("spec n=")}

@@ -113,7 +113,7 @@ class Watched:
         out = self.forward(batch, meanwhile)
         milliseconds, item = 1000 * (clock.perf_counter() - began), batch.items[0]
         if not isinstance(item, Prefill):
-            kind = (item.drafter or "first", item.width, item.verified) if isinstance(item, Draft) else ("", item.rows, 0)
+            kind = (item.drafter or "first", item.verify_len, item.padded_len) if isinstance(item, Draft) else ("", item.rows, 0)
             self.taken[kind] += 1
             self.spent += milliseconds
             self.launches += self.engine.io.uploads - launches
@@ -142,9 +142,9 @@ class Running:
     def __init__(self, session, watched: Watched, prompt: list[int], answer: list[int], mode: str):
         self.text, self.stats, self.watched, self.seconds = Recorded(answer), Stats(), watched, list[float]()
         watched.begin()
-        session.engine.reset()
+        session.runner.reset()
         self._chooses()
-        self._blocks = iter(session.scheduler.submit(prompt, GenerationOptions(len(answer), mode, ignore_end=True), self.stats, slot=0))
+        self._blocks = iter(session.engine.submit(prompt, GenerationOptions(len(answer), mode, ignore_end=True), self.stats, slot=0))
         next(self._blocks)
 
     def _chooses(self) -> None:
@@ -246,14 +246,14 @@ def main() -> None:
             for way, spec in specs.items():
                 files = (args.model, draft if "draft-dflash" in spec else None)
                 session = stack.enter_context(ps.load(*files, spec=spec, device=args.device, threads=args.threads, n_ctx=n_ctx))
-                ways[way] = session, Watched(session.engine)
+                ways[way] = session, Watched(session.runner)
             seconds, steps, drafted, rounds = defaultdict(list), defaultdict(Counter), {}, defaultdict(list)
             for _ in range(args.rounds):
                 running = {}
                 for way, (session, watched) in ways.items():
                     if session.lookup is not None:  # every round is the first one: nothing that has ended is there to be copied
-                        session.scheduler.ngram = session.lookup.for_slots()
-                    session.scheduler.policy = session.new_policy()
+                        session.engine.ngram = session.lookup.for_slots()
+                    session.engine.policy = session.new_policy()
                     running[way] = Running(session, watched, prompt, answer, "plain" if way == "plain" else "speculative")
                 while any(list(map(Running.go_on, running.values()))):
                     pass

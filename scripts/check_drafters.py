@@ -72,11 +72,11 @@ def texts(args) -> int:
         both = run("speculative")
         told(" and ".join(session.methods), both[1], both[0], plain[0])
         wrong += both[1].graphs_built_after_warmup > 0
-        control, session.scheduler.policy = session.scheduler.policy, in_turn(session)
+        control, session.engine.policy = session.engine.policy, in_turn(session)
         turns = run("speculative")
         told("in turn", turns[1], turns[0], plain[0])
         wrong += turns[1].graphs_built_after_warmup > 0
-        session.scheduler.policy = control
+        session.engine.policy = control
         with session.concurrent(slots=SLOTS) as server:
             for name, widths in (("slots", None), ("slots, in turn", in_turn(session))):
                 if widths is not None:
@@ -87,12 +87,12 @@ def texts(args) -> int:
                 for text, stats in done[-1:]:
                     told(f"{name}, {SLOTS} of them, {len({t for t, _ in done})} texts", stats, text, plain[0][: len(text)])
                     wrong += stats.graphs_built_after_warmup > 0
-        print("memory MiB", {name: round(size / 2**20, 1) for name, size in session.engine.memory().items()}, flush=True)
+        print("memory MiB", {name: round(size / 2**20, 1) for name, size in session.runner.memory().items()}, flush=True)
     with ps.load(*args.files, spec=args.spec, draft_width=args.width, **load) as session:
         reference = session.generate(PROMPT, args.tokens, mode="reference", ignore_end=True)
         told(f"reference, {args.width} rows", reference[1], reference[0], plain[0])
         for method in session.methods:
-            session.scheduler.policy = InTurn([StepPlan.of(method, args.width)] * 2)
+            session.engine.policy = InTurn([StepPlan.of(method, args.width)] * 2)
             one = session.generate(PROMPT, args.tokens, mode="speculative", ignore_end=True)
             told(f"{method}, {args.width} rows, against the reference", one[1], one[0], reference[0])
             wrong += (one[0] != reference[0]) + (one[1].graphs_built_after_warmup > 0)
@@ -108,7 +108,7 @@ def of_nan(args) -> int:
             member = next(m for m in session.drafter.methods if m.method == method)
             names = [n for n in (f"{getattr(member, 'prefix', '')}nextn.hnorm.weight", "output_norm.weight") if n in member.file.tensors]
             lib.ggml_backend_tensor_memset(member.weights[names[0]], 0xFF, 0, 4)
-            session.scheduler.policy = InTurn(
+            session.engine.policy = InTurn(
                 [StepPlan.of(method, 4), StepPlan.of(method, 3, 4)], {m.method: (2, 4) for m in session.drafter.methods}
             )
             text, stats = session.generate(PROMPT, 64, ignore_end=True)
@@ -130,7 +130,7 @@ def clamp(args) -> None:
             with ps.load(
                 *args.files, spec=args.spec, device=args.device, threads=args.threads, n_ctx=512, draft_width=args.clamp
             ) as session:
-                engine = session.engine
+                engine = session.runner
                 engine.reset()
                 engine.prefill(list(range(64)))
                 for _ in range(160):

@@ -71,7 +71,7 @@ def together(session: ps.Session, texts: list[list[int]], width: int, count: int
 def check(name: str, target: str, drafter: str, device: str, promised: bool, everything: bool) -> bool:
     """Prints a table row; whether all rows are equal where guaranteed, or with ``everything`` anywhere."""
     with ps.load(target, drafter, device=device, n_ctx=512, draft_width=16) as session:
-        rng, engine = np.random.default_rng(3), session.engine
+        rng, engine = np.random.default_rng(3), session.runner
         texts = [rng.integers(0, min(256, session.target.n_vocab), PROMPT + ROWS).tolist() for _ in range(SEQUENCES)]
         want = [alone(engine, text) for text in texts]
         cells, right = [], True

@@ -38,7 +38,7 @@ PROMPT, TOKENS, SLOTS = "import os\n\n", 60, 3
 def main(device: str, *files: str) -> int:
     wrong = 0
     with ps.load(*files, device=device, n_ctx=512) as masked, ps.load(*files, device=device, n_ctx=512) as whole:
-        whole.engine._tried_masked = True  # as if there were no memory for kept logits
+        whole.runner._tried_masked = True  # as if there were no memory for kept logits
         for constraint, asked in CONSTRAINTS.items():
             for name, values in SAMPLINGS.items():
                 sampling, texts = Sampling(**asked, **values), {}

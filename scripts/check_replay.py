@@ -87,7 +87,7 @@ def measure(args) -> None:
                 print(f"{name}: {why}", flush=True)
                 continue
             with loaded as session:
-                engine = session.engine
+                engine = session.runner
                 tokens = np.random.default_rng(3).integers(0, min(256, session.target.n_vocab), PROMPT + STEPS + 16).tolist()
                 for width in (1, *(w for w in candidate_widths(engine.options.width) if w > 1)):
                     out[f"{name}|{width}"] = logits(engine, tokens, width)

@@ -172,9 +172,9 @@ def main() -> None:
             if done.returncode:
                 sys.exit(f"{name}: llama.cpp's converter failed:\n{done.stderr[-2000:]}")
             with ps.load(path, device="CPU", threads=1, n_ctx=512) as session:
-                ours = session.engine.logits(ids)
-                session.engine.reset()
-                _, features = session.engine.capture(ids, range(len(inputs)))
+                ours = session.runner.logits(ids)
+                session.runner.reset()
+                _, features = session.runner.capture(ids, range(len(inputs)))
                 suppressed = session.target.file.metadata.get("tokenizer.ggml.suppress_tokens")
                 assert name != "gemma4 unified" or list(suppressed) == SUPPRESSED
         top = theirs.copy()

@@ -56,8 +56,8 @@ def ours(path: str, prompts: list[list[int]], args) -> list[np.ndarray]:
     with ps.load(path, device=args.device, threads=args.threads, kernels=args.kernels, n_ctx=n_ctx, prefix_memory=0) as session:
         out = []
         for prompt in prompts:
-            session.engine.reset()
-            out.append(session.engine.logits(prompt))
+            session.runner.reset()
+            out.append(session.runner.logits(prompt))
         return out
 
 

@@ -145,7 +145,7 @@ def main() -> None:
     with ps.load(args.model, args.model_draft, device="CPU", threads=1, kernels=args.kernels, n_ctx=room, **options) as session:
         print(f"{session.backend.device.description}, kernels: {session.configuration().kernels}")
         for width in widths:
-            report(args, *measure(session.engine, width, drafting, args.context, args.steps), width)
+            report(args, *measure(session.runner, width, drafting, args.context, args.steps), width)
 
 
 if __name__ == "__main__":

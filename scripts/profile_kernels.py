@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _report(session, width: int, steps: int, top: int) -> None:
-    engine = session.engine
+    engine = session.runner
     engine.reset(drafting=width > 1)
     engine.prefill(list(range(1, 33)))
 

@@ -24,7 +24,7 @@ CHAINS = OUT.with_name("recorded_chains.json")
 
 def recorded(session, text: str, tokens: int, widths: tuple[int, ...] = WIDTHS) -> dict[str, str]:
     """Digits by width."""
-    engine, ids = session.engine, session.tokenizer.encode(text)
+    engine, ids = session.runner, session.tokenizer.encode(text)
     engine.reset()
     engine.prefill(ids)
     digits: dict[int, list[str]] = {width: [] for width in widths}

@@ -25,7 +25,7 @@ WARMUP, TRACED = 12, 8  # steps: graphs are built in the first; of the others th
 def entries(width: int | None = 8) -> list[tuple[str, str, str]]:
     """(file, function, calling file) per entry of a step that drafts and verifies ``width`` rows, None for those that the policy chooses."""
     with ps.load(device="CPU", threads=1, n_ctx=512, draft_width=width) as session:
-        engine = session.scheduler
+        engine = session.engine
         stream: Iterator[list[int]] = engine.submit(session.prompt_ids(PROMPT), GenerationOptions(96, ignore_end=True), slot=0)
         for _ in range(WARMUP):
             next(stream)

@@ -38,7 +38,7 @@ def main() -> None:
     with ps.load(
         args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=args.tokens + 64, draft_width=args.draft_width
     ) as session:
-        engine, stats = session.engine, Stats()
+        engine, stats = session.runner, Stats()
         synthetic = SyntheticAcceptance(args.synthetic_acceptance, engine.options.width - 1, seed=1) if args.synthetic_acceptance else None
         widths = session.new_policy() if args.mode == SPECULATIVE else None
         engine.reset(drafting=args.mode == SPECULATIVE)

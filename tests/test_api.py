@@ -52,7 +52,7 @@ def test_options_and_fields_of_load_are_listed_once():
     as_arguments = {"device": "CPU", "threads": 1, "n_ctx": 128, "draft_width": 4}
     with ps.load(options=options) as one, ps.load(options=options, n_ctx=256) as two, ps.load(**as_arguments) as three:
         assert one.options == three.options == options and two.options == replace(options, n_ctx=256)
-        assert (one.engine.options, two.engine.options.n_ctx) == (three.engine.options, 256)
+        assert (one.runner.options, two.runner.options.n_ctx) == (three.runner.options, 256)
     fails_with(TypeError, "n_context", ps.load, n_context=5)
 
 
@@ -137,12 +137,12 @@ def test_arguments_of_another_kind_are_sentences(call, says):
 def test_candidates_are_the_callers(few):
     """They were a view of what the next step writes over, and closing frees."""
     with ps.load(device="CPU", threads=1, n_ctx=200, draft_width=2) as session:
-        session.engine.slots[0].candidates = few
-        session.engine.prefill([1, 2, 3])
-        found = [part for part in session.engine.candidates(0) if part is not None]
+        session.runner.slots[0].candidates = few
+        session.runner.prefill([1, 2, 3])
+        found = [part for part in session.runner.candidates(0) if part is not None]
         assert [part.size for part in found] == ([few, few] if few else [session.tokenizer.n_vocab])
         before = [part.copy() for part in found]
-        session.engine.plain_step()
+        session.runner.plain_step()
         assert all(np.array_equal(*pair) and pair[0].flags.owndata for pair in zip(found, before, strict=True))
     assert all(np.array_equal(*pair) for pair in zip(found, before, strict=True))
 
@@ -163,9 +163,9 @@ def want(session):
 @pytest.fixture
 def engine(session, want):
     """The session's engine after a prompt; afterwards it still generates what it did."""
-    session.engine.reset()
-    session.engine.prefill(PROMPT)
-    yield session.engine
+    session.runner.reset()
+    session.runner.prefill(PROMPT)
+    yield session.runner
     assert session.generate(PROMPT, 12)[0] == want
 
 
@@ -249,7 +249,7 @@ def test_rows_of_a_block_that_a_prompt_came_after_cannot_be_accepted(engine):
 def test_snapshots_of_another_engine(pair, engine):
     snapshot = engine.snapshot()
     with ps.load(*pair, device="CPU", threads=1, n_ctx=64) as other:
-        refused(other.engine.restore, snapshot)
+        refused(other.runner.restore, snapshot)
         engine.restore(snapshot)
         snapshot.close()
     for nothing in (snapshot, None, 3):
@@ -258,7 +258,7 @@ def test_snapshots_of_another_engine(pair, engine):
 
 def test_a_closed_session(pair):
     session = ps.load(*pair, device="CPU", threads=1, n_ctx=64)
-    engine = session.engine
+    engine = session.runner
     engine.prefill(PROMPT)
     snapshot = engine.snapshot()
     session.close()

@@ -34,7 +34,7 @@ def test_turns_and_other_generations(demo):
         ids = chat.template.encode(demo.tokenizer, chat.as_messages({"role": "user", "content": line}))
         answer, stats = say(chat, line)
         assert stats.drafted > 0 and stats.prompt_tokens == len(ids) and stats.reused_tokens == held
-        held = demo.engine.cursor.committed
+        held = demo.runner.cursor.committed
         assert held == len(ids) + stats.emitted - 1
     assert sum(s.matched for s in chat.stats) > 0 and answer == demo.generate(ids, 12)[0]
     first, second = Chat(demo, chat_template(demo)[0]), Chat(demo, chat_template(demo)[0])
@@ -64,7 +64,7 @@ def test_continuing_generated_tokens_is_right_for_every_cache(tmp_path, write, s
                 events = list(session.steps(history, 40, append=append, ignore_end=True))
                 told.append([token for event in events for token in event.tokens])
                 if append:
-                    stats, held = events[-1].stats, going_on.engine.cursor.committed
+                    stats, held = events[-1].stats, going_on.runner.cursor.committed
             assert told[0] == told[1] and stats.drafted > 0 and stats.reused_tokens == before
             before, history = held, [*history, *told[0], *random.integers(0, 256, more).tolist()]
         assert len(history) > 300

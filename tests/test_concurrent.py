@@ -110,9 +110,9 @@ def test_where_no_block_can_pay_requests_do_not_draft_either(session, monkeypatc
     """Each width was tried all the same, by every number of slots."""
     for costs, drafts in (({1: 1e-3, 2: 3e-3, 4: 5e-3}, False), ({1: 1e-3, 2: 1.1e-3, 4: 1.2e-3}, True)):
         monkeypatch.setattr(session, "costs", costs)
-        monkeypatch.setattr(session.scheduler, "policy", session.new_policy())
+        monkeypatch.setattr(session.engine, "policy", session.new_policy())
         text, alone = session.generate(PROMPTS[0], 20)
-        assert session.engine.slots[0].drafting == drafts  # whether the drafter's rows were computed
+        assert session.runner.slots[0].drafting == drafts  # whether the drafter's rows were computed
         with session.concurrent(slots=2) as server:
             both = [server.submit(PROMPTS[0], 20) for _ in range(2)]
             plain = server.submit(PROMPTS[0], 20, mode="plain").result(WAIT)[1]

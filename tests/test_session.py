@@ -51,7 +51,7 @@ def test_nothing_is_appended_to_a_step_that_failed(session, monkeypatch):
     run = session.steps(prompt, 8, mode="plain")
     next(run), next(run)
     with monkeypatch.context() as patch:
-        patch.setattr(session.engine, "commit", lambda *step: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(session.runner, "commit", lambda *step: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             next(run)
     longer = [*prompt, *shown, 1, 2, 3]
@@ -204,11 +204,11 @@ def test_statistics_of_events_and_of_early_ends(session):
 def test_a_session_for_requests_alone_has_no_caches_of_its_own(pair):
     """A server's slots are all that is allocated: what a single generation would need is freed before, and said to be gone."""
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256, prefix_memory=0) as session:
-        own = sum(session.engine.memory().values())
+        own = sum(session.runner.memory().values())
         want, _ = session.generate("def f(x):", 8)
         for _ in range(2):  # a server makes it anew after an error
             with session.concurrent(2, only=True) as server:
-                assert session.engine.graphs.closed and session.configuration().memory == {} and own > 0
+                assert session.runner.graphs.closed and session.configuration().memory == {} and own > 0
                 assert server.submit("def f(x):", 8).result()[0] == want
         fails_with(EngineError, "gave up its own caches", session.generate, "def f(x):", 8)
         fails_with(EngineError, "gave up its own caches", session.calibrate_plain)
@@ -223,12 +223,12 @@ def test_a_text_that_rests_loses_nothing_that_was_computed(monkeypatch):
         session.generate(prompt, 4)
         monkeypatch.setattr(SpeculationPolicy, "should_disable", lambda self: True)
         _, stats = session.generate([*prompt, 41, 42], 4)
-        assert stats.reused_tokens > 300 and session.engine.slots[0].drafting
+        assert stats.reused_tokens > 300 and session.runner.slots[0].drafting
         _, stats = session.generate([7, *prompt], 4, ignore_end=True)
-        assert not stats.reused_tokens and not session.engine.slots[0].drafting and not stats.drafted
+        assert not stats.reused_tokens and not session.runner.slots[0].drafting and not stats.drafted
         history = [7, *prompt, *(t for event in session.steps([7, *prompt], 4, ignore_end=True) for t in event.tokens)]
         events = [*session.steps([*history, 50, 51], 4, ignore_end=True, append=True)]
-        assert events[-1].stats.reused_tokens >= len(history) - 1 and not session.engine.slots[0].drafting
+        assert events[-1].stats.reused_tokens >= len(history) - 1 and not session.runner.slots[0].drafting
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_closing_that_is_interrupted_says_so_and_can_be_repeated(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             session.close()
     session.close()
-    assert server.closed and session.engine.graphs.closed
+    assert server.closed and session.runner.graphs.closed
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what of a file is in memory is read from /proc")

@@ -95,7 +95,7 @@ def command(
         session = load(target, draft, options, progress, n_ctx=options.n_ctx or max(need, 512))
     with session:
         say(configuration_line(session.configuration(), None))
-        with Waiting(session.engine) as waiting:
+        with Waiting(session.runner) as waiting:
             rows, interrupted = _measured(session, slots, measured)
         if not rows:
             sys.exit(EXIT_INTERRUPT)
@@ -105,8 +105,8 @@ def command(
             click.echo("\n" + _parts_table(parts))
         split, copies = [], []
         if parts and len(session.backends) > 1:
-            copies = copy_speeds(session.engine)
-            split = split_steps(session.engine, tuple(p.width for p in parts), max(8, depths[-1]), copies)
+            copies = copy_speeds(session.runner)
+            split = split_steps(session.runner, tuple(p.width for p in parts), max(8, depths[-1]), copies)
             if output == "md":
                 click.echo("\n" + _split_tables(split, copies))
         if as_json:

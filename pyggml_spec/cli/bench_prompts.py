@@ -46,7 +46,7 @@ def measure(
         about = _conditions(session, source, options, progress)
         origin = "none: messages are continued as one text" if template.source == CONTINUE else "the target's"
         about["template"] = {"origin": origin, "sha256": hashlib.sha256(template.source.encode("utf-8", "replace")).hexdigest()}
-        with Waiting(session.engine) as waiting:
+        with Waiting(session.runner) as waiting:
             rows = bench_prompts(session, prompts, options, template, interrupted=interrupt, progress=progress)
     about["costs_ms"] = session.costs
     click.echo(written(rows, _COLUMNS, output))
@@ -89,8 +89,8 @@ def _conditions(session: Session, source: dict, options: PromptsOptions, progres
         **conditions(session),
         **{name: _noted(path, progress) for name, path in session_files(session).items()},
         "prompts": source,
-        "context": session.engine.options.n_ctx,
-        "width": "chosen while running" if session.costs else session.engine.options.width,
+        "context": session.runner.options.n_ctx,
+        "width": "chosen while running" if session.costs else session.runner.options.width,
         "kv_type": session.configuration().kv_type,
         "tokens": options.tokens,
         "runs": options.repetitions,

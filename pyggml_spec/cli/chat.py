@@ -202,7 +202,7 @@ class _Desk:
             kept = "" if stats.emitted else " before the answer began, and the question is forgotten"
             self.note(f"(stopped{kept}; Ctrl-C again, or /exit, ends the chat)")
         elif stats.stop_reason == "context":
-            self.note(f"(the context of {self.chat.session.engine.options.n_ctx} tokens is full: /reset begins anew, -c makes it larger)")
+            self.note(f"(the context of {self.chat.session.runner.options.n_ctx} tokens is full: /reset begins anew, -c makes it larger)")
         self.note(answer_line(stats))
         return stopped.asked  # also where the answer ended before it was polled
 
@@ -230,7 +230,7 @@ class _Desk:
         say(footer(stats[-1], session.costs[1] if session.costs else None).lstrip())
         names = "drafted", "matched", "emitted", "prompt_tokens", "reused_tokens"
         drafted, matched, emitted, prompts, reused = (sum(getattr(s, name) for s in stats) for name in names)
-        used = f"{session.engine.cursor.committed} of {session.engine.options.n_ctx} tokens of context used"
+        used = f"{session.runner.cursor.committed} of {session.runner.options.n_ctx} tokens of context used"
         text = f"{len(stats)} answers, {emitted} tokens, {matched} of {drafted} drafts accepted"
         say(f"conversation: {text}, {reused} of {prompts} prompt tokens were in the caches; {used}")
 

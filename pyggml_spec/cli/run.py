@@ -90,7 +90,7 @@ def command(target, draft, options, prompt, prompt_file, max_tokens, mode, refer
         generation = {"mode": mode, "sampling": sampling, "stop": stop, "ignore_end": ignore_eos, "special": special}
         stats, failed = _stream(session, text, max_tokens, interrupt, stats_file, logprobs_file, generation)
         if not quiet:
-            with Waiting(session.engine) as waiting:
+            with Waiting(session.runner) as waiting:
                 measured = bool(stats.steps) and stats.stop_reason != "interrupt"
                 middle = stats.prompt_tokens + stats.emitted // 2  # the mean depth of the text's steps
                 plain_ms = session.calibrate_plain(PLAIN_STEPS, middle) if measured else None

@@ -110,7 +110,7 @@ def command(target, draft, options, host, api_key, api_key_file, queue_requests,
         sampling = Sampling(**{**values, **wanted.values})
         notes = [f"{session.target.file.path.name} recommends {what}, which is not supported here" for what in refused]
         context = session.slots_context(slots, only=True)
-        if context < session.engine.options.n_ctx:
+        if context < session.runner.options.n_ctx:
             room = f"{context} tokens of context, as many as memory has room for"
             notes.append(f"each of the {slots} slots has {room}: use fewer `slots` for more")
         say(configuration_line(session.configuration(), None, sampling.describe(), notes))

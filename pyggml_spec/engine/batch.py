@@ -46,23 +46,23 @@ class Verify:
 
 @dataclass(frozen=True)
 class Draft:
-    """The last token and ``width`` - 1 tokens of the drafter. Follow with ``accept``.
+    """The last token and ``verify_len`` - 1 tokens of the drafter. Follow with ``accept``.
 
-    ``masks``: I32 [width - 1] ids in place of mask tokens (block drafters only), for measurements. ``check``: called with the drafts, I32 [width - 1];
-    returns how many to verify. ``weigh``: called once per step with the drafter's confidence, F32 [width - 1] by slot; returns how many to verify in
-    each. ``verified``: rows of the graph that verifies them, 0 for ``width``. ``drafter``: drafting method, "" for the first; one per step.
+    ``masks``: I32 [verify_len - 1] ids in place of mask tokens (block drafters only), for measurements. ``check``: called with the drafts,
+    I32 [verify_len - 1]; returns how many to verify. ``weigh``: called once per step with the drafter's confidence, F32 [verify_len - 1] by slot; returns how many to verify in
+    each. ``padded_len``: rows of the graph that verifies them, 0 for ``verify_len``. ``drafter``: drafting method, "" for the first; one per step.
     """
 
-    width: int
+    verify_len: int
     masks: np.ndarray | None = None
     check: Callable[[np.ndarray], int] | None = None
-    verified: int = 0
+    padded_len: int = 0
     drafter: str = ""
     weigh: Callable[[Mapping[int, np.ndarray]], int] | None = None
 
     @property
     def rows(self) -> int:
-        return self.width
+        return self.verify_len
 
     @property
     def proposes(self) -> bool:

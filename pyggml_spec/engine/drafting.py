@@ -105,7 +105,7 @@ class BlockDrafting:
             item, n, first, real = items.get(slot), slots[slot].cursor.committed, at * width, 0
             end = first + width
             if isinstance(item, Draft):
-                real = self._block_rows(item.width)
+                real = self._block_rows(item.verify_len)
                 block[first] = slots[slot].cursor.last_token
                 if item.masks is not None:
                     block[first + 1 : first + real] = item.masks[: real - 1]
@@ -162,7 +162,7 @@ class ChainDrafting:
         positions, last, rows = (host[name].reshape(drafts, -1) for name in ("draft_positions", "draft_last", "draft_rows"))
         for at, slot in enumerate(key.slots.slots):
             item, n = items.get(slot), slots[slot].cursor.committed
-            real = item.width - 1 if isinstance(item, Draft) else 0
+            real = item.verify_len - 1 if isinstance(item, Draft) else 0
             host["draft_tokens"][at] = slots[slot].cursor.last_token if real else 0
             last[:, at] = n + np.arange(drafts) if real else lag  # a row that it may see: attention to none is NaN
             positions[:, at] = np.maximum(last[:, at] - lag, 0)
@@ -240,7 +240,7 @@ class ModelDrafting(ChainDrafting):
         positions, rows, own = host["draft_positions"], host["draft_rows"], np.empty(drafts, np.int64)
         for at, slot in enumerate(key.slots.slots):
             item, n = items.get(slot), slots[slot].cursor.committed
-            real = item.width - 1 if isinstance(item, Draft) else 0
+            real = item.verify_len - 1 if isinstance(item, Draft) else 0
             missing = real and self.ring.missing(method, n, slot)
             tokens = host["draft_tokens"][2 * at : 2 * at + 2]
             tokens[:] = self.ring.tokens[self.ring.at(n - 1, 1, slot)][0] if missing else 0, slots[slot].cursor.last_token if real else 0

@@ -132,7 +132,7 @@ class InputBuilder:
         host["source"][:] = np.arange(total)
         for at, slot in enumerate(batch.slots.slots):
             if isinstance(item := batch.computed.get(slot), Draft):
-                first, real = at * width + 1, item.width - 1
+                first, real = at * width + 1, item.verify_len - 1
                 host["source"][first : first + real] = total + drafting.order(at, key.drafts, batch.slots.count)[:real]
 
     def _last_hidden_rows(self, host: dict[str, np.ndarray], batch: Batch) -> None:

@@ -150,12 +150,12 @@ class ModelRunner(ExactSteps):
             not prompts or any(n > 1 and not isinstance(batch.items[slot], Prefill) for slot, n in batch.rows.items())
         )
         if batch.is_block:
-            width = batch.verify_len = graphs.block_width(max([rows, *[item.verified for item in drafting.values()]]))
+            width = batch.verify_len = graphs.block_width(max([rows, *[item.padded_len for item in drafting.values()]]))
             if not width:
                 raise EngineError(f"a step with drafts has at most {self.options.width} rows per slot, but a prompt has {rows}")
             if drafting:
                 batch.kind, batch.method = "fused", self._method(drafting)
-                batch.n_drafts = graphs.drafts_of(batch.method, width, max([item.width for item in drafting.values()]) - 1)
+                batch.n_drafts = graphs.drafts_of(batch.method, width, max([item.verify_len for item in drafting.values()]) - 1)
             else:
                 batch.kind, batch.deferred = "verify", graphs.deferred(batch.drafting) and not batch.proposed
         # the only slot computes one token of a prompt as a chunk, as in a longer prompt; of several it may share a step of plain tokens
@@ -180,11 +180,11 @@ class ModelRunner(ExactSteps):
         items = dict(batch.items)
         for slot, item in drafting.items():
             at = slot - batch.slots.first
-            drafts = ids[at, : item.width - 1]
+            drafts = ids[at, : item.verify_len - 1]
             passed = min(len(drafts) if item.check is None else item.check(drafts), worth.get(slot, len(drafts)))
-            rows = batch.rows[slot] = min(self.graphs.width_for(passed + 1), item.width)
+            rows = batch.rows[slot] = min(self.graphs.width_for(passed + 1), item.verify_len)
             items[slot] = Verify(drafts[: rows - 1])
-            batch.proposed[slot] = bool(np.isfinite(sums[at, : item.width]).all())
+            batch.proposed[slot] = bool(np.isfinite(sums[at, : item.verify_len]).all())
         batch.computed = items
 
     @staticmethod
@@ -193,12 +193,12 @@ class ModelRunner(ExactSteps):
         by_call: dict[Callable, dict[int, np.ndarray]] = {}
         for slot, item in drafting.items():
             if item.weigh is not None and confidence is not None:
-                by_call.setdefault(item.weigh, {})[slot] = confidence[slot - slots.first, : item.width - 1]
+                by_call.setdefault(item.weigh, {})[slot] = confidence[slot - slots.first, : item.verify_len - 1]
         return {slot: most for weigh, of in by_call.items() for most in (weigh(of),) for slot in of}
 
     def _drafts(self, batch: Batch, drafting: Mapping[int, Draft], method: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """I32 [slots, width - 1] drafts, F32 [slots, width] sums that are finite if the drafter is sound, and F32 [slots, width - 1] its confidence."""
-        width = self.graphs.width_for(max(item.width for item in drafting.values()))
+        width = self.graphs.width_for(max(item.verify_len for item in drafting.values()))
         self.state.catch_up(drafting, self.ring.others if self.ring is not None else ())
         self.state.prepare_drafting(drafting, method)
         draft = Batch(dict(drafting), computed=drafting, slots=batch.slots, kind="draft", verify_len=width, method=method, drafting=True)
@@ -329,7 +329,7 @@ class ModelRunner(ExactSteps):
         """K/V rows that the passes of a whole model have written, by slot."""
         if self.ring is None or method != self.ring.whole_model:
             return {}
-        return {slot: item.width - 1 for slot, item in items.items() if isinstance(item, Draft)}
+        return {slot: item.verify_len - 1 for slot, item in items.items() if isinstance(item, Draft)}
 
     @property
     def rows_alike(self) -> bool:
@@ -383,9 +383,9 @@ class ModelRunner(ExactSteps):
         self, width: int | None = None, masks: np.ndarray | None = None, slot: int = 0, drafter: str = "", verified: int = 0
     ) -> StepOutput:
         """Drafts after the last token and verifies, in one graph. Follow with ``accept``. Arguments as of ``Draft``."""
-        item = Draft(self.options.width if width is None else width, masks, verified=verified, drafter=drafter)
+        item = Draft(self.options.width if width is None else width, masks, padded_len=verified, drafter=drafter)
         return self._by_name(
-            slot, item, (item.width, drafter, verified) if masks is None and type(item.width) is type(verified) is int else ()
+            slot, item, (item.verify_len, drafter, verified) if masks is None and type(item.verify_len) is type(verified) is int else ()
         )
 
     def verify_step(self, drafts: Sequence[int], slot: int = 0) -> StepOutput:

@@ -157,7 +157,7 @@ class StateManager:
             self.flush(batch.slots)
 
     def _rows_drafted(self, slot: int, item: Draft) -> int:
-        r, width = self._resources, whole(item.width, "the width of the block", 0, MOST_WIDTH)
+        r, width = self._resources, whole(item.verify_len, "the width of the block", 0, MOST_WIDTH)
         if not 2 <= width <= r.options.width:
             raise EngineError(_IMPOSSIBLE.format(width, r.options.width))
         if not self._slots[slot].drafting:
@@ -166,8 +166,8 @@ class StateManager:
         method = r.method_of(item.drafter)
         if (most := r.member(method).block_size) < width:
             raise EngineError(f"a block of {width} rows is wider than the {most} that {method} drafts")
-        if item.verified:
-            whole(item.verified, "the number of verified rows", width, r.options.width)
+        if item.padded_len:
+            whole(item.padded_len, "the number of verified rows", width, r.options.width)
         return width
 
     def _fitting(self, s: Slot, tokens: Ids) -> np.ndarray:

@@ -175,7 +175,7 @@ class _Service:
         if (length is None and not rates) or session.drafter is None:
             return None
         self.report("acceptance is synthetic: texts are not the target's, this is for benchmarks only")
-        drafts = session.engine.options.width - 1
+        drafts = session.runner.options.width - 1
         return lambda seed: SyntheticAcceptance.of_rates(rates, seed) if length is None else SyntheticAcceptance(length, drafts, seed)
 
     def _read_keys(self) -> None:

@@ -36,7 +36,7 @@ LEAST_BLOCKS, MOST_BLOCKS = 8, 1e6  # blocks that an entry needs, and that one c
 K = TypeVar("K", int, StepPlan, tuple[int, str])
 
 
-def step_costs(engine: ModelRunner, steps: Sequence[K], given: bool = False) -> dict[K, float]:
+def step_costs(runner: ModelRunner, steps: Sequence[K], given: bool = False) -> dict[K, float]:
     """``step_cost`` of the steps that fit the context. Resets the sequence.
 
     Args:
@@ -48,11 +48,11 @@ def step_costs(engine: ModelRunner, steps: Sequence[K], given: bool = False) -> 
     random = np.random.default_rng(SEED)
     plans = {step: step if isinstance(step, StepPlan) else StepPlan.of("", cast(Any, step)) for step in steps}
     return {
-        step: step_cost(engine, plan, random, given) for step, plan in plans.items() if engine.options.n_ctx > len(START) + plan.verify_len
+        step: step_cost(runner, plan, random, given) for step, plan in plans.items() if runner.options.n_ctx > len(START) + plan.verify_len
     }
 
 
-def step_cost(engine: ModelRunner, step: StepPlan, random: np.random.Generator | None = None, given: bool = False) -> float:
+def step_cost(runner: ModelRunner, step: StepPlan, random: np.random.Generator | None = None, given: bool = False) -> float:
     """Milliseconds of one step of this plan, host work included: the median of at most MOST. Resets the sequence. Arguments as of ``step_costs``;
     ``random``: of the tokens of blocks.
 
@@ -60,53 +60,53 @@ def step_cost(engine: ModelRunner, step: StepPlan, random: np.random.Generator |
         ContextError: the context holds no such step.
     """
     width, rows, random = step.tokens, step.verify_len, random or np.random.default_rng(SEED)
-    engine.reset(drafting=width > 1 and engine.drafter is not None)
-    engine.prefill(START[: max(1, engine.options.n_ctx - width)])
+    runner.reset(drafting=width > 1 and runner.drafter is not None)
+    runner.prefill(START[: max(1, runner.options.n_ctx - width)])
     began = time.perf_counter()
     for n in range(1, MOST_FILL + 1):
         depth = len(START) + n * len(FILL)
-        room = engine.options.n_ctx - depth >= rows + WARMUP + 3
-        if depth > engine.options.n_ctx // 2 or not room or time.perf_counter() - began > FILL_S:
+        room = runner.options.n_ctx - depth >= rows + WARMUP + 3
+        if depth > runner.options.n_ctx // 2 or not room or time.perf_counter() - began > FILL_S:
             break
-        engine.prefill(FILL)
+        runner.prefill(FILL)
     most, runs, warmup, started = MOST * (PLAIN_MORE if width == 1 else 1), list[float](), WARMUP, time.perf_counter()
-    while len(runs) < warmup + most and engine.cursor.room >= rows:
+    while len(runs) < warmup + most and runner.cursor.room >= rows:
         began = time.perf_counter()
-        ids = random.integers(0, engine.target.n_vocab, width - 1)
+        ids = random.integers(0, runner.target.n_vocab, width - 1)
         if width == 1:
-            result = engine.plain_step()
+            result = runner.plain_step()
         else:
-            result = engine.verify_step(ids.tolist()) if given else engine.fused_step(width, ids, drafter=step.method, verified=rows)
-        engine.accept(1, int(result.ids[0]))
+            result = runner.verify_step(ids.tolist()) if given else runner.fused_step(width, ids, drafter=step.method, verified=rows)
+        runner.accept(1, int(result.ids[0]))
         runs.append(time.perf_counter() - began)
         spent = time.perf_counter() - started
         warmup = max(warmup, len(runs)) if spent < WARM_S else warmup
         if spent > LIMIT_S or (spent > ENOUGH_S and len(runs) >= warmup + 3):
             break
     if not runs:
-        raise ContextError(f"a context of {engine.options.n_ctx} holds no step of {rows} rows that could be measured; raise it")
-    engine.reset()
+        raise ContextError(f"a context of {runner.options.n_ctx} holds no step of {rows} rows that could be measured; raise it")
+    runner.reset()
     return 1000 * statistics.median(runs[warmup:] or runs)
 
 
-def plain_cost(scheduler: Engine, most: int, depth: int = 0, take: Callable[[list[int]], object] = lambda block: None) -> float:
+def plain_cost(engine: Engine, most: int, depth: int = 0, take: Callable[[list[int]], object] = lambda block: None) -> float:
     """Milliseconds per token of plain decoding, all host work included: the mean of at most ``most`` steps. Resets the sequence.
 
     Args:
         depth: tokens in the cache before them, fewer where computing these would take longer than FILL_S.
         take: called with the tokens of each step, as a caller's loop would be.
     """
-    engine, runs = scheduler.runner, list[float]()
-    engine.reset()
-    room = engine.options.n_ctx - WARMUP - most - 1
+    runner, runs = engine.runner, list[float]()
+    runner.reset()
+    room = runner.options.n_ctx - WARMUP - most - 1
     if min(depth, room) > len(FILL):
         began = time.perf_counter()
-        engine.prefill(FILL)
+        runner.prefill(FILL)
         depth = min(depth, room, int(len(FILL) * FILL_S / (time.perf_counter() - began)))
-        engine.reset()
-    tokens = max(min(depth, room), min(len(START), engine.options.n_ctx - 1), 1)
-    options = GenerationOptions(WARMUP + most + 1, PLAIN, engine.options.width, ignore_end=True, reuse=False)
-    with closing(scheduler.submit([0] * tokens, options, slot=0)) as stream:
+        runner.reset()
+    tokens = max(min(depth, room), min(len(START), runner.options.n_ctx - 1), 1)
+    options = GenerationOptions(WARMUP + most + 1, PLAIN, runner.options.width, ignore_end=True, reuse=False)
+    with closing(engine.submit([0] * tokens, options, slot=0)) as stream:
         next(stream)  # the token after the prompt
         started = last = time.perf_counter()
         for block in stream:
@@ -116,15 +116,15 @@ def plain_cost(scheduler: Engine, most: int, depth: int = 0, take: Callable[[lis
             last, spent = now, now - started
             if spent > LIMIT_S or (spent > ENOUGH_S and len(runs) >= WARMUP + 3):
                 break
-    engine.reset()
+    runner.reset()
     if not runs:
-        raise ContextError(f"a context of {engine.options.n_ctx} holds no plain step that could be measured; raise it")
+        raise ContextError(f"a context of {runner.options.n_ctx} holds no plain step that could be measured; raise it")
     return 1000 * statistics.fmean(runs[WARMUP:] or runs)
 
 
-def cost_key(engine: ModelRunner, widths: Sequence[Any], given: bool = False) -> str:
+def cost_key(runner: ModelRunner, widths: Sequence[Any], given: bool = False) -> str:
     """A hash of all that costs depend on: both files (size and first MiB), device, threads, kernels, widths, context, versions, experts."""
-    device, placement = engine.backend.device, engine.target.weights.placement
+    device, placement = runner.backend.device, runner.target.weights.placement
     parts = [
         SEED,
         graph_replay_enabled(),
@@ -132,22 +132,22 @@ def cost_key(engine: ModelRunner, widths: Sequence[Any], given: bool = False) ->
         placement,
         device.name,
         device.description,
-        engine.backend.threads,
-        engine.backend.kernels,
+        runner.backend.threads,
+        runner.backend.kernels,
         widths,
         given,
-        engine.options,
+        runner.options,
         versions(),
-        *(map(str, engine.resources.segments) if len(engine.resources.segments) > 1 else ()),
+        *(map(str, runner.resources.segments) if len(runner.resources.segments) > 1 else ()),
     ]
-    return _hash([*parts, *_files(engine)])
+    return _hash([*parts, *_files(runner)])
 
 
-def _files(engine: ModelRunner) -> list[Any]:
+def _files(runner: ModelRunner) -> list[Any]:
     """The identity of a pair: size and first MiB of each file, and the size of the drafted vocabulary."""
-    members = engine.drafter.methods if engine.drafter is not None else ()
+    members = runner.drafter.methods if runner.drafter is not None else ()
     parts: list[Any] = [f"{member.draft_tokens} tokens" for member in members if member.draft_tokens]
-    for path in (engine.target.file.path, *(member.file.path for member in members)):
+    for path in (runner.target.file.path, *(member.file.path for member in members)):
         with open(path, "rb") as file:
             parts += [path.stat().st_size, hashlib.sha256(file.read(1 << 20)).hexdigest()]
     return parts
@@ -157,12 +157,12 @@ def _hash(parts: list[Any]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def known_drafts(engine: ModelRunner) -> dict[str, AcceptancePrior]:
+def known_drafts(runner: ModelRunner) -> dict[str, AcceptancePrior]:
     """Acceptance priors by drafter, of earlier sessions with this pair on any device; empty without a valid entry, or if KEEP_DRAFTS is "0"."""
     if os.environ.get(KEEP_DRAFTS) == "0":
         return {}
     try:
-        stored, out = json.loads(_drafts_path(engine).read_text()), {}
+        stored, out = json.loads(_drafts_path(runner).read_text()), {}
         for method, of in stored.items():
             record = AcceptancePrior(len(of["tries"]))
             record.tries, record.hits = [float(n) for n in of["tries"]], [float(n) for n in of["hits"]]
@@ -175,26 +175,26 @@ def known_drafts(engine: ModelRunner) -> dict[str, AcceptancePrior]:
         return {}
 
 
-def keep_drafts(engine: ModelRunner, seen: Mapping[str, AcceptancePrior]) -> None:
+def keep_drafts(runner: ModelRunner, seen: Mapping[str, AcceptancePrior]) -> None:
     """Stores priors for ``known_drafts`` of later sessions, if this one has seen enough blocks."""
     if os.environ.get(KEEP_DRAFTS) == "0" or sum(record.blocks for record in seen.values()) < LEAST_BLOCKS:
         return
     with suppress(OSError, PyspecError):  # a deleted file, an untrusted folder
-        keep(_drafts_path(engine), {method: {"tries": record.tries, "hits": record.hits} for method, record in seen.items()})
+        keep(_drafts_path(runner), {method: {"tries": record.tries, "hits": record.hits} for method, record in seen.items()})
 
 
-def _drafts_path(engine: ModelRunner) -> Path:
-    return cache_folder() / f"drafts-{_hash([SEED, *_files(engine)])}.json"
+def _drafts_path(runner: ModelRunner) -> Path:
+    return cache_folder() / f"drafts-{_hash([SEED, *_files(runner)])}.json"
 
 
-def cached_costs(engine: ModelRunner, steps: tuple[K, ...], fresh: bool = False, given: bool = False) -> tuple[dict[K, float], bool]:
+def cached_costs(runner: ModelRunner, steps: tuple[K, ...], fresh: bool = False, given: bool = False) -> tuple[dict[K, float], bool]:
     """``step_costs``, of widths with that of plain decoding, and whether they come from the cache. Invalid entries are measured again.
 
     ``fresh``: measure in any case. Costs measured while other work had the processor are not stored.
     """
     if not steps:
         return {}, False
-    path = cache_folder() / f"costs-{cost_key(engine, steps, given)}.json"
+    path = cache_folder() / f"costs-{cost_key(runner, steps, given)}.json"
     widths = isinstance(steps[0], int)
     names: dict[str, Any] = {
         str(step) if widths else "/".join(map(str, cast(StepPlan, step))): step for step in ((1, *steps) if widths else steps)
@@ -202,8 +202,8 @@ def cached_costs(engine: ModelRunner, steps: tuple[K, ...], fresh: bool = False,
     stored = None if fresh else kept(path, names)
     if stored and (not widths or 1 in stored):
         return stored, True
-    with Waiting(engine) as waiting:
-        costs = step_costs(engine, list(names.values()), given)
+    with Waiting(runner) as waiting:
+        costs = step_costs(runner, list(names.values()), given)
     if widths and 1 not in costs:
         return {}, False
     if costs and not waiting.much:
@@ -234,8 +234,8 @@ class Waiting:
 
     much = False
 
-    def __init__(self, engine: ModelRunner | None = None) -> None:
-        self._engine = engine
+    def __init__(self, runner: ModelRunner | None = None) -> None:
+        self._runner = runner
 
     def __enter__(self) -> Self:
         self._calm = self._is_calm()
@@ -249,6 +249,6 @@ class Waiting:
             self.much |= waited - self._waited > MUCH_WAITING * (time.perf_counter() - self._began)
 
     def _is_calm(self) -> bool:
-        if self._engine is not None:
-            self._engine.threads.refresh()
-        return self._engine is None or self._engine.threads.calm
+        if self._runner is not None:
+            self._runner.threads.refresh()
+        return self._runner is None or self._runner.threads.calm

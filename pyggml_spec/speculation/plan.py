@@ -26,7 +26,7 @@ PLAIN_ITEM = Verify()  # shared: an item takes half a microsecond to make
 
 @cache
 def draft_item(plan: StepPlan) -> Draft:
-    return Draft(plan.tokens, verified=plan.verify_len if plan.verify_len > plan.tokens else 0, drafter=plan.method)
+    return Draft(plan.tokens, padded_len=plan.verify_len if plan.verify_len > plan.tokens else 0, drafter=plan.method)
 
 
 class Planner:

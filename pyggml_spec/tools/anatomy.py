@@ -99,7 +99,7 @@ def copy_bandwidth(backend: Backend) -> float:
 def anatomy(session: Session, widths: tuple[int, ...], depth: int = 8) -> list[Anatomy]:
     """Measures a step of each width after a prompt of ``depth`` tokens. Discards the sequence. Widths beyond the context are left out."""
     bandwidth = copy_bandwidth(session.backend)
-    return [dissect(session.engine, width, depth, bandwidth) for width in widths if fits(session.engine, width, depth)]
+    return [dissect(session.runner, width, depth, bandwidth) for width in widths if fits(session.runner, width, depth)]
 
 
 def fits(engine: ModelRunner, width: int, depth: int = 8) -> bool:

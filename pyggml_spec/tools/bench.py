@@ -98,7 +98,7 @@ class BenchRow(Repeated):
 
 def bench(session: Session, options: BenchOptions, done=lambda row: None) -> list[BenchRow]:
     """Runs every test; ``done(row)`` after each repetition. Raises ContextError: depth and prompt exceed the context."""
-    room = session.engine.options.n_ctx
+    room = session.runner.options.n_ctx
     need = max(options.depths) + max([*options.prompts, options.tokens + 8])
     if need > room:
         raise ContextError(f"the deepest measurement needs {need} tokens of context, but there are {room}; use `n_ctx` {need}")
@@ -133,18 +133,18 @@ def random_ids(session: Session, count: int, seed: int) -> list[int]:
 
 
 def _prefill_speed(session: Session, n: int, depth: int, repetition: int) -> float:
-    session.engine.reset(drafting=False)
+    session.runner.reset(drafting=False)
     if depth:
-        session.engine.prefill(random_ids(session, depth, 1))
+        session.runner.prefill(random_ids(session, depth, 1))
     stats = Stats()
-    for _ in generate(session.engine, random_ids(session, n, repetition), GenerationOptions(1, PLAIN), stats):
+    for _ in generate(session.runner, random_ids(session, n, repetition), GenerationOptions(1, PLAIN), stats):
         pass
     return n / stats.seconds["prefill"]
 
 
 def decode(session: Session, options: BenchOptions, depth: int, mode: str, repetition: int) -> Stats:
     """Statistics of one generation."""
-    engine, stats, speculative = session.engine, Stats(), mode == SPECULATIVE
+    engine, stats, speculative = session.runner, Stats(), mode == SPECULATIVE
     engine.reset(drafting=speculative)
     width, synthetic = engine.options.width, options.acceptance(engine.options.width - 1, repetition) if speculative else None
     loop = GenerationOptions(options.tokens + 1, mode, options.width or width, ignore_end=True, synthetic=synthetic)

@@ -141,7 +141,7 @@ def bench_prompts(
     if options.thinking in ((True,), (False,)) and not template.can_think:
         raise TemplateError("a thinking mode is selected, but the chat template has none; leave out `thinking`")
     legs = list(_legs(session, prompts, options, template))
-    need, room = max(len(leg.ids) for leg in legs) + options.tokens, session.engine.options.n_ctx
+    need, room = max(len(leg.ids) for leg in legs) + options.tokens, session.runner.options.n_ctx
     if need > room:
         raise ContextError(f"the longest prompt and its answer need {need} tokens of context, but there are {room}; use `n_ctx` {need}")
     rows = {key: PromptsRow(*key, count) for key, count in Counter(leg.key for leg in legs).items()}

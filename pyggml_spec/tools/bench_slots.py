@@ -43,7 +43,7 @@ def tokens_needed(options: BenchOptions) -> int:
 def bench_slots(session: Session, slots: tuple[int, ...], options: BenchOptions, done: Callable = lambda row: None) -> list[SlotsRow]:
     """Plain and speculative tests for each number of slots, at the first depth; ``done(row)`` after each. Raises ContextError: a depth that
     exceeds the context of a slot."""
-    need, room = tokens_needed(options), session.engine.options.n_ctx
+    need, room = tokens_needed(options), session.runner.options.n_ctx
     if need > room:
         raise ContextError(f"each slot needs {need} tokens of context, but has {room}; use `n_ctx` {need}")
     out: list[SlotsRow] = []
@@ -65,7 +65,7 @@ def _measure_one(session: Session, options: BenchOptions, rows: dict[str, SlotsR
             stats = decode(session, options, options.depths[0], mode, repetition)
             if repetition:
                 row.take(stats)
-    return session.engine.memory()
+    return session.runner.memory()
 
 
 def _measure_several(session: Session, count: int, options: BenchOptions, rows: dict[str, SlotsRow]) -> dict[str, int]:
@@ -81,7 +81,7 @@ def _measure_several(session: Session, count: int, options: BenchOptions, rows: 
 def _measure(session: Session, scheduler: Engine, count: int, mode: str, options: BenchOptions, repetition: int, row: SlotsRow) -> None:
     streams = []
     for i in range(count):
-        synthetic = options.acceptance(session.engine.options.width - 1, 1000 * repetition + i) if mode == SPECULATIVE else None
+        synthetic = options.acceptance(session.runner.options.width - 1, 1000 * repetition + i) if mode == SPECULATIVE else None
         prompt = random_ids(session, max(options.depths[0], 8), 2 + i)
         streams.append(scheduler.submit(prompt, GenerationOptions(ENDLESS, mode, ignore_end=True, synthetic=synthetic)))
     while not all(stream.tokens for stream in streams):

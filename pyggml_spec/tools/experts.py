@@ -37,16 +37,16 @@ def profile(session: Session, tokens: Sequence[int], progress: Callable[[int, in
     if total < 2 * chunk:
         raise ContextError(f"{len(tokens)} tokens are too few to tell hot experts from cold ones; give at least {2 * chunk}, better 10,000")
     split = max(chunk, int(total * (1 - HELD_OUT)) // chunk * chunk)
-    start, room, done, seen = _routing(session, 0), session.engine.options.n_ctx // chunk * chunk, 0, None
+    start, room, done, seen = _routing(session, 0), session.runner.options.n_ctx // chunk * chunk, 0, None
     if not room:
-        raise ContextError(f"a context of {session.engine.options.n_ctx} tokens is too short to profile with; use `n_ctx` {chunk} or more")
+        raise ContextError(f"a context of {session.runner.options.n_ctx} tokens is too short to profile with; use `n_ctx` {chunk} or more")
     while done < total:
         first = done
-        session.engine.reset(drafting=False)
+        session.runner.reset(drafting=False)
         limit = min(total, first + room, split if done < split else total)
         while done < limit:
             size = next(c for c in reversed(CHUNKS) if c <= limit - done)
-            session.engine.prefill(tokens[done : done + size])
+            session.runner.prefill(tokens[done : done + size])
             done += size
             progress(done, total)
         if done == split:

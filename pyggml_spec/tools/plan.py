@@ -260,4 +260,4 @@ def check(target: str | Path | None = None, draft: Drafts = None, options: LoadO
             scheduler.run()
             of_slots = {name: n for name, n in scheduler.runner.memory().items() if name not in SHARED}
         taken = sum(before) - sum(free_bytes(pick_device(one.name)) for one in picked) if not on_cpu else None
-        return Checked(planned, session.engine.memory(), of_slots, taken)
+        return Checked(planned, session.runner.memory(), of_slots, taken)

@@ -42,7 +42,7 @@ def session(request, tmp_path_factory):
 
 @pytest.fixture
 def engine(session):
-    return session.engine
+    return session.runner
 
 
 @dataclass

@@ -30,7 +30,7 @@ MANY = 1 << 30
 @pytest.fixture(scope="module")
 def engine(pair):
     with ps.load(*pair, device="CPU", threads=1, n_ctx=512, draft_width=8, chunk=CHUNK) as session:
-        yield session.engine
+        yield session.runner
 
 
 @pytest.fixture(scope="module")
@@ -331,6 +331,6 @@ def test_a_session_is_freed_whatever_one_of_its_parts_raises(pair, tmp_path, mon
     server = session.concurrent(slots=2)
     server.submit(list(range(40)), 4).result()
     monkeypatch.setattr(PrefixCache, "save", fails)
-    engines = session.engine, server.engine.runner
+    engines = session.runner, server.engine.runner
     fails_with(OSError, "Input/output", session.close)
     assert [engine.graphs.closed for engine in engines] == [True, True] and not session._parts

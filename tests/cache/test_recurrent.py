@@ -40,7 +40,7 @@ def _commit(engine):
 @pytest.mark.parametrize("rows", range(1, 17))
 def test_replay_of_the_first_rows_is_the_state_after_them(session, rows):
     """For every accepted length: verify 16 rows, keep some, and compare the state with one that never saw the others."""
-    engine = session.engine
+    engine = session.runner
     engine.reset()
     engine.prefill(PROMPT)
     first = engine.cursor.last_token
@@ -63,7 +63,7 @@ def test_replay_of_the_first_rows_is_the_state_after_them(session, rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 9, 15, 16])
 def test_rollback_then_going_on_equals_a_sequence_that_never_drafted(session, rows):
-    engine = session.engine
+    engine = session.runner
     text = reference(engine, PROMPT, 60)
     tokens, _ = run(engine, PROMPT, 60, drafts=oracle(PROMPT, text, lambda s: rows - 1))
     assert tokens == text
@@ -71,12 +71,12 @@ def test_rollback_then_going_on_equals_a_sequence_that_never_drafted(session, ro
 
 def test_prefill_commits_and_padding_does_not_step(session):
     """21 tokens in a chunk of 32: the padded rows must leave the state alone (0.63 relative error when they do not)."""
-    engine = session.engine
+    engine = session.runner
     want = _state_after(engine, PROMPT)
     engine.reset()
     engine.prefill(PROMPT)
     np.testing.assert_allclose(engine.delta.read(), want, rtol=0, atol=2e-5 * np.abs(want).max())
-    engine, more = session.engine, [11, 12, 13, 14]
+    engine, more = session.runner, [11, 12, 13, 14]
     engine.reset()
     engine.prefill(PROMPT)
     first = engine.cursor.last_token
@@ -86,12 +86,12 @@ def test_prefill_commits_and_padding_does_not_step(session):
     engine.reset()
     assert got == engine.prefill([*PROMPT, first, *BLOCK[:2], *more])
     # Repeating a prompt must not depend on what was there before (a fork's drafter went blind on the second one).
-    runs = [run(session.engine, PROMPT, 50) for _ in range(3)]
+    runs = [run(session.runner, PROMPT, 50) for _ in range(3)]
     assert all(r[0] == runs[0][0] and r[1].matched_at == runs[0][1].matched_at for r in runs)
 
 
 def test_changing_the_width_in_the_middle_changes_nothing(session):
-    engine = session.engine
+    engine = session.runner
     text = reference(engine, PROMPT, 90)
     engine.reset()
     tokens, widths = [engine.prefill(PROMPT)], [16, 4, 1, 8, 2, 1, 1, 16, 3, 16]
@@ -113,7 +113,7 @@ def test_changing_the_width_in_the_middle_changes_nothing(session):
 
 
 def test_plain_steps_then_a_block_then_plain_steps(session):
-    engine = session.engine
+    engine = session.runner
     text = reference(engine, PROMPT, 40)
     engine.reset()
     tokens = [engine.prefill(PROMPT)]
@@ -131,7 +131,7 @@ def test_plain_steps_then_a_block_then_plain_steps(session):
 @pytest.mark.parametrize("poison", [0xFF, 0x3E], ids=["NaN bytes", "0x3e bytes"])
 def test_dirty_memory_changes_nothing(session, poison):
     """Everything that a clean start must not depend on is filled with garbage: K/V rows of both models and step buffers."""
-    engine = session.engine
+    engine = session.runner
     want, _ = run(engine, PROMPT, 40)
     engine.reset()
     engine.io.mirror[:] = poison
@@ -146,7 +146,7 @@ def test_dirty_memory_changes_nothing(session, poison):
 
 def test_several_layers_replay_in_place(session):
     """All layers are replayed by one node that writes the states where they are; the counts say that it is one node."""
-    engine = session.engine
+    engine = session.runner
     engine.reset()
     engine.prefill(PROMPT)
     engine.verify_step(BLOCK)
@@ -266,9 +266,9 @@ def test_snapshots_and_rows_at_their_ends(tmp_path):
     """The device that it lies on is freed then; closing it raised, and its memory stayed."""
     target, _ = write_pair(tmp_path, "qwen3", Shape())
     with ps.load(target, device="CPU", threads=1, n_ctx=64) as session:
-        session.engine.reset()
-        session.engine.prefill([1, 2, 3])
-        snapshot = session.engine.snapshot()
+        session.runner.reset()
+        session.runner.prefill([1, 2, 3])
+        snapshot = session.runner.snapshot()
     snapshot.close()
     assert snapshot.pieces.closed
     snapshot.close()

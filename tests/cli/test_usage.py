@@ -414,5 +414,5 @@ def test_arguments_as_options_and_limits_as_in_llama_cpp():
     assert counts[0] == counts[1] == counts[2] and pyspec("run", *CPU, "-p", "a", "-n", "-3").returncode == 2
     with ps.load(device="CPU", threads=1, n_ctx=0) as session:
         trained = session.target.context_length
-        assert session.engine.options.n_ctx == trained
+        assert session.runner.options.n_ctx == trained
     assert f"context {trained} " in pyspec("run", *CPU, "-p", "a", "-n", 1, "-c", 0).stderr

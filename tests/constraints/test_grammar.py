@@ -536,7 +536,7 @@ def test_forced_tokens_and_cut_texts(session):
 
 def test_logits_are_read_only_where_the_likeliest_token_is_forbidden(session, monkeypatch):
     """On a GPU each read of a row is a megabyte; greedy decoding needs one where the constraint changes something."""
-    read, step_of = [], type(session.engine)
+    read, step_of = [], type(session.runner)
     real = step_of.candidates
     monkeypatch.setattr(step_of, "candidates", lambda self, row, slot=0: read.append(row) or real(self, row, slot))
     text, _ = session.generate("x = 1\n", 12, sampling=Sampling(temperature=0))

@@ -110,7 +110,7 @@ def test_a_whole_examination():
 def test_a_replay_that_computes_something_else_is_noticed(pair, monkeypatch):
     """ggml-cuda's replays of gemma4 with shared K/V were wrong on one GPU from the third call of a graph on, and nothing said so."""
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
-        engine, prompt = session.engine, list(range(20))
+        engine, prompt = session.runner, list(range(20))
         check = repeated_step(engine, prompt)
         assert check.verdict == OK and "replayed" not in check.found  # nothing is, on a CPU
         honest, calls = engine.candidates, iter(range(1000))
@@ -129,7 +129,7 @@ session = loaded(DEMO_TARGET, DEMO_DRAFTER, n_ctx=512, draft_width=16)
 
 
 def test_the_probe_drafts_what_the_engine_drafts(session):
-    engine, layers = session.engine, session.drafter.hp.target_layers
+    engine, layers = session.runner, session.drafter.hp.target_layers
     passage = write_passages(engine, [session.tokenizer.encode(PROMPT)], layers, 80)[0]
     with closing(Probe(session.backend, session.target, session.drafter, [passage], blocks=6)) as probe:
         measured, anchors = probe.measure(Reading(session.drafter.hp)), probe.anchors(passage)
@@ -146,14 +146,14 @@ def test_the_probe_drafts_what_the_engine_drafts(session):
 
 
 def test_likelihoods_and_captured_layers(session):
-    engine, layers = session.engine, session.drafter.hp.target_layers
+    engine, layers = session.runner, session.drafter.hp.target_layers
     prompts = [session.tokenizer.encode(text) for text in (PROMPT, "import os\n\n")]
     passages = write_passages(engine, prompts, layers, 60)
     with closing(Probe(session.backend, session.target, session.drafter, passages, blocks=4)) as probe:
         right, wrong = probe.measure(Reading(session.drafter.hp)), probe.measure(Reading(session.drafter.hp, features_of=1))
     assert right.likelihood.mean() > wrong.likelihood.mean() + 1
     assert right.likelihood.max() <= 0 and np.isfinite(wrong.likelihood).all()
-    engine, ids = session.engine, session.tokenizer.encode(PROMPT)
+    engine, ids = session.runner, session.tokenizer.encode(PROMPT)
     engine.reset(drafting=False)
     chosen, features = engine.capture(ids, (0, 8))
     assert features.shape == (2, len(ids), 512) and chosen.shape == (len(ids),)
@@ -177,7 +177,7 @@ def test_masks_and_second_choices():
     assert trees.check(Measured(np.array([3]), np.empty(0, np.int32), np.empty((0, 0)), True), COSTS).verdict == "n/a"  # a chain's
     with ps.load(DEMO_TARGET, DEMO_DRAFTER, device="CPU", threads=1, n_ctx=512, draft_width=16) as session:
         ids = session.tokenizer.encode("class Stack:\n    def __init__(self):\n")
-        passage = write_passages(session.engine, [ids], session.drafter.hp.target_layers, 80)[0]
+        passage = write_passages(session.runner, [ids], session.drafter.hp.target_layers, 80)[0]
         with closing(Probe(session.backend, session.target, session.drafter, [passage], blocks=12)) as probe:
             plain, ranked = (probe.measure(Reading(session.drafter.hp, ranked=ranked)) for ranked in (False, True))
     assert not plain.ranks.size and (ranked.matched == plain.matched).all() and len(ranked.ranks) == len(ranked.matched)

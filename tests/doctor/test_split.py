@@ -50,7 +50,7 @@ def session(tmp_path_factory):
 
 
 def test_splits_are_taken_apart(session, tmp_path):
-    checks = {check.name: check for check in split.examine(session.engine)}
+    checks = {check.name: check for check in split.examine(session.runner)}
     assert list(checks) == CHECKS and all(check.verdict in (OK, WARN) for check in checks.values())
     assert checks["cut cost"].data["width"] == 8 and 0 < checks["cut cost"].data["cut_share"] < 1
     assert checks["cut cost"].found.startswith("1 cut: ") and "of a block of 8 rows" in checks["cut cost"].found
@@ -58,13 +58,13 @@ def test_splits_are_taken_apart(session, tmp_path):
     assert sum(waits.data["waits"]) == pytest.approx(1) and "CPU (layers 0 to 2) computes" in waits.found
     assert all(ms > 0 for ms in waits.data["layer_ms"])
     assert checks["prompts on devices"].data["rows"] == 128 and len(checks["device copies"].data["copies"]) == 2
-    assert session.engine.io.lane is None
-    chunk = split_chunk(session.engine)
+    assert session.runner.io.lane is None
+    chunk = split_chunk(session.runner)
     assert chunk.width == 128 and all(d.compute_ms > 0 for d in chunk.devices) and chunk.devices[0].copies >= 1
-    assert session.engine.cursor.committed == 0
+    assert session.runner.cursor.committed == 0
     target, drafter = write_pair(tmp_path, "qwen3")
     with ps.load(target, drafter, device="CPU", threads=1, n_ctx=256, draft_width=4) as alone:
-        assert list(split.examine(alone.engine)) == []
+        assert list(split.examine(alone.runner)) == []
 
 
 def layers(*each, room=100, count=8):
@@ -93,7 +93,7 @@ def test_layers_and_devices_that_could_be_moved():
 
 
 def test_rooms_and_slow_devices(session, monkeypatch):
-    engine, parts = session.engine, session.engine.resources
+    engine, parts = session.runner, session.runner.resources
     tensors = engine.target.file.tensors.items()
     sizes = [sum(t.nbytes for name, t in tensors if name.startswith(f"blk.{i}.")) for i in range(engine.target.n_layer)]
     each = max(sizes) + (parts.kv.nbytes + parts.delta.nbytes) // len(sizes)
@@ -103,14 +103,14 @@ def test_rooms_and_slow_devices(session, monkeypatch):
     assert (first.room, last.room) == (9, 9)
     assert first.next_layers == -(-engine.target.file.tensors["token_embd.weight"].nbytes // each) and last.next_layers == 0
     monkeypatch.setattr(split, "layers_of", lambda *_, **more: [Layers("A", 3, 2.0, 0), Layers("B", 1, 1.0, 9)])
-    check = split.waiting(session.engine, step(0.1, 6.0, 1.0))
+    check = split.waiting(session.runner, step(0.1, 6.0, 1.0))
     assert check.verdict == WARN and check.data["better_split"] == [1, 3]
     assert check.remedy == (
         "1,3 layers (`tensor_split` 1,3) would take that step from 7.20 to about 5.20 ms; A could be left out, the others have room for what it holds"
     )
-    levelled = split.prompts(session.engine, step(0.1, 6.0, 1.0))
+    levelled = split.prompts(session.runner, step(0.1, 6.0, 1.0))
     assert levelled.verdict == WARN and levelled.data["level_split"] == [1, 3]
-    assert split.prompts(session.engine, None).verdict == NOT_APPLICABLE
+    assert split.prompts(session.runner, None).verdict == NOT_APPLICABLE
 
 
 def step(copy_ms: float, *computes: float) -> SplitStep:

@@ -68,13 +68,13 @@ def both(method, target, draft, prompt, n_ctx=512, width=5, kv=KVTypes()):
         else:
             made = LlamaMTP(target, draft, width=width, shared=method == "assistant", **sizes)
         with closing(made) as oracle:
-            assert session.engine.prefill(prompt) == oracle.prefill(prompt)
+            assert session.runner.prefill(prompt) == oracle.prefill(prompt)
             yield session, oracle
 
 
 def disagreement(session, oracle, blocks, lengths=LENGTHS):
     """The first block whose drafts differ, None if none does; ``lengths``: how many drafts of each block are accepted."""
-    engine, width = session.engine, session.engine.options.width
+    engine, width = session.runner, session.runner.options.width
     for i in range(blocks):
         result, accepted = engine.fused_step(), min(lengths[i % len(lengths)], width - 1)
         drafts = result.tokens[1:].tolist()
@@ -88,7 +88,7 @@ def disagreement(session, oracle, blocks, lengths=LENGTHS):
 
 def assert_blocks_equal(session, target, draft, prompt, blocks):
     """A DFlash drafter and llama.cpp in step, as many drafts accepted as are right; returns how many in all."""
-    engine, hp, opt = session.engine, session.drafter.hp, session.engine.options
+    engine, hp, opt = session.runner, session.drafter.hp, session.runner.options
     kv, accepted = {"kv": opt.kv, "draft_kv": opt.draft_kv}, 0
     with closing(
         LlamaDFlash(target, draft, hp.target_layers, hp.mask_token, n_ctx=opt.n_ctx, block=hp.block_size, causal=hp.causal, **kv)

@@ -71,7 +71,7 @@ def test_each_drafts_what_it_drafts_alone(files, team, slots):
         options = {"device": "CPU", "threads": 1, "n_ctx": 512, "draft_width": 8}
         each = [ps.load(files["target"], draft, spec=[m], **options) for m, draft in ((BLOCKS, files["blocks"]), (CHAIN, None))]
         alone = [stack.enter_context(session) for session in each]
-        engines = [session.engine if slots == 1 else stack.enter_context(session.batch(slots)).runner for session in (team, *alone)]
+        engines = [session.runner if slots == 1 else stack.enter_context(session.batch(slots)).runner for session in (team, *alone)]
         drafts = []
         for engine, methods in zip(engines, (BOTH, [BLOCKS], [CHAIN])):
             drafts.append({method: [] for method in methods})
@@ -93,7 +93,7 @@ def test_each_drafts_what_it_drafts_alone(files, team, slots):
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 @pytest.mark.parametrize("values", VALUES)
 def test_the_text_is_plain_with_every_drafter(team, values):
-    team.scheduler.policy = InTurn()
+    team.engine.policy = InTurn()
     for prompt in (PROMPTS[0], PROMPTS[0] + PROMPTS[1], PROMPTS[0]):  # after what was kept of the first
         plain, _ = team.generate(prompt, 48, mode="plain", **VALUES[values])
         whole, _ = team.generate(prompt, 48, mode="reference", **VALUES[values])
@@ -102,7 +102,7 @@ def test_the_text_is_plain_with_every_drafter(team, values):
 
 
 def test_nothing_is_built_while_drafters_take_turns(team):
-    team.scheduler.policy = InTurn()
+    team.engine.policy = InTurn()
     team.generate(PROMPTS[0], 16, ignore_end=True)
     stats = team.generate(PROMPTS[0], 300, ignore_end=True)[1]
     assert len(stats.drafters) == 2 and (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
@@ -142,10 +142,10 @@ def test_a_layer_of_nan_switches_speculation_off_and_keeps_the_text(files):
             want, chain = session.generate(PROMPTS[0], 20, mode="plain")[0], session.drafter.methods[-1]
             weight = chain.weights[f"{chain.prefix}nextn.hnorm.weight"]
             lib.ggml_backend_tensor_memset(weight, 0xFF, 0, 4)
-            session.scheduler.policy = InTurn([StepPlan.of(CHAIN, 4), StepPlan.of(CHAIN, 3, 4)])
+            session.engine.policy = InTurn([StepPlan.of(CHAIN, 4), StepPlan.of(CHAIN, 3, 4)])
             text, stats = session.generate(PROMPTS[0], 20)
             assert stats.nan_drafts == 1 and stats.widths[1] == stats.steps - 1 and text == want
-            assert session.scheduler.policy.last == [None], "no width is chosen for whom nobody drafts for"
+            assert session.engine.policy.last == [None], "no width is chosen for whom nobody drafts for"
 
 
 def test_a_width_that_the_first_drafter_does_not_draft_is_refused_at_load(tmp_path):
@@ -167,7 +167,7 @@ def test_rows_that_wait_come_along(files):
         return out
 
     with ps.load(files["target"], files["blocks"], **load) as session:
-        engine = session.engine
+        engine = session.runner
         for last in (BLOCKS, CHAIN, ""):
             for snapshots in (False, True):
                 engine.reset()
@@ -239,7 +239,7 @@ def test_rows_wait_in_each_slot_for_itself(team):
     each has the drafts that a sequence alone has."""
     rng, steps = random.Random(5), 45
     with team.batch(5) as scheduler, closing(ExitStack()) as kept:
-        engine, alone = scheduler.runner, team.engine
+        engine, alone = scheduler.runner, team.runner
         lengths = {0: 11, 1: 40, 2: 70, 4: 33}
         for slot in range(5):
             assert engine.admit(drafting=slot != 4) == slot
@@ -336,7 +336,7 @@ def test_a_drafter_that_does_not_draft_catches_up_in_batches(files, slots):
     with ExitStack() as stack:
         options = {"spec": BOTH, "device": "CPU", "threads": 1, "n_ctx": 512, "draft_width": 8}
         session = stack.enter_context(ps.load(files["target"], files["blocks"], **options))
-        engine = session.engine if slots == 1 else stack.enter_context(session.batch(slots)).runner
+        engine = session.runner if slots == 1 else stack.enter_context(session.batch(slots)).runner
         for slot in range(slots):
             assert slots == 1 or engine.admit() == slot
             engine.prefill(list(range(40)), slot=slot)

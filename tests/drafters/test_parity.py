@@ -151,13 +151,13 @@ def test_the_embedded_mtp_layer():
     accepted = 0
     with both("mtp", DEMO_TARGET, DEMO_MTP, prompt, n_ctx=1024, width=8) as (session, oracle):
         for _ in range(60):
-            result = session.engine.fused_step()
+            result = session.runner.fused_step()
             drafts = result.tokens[1:].tolist()
             assert drafts == oracle.draft(8)
             right = next((i for i, (a, b) in enumerate(zip(drafts, result.ids)) if a != b), 7)
             ids, _ = oracle.verify(drafts, right)
             assert result.ids.tolist() == ids.tolist()
-            session.engine.accept(right + 1, int(result.ids[right]))
+            session.runner.accept(right + 1, int(result.ids[right]))
             accepted += right
     assert 90 < accepted < 7 * 60
     prompts = [prompt.text for prompt in read_prompts(DEMO / "prompts.jsonl")][:4]
@@ -231,9 +231,9 @@ def test_inspect_and_plan(tmp_path, method, options, verdict):
     assert seen.usable and verdict in seen.verdict
     assert set(seen.unused) == ({"masked_embd_centroids.weight", "masked_embd_ordering"} if method == "assistant" else set())
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
-        assert plan(target, draft, device="CPU", n_ctx=256).memory == session.engine.memory()
+        assert plan(target, draft, device="CPU", n_ctx=256).memory == session.runner.memory()
         if method == "dspark":
-            assert f"blocks of {session.engine.options.width} " in verdict and session.methods == ("draft-dspark",)
+            assert f"blocks of {session.runner.options.width} " in verdict and session.methods == ("draft-dspark",)
 
 
 @pytest.mark.parametrize("method, arch, shape, options, words", [
@@ -267,7 +267,7 @@ def test_rows_and_rings_of_assistants(tmp_path):
     with both("assistant", *write_files(tmp_path, "assistant"), list(range(40)), kv=KVTypes("q8_0", "q8_0")) as (session, oracle):
         assert disagreement(session, oracle, 20) is None
     with ps.load(write_gemma4(tmp_path / "t.gguf", Shape()), device="CPU", threads=1, n_ctx=2048) as session:
-        kv, near = session.engine.kv, np.empty(256, np.float32)
+        kv, near = session.runner.kv, np.empty(256, np.float32)
         assert kv.ring
         for n in (1, 2, 255, 256, 257, kv.ring - 1, kv.ring, kv.ring + 1, 3 * kv.ring + 5):
             kv.positions_of_ring(n, near)
@@ -328,7 +328,7 @@ def test_ids_of_eagle3_do_not_depend_on_other_drafters(tmp_path):
     options = {"device": "CPU", "threads": 1, "kernels": "ggml", "n_ctx": 512, "draft_width": 5, "chunk": UB}
     theirs = closing(LlamaEagle3(target, draft, Shape().target_layers, n_ctx=512, n_ubatch=UB, width=5))
     with ps.load(target, [other, draft], **options) as session, theirs as oracle:
-        engine = session.engine
+        engine = session.runner
         assert engine.prefill(ids) == oracle.prefill(ids)
         for i, accepted in enumerate((1, 0, 4, 2, 3, 4, 0, 0, 1, 2)):
             result = engine.fused_step(drafter="draft-eagle3" if i % 3 else "draft-dflash")
@@ -345,11 +345,11 @@ def test_confidence_of_dspark_equals_llama_cpp(tmp_path, from_anchor):
     with both("dspark", *files, list(range(40)), width=8) as (session, oracle):
         for kept in (1, 3, 2, 0):
             confidence = []
-            result = session.engine.step({0: Draft(8, weigh=lambda of, out=confidence: out.append(of[0]) or 3)})[0]
+            result = session.runner.step({0: Draft(8, weigh=lambda of, out=confidence: out.append(of[0]) or 3)})[0]
             assert len(confidence[0]) == 7 and np.abs(confidence[0] - oracle.said(8)).max() < 1e-5 and np.ptp(confidence[0]) > 0.01
             assert result.tokens[1:].tolist() == oracle.draft(8)[:3]
             ids, _ = oracle.verify(result.tokens[1:].tolist(), kept)
-            session.engine.accept(kept + 1, int(ids[kept]))
+            session.runner.accept(kept + 1, int(ids[kept]))
 
 
 KINDS = {
@@ -373,7 +373,7 @@ def files(request, tmp_path):
 def drafted(files, kernels, tokens=None, steps=24):
     """Drafts after every token, and the greedy text."""
     with ps.load(*files, device="CPU", threads=1, kernels=kernels, n_ctx=256, draft_width=4, draft_vocab=tokens) as session:
-        engine, out = session.engine, []
+        engine, out = session.runner, []
         engine.reset()
         engine.prefill(PROMPT)
         for _ in range(steps):
@@ -497,7 +497,7 @@ def test_a_block_is_what_the_formulae_give(tmp_path, more, window):
     shape = Shape(n_layer=4, window=window, target_layers=(1, 2, 4))
     target, draft = write_laguna(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape, **more)
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=256) as session:
-        engine = session.engine
+        engine = session.runner
         _, features = engine.capture(LAGUNA_PROMPT, shape.target_layers)
         engine.reset()
         last_token, drafted = engine.prefill(LAGUNA_PROMPT), engine.fused_step().tokens
@@ -520,7 +520,7 @@ def test_speculative_text_and_requests_at_once(tmp_path, write):
     shape = Shape(n_layer=4, window=12)
     target, draft = write(tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0", **LIKE_PUBLISHED)
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_width=8) as session:
-        assert run(session.engine, LAGUNA_PROMPT, 40, width=8)[0] == plain(session.engine, LAGUNA_PROMPT, 40, width=8)
+        assert run(session.runner, LAGUNA_PROMPT, 40, width=8)[0] == plain(session.runner, LAGUNA_PROMPT, 40, width=8)
         alone = [session.generate(LAGUNA_PROMPT[i : i + 30], 12, ignore_end=True)[1] for i in range(3)]
         with session.concurrent(slots=3) as server:
             handles = [server.submit(LAGUNA_PROMPT[i : i + 30], max_tokens=12, ignore_end=True) for i in range(3)]
@@ -554,9 +554,9 @@ def target(tmp_path_factory):
 def drafts(target, draft) -> tuple[list[int], list[float]]:
     """One block, and the sum of each of its hidden rows."""
     with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session:
-        session.engine.prefill(VARIANTS_PROMPT)
-        tokens = session.engine.fused_step().tokens.tolist()
-        return tokens, session.engine.graphs.get(session.engine.graphs.key("fused", 16, 256)).host["draft_sum"].tolist()
+        session.runner.prefill(VARIANTS_PROMPT)
+        tokens = session.runner.fused_step().tokens.tolist()
+        return tokens, session.runner.graphs.get(session.runner.graphs.key("fused", 16, 256)).host["draft_sum"].tolist()
 
 
 def test_a_causal_block_with_windows(tmp_path, target):
@@ -709,5 +709,5 @@ def test_scales_and_caps_of_gemma_targets(tmp_path):
         draft = write_dflash(tmp_path / "d.gguf", shape, **more)
         with ExitStack() as stack:
             session = stack.enter_context(ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256))
-            caps[name] = session.engine.graphs.get(session.engine.graphs.key("fused", 16, 256)).graph.op_counts()["TANH"]
+            caps[name] = session.runner.graphs.get(session.runner.graphs.key("fused", 16, 256)).graph.op_counts()["TANH"]
     assert caps == {"borrowed": 2, "borrowed, in the file": 2, "own": 2, "own, no cap": 1}

@@ -44,7 +44,7 @@ class Pair:
         """The first n tokens that plain decoding in the one-slot engine gives."""
         key = tuple(prompt)
         if len(self._solo.get(key, ())) < n:
-            engine = self.session.engine
+            engine = self.session.runner
             engine.reset()
             self._solo[key] = [t for block in generate(engine, prompt, GenerationOptions(n, PLAIN)) for t in block]
         return self._solo[key][:n]
@@ -58,7 +58,7 @@ class Pair:
         if got == self.solo(prompt, len(got)):
             return True
         self.ties += 1
-        engine = self.session.engine
+        engine = self.session.runner
         engine.reset()
         rows = engine.logits([*prompt, *got])[len(prompt) - 1 : -1]
         return bool((rows.max(axis=1) - rows[np.arange(len(got)), got] < self.tie).all())

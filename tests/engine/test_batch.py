@@ -211,7 +211,7 @@ def test_four_prompts_of_512_tokens(tmp_path):
     got = batch.logits_together(dict(zip(slots, texts)))
     assert batch.totals.forwards - before == 1 and sum(c.computes for c in batch.graphs.counters().values()) - computes == 1
     assert batch.totals.rows_used == batch.totals.rows_computed == 4 * 512
-    engine = pair.session.engine
+    engine = pair.session.runner
     for slot, text in zip(slots, texts):
         engine.reset()
         want = engine.logits(text)
@@ -228,8 +228,8 @@ def test_four_prompts_of_512_tokens(tmp_path):
             got = batch.logits_together({batch.admit(): part for part in texts})
             assert batch.totals.forwards == 1
         for slot, part in enumerate(texts):
-            session.engine.reset()
-            want = session.engine.logits(part)
+            session.runner.reset()
+            want = session.runner.logits(part)
             assert ((got[slot] - want) ** 2).sum() <= 1e-10 * (want**2).sum() and 2 < _perplexity(got[slot], part) < 100
 
 
@@ -454,7 +454,7 @@ def large_states(tmp_path_factory):
 
 
 def test_slots_move_no_state_but_the_one_write_back(large_states):
-    engine, floats = large_states.session.engine, 128 * 128 * 4
+    engine, floats = large_states.session.runner, 128 * 128 * 4
     back = 0 if large_states.session.backend.level is not None else 3
     counts = {}
     for role, width in (("prefill", 32), ("plain", 1), ("verify", 4), ("fused", 4), ("fused", 16)):

@@ -120,8 +120,8 @@ def test_a_device_without_room_for_masks_reads_whole_rows_and_says_so(session, d
         raise DeviceError("no memory for 64 rows")
 
     monkeypatch.setattr(masked, "MaskedRows", none)
-    monkeypatch.setattr(session.engine, "_tried_masked", False)
-    monkeypatch.setattr(session.engine.resources, "masked", None)
+    monkeypatch.setattr(session.runner, "_tried_masked", False)
+    monkeypatch.setattr(session.runner.resources, "masked", None)
     text, stats = session.generate(PROMPT, 60, sampling=Sampling(**CONSTRAINTS["regex"], **VALUES["greedy"]))
     assert text == host_texts["regex", "greedy"] and device.rows and not device
     assert [note for note in stats.notes if "whole rows of logits" in note and "no memory for 64 rows" in note]
@@ -283,9 +283,9 @@ def test_memory_of_looked_at_and_looked_up_drafts_is_there_at_load(spec, slots):
     more = {"spec": spec.split(","), "device": "CPU", "n_ctx": 512}
     planned = plan(None, None, slots=slots, **more)
     with ps.load(threads=1, **more) as session, ExitStack() as stack:
-        engine = session.engine
+        engine = session.runner
         assert engine.memory() == planned.memory
-        scheduler = session.scheduler if slots == 1 else stack.enter_context(session.batch(slots))
+        scheduler = session.engine if slots == 1 else stack.enter_context(session.batch(slots))
         engine = scheduler.runner
         before, roles = engine.memory(), {name: c.buffer_growths for name, c in engine.graphs.counters().items()}
         if slots > 1:
@@ -438,16 +438,16 @@ def test_the_likeliest_and_the_largest_of_the_allowed(pair_session, n):
 
 
 def test_what_was_not_kept_cannot_be_asked_about(pair_session):
-    pair_session.engine.reset()
-    pair_session.engine.prefill([1, 2, 3])
-    bits, engine = packed(np.ones(4096, bool)), pair_session.engine
+    pair_session.runner.reset()
+    pair_session.runner.prefill([1, 2, 3])
+    bits, engine = packed(np.ones(4096, bool)), pair_session.runner
     for ask in (lambda: engine.likeliest([(0, 0, bits)]), lambda: engine.largest(0, bits)):
         fails_with(EngineError, "read_candidates", ask)
 
 
 def test_drafts_are_looked_at_before_they_are_verified(pair_session):
     """The block made in two graphs has the drafts of the block made in one, and is as wide as the drafts that pass."""
-    engine, prompt, seen = pair_session.engine, pair_session.tokenizer.encode("def quicksort(items):\n    "), []
+    engine, prompt, seen = pair_session.runner, pair_session.tokenizer.encode("def quicksort(items):\n    "), []
     for passes in (None, 3, 2, 1, 0):
         engine.reset()
         engine.prefill(prompt)

@@ -34,7 +34,7 @@ def test_logits_do_not_depend_on_the_shape_of_a_step(tmp_path, arch, quant):
     singly = [*range(60), 60, *range(460, 600)]  # where steps begin
     for threads in (1, 2):
         with ps.load(path, device="CPU", threads=threads, n_ctx=640, kernels="native") as session:
-            engine = session.engine
+            engine = session.runner
             for begins in (range(0, 600, 512), range(0, 600, 16), singly, *([range(0, 600, 5)] if threads == 1 else [])):
                 engine.reset()
                 seen.append(np.concatenate([engine.logits(ids[i:j]) for i, j in pairwise([*begins, 600])]))
@@ -46,8 +46,8 @@ def test_what_depends_on_the_width_and_what_is_held_once(tmp_path):
     path, ids, seen = TARGETS["qwen35"](tmp_path / "t.gguf", Shape(), "Q8_0"), prompt_of(600), []
     with ps.load(path, device="CPU", threads=1, n_ctx=640, kernels="ggml") as session:
         for rows in (512, 1):
-            session.engine.reset()
-            seen.append(np.concatenate([session.engine.logits(ids[i : i + rows]) for i in range(0, len(ids), rows)]))
+            session.runner.reset()
+            seen.append(np.concatenate([session.runner.logits(ids[i : i + rows]) for i in range(0, len(ids), rows)]))
     assert (seen[0] != seen[1]).any(axis=1).sum() > 300
     # The table that rows are looked up in is the packed head itself; all weights together take what the file takes, and 5 % at most.
     with ps.load(device="CPU", threads=1, n_ctx=64) as session:
@@ -65,7 +65,7 @@ def test_speculative_text_is_plain_text_at_every_width(tmp_path, arch):
     prompt = prompt_of(530)
     with ps.load(target, draft, device="CPU", threads=2, n_ctx=768, draft_width=16) as session:
         assert session.configuration().kernels.startswith("native")
-        engine = session.engine
+        engine = session.runner
         text = run(engine, prompt, 80, mode=PLAIN)[0]
         for width in (2, 3, 5, 8, 13, 16):
             wrong = oracle(prompt, text, wrong_at=lambda step, width=width: step % width)
@@ -89,8 +89,8 @@ def test_the_embedded_pair_and_continued_answers(tmp_path):
         answer = [t for event in session.steps(first, 30, ignore_end=True) for t in event.tokens]
         whole = [*first, *answer, *prompt_of(20, seed=6)]
         went_on = [t for event in session.steps(whole, 40, ignore_end=True, append=True) for t in event.tokens]
-        reused = session.engine.epoch
-        assert [t for event in session.steps(whole, 40, ignore_end=True) for t in event.tokens] == went_on and session.engine.epoch > reused
+        reused = session.runner.epoch
+        assert [t for event in session.steps(whole, 40, ignore_end=True) for t in event.tokens] == went_on and session.runner.epoch > reused
 
 
 @pytest.mark.parametrize("quant", ["Q8_0", *QUANTS])
@@ -107,7 +107,7 @@ def test_a_lower_level_gives_the_same_bits_and_is_named(monkeypatch):
         monkeypatch.setenv(FEATURES, level.name)
         with ps.load(device="CPU", threads=1, n_ctx=128, draft_width=4) as session:
             assert session.configuration().kernels == f"native ({level.name})"
-            seen.append(session.engine.logits(prompt_of(40)))
+            seen.append(session.runner.logits(prompt_of(40)))
     assert all(np.array_equal(seen[0], other) for other in seen[1:])
     monkeypatch.setenv(FEATURES, "none")
     with ps.load(device="CPU", threads=1, n_ctx=128, draft_width=4) as session:

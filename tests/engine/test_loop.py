@@ -26,7 +26,7 @@ session = loaded(pair=True, n_ctx=512)
 
 @pytest.fixture(scope="module")
 def text(session):
-    return reference(session.engine, PROMPT, N + 20)
+    return reference(session.runner, PROMPT, N + 20)
 
 
 def _adds_up(stats):
@@ -41,20 +41,20 @@ def _adds_up(stats):
     ids=["all right", "all wrong", "every position", "last wrong", "mixed"],
 )
 def test_scripted_drafters_change_the_speed_and_never_the_tokens(session, text, wrong_at):
-    tokens, stats = run(session.engine, PROMPT, N, drafts=oracle(PROMPT, text, wrong_at))
+    tokens, stats = run(session.runner, PROMPT, N, drafts=oracle(PROMPT, text, wrong_at))
     assert tokens == text[:N]
     _adds_up(stats)
 
 
 def test_counts_and_interrupted_generations(session, text):
-    _, full = run(session.engine, PROMPT, 65, drafts=oracle(PROMPT, text))
+    _, full = run(session.runner, PROMPT, 65, drafts=oracle(PROMPT, text))
     assert (full.steps, full.matched, full.tokens_per_step) == (4, 60, 16.0)
-    _, zero = run(session.engine, PROMPT, 11, drafts=oracle(PROMPT, text, lambda s: 0))
+    _, zero = run(session.runner, PROMPT, 11, drafts=oracle(PROMPT, text, lambda s: 0))
     assert (zero.steps, zero.matched, zero.drafted, zero.tokens_per_step) == (10, 0, 150, 1.0)
     seen = []
-    tokens, stats = run(session.engine, PROMPT, N, drafts=oracle(PROMPT, text), interrupted=lambda: len(seen) > 3 or seen.append(1))
+    tokens, stats = run(session.runner, PROMPT, N, drafts=oracle(PROMPT, text), interrupted=lambda: len(seen) > 3 or seen.append(1))
     assert stats.stop_reason == "interrupt" and tokens == text[: len(tokens)] and 1 <= len(tokens) < N
-    engine, more = session.engine, []
+    engine, more = session.runner, []
     assert engine.cursor.last_token == tokens[-1]
     for _ in range(8):
         result = engine.verify_step([0] * 15)
@@ -64,13 +64,13 @@ def test_counts_and_interrupted_generations(session, text):
     for event in session.steps(PROMPT, 60):
         if event.stats.emitted > 5:
             break
-    assert run(session.engine, PROMPT, 30, drafts=oracle(PROMPT, text))[0] == text[:30]
+    assert run(session.runner, PROMPT, 30, drafts=oracle(PROMPT, text))[0] == text[:30]
 
 
 @pytest.mark.parametrize("width", [2, 4, 8, 16])
 def test_every_width(session, width):
-    want = reference(session.engine, PROMPT, 40, width)
-    tokens, stats = run(session.engine, PROMPT, 40, drafts=oracle(PROMPT, want, lambda s: s % width), width=width)
+    want = reference(session.runner, PROMPT, 40, width)
+    tokens, stats = run(session.runner, PROMPT, 40, drafts=oracle(PROMPT, want, lambda s: s % width), width=width)
     assert tokens == want and stats.matched > 0
 
 
@@ -78,20 +78,20 @@ def test_every_width(session, width):
 def test_an_end_token_anywhere_in_a_block_ends_the_text_there(session, text, end_index):
     end = text[end_index]
     cut = text.index(end) + 1
-    tokens, stats = run(session.engine, PROMPT, N, drafts=oracle(PROMPT, text), is_end=lambda t: t == end)
+    tokens, stats = run(session.runner, PROMPT, N, drafts=oracle(PROMPT, text), is_end=lambda t: t == end)
     assert tokens == text[:cut] and stats.stop_reason == "end"
     _adds_up(stats)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 18, 33])
 def test_the_token_limit_inside_a_block(session, text, n):
-    tokens, stats = run(session.engine, PROMPT, n, drafts=oracle(PROMPT, text))
+    tokens, stats = run(session.runner, PROMPT, n, drafts=oracle(PROMPT, text))
     assert tokens == text[:n] and stats.stop_reason == "length"
     _adds_up(stats)
 
 
 def test_no_tokens_asked_for(session):
-    tokens, stats = run(session.engine, PROMPT, 0)
+    tokens, stats = run(session.runner, PROMPT, 0)
     assert tokens == [] and stats.stop_reason == "length"
 
 
@@ -100,27 +100,27 @@ def test_no_tokens_asked_for(session):
 def test_the_end_of_the_context_inside_a_block(pair, mode):
     """Rows past the end go to trash rows; every position of the context is used and none more."""
     with ps.load(*pair, device="CPU", threads=1, n_ctx=60) as small:
-        tokens, stats = run(small.engine, PROMPT, None, mode=mode)
+        tokens, stats = run(small.runner, PROMPT, None, mode=mode)
         assert len(tokens) == 60 - len(PROMPT) + 1 and stats.stop_reason == "context"
         if mode != "plain":
-            assert tokens == reference(small.engine, PROMPT, None)
+            assert tokens == reference(small.runner, PROMPT, None)
         _adds_up(stats)
         with pytest.raises(ContextError):
-            small.engine.plain_step()
+            small.runner.plain_step()
 
 
 def test_a_drafter_of_nan_switches_speculation_off_and_keeps_the_text(pair):
     """All-NaN argmax is token 0 forever: it has to be noticed, counted, and the text has to stay the target's."""
     with ps.load(*pair, device="CPU", threads=1, n_ctx=512) as poisoned:
-        want = reference(poisoned.engine, PROMPT, 20)
-        poisoned.engine.draft_kv.fill(0xFF)
-        poisoned.engine.reset()
+        want = reference(poisoned.runner, PROMPT, 20)
+        poisoned.runner.draft_kv.fill(0xFF)
+        poisoned.runner.reset()
         weight = poisoned.drafter.weights["output_norm.weight"]
         from pyggml_spec.ggml.library import ffi, lib
 
         nan = ffi.new("float[]", [float("nan")])
         lib.ggml_backend_tensor_set(weight, nan, 0, 4)
-        tokens, stats = run(poisoned.engine, PROMPT, 20)
+        tokens, stats = run(poisoned.runner, PROMPT, 20)
         assert stats.nan_drafts == 1 and stats.widths[1] == stats.steps - 1 and tokens[:2] == want[:2] and len(tokens) == 20
 
 
@@ -130,7 +130,7 @@ def test_rows_of_nan_are_gone_when_the_next_sequence_begins(pair, weights, name,
     from pyggml_spec.ggml.library import lib
 
     with ps.load(*pair, device="CPU", threads=1, kernels="ggml", n_ctx=512, draft_width=4, chunk=32) as session:
-        engine, weight = session.engine, getattr(session, weights).weights[name]
+        engine, weight = session.runner, getattr(session, weights).weights[name]
         lib.ggml_backend_tensor_memset(weight, 0xFF, row * weight.nb[1], weight.nb[1])
         prompt = [*range(32), *[300] * 20]
         if weights == "target":
@@ -147,7 +147,7 @@ def test_stop_strings_and_widths(session, pair):
     stop = whole[20:24]
     shown, stats = session.generate("abc", 60, stop=[stop])
     assert shown == whole[: whole.index(stop)] and stats.stop_reason == "stop"
-    engine = session.engine
+    engine = session.runner
     engine.reset()
     fails_with(EngineError, "prefill", engine.plain_step)
     engine.prefill(PROMPT)
@@ -169,7 +169,7 @@ def test_speculative_text_equals_reference_text_on_the_embedded_pair_with_reject
 @pytest.mark.parametrize("plain_steps", [1, 5, 63, 64, 65, 150])
 def test_drafts_after_plain_steps_equal_drafts_without_them(session, plain_steps):
     """While decoding plainly the drafter's rows are not computed; before the next block they are caught up with, in whole rings too."""
-    engine, tokens = session.engine, [65, 66, 67]
+    engine, tokens = session.runner, [65, 66, 67]
     engine.reset()
     engine.prefill(tokens)
     for _ in range(plain_steps):
@@ -223,7 +223,7 @@ limited = loaded(pair=True, n_ctx=256, draft_width=WIDTH)
 
 @pytest.fixture(scope="module")
 def limited_text(limited):
-    return run(limited.engine, PROMPT, LIMIT + WIDTH, mode=PLAIN)[0]
+    return run(limited.runner, PROMPT, LIMIT + WIDTH, mode=PLAIN)[0]
 
 
 @pytest.fixture(scope="module", params=[Alone, InASlot])
@@ -276,7 +276,7 @@ def test_log_probabilities_end_with_the_text(limited, decode, limited_text, limi
 @pytest.mark.parametrize("mode", [SPECULATIVE, PLAIN])
 def test_a_drafter_that_is_always_right_ends_with_the_context(limited, decode_small, mode):
     """Every position is used and none more, although a block reaches beyond the last one."""
-    want = run(limited.engine, PROMPT, SMALL, mode=PLAIN)[0]
+    want = run(limited.runner, PROMPT, SMALL, mode=PLAIN)[0]
     options = GenerationOptions(None, mode, WIDTH, drafts=oracle(PROMPT, want) if mode == SPECULATIVE else None)
     tokens, stats = decode_small(options)
     assert tokens == want[: SMALL - len(PROMPT) + 1] and stats.stop_reason == "context"

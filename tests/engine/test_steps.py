@@ -40,7 +40,7 @@ def test_a_step_of_our_own_kernels_has_few_nodes(kind, width, rounded, most):
     """All threads wait behind each, and read what others wrote: a plain step of the embedded pair had 148, 33 of them roundings, 16 sums and 8 norms that
     nobody read, and one product each for beta and alpha."""
     with ps.load(device="CPU", threads=1, kernels="native") as session:
-        counts = session.engine.step_graph(kind, width).op_counts()
+        counts = session.runner.step_graph(kind, width).op_counts()
     computed = {op: n for op, n in counts.items() if op not in ("VIEW", "PERMUTE", "RESHAPE")}
     assert computed.get("native rounding", 0) == rounded and "ADD" not in computed and computed["native gated product"] >= 8
     assert sum(computed.values()) <= most
@@ -52,7 +52,7 @@ def _total(engine, name):
 
 @pytest.mark.slow
 def test_1000_steps_inside_a_span_build_and_allocate_nothing(session):
-    engine, steps = session.engine, 0
+    engine, steps = session.runner, 0
     engine.reset()
     engine.prefill([1, 2, 3])
     for _ in range(3):
@@ -86,11 +86,11 @@ def test_a_graph_is_known_by_a_number_that_stands_for_its_nodes(pair):
         seen: dict[int, int] = {}
         for _ in range(2):
             for mode in ("speculative", "plain", "reference"):
-                run(session.engine, [5] * 40, 20, mode=mode)
-            for step in session.engine.graphs.steps().values():
+                run(session.runner, [5] * 40, 20, mode=mode)
+            for step in session.runner.graphs.steps().values():
                 assert step.graph.uid and seen.setdefault(step.graph.uid, step.graph.properties_hash()) == step.graph.properties_hash()
-        assert len(seen) == len(session.engine.graphs.steps()) > 5
-        again = session.engine.graphs._make(session.engine.graphs.key("plain", 1, 256))
+        assert len(seen) == len(session.runner.graphs.steps()) > 5
+        again = session.runner.graphs._make(session.runner.graphs.key("plain", 1, 256))
         assert again.graph.uid == 0  # before it is planned its nodes may still change
         again.graph.plan()
         assert again.graph.uid not in seen
@@ -104,7 +104,7 @@ def test_graphs_of_all_kinds_together_are_bounded(pair, monkeypatch):
     with ps.load(
         *pair, device="CPU", threads=1, n_ctx=1024, draft_width=4
     ) as session:  # not pinned, it may rest and have no graphs that draft
-        graphs = session.engine.graphs
+        graphs = session.runner.graphs
         want, _ = session.generate([5] * 300, 40)
         before = graphs.changes
         for role, span in itertools.product(("plain", "verify", "fused"), (256, 512, 768, 1024)):
@@ -119,7 +119,7 @@ def test_graphs_of_all_kinds_together_are_bounded(pair, monkeypatch):
 @pytest.mark.slow
 def test_with_a_context_of_4096_every_role_allocates_once(session):
     """Crossing span boundaries re-plans inside the same buffer and never frees device memory."""
-    engine = session.engine
+    engine = session.runner
     run(engine, [5] * 3000, 300)
     run(engine, [5] * 700, 300, mode="plain")
     run(engine, [5] * 1200, 20, mode="reference")
@@ -128,7 +128,7 @@ def test_with_a_context_of_4096_every_role_allocates_once(session):
 
 
 def test_a_span_boundary_adds_exactly_one_graph(session):
-    engine = session.engine
+    engine = session.runner
     engine.reset()
     engine.prefill([7] * 230)
     engine.accept(1, int(engine.fused_step().ids[0]))
@@ -140,20 +140,20 @@ def test_a_span_boundary_adds_exactly_one_graph(session):
 
 @pytest.mark.slow
 def test_generation_prepares_the_spans_ahead(session):
-    _, stats = run(session.engine, [9] * 100, 700)
+    _, stats = run(session.runner, [9] * 100, 700)
     assert (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
 
 
 def test_uploads_and_live_memory(session):
     ranges = {}
-    for key, step in session.engine.graphs.steps().items():
+    for key, step in session.runner.graphs.steps().items():
         begin, end = step.graph.memory()
         low, high = ranges.get(key.kind, (begin, end))
         ranges[key.kind] = (min(low, begin), max(high, end))
     assert len(ranges) >= 4
     ordered = sorted(ranges.values())
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(ordered))
-    engine = session.engine
+    engine = session.runner
     engine.reset()
     engine.prefill([1, 2, 3])
     before = (engine.io.uploads, engine.io.reads)
@@ -242,14 +242,14 @@ def test_a_gpu_builds_the_graphs_of_its_next_span_while_it_computes(pair, monkey
             with ps.load(*pair, device="CPU", threads=1, n_ctx=2300, draft_width=4) as session:
                 text, stats = session.generate(prompt, 160, mode=mode, ignore_end=True)
                 texts.append(text)
-                spans = {key.kv_bucket for key in session.engine.graphs.steps() if key.kind == ("plain" if mode == "plain" else "fused")}
+                spans = {key.kv_bucket for key in session.runner.graphs.steps() if key.kind == ("plain" if mode == "plain" else "fused")}
     assert texts[0] == texts[1] and {1024, 2048} <= spans
     assert stats.graphs_built_ahead == 1 and not stats.graphs_built_after_warmup and not stats.buffer_growths_after_warmup
 
 
 def test_a_cpu_builds_a_graph_when_its_step_comes_and_says_how_long_that_took(session):
     """All announced ones of the next 2,048 tokens were built before the first token: 57 for a copy whose steps take 30 of them."""
-    engine = session.engine
+    engine = session.runner
     engine.reset()
     last_token = engine.prefill([5] * 250)
     engine.prepare([engine.verify_key(1), engine.verify_key(4)], 2048)  # plans the largest of each
@@ -327,7 +327,7 @@ def long_session(request, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 10, 33, 36, 60, 120, 129, 400])
 def test_a_prompt_computes_its_own_rows(long_session, rows):
-    engine = long_session.engine
+    engine = long_session.runner
     engine.reset()
     before = engine.totals.rows_computed
     engine.prefill([7] * rows)
@@ -337,7 +337,7 @@ def test_a_prompt_computes_its_own_rows(long_session, rows):
 @pytest.mark.slow
 def test_memory_that_was_planned_does_for_every_length(long_session):
     """No buffer grows, and the graphs of many lengths are not all kept."""
-    graphs, engine = long_session.engine.graphs, long_session.engine
+    graphs, engine = long_session.runner.graphs, long_session.runner
     planned = graphs.compute_bytes
     for rows in {graphs.chunk_width(n) for n in range(1, 513)}:
         for span in graphs.buckets[:: max(1, len(graphs.buckets) - 1)]:
@@ -385,7 +385,7 @@ def recorder(monkeypatch):
 
 def test_every_graph_of_decoding_is_captured_once_before_its_first_launch_and_released_when_it_is_closed(pair, recorder):
     with ps.load(*pair, device="CPU", threads=1, n_ctx=1024, draft_width=4) as session:
-        engine = session.engine
+        engine = session.runner
         engine.io.replay = replay = ReplayCounters()  # as on a CUDA device
         for mode in ("speculative", "plain"):
             run(engine, [1, 2, 3], 300, mode=mode, width=4)
@@ -403,7 +403,7 @@ def test_every_graph_of_decoding_is_captured_once_before_its_first_launch_and_re
 
 def test_graphs_of_a_text_are_captured_while_the_device_computes_instead_of_before_its_first_token(pair, recorder):
     with ps.load(*pair, device="CPU", threads=1, n_ctx=1024, draft_width=4) as session:
-        engine = session.engine
+        engine = session.runner
         engine.prebuilder.overlaps = True  # as on a GPU
         recorder.events.clear()
         run(engine, [1, 2, 3], 40, mode="speculative", width=4)
@@ -421,9 +421,9 @@ def test_what_a_device_does_not_capture_counts_as_captured_within_its_second_cal
     recorder = Recorder(monkeypatch, can=False)
     try:
         with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
-            session.engine.io.replay = replay = ReplayCounters()
+            session.runner.io.replay = replay = ReplayCounters()
             monkeypatch.setattr("pyggml_spec.ggml.step_io.REPLAY_US_PER_NODE", 1e9)  # whatever the time, it is a replay
-            run(session.engine, [1, 2, 3], 30, width=4)
+            run(session.runner, [1, 2, 3], 30, width=4)
             assert replay.ahead == 0 and 0 < replay.inside <= replay.captured
         assert not recorder.of("release")
     finally:
@@ -434,26 +434,26 @@ def test_capture_is_off_by_default(pair, recorder, monkeypatch):
     monkeypatch.setenv("GGML_CUDA_CAPTURE_AHEAD", "0")
     monkeypatch.setattr("pyggml_spec.ggml.step_io.REPLAY_US_PER_NODE", 1e9)
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
-        session.engine.io.replay = replay = ReplayCounters()
-        run(session.engine, [1, 2, 3], 30, width=4)
+        session.runner.io.replay = replay = ReplayCounters()
+        run(session.runner, [1, 2, 3], 30, width=4)
         assert not recorder.of("capture") and replay.captured > 0 and replay.ahead == replay.inside == 0
 
 
 def test_a_graph_that_is_reserved_when_it_is_asked_for_is_captured_before_it_runs(pair, recorder):
     """Requests that want other candidates have graphs of their own, and memory for them is reserved between two steps."""
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
-        session.engine.prefill([1, 2, 3])
+        session.runner.prefill([1, 2, 3])
         recorder.events.clear()
-        session.engine.slots[0].candidates = 64
-        session.engine.plain_step()
-        of_plain = [int(ffi.cast("uintptr_t", step.graph.gf)) for key, step in session.engine.graphs.steps().items() if key.kind == "plain"]
+        session.runner.slots[0].candidates = 64
+        session.runner.plain_step()
+        of_plain = [int(ffi.cast("uintptr_t", step.graph.gf)) for key, step in session.runner.graphs.steps().items() if key.kind == "plain"]
         (launched,) = [graph for graph in of_plain if graph in recorder.of("launch")]
         assert recorder.events.index(("capture", launched)) < recorder.events.index(("launch", launched))
 
 
 def test_graphs_of_several_devices_are_left_to_their_calls(pair, recorder):
     with ps.load(*pair, device="CPU,CPU", threads=1, n_ctx=256, draft_width=4) as session:
-        run(session.engine, [1, 2, 3], 12, width=4)
+        run(session.runner, [1, 2, 3], 12, width=4)
         assert not recorder.of("capture")
 
 
@@ -470,7 +470,7 @@ def test_a_graph_that_the_host_takes_part_in_is_not_captured(tmp_path, recorder)
     path = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q4_K")
     with ps.load(path, device="CPU", threads=1, n_ctx=256, prefix_memory=0, experts=ExpertOptions(-1)) as session:
         session.generate([1, 2, 3], 4, ignore_end=True)
-        steps = {int(ffi.cast("uintptr_t", step.graph.gf)): step.graph.n_cuts for step in session.engine.graphs.steps().values()}
+        steps = {int(ffi.cast("uintptr_t", step.graph.gf)): step.graph.n_cuts for step in session.runner.graphs.steps().values()}
         assert any(steps[graph] for graph in recorder.of("launch")) and not any(steps[graph] for graph in recorder.of("capture"))
 
 

@@ -194,7 +194,7 @@ def test_bits_do_not_depend_on_how_many_threads_other_work_leaves(pair, kernels)
                     [n % 50 + 1 for n in range(behind)], 12, mode=mode, sampling=ps.Sampling(temperature=0, logprobs=5), ignore_end=True
                 )
                 seen.setdefault((mode, behind), []).append([[(p.token, p.logprob, p.top) for p in event.logprobs] for event in events])
-                session.engine.reset()
+                session.runner.reset()
         assert all(few == many for many, few in seen.values())
 
 

@@ -75,7 +75,7 @@ def test_logits_and_round_trips(worker, tmp_path):
     assert (result.nmse, result.max_abs) == (0.0, 0.0)
     # Drafted ids to the first worker, rows of three layers from it, together, and the outcome. One by one they were five, the host waiting.
     with Worker() as second, ps.load(device=f"{worker.device},{second.device}", **OPTIONS) as session:
-        engine = session.engine
+        engine = session.runner
         engine.prefill(session.prompt_ids(PROMPT))
         for _ in range(2):
             engine.accept(1, int(engine.fused_step(4).ids[0]))
@@ -102,7 +102,7 @@ def test_text_over_workers(worker, expected, second):
 def test_the_doctor_takes_a_split_over_two_workers_apart(worker, second, tmp_path):
     target, drafter = write_pair(tmp_path, "qwen35")
     with ps.load(target, drafter, device=f"{worker.device},{second.device}", tensor_split=[3, 1], **OPTIONS) as session:
-        checks = {check.name: check for check in examine(session.engine)}
+        checks = {check.name: check for check in examine(session.runner)}
     assert list(checks) == ["cut cost", "waiting devices", "prompts on devices", "device copies"]
     assert all(check.verdict in (OK, WARN) and check.data for check in checks.values())
     cut = checks["cut cost"]
@@ -186,7 +186,7 @@ def test_a_lost_worker_ends_the_sessions_that_use_it_and_no_other(worker, expect
         fails_with(DeviceError, "is lost", lost.generate, PROMPT, 40, ignore_end=True)
         for session in (other, here):
             text = session.generate(PROMPT, 12, ignore_end=True)[0]
-            assert text and expected[0].startswith(text) and session.engine.logits(session.prompt_ids(PROMPT)).any()
+            assert text and expected[0].startswith(text) and session.runner.logits(session.prompt_ids(PROMPT)).any()
         with Worker(port=second.port), pytest.raises(DeviceError, match=r"is lost: .* still uses what it had there: close it first"):
             ps.load(device=second.device, **OPTIONS)
         fails_with(DeviceError, "is lost", lost.generate, PROMPT, 40, ignore_end=True)
@@ -198,7 +198,7 @@ def test_segments_bytes_and_encryption(worker):
         assert rpc.UNENCRYPTED in session.configuration().notes and rpc.UNCHECKED not in session.configuration().notes
         assert session.configuration().device == worker.device
     with ps.load(device=worker.device, **OPTIONS) as session:
-        engine = session.engine
+        engine = session.runner
         engine.prefill(session.prompt_ids(PROMPT))
         for width in (4, 2, 4, 2):  # both graphs, and those between them
             engine.accept(1, int(engine.fused_step(width).ids[0]))
@@ -219,7 +219,7 @@ def llama_cpps(command: int, body: bytes, answer: bytes) -> bytes | None:
 def test_a_graph_is_sent_again_only_if_the_worker_dropped_it(worker, change, sent_again):
     """Asked to compute what it does not have, the server closes the connection."""
     with fake_server(between(worker, change)) as port, ps.load(device=f"RPC:127.0.0.1:{port}", **OPTIONS) as session:
-        engine = session.engine
+        engine = session.runner
         engine.prefill(session.prompt_ids(PROMPT))
         snapshot = engine.snapshot()
         for _ in range(3):

@@ -108,9 +108,9 @@ def test_speculative_text_equals_plain(tmp_path, arch):
     target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
     prompt = np.random.default_rng(5).integers(0, 256, 230).tolist()
     with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=512) as session:
-        text = reference(session.engine, prompt, 140)
-        assert run(session.engine, prompt, 30)[0] == text[:30]
-        tokens, stats = run(session.engine, prompt, 140, drafts=oracle(prompt, text, wrong_at=lambda step: step % 16))
+        text = reference(session.runner, prompt, 140)
+        assert run(session.runner, prompt, 30)[0] == text[:30]
+        tokens, stats = run(session.runner, prompt, 140, drafts=oracle(prompt, text, wrong_at=lambda step: step % 16))
         assert tokens == text and set(stats.block_sizes) == set(range(1, 17))
 
 
@@ -148,7 +148,7 @@ def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
     tokens = np.random.default_rng(6).integers(0, 256, 128).tolist()
     oracle = closing(LlamaDFlash(path, draft, layers, 319, n_ctx=256))
     with ps.load(path, draft, device="CPU", threads=1, kernels="ggml", n_ctx=256) as session, oracle as theirs:
-        engine = session.engine
+        engine = session.runner
         assert engine.prefill(tokens) == theirs.prefill(tokens)
         for position in range(128, 131):
             token = engine.cursor.last_token
@@ -186,7 +186,7 @@ def test_keys_that_a_file_leaves_out(tmp_path):
     fails_with(ModelError, "the rope option `freq_scale` is -1", RopeOptions, freq_scale=-1.0)
     with ps.load(write_gpt_oss(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, kernels="native") as session:
         assert session.configuration().kernels.endswith(", attention by ggml's because it has sinks")
-        ops = session.engine.step_graph("plain", 1).op_counts()
+        ops = session.runner.step_graph("plain", 1).op_counts()
         assert ops["FLASH_ATTN_EXT"] == 4 and ops["native product"] > 0
 
 
@@ -378,7 +378,7 @@ def test_indexers_of_glm_dsa(tmp_path):
     """The first top_k positions of a context cost what deepseek2's do, and the rows that later ones are chosen by are there then."""
     path = write_glm_dsa(tmp_path / "t.gguf", Shape(top_k=256, **LEAN))
     with ps.load(path, device="CPU", threads=1, n_ctx=512) as session:
-        counts = [session.engine.graphs.get(session.engine.graphs.key("plain", 1, span)).graph.op_counts() for span in (256, 512)]
+        counts = [session.runner.graphs.get(session.runner.graphs.key("plain", 1, span)).graph.op_counts() for span in (256, 512)]
     assert ["LIGHTNING_INDEXER" in ops for ops in counts] == ["TOP_K" in ops for ops in counts] == [False, True]
     refused = pytest.raises(ModelError, match="key_length is 64, .* and no less than the 96 values that are rotated")
     with GGUFFile(write_glm_dsa(tmp_path / "t.gguf", Shape(head_size=192, n_rot=96))) as file, refused:
@@ -448,7 +448,7 @@ def test_one_row_attention_over_shared_rows_never_directly_follows_its_rotation(
     with ExitStack() as stack:
         session = stack.enter_context(ps.load(write_gemma4(tmp_path / "t.gguf"), device="CPU", threads=1, kernels="ggml", n_ctx=256))
         if slots == 1:
-            graph = session.engine.step_graph("plain", 1)
+            graph = session.runner.step_graph("plain", 1)
         else:
             graphs = stack.enter_context(session.batch(slots)).runner.graphs
             graph = graphs.get(graphs.key("plain", 1, 256)).graph

@@ -93,7 +93,7 @@ def test_every_architecture_and_drafter(tmp_path):
             continue
         with session:
             for kind, width in (("plain", 1), ("verify", 4), *((("fused", 4),) if session.drafter is not None else ())):
-                twice = [what for what, count in Counter(products(session.engine.step_graph(kind, width))).items() if count > 1]
+                twice = [what for what, count in Counter(products(session.runner.step_graph(kind, width))).items() if count > 1]
                 assert not twice, (name, kind)
                 looked += 1
     assert looked > 50
@@ -184,7 +184,7 @@ def test_scales_change_the_text_or_are_refused(tmp_path):
     ids, seen = prompts(1)[0], []
     for path in (TARGETS["qwen35"](tmp_path / "a.gguf"), dressed(TARGETS["qwen35"](tmp_path / "b.gguf"))[0]):
         with ps.load(path, device="CPU", threads=1, n_ctx=256) as session:
-            seen.append(session.engine.logits(ids))
+            seen.append(session.runner.logits(ids))
     assert ((seen[0] - seen[1]) ** 2).sum() > 0.1 * (seen[0] ** 2).sum()
     parts = Parts(TARGETS["laguna"](tmp_path / "t.gguf"))
     path = with_tensor(parts, "blk.0.attn_gate.scale", np.ones(1)).write(tmp_path / "one.gguf")
@@ -213,7 +213,7 @@ def test_blocks_and_slots(tmp_path, arch):
     draft = dressed(write_dflash(tmp_path / "d.gguf", shape, "Q8_0"))[0]
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, draft_width=8) as session:
         prompt = prompts(1)[0]
-        assert run(session.engine, prompt, 60, width=8)[0] == reference(session.engine, prompt, 60, width=8)
+        assert run(session.runner, prompt, 60, width=8)[0] == reference(session.runner, prompt, 60, width=8)
         alone = [session.generate(prompt, 24, ignore_end=True)[0] for prompt in prompts(3)]
         with session.concurrent(3) as server:
             handles = [server.submit(prompt, 24, ignore_end=True) for prompt in prompts(3)]

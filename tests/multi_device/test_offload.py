@@ -51,9 +51,9 @@ def seen(session, ids=IDS):
     """The logits after prompts of one, two and three chunks, and text."""
     out = []
     for end in (1, 40, 65, len(ids)):
-        session.engine.reset()
-        session.engine.prefill(ids[:end])
-        out.append(session.engine.candidates(0)[1].copy())
+        session.runner.reset()
+        session.runner.prefill(ids[:end])
+        out.append(session.runner.candidates(0)[1].copy())
     return np.array(out), session.generate(ids[:90], 12, ignore_end=True)[0]
 
 
@@ -107,19 +107,19 @@ def test_wide_and_narrow_chunks(tmp_path):
         with loaded(path, experts=ExpertOptions(layers)) as session:
             (stream,) = session.target.weights.streams
             one = stream.layer_bytes // layers
-            session.engine.prefill(IDS[:60])
+            session.runner.prefill(IDS[:60])
             assert counts(session) == [(first * one, 1)]
-            session.engine.reset()
-            session.engine.prefill(IDS[:60])
+            session.runner.reset()
+            session.runner.prefill(IDS[:60])
             assert counts(session) == [((first + then) * one, 2)]
-            session.engine.reset()
-            session.engine.prefill(IDS)
+            session.runner.reset()
+            session.runner.prefill(IDS)
             assert counts(session) == [((first + 4 * then) * one, 5)]
     path = write_qwen35moe(tmp_path / "t.gguf")
     with loaded(path, rows=64) as session:
-        session.engine.prefill(IDS[:130])  # 64, 64 and 2
+        session.runner.prefill(IDS[:130])  # 64, 64 and 2
         assert counts(session)[0][1] == 2
-        assert session.engine.expert_counts()["chosen"] == 2 * session.target.experts.n_used * session.target.n_layer
+        assert session.runner.expert_counts()["chosen"] == 2 * session.target.experts.n_used * session.target.n_layer
         assert "chunks of prompts of 64 rows or more compute on CPU with copies of the experts of 4 layers" in " ".join(session.notes)
 
 
@@ -144,7 +144,7 @@ def test_slots_and_prefixes(tmp_path):
     texts, layouts = [], []
     for rows in (None, 1, 33):
         with loaded(target, draft, rows=rows, draft_width=4, prefix_memory=1 << 24) as session:
-            layouts.append(layout_of(session.engine, dict.fromkeys(("pyggml_spec", "llama_cpp_python", "ggml_commit"), "")))
+            layouts.append(layout_of(session.runner, dict.fromkeys(("pyggml_spec", "llama_cpp_python", "ggml_commit"), "")))
             texts.append([session.generate(IDS[:end], 10, ignore_end=True)[0] for end in (70, 140, 140)])
             with session.batch(3) as scheduler:
                 streams = [scheduler.submit(IDS[: 50 + 30 * i], GenerationOptions(10, SPECULATIVE)) for i in range(4)]
@@ -187,18 +187,18 @@ def test_copies_that_are_padded_or_have_no_room(tmp_path, monkeypatch):
     with loaded(write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q8_0")) as session:
         (stream,) = session.target.weights.streams
         lib.ggml_backend_buffer_clear(stream.buffer, 0xFF)
-        session.engine.prefill(IDS[:60])
+        session.runner.prefill(IDS[:60])
         for layer in list(stream.layers)[-2:]:  # what is there now
             for tensor in stream.layers[layer].values():
                 nbytes = lib.ggml_nbytes(tensor)
                 assert bytes(ffi.buffer(tensor.data, nbytes + more))[nbytes:] == bytes(more)
     path = write_qwen35moe(tmp_path / "t.gguf")
     with loaded(path, rows=None) as session:
-        want, memory = seen(session), session.engine.memory()["weights"]
+        want, memory = seen(session), session.runner.memory()["weights"]
     no_room_for_copies(monkeypatch)
     with loaded(path) as session:
         assert "prompts of experts in host memory are computed by the CPU: copies of two layers need" in session.notes[-1]
-        assert session.engine.memory()["weights"] == memory and counts(session) == []
+        assert session.runner.memory()["weights"] == memory and counts(session) == []
         np.testing.assert_array_equal(seen(session)[0], want[0])
 
 
@@ -242,8 +242,8 @@ def test_copies_are_taken_from_where_they_are_faster(tmp_path, monkeypatch, fast
     for _ in range(2):
         with loaded(path, rows="auto") as session:
             streams, note = session.target.weights.streams, session.notes[-1]
-            memory = session.engine.memory()["weights"]
-            session.engine.prefill(IDS[:64])
+            memory = session.runner.memory()["weights"]
+            session.runner.prefill(IDS[:64])
             if faster is None:
                 assert not streams and "a chunk of 64 rows takes 10 ms there, and 20 ms with copies on CPU" in note
             else:
@@ -251,7 +251,7 @@ def test_copies_are_taken_from_where_they_are_faster(tmp_path, monkeypatch, fast
                 assert f"{faster} rows take 20 ms, by the CPU 30 ms" in note and counts(session)[0][1] == 1
     assert asked == [(rows, copies) for rows in (32, 64) if rows <= (faster or 64) for copies in (False, True)]
     with loaded(path, rows=None) as session:
-        assert (session.engine.memory()["weights"] == memory) == (faster is None)
+        assert (session.runner.memory()["weights"] == memory) == (faster is None)
 
 
 def test_what_a_chunk_takes_is_measured_in_both_ways(tmp_path):
@@ -259,8 +259,8 @@ def test_what_a_chunk_takes_is_measured_in_both_ways(tmp_path):
         if not session.target.weights.streams:
             session.target.weights.open_stream(1)
         before = counts(session)[0][1]
-        assert copying.chunk_cost(session.engine, 32, False) > 0 and counts(session)[0][1] == before
-        assert copying.chunk_cost(session.engine, 32, True) > 0 and counts(session)[0][1] == before + 1 + copying.RUNS
+        assert copying.chunk_cost(session.runner, 32, False) > 0 and counts(session)[0][1] == before
+        assert copying.chunk_cost(session.runner, 32, True) > 0 and counts(session)[0][1] == before + 1 + copying.RUNS
 
 
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: there are ggml's only")
@@ -268,7 +268,7 @@ def test_rows_of_other_kernels_of_the_host_are_not_mixed(tmp_path):
     path, seen = write_qwen35moe(tmp_path / "t.gguf"), set()
     for kernels in ("ggml", "native"):
         with loaded(path, rows=None, kernels=kernels) as session:
-            lines = layout_of(session.engine, dict.fromkeys(("pyggml_spec", "llama_cpp_python", "ggml_commit"), "")).splitlines()
+            lines = layout_of(session.runner, dict.fromkeys(("pyggml_spec", "llama_cpp_python", "ggml_commit"), "")).splitlines()
             seen.add(next(line for line in lines if line.startswith("experts")))
     assert len(seen) == 2
 
@@ -321,9 +321,9 @@ def test_rings_of_the_cpus_layers(tmp_path):
     found = []
     for rows in (None, 32):
         with layers_of_the_cpu(path, 3, rows, n_ctx=700, chunk=32) as session:
-            assert session.engine.resources.kv.ring == 256
-            session.engine.prefill(ids[:437])  # 21 rows more than whole chunks, after more than one turn of the ring
-            found.append((session.engine.candidates(0)[1].copy(), session.generate(ids[:300], 12, ignore_end=True)[0]))
+            assert session.runner.resources.kv.ring == 256
+            session.runner.prefill(ids[:437])  # 21 rows more than whole chunks, after more than one turn of the ring
+            found.append((session.runner.candidates(0)[1].copy(), session.generate(ids[:300], 12, ignore_end=True)[0]))
             assert rows is None or counts(session)[0][1] == 13 + 9
     np.testing.assert_array_equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
@@ -336,7 +336,7 @@ def test_drafters_and_prefixes_with_copies_of_layers(tmp_path):
     texts, drafts = [], []
     for rows in (None, 33):
         with layers_of_the_cpu(target, 3, rows, draft=draft, draft_width=4, prefix_memory=1 << 24) as session:
-            engine, waited = session.engine, []
+            engine, waited = session.runner, []
             engine.prefill(IDS, stop=lambda waited=waited, parts=engine.devices: waited.append(parts.under_way is None))
             drafts.append(engine.fused_step(4).tokens.tolist())
             assert rows is None or waited == [True] * 3
@@ -391,7 +391,7 @@ def test_slots_of_the_cpus_layers(tmp_path):
 def test_nothing_of_a_sequence_of_nan_stays_in_the_rows_of_guests(tmp_path):
     """Masked rows of NaN are none for a CPU, and poison attention on a GPU."""
     with layers_of_the_cpu(write_qwen35(tmp_path / "t.gguf", Shape(every=2), "BF16"), 3) as session:
-        engine, embeddings = session.engine, session.target.weights.parts[0]["token_embd.weight"]
+        engine, embeddings = session.runner, session.target.weights.parts[0]["token_embd.weight"]
         guests = engine.devices.offload
         lib.ggml_backend_tensor_memset(embeddings, 0xFF, 200 * embeddings.nb[1], embeddings.nb[1])
 
@@ -413,7 +413,7 @@ def test_chunks_that_are_narrow_and_experts_of_the_host(tmp_path):
     path, found = write_qwen35(tmp_path / "t.gguf", Shape(), "BF16"), []
     for rows in (None, 64):
         with layers_of_the_cpu(path, 2, rows) as session:
-            engine = session.engine
+            engine = session.runner
             for first, end in ((0, 64), (64, 84), (84, 148), (148, 150)):
                 engine.prefill(IDS[first:end])
             found.append(engine.candidates(0)[1].copy())
@@ -433,7 +433,7 @@ def test_only_what_was_written_since_is_copied_to_guests(tmp_path):
     path, draft, found = write_qwen35(tmp_path / "t.gguf", Shape(every=2), "BF16"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0"), []
     for rows in (None, 33):
         with layers_of_the_cpu(path, 3, rows, draft=draft, draft_width=4) as session:
-            engine, seen, brought = session.engine, [], []
+            engine, seen, brought = session.runner, [], []
 
             def chunk(first, count, engine=engine, seen=seen, brought=brought):
                 before = engine.devices.offload.brought if engine.devices.offload is not None else 0
@@ -479,12 +479,12 @@ def test_only_what_was_written_since_is_copied_to_guests(tmp_path):
 def test_layers_that_no_memory_is_left_for(tmp_path, monkeypatch):
     path = write_qwen35(tmp_path / "t.gguf", Shape(), "BF16")
     with layers_of_the_cpu(path, 2, None) as session:
-        want, memory = seen(session), session.engine.memory()
+        want, memory = seen(session), session.runner.memory()
 
     def check(words, rows=1):
         with layers_of_the_cpu(path, 2, rows) as session:
             assert session.notes[-1].startswith("prompts of layers in host memory are computed by the CPU: ") and words in session.notes[-1]
-            assert session.engine.memory() == memory and counts(session) == [] and session.engine.devices.offload is None
+            assert session.runner.memory() == memory and counts(session) == [] and session.runner.devices.offload is None
             np.testing.assert_array_equal(seen(session)[0], want[0])
 
     with monkeypatch.context() as m:

@@ -322,7 +322,7 @@ def take(engine, slot, step, result):
 
 
 def alone(pair, text, steps):
-    engine = pair.session.engine
+    engine = pair.session.runner
     engine.reset()
     engine.prefill(text)
     return [drafts_of(engine, 0, i) for i in range(steps)]
@@ -351,7 +351,7 @@ def test_drafts_of_slots_after_rollbacks(drafting):
     expected = dict(enumerate(drafting.solo(text, 60) for text in texts))
     out = run(drafting.batch(5), texts, 24, random_work(np.random.default_rng(3), expected, 8))
     assert all(drafting.agrees(text, got) for text, got in zip(texts, out))
-    engine, text = drafting.session.engine, prompts(3)[2]
+    engine, text = drafting.session.runner, prompts(3)[2]
     engine.reset()
     engine.prefill(text)
     for rows in (3, 8, 1):
@@ -360,7 +360,7 @@ def test_drafts_of_slots_after_rollbacks(drafting):
         again = engine.fused_step(8)
         assert again.tokens.tolist() == first.tokens.tolist()
         engine.accept(rows, int(again.ids[rows - 1]))
-    engine, text = drafting.session.engine, prompts(4)[3]
+    engine, text = drafting.session.runner, prompts(4)[3]
     want = alone(drafting, text, 2)
     engine.reset()
     engine.prefill(text)
@@ -384,7 +384,7 @@ def test_slots_and_prompts_of_every_length(drafting):
         assert [drafts_of(batch, slot, i) for i in range(3)] == want
         batch.release(slot)
     # In one chunk, in several, and with its last token alone: the hidden state of the token before is carried from chunk to chunk.
-    engine, rng = drafting.session.engine, np.random.default_rng(4)
+    engine, rng = drafting.session.runner, np.random.default_rng(4)
     text = rng.integers(0, 256, 120).tolist()
     want = alone(drafting, text, 3)
     for cuts in ((119,), (1, 2), (64, 96), (50,)):
@@ -404,7 +404,7 @@ def test_drafts_and_verified_rows_are_chosen_apart(drafting, slots):
         batch.step({slot: Prefill(text)})
         out = []
         for rows in (2, 4, 1, 3):
-            result = batch.step({slot: Draft(4, verified=verified)})[slot]
+            result = batch.step({slot: Draft(4, padded_len=verified)})[slot]
             assert len(result.tokens) == len(result.ids) == 4
             out.append((result.tokens.tolist(), result.ids.tolist()))
             batch.accept(rows, int(result.ids[rows - 1]), slot)
@@ -413,7 +413,7 @@ def test_drafts_and_verified_rows_are_chosen_apart(drafting, slots):
     assert seen[0] == seen[1] == seen[2]
     slot = batch.admit()
     batch.step({slot: Prefill(text)})
-    fails_with(EngineError, "verified rows is 2", lambda: batch.step({slot: Draft(4, verified=2)}))
+    fails_with(EngineError, "verified rows is 2", lambda: batch.step({slot: Draft(4, padded_len=2)}))
     batch.release(slot)
 
 

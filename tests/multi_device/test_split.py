@@ -51,7 +51,7 @@ def seen(engine, rows):
 
 def trace(session, widths):
     """What comes out of a prompt, plain tokens, and blocks of these widths of which more or fewer rows count."""
-    engine, out = session.engine, []
+    engine, out = session.runner, []
     engine.reset()
     out.append(np.array([engine.prefill(PROMPT)]))
     for n, width in enumerate(widths):
@@ -101,7 +101,7 @@ def test_cuts_and_what_crosses_them(tmp_path):
     target, draft = write_pair(tmp_path, "qwen35")  # captures the inputs of layers 1, 2 and 3
     rows = 4 * 4 * 256
     with loaded(target, draft, (2,), draft_width=4) as session:
-        engine = session.engine
+        engine = session.runner
         engine.prefill(PROMPT)
         assert engine.step_graph("verify", 4).hops == [(0, 1, rows), (0, 1, rows)]
         assert engine.step_graph("fused", 4).hops == [(0, 1, 4 * 4), (1, 2, rows), (1, 2, rows)]
@@ -109,7 +109,7 @@ def test_cuts_and_what_crosses_them(tmp_path):
     for cuts in ((), (1, 2)):
         with loaded(target, cuts=cuts, draft_width=8, spec=["suffix"]) as session:
             found.append(trace(session, (1, 7)) + lanes_trace(session, bool(cuts), 2))
-            masks = [hop for hop in session.engine.step_graph("verify", 4).hops if hop[-1] == 2 * 4 * 256] if cuts else []
+            masks = [hop for hop in session.runner.step_graph("verify", 4).hops if hop[-1] == 2 * 4 * 256] if cuts else []
     assert equal(*found) and len(masks) == 1
 
 
@@ -181,8 +181,8 @@ def test_rings_and_prefixes_on_devices(tmp_path):
     target, draft = write_pair(tmp_path, "laguna")
     for cuts in ((), (1,), (2,)):
         with loaded(target, draft, cuts, n_ctx=1024, chunk=64, draft_width=4) as session:
-            assert session.engine.kv.ring and (not cuts or len(session.engine.kv.mask_bases) == 2)
-            seen.append(trace(session, (1, 4)) + list(session.engine.logits(ids)[-3:]))
+            assert session.runner.kv.ring and (not cuts or len(session.runner.kv.mask_bases) == 2)
+            seen.append(trace(session, (1, 4)) + list(session.runner.logits(ids)[-3:]))
     assert all(equal(seen[0], other) for other in seen[1:])
     # The second prompt continues after a state that is kept on every device, the third session after files of the second.
     target, draft = write_pair(tmp_path, "qwen35")
@@ -205,11 +205,11 @@ def test_experts_in_host_memory(tmp_path, residency):
     profile.write_text(json.dumps({"format": "pyggml_spec experts 1", "model": "t", "tokens": 1, "layers": counts}))
     experts = ExpertOptions(2 if residency is None else 0, residency, profile)
     with loaded(target, experts=experts) as session:
-        alone, chosen = trace(session, (1, 4)), session.engine.expert_counts()
+        alone, chosen = trace(session, (1, 4)), session.runner.expert_counts()
     for cuts in ((1,), (2,), (1, 3)):
         with loaded(target, None, cuts, experts=experts) as session:
             assert equal(alone, trace(session, (1, 4))), cuts
-            counts = session.engine.expert_counts()
+            counts = session.runner.expert_counts()
             assert (counts["chosen"], counts["hits"]) == (chosen["chosen"], chosen["hits"])
 
 
@@ -254,7 +254,7 @@ def test_two_drafters_at_once(tmp_path):
     both = ["draft-dflash", "draft-mtp"]
 
     def in_turn(session):
-        engine, out = session.engine, []
+        engine, out = session.runner, []
         engine.reset()
         out.append(np.array([engine.prefill(PROMPT)]))
         for n, method in enumerate([*both, *both, *both]):
@@ -301,8 +301,8 @@ def test_the_plan_of_a_split_is_what_each_device_allocates(tmp_path, slots):
     assert sum(part.total for part in found.plan.split) == found.plan.total == found.total
     with loaded(target, draft, (1, 3), n_ctx=256, draft_width=None) as session:
         session.generate(PROMPT, 8, ignore_end=True)
-        by_segment = [sum(part.values()) for part in session.engine.memory_by_segment()]
-        assert sum(by_segment) == sum(session.engine.memory().values())
+        by_segment = [sum(part.values()) for part in session.runner.memory_by_segment()]
+        assert sum(by_segment) == sum(session.runner.memory().values())
         if slots == 1:
             assert by_segment == [part.total for part in found.plan.split]
 
@@ -314,7 +314,7 @@ def test_prefill_chunks_without_synchronisation(tmp_path, name):
     ids, runs = PROMPT * 3, []
     for cuts in ((), (2,), (1, 3)):
         with loaded(target, draft, cuts, chunk=16, draft_width=4) as session:
-            engine, out = session.engine, []
+            engine, out = session.runner, []
             out.append(np.array([engine.prefill(ids)]))
             result = engine.fused_step(4)
             out += [result.tokens, result.ids, *seen(engine, 4)]
@@ -326,7 +326,7 @@ def test_a_prompt_that_is_given_up_on_its_way(tmp_path):
     """Two of its chunks are launched; then there is another sequence, a snapshot is refused, or the session ends."""
     target, draft = write_pair(tmp_path, "qwen35")
     with loaded(target, draft, (2,), chunk=16) as session:
-        engine = session.engine
+        engine = session.runner
         expected = engine.prefill(PROMPT)
         for give_up in (engine.reset, engine.settle, lambda: engine.prepare([engine.verify_key(1)], 8)):
             engine.reset()
@@ -340,7 +340,7 @@ def test_a_prompt_that_is_given_up_on_its_way(tmp_path):
             assert engine.prefill(PROMPT) == expected
         engine.reset()
         engine.step({0: Prefill(PROMPT[:16], True)})
-    assert session.engine.graphs.closed
+    assert session.runner.graphs.closed
 
 
 def lanes_trace(session, grouped, slots=4, width=8):

@@ -385,13 +385,13 @@ def test_texts_seeds_and_log_probabilities(demo):
     text, stats = demo.generate("def f(", 40, sampling=Sampling(temperature=1.5))
     assert demo.generate("def f(", 40, sampling=Sampling(temperature=1.5, seed=stats.seed))[0] == text
     list(demo.steps("def f(", 20))
-    assert demo.engine.slots[0].candidates == 0 and demo._sampler(None, False) is None
+    assert demo.runner.slots[0].candidates == 0 and demo._sampler(None, False) is None
     ids, sampling = demo.tokenizer.encode("def f(a, b):\n"), Sampling(seed=1, temperature=1.3, top_k=5, logprobs=3)
     events = list(demo.steps(ids, 24, sampling=sampling))
     tokens, told = [t for event in events for t in event.tokens], [p for event in events for p in event.logprobs]
     assert [p.token for p in told] == tokens
-    demo.engine.reset(drafting=False)
-    logits = demo.engine.logits([*ids, *tokens]).astype(np.float64)[len(ids) - 1 : -1]
+    demo.runner.reset(drafting=False)
+    logits = demo.runner.logits([*ids, *tokens]).astype(np.float64)[len(ids) - 1 : -1]
     want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     for p, row in zip(told, want):
         assert p.logprob == pytest.approx(row[p.token], abs=2e-3)  # other batch shapes
@@ -413,7 +413,7 @@ def test_speculative_text_equals_reference_text_for_the_same_seed(demo, chain):
 @pytest.mark.slow
 def test_candidates_chosen_on_the_device_give_the_same_tokens(demo, monkeypatch):
     """The graph that a GPU runs, on the CPU: so many largest logits per row in the step's one read."""
-    engine, sampling = demo.engine, Sampling(seed=9, repeat_penalty=1.2, repeat_last_n=20)
+    engine, sampling = demo.runner, Sampling(seed=9, repeat_penalty=1.2, repeat_last_n=20)
     prompt, out = demo.tokenizer.encode("def quicksort(items):\n"), []
     for candidates in (sampling.candidates(), None):
         sampler = Sampler(sampling, None, demo.target.n_vocab)
@@ -500,8 +500,8 @@ def test_a_nan_in_the_head_is_said_while_candidates_come_from_the_device(pair):
 
     with ps.load(*pair, device="CPU", threads=1, n_ctx=512, draft_width=4) as poisoned:
         lib.ggml_backend_tensor_set(poisoned.target.weights["output_norm.weight"], ffi.new("float[]", [math.inf]), 0, 4)
-        poisoned.engine.slots[0].candidates = 32
-        fails_with(EngineError, "NaN or Inf", poisoned.engine.prefill, [1, 2, 3])
+        poisoned.runner.slots[0].candidates = 32
+        fails_with(EngineError, "NaN or Inf", poisoned.runner.prefill, [1, 2, 3])
 
 
 @pytest.mark.parametrize("values, words", [

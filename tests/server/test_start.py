@@ -72,7 +72,7 @@ def test_what_comes_through_a_pipe_is_read_once(monkeypatch):
         return 0
 
     load = MagicMock()
-    load.return_value.slots_context.return_value = load.return_value.engine.options.n_ctx = 512
+    load.return_value.slots_context.return_value = load.return_value.runner.options.n_ctx = 512
     monkeypatch.setattr("pyggml_spec.api.load", load)
     monkeypatch.setattr("pyggml_spec.sampling.recommended.recommended", lambda _: ({}, []))
     monkeypatch.setattr("pyggml_spec.cli.serve.configuration_line", lambda *_: "")

@@ -36,7 +36,7 @@ def test_costs_are_measured_once_and_a_damaged_entry_is_measured_again(pair, tmp
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
         assert set(session.costs) == {1, 2, 4, 8, 16} and not session.costs_cached
         assert all(ms > 0 for ms in session.costs.values())
-        engine, widths = session.engine, (2, 4, 8, 16)
+        engine, widths = session.runner, (2, 4, 8, 16)
         stored, cached = cached_costs(engine, widths)
         assert cached and stored == session.costs
         entry = next(cache_folder().glob("costs-*.json"))
@@ -59,7 +59,7 @@ def test_costs_of_other_conditions_and_contexts(pair):
             "spec": None,
         } | conditions
         with ps.load(**files) as session:
-            keys.append(cost_key(session.engine, (2, 4)))
+            keys.append(cost_key(session.runner, (2, 4)))
     assert keys[0] == keys[1] and len(set(keys)) == len(keys) - (1 if levels() else 2)
     with ps.load(*pair, device="CPU", threads=1, n_ctx=1) as session, pytest.raises(ContextError, match="context of 1"):
         session.calibrate_plain()
@@ -91,16 +91,16 @@ def test_costs_under_load_are_measured_again_without_it(pair, tmp_path, monkeypa
     monkeypatch.setattr("pyggml_spec.ggml.device.default_threads", lambda: 2)
     with ps.load(*pair, device="CPU", threads=threads, n_ctx=256) as session:
         time.sleep(cores.POLL_S)
-        session.engine.prefill([1, 2, 3])
-        assert not session.engine.threads.calm and session.engine.threads.now == 1
-        cached_costs(session.engine, (2,), fresh=True)
+        session.runner.prefill([1, 2, 3])
+        assert not session.runner.threads.calm and session.runner.threads.now == 1
+        cached_costs(session.runner, (2,), fresh=True)
         assert not list(tmp_path.glob("costs-*"))
         took[0] = 0.0
         time.sleep(cores.POLL_S)
-        session.engine.prefill([1, 2, 3])
+        session.runner.prefill([1, 2, 3])
         time.sleep(cores.POLL_S)
-        session.engine.prefill([1, 2, 3])
-        assert session.engine.threads.calm and session.engine.threads.now == (threads or 2)
+        session.runner.prefill([1, 2, 3])
+        assert session.runner.threads.calm and session.runner.threads.now == (threads or 2)
         session.generate([1, 2, 3], 4)
         assert list(tmp_path.glob("costs-*"))
 
@@ -123,22 +123,22 @@ def test_the_plain_speed_is_what_texts_get(pair, monkeypatch):
     monkeypatch.setattr(Engine, "_step", lambda *args: (time.sleep(slow), step(*args))[1])
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
         assert session.calibrate_plain(steps=3) >= 1000 * slow
-        slow, before = 0.0, session.scheduler.stats.steps
+        slow, before = 0.0, session.engine.stats.steps
         session.calibrate_plain(steps=12)
-        assert session.scheduler.stats.steps - before <= 12 + calibrate.WARMUP + 1  # as it says: it took 36
+        assert session.engine.stats.steps - before <= 12 + calibrate.WARMUP + 1  # as it says: it took 36
 
 
 def test_plain_steps_are_measured_at_the_length_of_the_text(pair, monkeypatch):
     """They had eight tokens behind them, where attention reads next to nothing: a text of 256 tokens seemed to lose 5 %."""
     monkeypatch.setattr(calibrate, "FILL_S", 60)  # on slow machines there are fewer
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
-        behind, steps = [], session.engine.forward
+        behind, steps = [], session.runner.forward
 
         def seen(work, *args):
-            behind.append(session.engine.cursor.committed)
+            behind.append(session.runner.cursor.committed)
             return steps(work, *args)
 
-        monkeypatch.setattr(session.engine, "forward", seen)
+        monkeypatch.setattr(session.runner, "forward", seen)
         session.calibrate_plain(3, 100)
         assert behind[-1] >= 100
         monkeypatch.setattr(calibrate, "FILL_S", 1e-9)  # computing them takes too long: as before
@@ -151,7 +151,7 @@ def test_costs_of_other_kernels_are_not_taken(pair, tmp_path, monkeypatch, idle)
     """A build with other kernels, or a switch of ggml-cuda, has costs of its own: widths were chosen by those that were measured first."""
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
-        engine, widths = session.engine, (2, 4, 8, 16)
+        engine, widths = session.runner, (2, 4, 8, 16)
         assert cached_costs(engine, widths)[1]
         with monkeypatch.context() as switched:
             switched.setenv("GGML_CUDA_SMALL_BATCH", "0")
@@ -164,7 +164,7 @@ def test_costs_are_of_steps_with_context(pair, monkeypatch):
     """Behind eight tokens attention has nothing to read: blocks looked cheaper than they are in texts, and the first texts lost."""
     monkeypatch.setattr(calibrate, "FILL_S", 60)  # on slow machines less is computed than here
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
-        engine, behind = session.engine, []
+        engine, behind = session.runner, []
         for name in ("plain_step", "fused_step"):
             step = getattr(engine, name)
 
@@ -211,7 +211,7 @@ def test_costs_that_are_outdated_or_varied(tmp_path):
         assert control.costs_outdated == outdated
     model, draft = write_qwen35moe(tmp_path / "t.gguf", Shape(), "Q8_0"), write_dflash(tmp_path / "d.gguf", Shape(), "Q8_0")
     with ps.load(model, draft, device="CPU", threads=1, n_ctx=128, draft_width=16) as session:
-        engine, seen = session.engine, []
+        engine, seen = session.runner, []
         step = engine.fused_step
         engine.fused_step = lambda *args, **more: seen.append(step(*args, **more)) or seen[-1]
         step_costs(engine, (16,))
@@ -274,26 +274,26 @@ def test_a_first_text_begins_with_what_earlier_sessions_texts_taught(tmp_path, m
     monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")
     with ps.load(device="CPU", n_ctx=256) as session:
         control = session.new_policy()
-        assert known_drafts(session.engine) == {} and control.priors["draft-dflash"].tries[0] == 0
+        assert known_drafts(session.runner) == {} and control.priors["draft-dflash"].tries[0] == 0
         for _ in range(9):
-            session.scheduler.policy.priors["draft-dflash"].observe(8, 3)
+            session.engine.policy.priors["draft-dflash"].observe(8, 3)
     entry = next(tmp_path.glob("drafts-*.json"))
     assert entry.stat().st_mode & 0o077 == 0
     with ps.load(device="CPU", n_ctx=512, threads=1) as session:  # costs are other ones, the drafter is the same
-        record = session.scheduler.policy.priors["draft-dflash"]
+        record = session.engine.policy.priors["draft-dflash"]
         assert record.tries[0] == pytest.approx(8.8, rel=0.02) and record.hits[3] == 0 < record.hits[2] == record.hits[0]
-        session._known_drafts = session.scheduler.policy.priors
+        session._known_drafts = session.engine.policy.priors
         assert session.new_policy().priors["draft-dflash"].tries == record.tries  # what measuring costs again must not lose
         for damage in ("", "{", "[]", '{"draft-dflash": 1}', '{"draft-dflash": {"tries": [1.0], "hits": [2.0]}}', '{"x": {"tries": [], "hits": []}}',
                        '{"draft-dflash": {"tries": [NaN], "hits": [0]}}', "[" * 100000):  # fmt: skip
             entry.write_text(damage)
-            assert known_drafts(session.engine) == {}
+            assert known_drafts(session.runner) == {}
     assert entry.read_text() == "[" * 100000  # nothing was drafted, so nothing was kept
     monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "0")
     entry.unlink()
     with ps.load(device="CPU", n_ctx=256) as session:
-        keep_drafts(session.engine, session.scheduler.policy.priors)
-        session.scheduler.policy.priors["draft-dflash"].blocks = 100
+        keep_drafts(session.runner, session.engine.policy.priors)
+        session.engine.policy.priors["draft-dflash"].blocks = 100
     assert not list(tmp_path.glob("drafts-*.json"))
 
 
@@ -302,7 +302,7 @@ def test_what_is_accepted_at_random_teaches_nothing(tmp_path, monkeypatch, idle)
     monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")
     with ps.load(device="CPU", n_ctx=256) as session:
         session.generate("def f(", 8, synthetic=SyntheticAcceptance(6.0, 15))
-        session.scheduler.policy.priors["draft-dflash"].blocks = 100
+        session.engine.policy.priors["draft-dflash"].blocks = 100
     assert not list(tmp_path.glob("drafts-*.json"))
 
 
@@ -310,7 +310,7 @@ def test_a_cache_that_cannot_be_written_keeps_no_session_from_closing(tmp_path, 
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("PYSPEC_KEEP_DRAFTS", "1")
     with ps.load(device="CPU", n_ctx=256) as session:
-        session.scheduler.policy.priors["draft-dflash"].blocks = 100
+        session.engine.policy.priors["draft-dflash"].blocks = 100
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "file" / "below"))
-    assert session.engine.graphs.closed
+    assert session.runner.graphs.closed

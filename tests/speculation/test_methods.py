@@ -36,7 +36,7 @@ def test_who_drafts(files, target, draft, options, method):
 @pytest.mark.parametrize("options", [{"spec": []}, {"spec": ["none"]}, {"no_spec": ["draft-mtp"]}])
 def test_a_layer_that_may_not_draft_is_left_aside(files, options):
     with ps.load(files["own"], device="CPU", threads=1, n_ctx=256, **options) as session:
-        assert session.drafter is None and "draft_weights" not in session.engine.memory()
+        assert session.drafter is None and "draft_weights" not in session.runner.memory()
 
 
 @pytest.mark.parametrize("target, draft, options, words", [
@@ -71,7 +71,7 @@ def test_plans_and_ends_of_files(files, tmp_path):
     sizes = []
     for layer in (same, files["layer"]):
         with ps.load(files["plain"], layer, device="CPU", threads=1, n_ctx=256) as session:
-            sizes.append(session.engine.memory()["draft_weights"])
+            sizes.append(session.runner.memory()["draft_weights"])
     assert sizes[1] - sizes[0] >= 2 * 256 * 320 * 4
     from pyggml_spec.tools.plan import check
 

@@ -67,7 +67,7 @@ def test_the_text_is_plain_text_and_repeated_requests_are_copied(session, plain)
     if session.lookup.pool.lookup.shared:  # the answer of the first one is the corpus of the second
         assert second.steps < 15 and second.acceptance > 0.9
     assert first.graphs_built_after_warmup == second.graphs_built_after_warmup == first.buffer_growths_after_warmup == 0
-    steps = session.engine.graphs.steps()
+    steps = session.runner.graphs.steps()
     rows = {(key.kind, key.verify_len) for key, step in steps.items() if step.ready and key.kind in ("plain", "verify", "fused", "draft")}
     drafters = ("verify", "fused") if session.drafter is not None else ("verify",)
     assert rows <= {("plain", 1), *((role, width) for role in drafters for width in (2, 4, 8, 16))}  # each is a graph that a GPU captures

@@ -504,9 +504,9 @@ def test_a_session_verifies_what_the_head_believes_in(session, bias, widths):
     want = session.generate("def f(", 40, mode="plain", ignore_end=True)[0]
     weight = session.drafter.weights["conf_proj.bias"]
     lib.ggml_backend_tensor_set(weight, ffi.new("float[]", [bias]), 0, 4)
-    session.scheduler.policy = Always()
-    session.scheduler.policy.confidence = {"draft-dspark": Confidence(STEP_COSTS)}
-    session.scheduler.policy.confidence["draft-dspark"].observe = lambda *_: None  # the head of a random file is believed here
+    session.engine.policy = Always()
+    session.engine.policy.confidence = {"draft-dspark": Confidence(STEP_COSTS)}
+    session.engine.policy.confidence["draft-dspark"].observe = lambda *_: None  # the head of a random file is believed here
     text, stats = session.generate("def f(", 40, ignore_end=True)
     assert text == want and {*stats.widths} == widths
     assert (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)

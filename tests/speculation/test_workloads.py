@@ -75,9 +75,9 @@ class Recorded:
             self.cursor.advance(len(item.tokens), 0)
             return {0: StepOutput(np.array(item.tokens), np.array(self.text[:1]), True, True, TIMES)}
         if isinstance(item, Draft):
-            right = min(self.right[self.at], item.width - 1) if self.at < len(self.right) else 0
+            right = min(self.right[self.at], item.verify_len - 1) if self.at < len(self.right) else 0
             drafts = self.text[self.at + 1 : self.at + 1 + right]
-            drafts, self.now = drafts + [-1] * (item.width - 1 - len(drafts)), self.now + self.drafted[item.width]
+            drafts, self.now = drafts + [-1] * (item.verify_len - 1 - len(drafts)), self.now + self.drafted[item.verify_len]
             self._catch_up(0)
         else:
             drafts, self.now = list(item.drafts), self.now + self.given[item.rows]

@@ -120,13 +120,13 @@ session = loaded(n_ctx=512, draft_width=4)
 
 
 def test_bytes_of_a_step(session):
-    engine = session.engine
+    engine = session.runner
     engine.reset(drafting=False)
     engine.prefill([1, 2, 3])
     moved, weights = engine.step_graph("plain", 1).traffic(), session.target.weights.nbytes
     state = engine.delta.nbytes
     assert weights <= moved <= weights + engine.kv.nbytes + 3 * state
-    engine = session.engine
+    engine = session.runner
     engine.reset(drafting=False)
     engine.prefill([1] * 100)
     short = engine.step_graph("plain", 1).traffic()
@@ -210,8 +210,8 @@ def split_session(files):
 
 @pytest.mark.slow
 def test_parts_of_a_split_step(split_session):
-    engine = split_session.engine
-    plain, block = split_steps(split_session.engine, (1, 8))
+    engine = split_session.runner
+    plain, block = split_steps(split_session.runner, (1, 8))
     for step, width in ((plain, 1), (block, 8)):
         engine.reset(drafting=width > 1)
         engine.prefill([1, 2, 3])
@@ -225,7 +225,7 @@ def test_parts_of_a_split_step(split_session):
     assert engine.io.lane is None
 
     def trace():
-        engine, out = split_session.engine, []
+        engine, out = split_session.runner, []
         engine.reset()
         engine.prefill(list(range(20)))
         for item in (Draft(8), Draft(4), Draft(8)):
@@ -235,13 +235,13 @@ def test_parts_of_a_split_step(split_session):
         return out
 
     want = trace()
-    with split_session.engine.devices.apart():
+    with split_session.runner.devices.apart():
         assert all(np.array_equal(a, b) for a, b in zip(want, trace(), strict=True))
 
 
 @pytest.mark.slow
 def test_copies_between_neighbours_and_back(split_session, files, monkeypatch):
-    there, back = copy_speeds(split_session.engine)
+    there, back = copy_speeds(split_session.runner)
     assert there.small_us > 0 and there.bandwidth > 1e7 and (back.source, back.target) == ("CPU", "CPU")
     monkeypatch.delenv("GGML_CUDA_P2P", raising=False)
     monkeypatch.setattr(peer, "_results", {frozenset(("CUDA0", "CUDA1")): "", frozenset(("CUDA0", "CUDA2")): "the driver offers none"})
@@ -252,7 +252,7 @@ def test_copies_between_neighbours_and_back(split_session, files, monkeypatch):
     assert "GGML_CUDA_P2P is set" in way_of_copies("CUDA0", "CUDA1")
     assert way_of_copies("RPC:a:1", "CPU") == "over the network, through this machine"
     with ps.load(files[0], device="CPU", threads=1, n_ctx=256) as alone, pytest.raises(EngineError, match="no cut to measure"):
-        split_steps(alone.engine, (1,))
+        split_steps(alone.runner, (1,))
 
 
 @pytest.mark.slow
@@ -267,7 +267,7 @@ def test_what_a_workers_copies_wait_for_is_its_computing(split_session, monkeypa
     assert [d.copy_ms for d in without_waiting(SplitStep(1, 4.1, shares), near).devices] == [3.0, 3.0]
     instant = [CopySpeed("CPU", "CPU", 0.0, 0.0, "over the network, through this machine")]  # then all of it is computing
     monkeypatch.setattr(split_steps_module, "copy_speeds", lambda engine: instant)
-    for step in (*split_steps(split_session.engine, (1, 8)), split_steps_module.split_chunk(split_session.engine)):
+    for step in (*split_steps(split_session.runner, (1, 8)), split_steps_module.split_chunk(split_session.runner)):
         assert all(share.copies and share.copy_ms == 0 < share.compute_ms for share in step.devices[:1])
         assert sum(share.waits for share in step.devices) == pytest.approx(1)
 

@@ -69,7 +69,7 @@ def test_f32_round_trips(f32, tmp_path):
 
 def test_llama_cpp_loads_the_result_and_drafts_the_same_ids(f32):
     with ps.load(DEMO_TARGET, f32, device="CPU", threads=1, kernels="ggml", n_ctx=512) as session:
-        engine, hp = session.engine, session.drafter.hp
+        engine, hp = session.runner, session.drafter.hp
         oracle = LlamaDFlash(DEMO_TARGET, f32, hp.target_layers, hp.mask_token, n_ctx=512, threads=1)
         try:
             prompt = session.tokenizer.encode(PROMPT)

@@ -37,8 +37,8 @@ def _assert_exact(target, draft, device="CPU", **options):
     """Every purpose to the byte: the plan is the engine's own code without memory, so any difference is a drift between the two."""
     planned = plan(target, draft, device=device, **options)
     with ps.load(target, draft, device=device, **{"threads": 1, **options}) as session:
-        loaded = session.engine.memory()
-        assert planned.n_ctx == session.engine.options.n_ctx
+        loaded = session.runner.memory()
+        assert planned.n_ctx == session.runner.options.n_ctx
         by_type = dict(session.target.weights.bytes_by_type)
         assert planned.host_bytes == session.target.weights.host_bytes
     assert planned.memory == loaded and planned.total == sum(loaded.values())
@@ -138,7 +138,7 @@ def test_layers_and_experts_by_the_options_of_run(tmp_path, capsys):
     assert tight.fits and (tight.copied, tight.memory) == (0, without.memory)
     with ps.load(path, threads=1, offload_prompts=1, **options) as session, session.batch(3) as scheduler:
         of_slots = {name: nbytes for name, nbytes in scheduler.runner.memory().items() if name != "weights"}
-        assert [sum(part.values()) for part in session.engine.memory_by_segment()] == [part.total for part in planned.split]
+        assert [sum(part.values()) for part in session.runner.memory_by_segment()] == [part.total for part in planned.split]
         assert more[0] == session.target.weights.offloaded.buffer_bytes
     assert plan(path, **options, offload_prompts=1, slots=3).slots_memory == of_slots
     path = write_qwen35moe(tmp_path / "t.gguf")
@@ -337,7 +337,7 @@ def test_memory_limits_the_default_context(long, monkeypatch):
     assert 8192 < planned.n_ctx < 40960 and planned.n_ctx % 1024 == 0 and planned.total <= free - free // 4
     assert plan(long, device="CPU", n_ctx=planned.n_ctx + 1024).total > free - free // 4
     with ps.load(long, device="CPU", threads=1) as session:
-        assert session.engine.options.n_ctx == planned.n_ctx and session.configuration().context == "of 40960: memory"
+        assert session.runner.options.n_ctx == planned.n_ctx and session.configuration().context == "of 40960: memory"
         assert f"context {planned.n_ctx} of 40960: memory |" in configuration_line(session.configuration(), None)
         with session.concurrent(4) as server:
             assert 4096 <= server.n_ctx < planned.n_ctx
