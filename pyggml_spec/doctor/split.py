@@ -54,7 +54,7 @@ def layers_of(engine: ModelRunner, step: SplitStep, head: bool = True) -> list[L
     extra = tensors["output.weight" if "output.weight" in tensors else EMBEDDING].nbytes if head else 0
     if step.width > 1 and drafter is not None and head:
         extra += sum(member.weights.nbytes for member in drafter.methods)
-    states = engine.resources.delta.nbytes if engine.resources.delta is not None else 0
+    states = engine.resources.recurrent.nbytes if engine.resources.recurrent is not None else 0
     whole, out = max(1, max(sizes) + (engine.resources.kv.nbytes + states) // target.n_layer), list[Layers]()
     of_first = sum(info.nbytes for name, info in tensors.items() if name.startswith(FIRST))
     for index, (segment, share) in enumerate(zip(segments, step.devices, strict=True)):

@@ -206,11 +206,11 @@ class BorrowingDrafting(ChainDrafting):
 
 
 class ModelDrafting(ChainDrafting):
-    """Borrows the drafter, its caches and the ring, which has the tokens. The first pass has two rows of each slot: the last committed token, which writes
+    """Borrows the drafter, its caches and the hidden_states, which has the tokens. The first pass has two rows of each slot: the last committed token, which writes
     trash unless its row is missing, and the last token."""
 
-    def __init__(self, drafter: ModelDrafter, target: Decoder, kv: KVCache, ring: HiddenStateBuffer) -> None:
-        self.drafter, self.target, self.kv, self.ring = drafter, target, kv, ring
+    def __init__(self, drafter: ModelDrafter, target: Decoder, kv: KVCache, hidden_states: HiddenStateBuffer) -> None:
+        self.drafter, self.target, self.kv, self.hidden_states = drafter, target, kv, hidden_states
 
     def nodes(self, g: Graph, f: StepFields, key: GraphKey, rows: dict, kv: tuple, before: Tensor | None) -> Drafted:
         drafter, count, bucket = cast(ModelDrafter, self.drafter), key.slots.count, key.kv_bucket
@@ -241,9 +241,12 @@ class ModelDrafting(ChainDrafting):
         for at, slot in enumerate(key.slots.slots):
             item, n = items.get(slot), slots[slot].cursor.committed
             real = item.verify_len - 1 if isinstance(item, Draft) else 0
-            missing = real and self.ring.missing(method, n, slot)
+            missing = real and self.hidden_states.missing(method, n, slot)
             tokens = host["draft_tokens"][2 * at : 2 * at + 2]
-            tokens[:] = self.ring.tokens[self.ring.at(n - 1, 1, slot)][0] if missing else 0, slots[slot].cursor.last_token if real else 0
+            tokens[:] = (
+                self.hidden_states.tokens[self.hidden_states.at(n - 1, 1, slot)][0] if missing else 0,
+                slots[slot].cursor.last_token if real else 0,
+            )
             self.kv.rows_for(n, drafts, real, own)
             own += at * (self.kv.live + self.kv.trash)
             positions[2 * at], rows[2 * at] = max(n - 1, 0), at * (self.kv.live + self.kv.trash) + (n - 1 if missing else self.kv.live)
@@ -263,12 +266,12 @@ def fill_near(host: Host, window: int) -> None:
 
 
 def drafting_of(
-    drafter: Drafter, target: Decoder, kv: KVCache, draft_kv: KVCache, alone: bool, ring: HiddenStateBuffer | None = None
+    drafter: Drafter, target: Decoder, kv: KVCache, draft_kv: KVCache, alone: bool, hidden_states: HiddenStateBuffer | None = None
 ) -> Drafting:
     """How ``drafter`` takes part in a runner's steps. ``kv``: the target's caches."""
     if isinstance(drafter, ModelDrafter):
-        assert ring is not None
-        return ModelDrafting(drafter, target, draft_kv, ring)
+        assert hidden_states is not None
+        return ModelDrafting(drafter, target, draft_kv, hidden_states)
     if drafter.shares_kv:
         return BorrowingDrafting(drafter, target, kv)
     if drafter.chained:

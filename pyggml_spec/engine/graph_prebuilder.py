@@ -51,9 +51,9 @@ class GraphPrebuilder:
 
     def _prepare_transitions(self, widths: Sequence[int]) -> None:
         """Announces the commit graphs between blocks of these widths, and from prompts into them: ten nodes each."""
-        graphs, delta = self._graphs, self._resources.delta
+        graphs, recurrent = self._graphs, self._resources.recurrent
         graphs.plan_catch_ups(self._resources.slots[0].drafting)
-        if delta is None or not delta.inline:
+        if recurrent is None or not recurrent.inline:
             return
         keys = [commit_key(left, graphs.every, entered, left > 1) for left in (0, *widths) for entered in widths if left != entered]
         if not self.overlaps:

@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
     """What layers read on one device: ``rows`` of ``GraphBuilder.rows``, ``tokens`` I32 [T]."""
 
     rows: dict
-    delta: RecurrentLayers | None
+    recurrent: RecurrentLayers | None
     carry: Carry | None
     tokens: Tensor
 
@@ -89,7 +89,13 @@ class GraphBuilder:
         r = self.resources = resources
         self.key, self.g, self.f, self.count = key, g, f, key.slots.count
         self.target, self.drafter, self.alone = r.target, r.drafter, len(r.slots) == 1
-        self.kv, self.draft_kv, self.delta, self.ring, self.last_hidden = r.kv, r.draft_kv, r.delta, r.ring, r.last_hidden
+        self.kv, self.draft_kv, self.recurrent, self.hidden_states, self.last_hidden = (
+            r.kv,
+            r.draft_kv,
+            r.recurrent,
+            r.hidden_states,
+            r.last_hidden,
+        )
 
     def build(self) -> dict:
         """Adds all nodes; returns the tensors that callers read themselves."""
@@ -107,7 +113,7 @@ class GraphBuilder:
     def forward(self, inputs: Callable[[], Inputs], now: Inputs | None = None, capture: tuple[int, ...] | None = None) -> Done:
         """The target's layers. ``inputs`` adds what they read; ``now``: the same, where it was added already."""
         now = inputs() if now is None else now
-        rows = TargetInputs(tokens=now.tokens, delta=now.delta, **now.rows)
+        rows = TargetInputs(tokens=now.tokens, delta=now.recurrent, **now.rows)
         return Done(*self.target.forward(self.g, rows, self.captures if capture is None else capture), now)
 
     # -- inputs
@@ -162,43 +168,43 @@ class GraphBuilder:
 
     def _replay(self, next_len: int, replay: bool) -> None:
         """Commits what blocks of ``verify_len`` rows left."""
-        assert self.delta is not None
-        pool = self.delta.pool(self.g.segment)
+        assert self.recurrent is not None
+        pool = self.recurrent.pool(self.g.segment)
         if pool is None:
             return
         keep = self.f.input("keep", "f32", 1, self.key.total) if replay else None
-        tail = self.f.input(pool.tail, "i32", *self.delta.tail_shape(self.key.slots, pool))
-        self.delta.begin(self.g, self.key.slots, self.key.verify_len, next_len, keep, tail)
+        tail = self.f.input(pool.tail, "i32", *self.recurrent.tail_shape(self.key.slots, pool))
+        self.recurrent.begin(self.g, self.key.slots, self.key.verify_len, next_len, keep, tail)
 
     def _block_states(self) -> DeltaInputs | None:
         """The states under blocks that are left to commit."""
-        if self.delta is None:
+        if self.recurrent is None:
             return None
         self._replay(self.key.verify_len, True)
-        return DeltaInputs(self.delta, self.key.verify_len, True, take=self._take(self.key.verify_len))
+        return DeltaInputs(self.recurrent, self.key.verify_len, True, take=self._take(self.key.verify_len))
 
     def _plain_states(self) -> RecurrentLayers | None:
         """The states under plain tokens. One slot's token lies after its history, as a block of one row does."""
-        if self.delta is None:
+        if self.recurrent is None:
             return None
-        if self.delta.inline:
+        if self.recurrent.inline:
             self._replay(1, False)
-            return DeltaInputs(self.delta, 1, False)
+            return DeltaInputs(self.recurrent, 1, False)
         return self.chunk_states(self._take(1))
 
     def chunk_states(self, take: Tensor | None = None) -> RecurrentLayers | None:
         """The states under rows that are written directly."""
-        if self.delta is None:
+        if self.recurrent is None:
             return None
         on = self.f.input("on", "f32", 1, self.key.total)
-        last = self.f.input("last", "i32", self.delta.history_rows, self.count)
-        self.delta.begin(self.g, self.key.slots, 0, 0, None, None)
-        return DeltaInputs(self.delta, 0, False, on, last, take)
+        last = self.f.input("last", "i32", self.recurrent.history_rows, self.count)
+        self.recurrent.begin(self.g, self.key.slots, 0, 0, None, None)
+        return DeltaInputs(self.recurrent, 0, False, on, last, take)
 
     def _take(self, rows: int) -> Tensor | None:
         """Where [history ; block] of each of several slots is gathered from."""
-        assert self.delta is not None
-        return None if self.delta.inline else self.f.input("take", "i32", (self.delta.history_rows + rows) * self.count)
+        assert self.recurrent is not None
+        return None if self.recurrent.inline else self.f.input("take", "i32", (self.recurrent.history_rows + rows) * self.count)
 
     def _carry(self, rows: int, ready: tuple[Drafter, ...] | None = None) -> Carry | None:
         """Each slot's last hidden state, and where those of ``rows`` rows go; None where no drafter that is ``ready`` reads them."""
@@ -234,12 +240,12 @@ class GraphBuilder:
 
     def _defer(self, done: Done) -> None:
         """Stores what drafters will read of the rows that are ``done``."""
-        assert self.ring is not None
-        if not self.ring.tables:
+        assert self.hidden_states is not None
+        if not self.hidden_states.tables:
             return
         read = [*done.features, done.hidden] if self.resources.chain is not None else done.features
-        at = self.f.input("ring_rows", "i64", done.hidden.ne[1])
-        for table, x in zip(self.ring.tables, read, strict=True):
+        at = self.f.input("hidden_rows", "i64", done.hidden.ne[1])
+        for table, x in zip(self.hidden_states.tables, read, strict=True):
             self.g.kv_write_rows(table, self.g.reshape(x, x.ne[0], 1, x.ne[1]), at)
 
     def _context(
@@ -315,9 +321,9 @@ class GraphBuilder:
             out_row: list[Tensor] = []
 
             def inputs() -> Inputs:
-                rows, delta = self.rows(), self.chunk_states()
+                rows, recurrent = self.rows(), self.chunk_states()
                 out_row[:] = [self.f.input("out_row", "i32", self.count)]
-                return Inputs(rows, delta, self._carry(self.count), self.f.tokens(self.key.total))
+                return Inputs(rows, recurrent, self._carry(self.count), self.f.tokens(self.key.total))
 
             self.enter(0)
             done = self.forward(inputs)
@@ -329,14 +335,14 @@ class GraphBuilder:
 
     def _plain(self) -> dict:
         def inputs() -> Inputs:
-            rows, delta = self.rows(), self._plain_states()
-            carry = self._carry(self.count) if self.ring is None else None
-            return Inputs(rows, delta, carry, self.f.tokens(self.count))
+            rows, recurrent = self.rows(), self._plain_states()
+            carry = self._carry(self.count) if self.hidden_states is None else None
+            return Inputs(rows, recurrent, carry, self.f.tokens(self.count))
 
         self.enter(0)
         done = self.forward(inputs)
         out = self._emit(done.hidden)
-        if self.key.drafting and self.ring is not None:
+        if self.key.drafting and self.hidden_states is not None:
             self._defer(done)
         else:
             self._context(done, self._draft_caches(), True)
@@ -344,9 +350,9 @@ class GraphBuilder:
 
     def _verify(self) -> dict:
         def inputs() -> Inputs:
-            rows, delta = self.rows(), self._block_states()
+            rows, recurrent = self.rows(), self._block_states()
             carry = None if self.key.deferred else self._carry(self.key.total + self.count)
-            return Inputs(rows, delta, carry, self.f.tokens(self.key.total))
+            return Inputs(rows, recurrent, carry, self.f.tokens(self.key.total))
 
         self.enter(0)
         done = self.forward(inputs)
@@ -356,11 +362,11 @@ class GraphBuilder:
 
     def _fused(self) -> dict:
         f, key, member = self.f, self.key, self.resources.member(self.key.method)
-        ready = (member,) if self.ring is not None else None
+        ready = (member,) if self.hidden_states is not None else None
         self.enter(-1)
         rows, draft_kv = self.rows(), self._draft_caches()
         carry = self._carry(key.total + self.count, ready)
-        delta = self._block_states() if self.one_part else None
+        recurrent = self._block_states() if self.one_part else None
         own, before = self._read_by(member, draft_kv), carry.before if carry is not None else None
         drafted = self.resources.drafting[key.method].nodes(self.g, f, key, rows, own, before)
         if self.alone and key.n_drafts < 0:
@@ -371,14 +377,14 @@ class GraphBuilder:
         f.output(DRAFT_SUM, "f32", self.g.sum_rows(drafted.hidden))
 
         def inputs() -> Inputs:
-            rows, delta = self.rows(), self._block_states()
-            return Inputs(rows, delta, self._carry(key.total + self.count, ready), self.bring(tokens, 0))
+            rows, recurrent = self.rows(), self._block_states()
+            return Inputs(rows, recurrent, self._carry(key.total + self.count, ready), self.bring(tokens, 0))
 
         self.enter(0)
-        done = self.forward(inputs, Inputs(rows, delta, carry, tokens) if self.one_part else None)
+        done = self.forward(inputs, Inputs(rows, recurrent, carry, tokens) if self.one_part else None)
         out = self._emit(done.hidden)
         self._context(done, draft_kv if self.one_part else self._draft_caches(), ready=ready)
-        if self.ring is not None and any(method != key.method for method in self.ring.others):
+        if self.hidden_states is not None and any(method != key.method for method in self.hidden_states.others):
             self._defer(done)
         return {**out, "draft_logits": drafted.logits}
 
@@ -396,36 +402,36 @@ class GraphBuilder:
             f.output("confidence", "f32", drafted.confidence)
 
     def _commit(self) -> None:
-        if self.delta is None:
+        if self.recurrent is None:
             raise EngineError("a model without recurrent state has nothing to commit")
-        for segment in self.delta.segments:
+        for segment in self.recurrent.segments:
             self.enter(segment)
             self._replay(self.key.next_len, self.key.replay)
 
     def _catchup(self) -> None:
         """As if a prompt brought the rows."""
-        assert self.ring is not None and self.draft_kv is not None
+        assert self.hidden_states is not None and self.draft_kv is not None
         f, member, total = self.f, self.resources.member(self.key.method), self.key.total
         self.enter(-1)
         rows: dict = {"positions": f.input("positions", "i32", total), "kv_rows": f.input("kv_rows", "i64", total)}
         if member.whole_model:
-            seen, tokens = f.input("q_last", "f32", 1, total), f.input("ring_tokens", "i32", total)
+            seen, tokens = f.input("q_last", "f32", 1, total), f.input("hidden_tokens", "i32", total)
             mask = self.g.kv_mask(self.draft_kv.mask_base, seen, None, self.key.kv_bucket, self.count)
             rows |= {"mask": mask, "kv_bucket": self.key.kv_bucket}
             return self._context(Done(tokens, [], Inputs(rows, None, None, tokens)), self.caches(self.draft_kv), ready=(member,))
-        at = f.input("ring_at", "i32", total)
-        features = [self.g.rows(table, at) for table in self.ring.tables]
+        at = f.input("hidden_at", "i32", total)
+        features = [self.g.rows(table, at) for table in self.hidden_states.tables]
         hidden = features.pop() if self.resources.chain is not None else features[0]
         carry = self._carry(self.count, (member,))
-        tokens = f.input("ring_tokens", "i32", total) if carry is not None else at
+        tokens = f.input("hidden_tokens", "i32", total) if carry is not None else at
         last = f.input("last", "i32", self.count) if carry is not None else None
         self._context(Done(hidden, features, Inputs(rows, None, carry, tokens)), self.caches(self.draft_kv), True, last, (member,))
         return None
 
     def _exact(self, capture: tuple[int, ...]) -> Done:
         def inputs() -> Inputs:
-            rows, delta = self.rows(), self.chunk_states()
-            return Inputs(rows, delta, None, self.f.tokens(self.key.total))
+            rows, recurrent = self.rows(), self.chunk_states()
+            return Inputs(rows, recurrent, None, self.f.tokens(self.key.total))
 
         self.enter(0)
         return self.forward(inputs, None, capture)
@@ -512,7 +518,7 @@ class StepGraphs(GraphCache):
 
     def deferred(self, drafting: bool) -> bool:
         """Whether graphs that verify given ids leave all drafter rows to the hidden-state buffer."""
-        return self.resources.ring is not None and drafting
+        return self.resources.hidden_states is not None and drafting
 
     def chunk_width(self, rows: int) -> int:
         """Rows per slot of the graph that computes ``rows`` rows of a prompt."""
@@ -540,8 +546,8 @@ class StepGraphs(GraphCache):
         self.get(self.key("prefill", self._widths["prefill"][-1], live, FIRST))
         self.plan_catch_ups()
         self.plan_decoding()
-        if r.delta is not None:
-            inline = r.delta.inline
+        if r.recurrent is not None:
+            inline = r.recurrent.inline
             self.get(commit_key(width, self.every, 0 if inline else width, width > 1 or not inline))
 
     def plan_decoding(self) -> None:
@@ -567,10 +573,10 @@ class StepGraphs(GraphCache):
 
     def plan_catch_ups(self, drafting: bool = True) -> None:
         """Those of all drafters, the largest first."""
-        ring = self.resources.ring
-        for method in self.resources.drafting if ring is not None and drafting else ():
+        buffer = self.resources.hidden_states
+        for method in self.resources.drafting if buffer is not None and drafting else ():
             bucket = self.resources.kv.live if self.resources.member(method).whole_model else 0
-            for width in reversed(cast(HiddenStateBuffer, ring).catch_ups):
+            for width in reversed(cast(HiddenStateBuffer, buffer).catch_ups):
                 self.get(catch_up_key(method, width, self.every, bucket))
 
 

@@ -17,7 +17,7 @@ class InputBuilder:
     def __init__(self, resources: Resources) -> None:
         r = resources
         self._slots, self._target, self._drafting, self._alone = r.slots, r.target, r.drafting, len(r.slots) == 1
-        self._kv, self._delta, self._ring, self._last_hidden = r.kv, r.delta, r.ring, r.last_hidden
+        self._kv, self._recurrent, self._hidden_states, self._last_hidden = r.kv, r.recurrent, r.hidden_states, r.last_hidden
         self._window = max([member.window for member in r.members], default=0)
         self._committed, self._real = (ffi.new("int64_t[]", len(r.slots)) for _ in range(2))
 
@@ -38,12 +38,12 @@ class InputBuilder:
                 tokens[first : first + width] = self._slots[slot].cursor.last_token
         if self._last_hidden is not None:
             self._last_hidden_rows(host, batch)
-        if "tail" in host and self._delta is not None:  # rows of the blocks before that are committed to the states first
-            self._delta.fill_commit(step.fields.at, batch.slots)
+        if "tail" in host and self._recurrent is not None:  # rows of the blocks before that are committed to the states first
+            self._recurrent.fill_commit(step.fields.at, batch.slots)
         if "take" in host:
-            assert self._delta is not None
-            self._delta.fill_take(host["take"], width, batch.slots, single=True)
-        if "ring_rows" in host:
+            assert self._recurrent is not None
+            self._recurrent.fill_take(host["take"], width, batch.slots, single=True)
+        if "hidden_rows" in host:
             self._deferred(host, batch)
         fill_near(host, self._window)
 
@@ -67,11 +67,11 @@ class InputBuilder:
             self._last_hidden_rows(host, batch)
         if drafting:
             self._drafts(host, batch)
-        if self._delta is not None:
-            self._delta.fill_commit(step.fields.at, batch.slots)
+        if self._recurrent is not None:
+            self._recurrent.fill_commit(step.fields.at, batch.slots)
             if "take" in host:
-                self._delta.fill_take(host["take"], width, batch.slots)
-        if "ring_rows" in host:
+                self._recurrent.fill_take(host["take"], width, batch.slots)
+        if "hidden_rows" in host:
             self._deferred(host, batch)
 
     def draft(self, step: Step, batch: Batch) -> None:
@@ -104,23 +104,23 @@ class InputBuilder:
         sizes = {"width": width, "count": count, "live": kv.live, "ring": kv.ring, "trash": kv.trash, "window": self._target.window}
         sizes |= {
             "near": near.size // count if near is not None else 0,
-            "history": self._delta.history_rows if self._delta is not None else 0,
+            "history": self._recurrent.history_rows if self._recurrent is not None else 0,
         }
         names = ("positions", "kv_rows", "q_last", "q_first", "sliding_rows", "sliding_near", "on", "last", "out_row")
         return ffi.new("pgs_rows *", sizes | {name: step.fields.at[name] for name in names if name in step.fields.at})
 
     def _deferred(self, host: dict[str, np.ndarray], batch: Batch) -> None:
         """Where hidden states for drafters go."""
-        assert self._ring is not None
-        at, width = host["ring_rows"], batch.verify_len
+        assert self._hidden_states is not None
+        at, width = host["hidden_rows"], batch.verify_len
         if self._alone:
-            at[:] = self._ring.at(self._slots[0].cursor.committed, width)
+            at[:] = self._hidden_states.at(self._slots[0].cursor.committed, width)
             return
-        at[:] = self._ring.trash
+        at[:] = self._hidden_states.trash
         for slot, n in batch.rows.items():
             if (s := self._slots[slot]).drafting:
                 first = (slot - batch.slots.first) * width
-                at[first : first + n] = self._ring.at(s.cursor.committed, n, slot)
+                at[first : first + n] = self._hidden_states.at(s.cursor.committed, n, slot)
 
     def _drafts(self, host: dict[str, np.ndarray], batch: Batch) -> None:
         """What the drafter reads, and which of its ids belong to which row."""

@@ -42,7 +42,7 @@ class Resources:
     Attributes:
         devices: where the target's layers are; ``backend`` is the last one's, which has the drafter too.
         slots: the sequences.
-        kv, draft_kv, delta, ring, last_hidden: caches; None where the models keep nothing in them.
+        kv, draft_kv, recurrent, hidden_states, last_hidden: caches; None where the models keep nothing in them.
         sequence: where each sequence lies in them.
         drafting: how each drafter takes part in steps, by method; ``chain``: the drafter that drafts token by token.
         chunks, blocks: rows of prefill graphs, and of verified blocks, ascending.
@@ -90,24 +90,26 @@ class Resources:
         homes = [(s.backend, before(s.end)[0] - before(s.first)[0]) for s in self.segments]
         self.kv = self.cache(shapes, opt.kv, window, widest, homes=homes)
         self.draft_kv: KVCache | None = None
-        self.delta: DeltaState | None = None
-        self.ring: HiddenStateBuffer | None = None
+        self.recurrent: DeltaState | None = None
+        self.hidden_states: HiddenStateBuffer | None = None
         self.last_hidden: LastHiddenState | None = None
         if self.drafter is not None:
             self.draft_kv = self.cache(self.drafter.kv_shapes(), opt.draft_kv, draft=True)
         if shape is not None:
-            self.delta = self.own(DeltaState(self._delta_homes(), shape, opt.width, opt.slots))
+            self.recurrent = self.own(DeltaState(self._delta_homes(), shape, opt.width, opt.slots))
         if self.drafter is not None and self.drafter.chained:
             self.last_hidden = self.own(LastHiddenState(self.backend, self.drafter.carry_size(self.target), opt.width, opt.slots))
-        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.delta, shapes, window, self.last_hidden)
+        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.recurrent, shapes, window, self.last_hidden)
         self.io = self.new_io(opt.slots, more=8192)
         if self.drafter is not None and (opt.slots == 1 or len(self.segments) == 1):  # micro-batches do not catch up
             kept, methods = len(self.drafter.captures) + self.drafter.chained, [member.method for member in self.members]
             whole_model = next((member.method for member in self.members if member.whole_model), "")
-            self.ring = self.own(HiddenStateBuffer(self.backend, self.target.n_embd, kept, opt.width, opt.slots, methods, whole_model))
+            self.hidden_states = self.own(
+                HiddenStateBuffer(self.backend, self.target.n_embd, kept, opt.width, opt.slots, methods, whole_model)
+            )
         self.drafting: dict[str, Drafting] = {}
         if self.draft_kv is not None:
-            of = self.target, self.kv, self.draft_kv, opt.slots == 1, self.ring
+            of = self.target, self.kv, self.draft_kv, opt.slots == 1, self.hidden_states
             self.drafting = {member.method: drafting_of(member, *of) for member in self.members}
         self.devices.open(self)
 
@@ -162,7 +164,7 @@ class Resources:
 
     def chain_waits(self, slot: int) -> bool:
         """Whether rows of the slot's last block wait for the drafter of chains: the last hidden state is not its last token's then."""
-        return self.ring is not None and self.chain is not None and (slot, self.chain.method) in self.ring.lacking
+        return self.hidden_states is not None and self.chain is not None and (slot, self.chain.method) in self.hidden_states.lacking
 
     def thread_rules(self) -> list[ThreadRule]:
         """How many threads compute, of each CPU: those that have layers, and those that compute experts in host memory."""
@@ -180,9 +182,9 @@ class Resources:
         out = {"weights": self.target.weights.nbytes, "kv": self.kv.nbytes, "compute": self.masked.nbytes if self.masked is not None else 0}
         if self.draft_kv is not None:
             out["draft_weights"] = sum(member.weights.nbytes for member in self.members)
-            out["draft_kv"] = self.draft_kv.nbytes + sum(part.nbytes for part in (self.ring, self.last_hidden) if part is not None)
-        if self.delta is not None:
-            out["recurrent"] = self.delta.nbytes
+            out["draft_kv"] = self.draft_kv.nbytes + sum(part.nbytes for part in (self.hidden_states, self.last_hidden) if part is not None)
+        if self.recurrent is not None:
+            out["recurrent"] = self.recurrent.nbytes
         for index in range(len(self.segments)):
             for purpose, nbytes in self.devices.memory(index).items():
                 out[purpose] += nbytes

@@ -61,7 +61,7 @@ class ModelRunner(ExactSteps):
         self.resources = r = Resources(backend, target, drafter, options)
         self.backend, self.target, self.drafter, self.options, self.slots = backend, target, drafter, options, r.slots
         self.devices, self.io, self.sequence = r.devices, r.io, r.sequence
-        self.kv, self.draft_kv, self.delta, self.ring = r.kv, r.draft_kv, r.delta, r.ring
+        self.kv, self.draft_kv, self.recurrent, self.hidden_states = r.kv, r.draft_kv, r.recurrent, r.hidden_states
         self.totals = Totals()
         try:
             self.graphs = r.own(StepGraphs(r))
@@ -199,7 +199,7 @@ class ModelRunner(ExactSteps):
     def _drafts(self, batch: Batch, drafting: Mapping[int, Draft], method: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """I32 [slots, width - 1] drafts, F32 [slots, width] sums that are finite if the drafter is sound, and F32 [slots, width - 1] its confidence."""
         width = self.graphs.width_for(max(item.verify_len for item in drafting.values()))
-        self.state.catch_up(drafting, self.ring.others if self.ring is not None else ())
+        self.state.catch_up(drafting, self.hidden_states.others if self.hidden_states is not None else ())
         self.state.prepare_drafting(drafting, method)
         draft = Batch(dict(drafting), computed=drafting, slots=batch.slots, kind="draft", verify_len=width, method=method, drafting=True)
         draft.kv_bucket = self.kv.bucket(batch.context + width)
@@ -304,30 +304,30 @@ class ModelRunner(ExactSteps):
 
     def stored(self, step: Step, batch: Batch) -> None:
         """Counts a step, and notes which states and hidden states it has stored."""
-        totals, rows, delta = self.totals, batch.rows, self.delta
+        totals, rows, recurrent = self.totals, batch.rows, self.recurrent
         totals.forwards += 1
         totals.rows_computed += batch.verify_len * batch.slots.count
         totals.rows_used += sum(rows.values())
-        if delta is not None and batch.is_block:
-            delta.accepted[batch.slots.part], delta.uncommitted = 0, True
-        elif delta is not None:
-            delta.after_rows(int(batch.kind == "plain"))
+        if recurrent is not None and batch.is_block:
+            recurrent.accepted[batch.slots.part], recurrent.uncommitted = 0, True
+        elif recurrent is not None:
+            recurrent.after_rows(int(batch.kind == "plain"))
         if "last_hidden" in step.host and (last_hidden := self.resources.last_hidden) is not None:
             last_hidden.at[list(rows)] = 0  # the first hidden state is that of the last committed token until more rows count
-        ring = self.ring
-        if ring is not None and ("ring_rows" in step.host or (ring.whole_model and batch.kind in ("plain", "verify", "fused"))):
-            ready = (batch.method,) if "ring_rows" in step.host else ring.others
+        buffer = self.hidden_states
+        if buffer is not None and ("hidden_rows" in step.host or (buffer.whole_model and batch.kind in ("plain", "verify", "fused"))):
+            ready = (batch.method,) if "hidden_rows" in step.host else buffer.others
             drafted = self._drafted(batch.method, batch.computed) if batch.method else batch.drafted
             for slot, n in rows.items():
                 if (s := self.slots[slot]).drafting:
                     first = (slot - batch.slots.first) * batch.verify_len
-                    ring.stored(
+                    buffer.stored(
                         s.cursor.committed, step.host["tokens"][first : first + n], ready, slot, drafted.get(slot, 0) if drafted else 0
                     )
 
     def _drafted(self, method: str, items: Mapping[int, BatchItem]) -> dict[int, int]:
         """K/V rows that the passes of a whole model have written, by slot."""
-        if self.ring is None or method != self.ring.whole_model:
+        if self.hidden_states is None or method != self.hidden_states.whole_model:
             return {}
         return {slot: item.verify_len - 1 for slot, item in items.items() if isinstance(item, Draft)}
 
@@ -542,7 +542,7 @@ class ModelRunner(ExactSteps):
         """The same, of each device that has some of the layers, in their order."""
         r, whole, last = self.resources, self.memory(), len(self.resources.segments) - 1
         weights, kv = getattr(self.target.weights, "nbytes_by_segment", [self.target.weights.nbytes]), self.kv.nbytes_by_home
-        states = self.delta.nbytes_by_segment if self.delta is not None else {}
+        states = self.recurrent.nbytes_by_segment if self.recurrent is not None else {}
         out = []
         for index, segment in enumerate(r.segments):
             compute = sum(graphs.compute_bytes_on(segment.backend) for graphs in self.all_graphs)

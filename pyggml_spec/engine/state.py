@@ -33,7 +33,12 @@ class StateManager:
 
     def __init__(self, resources: Resources, graphs: StepGraphs) -> None:
         self._resources, self._graphs = resources, graphs
-        self._slots, self._delta, self._ring, self._devices = resources.slots, resources.delta, resources.ring, resources.devices
+        self._slots, self._recurrent, self._hidden_states, self._devices = (
+            resources.slots,
+            resources.recurrent,
+            resources.hidden_states,
+            resources.devices,
+        )
         self._alone = len(resources.slots) == 1  # the only slot need not be admitted; rows beyond its cursor are never read
         self.catch_ups = self.catch_up_us = self.version = 0
 
@@ -129,7 +134,7 @@ class StateManager:
         Raises:
             ContextError, EngineError: as of ``check``.
         """
-        slots, rows, ring, delta, context = self._slots, batch.rows, self._ring, self._delta, 0
+        slots, rows, buffer, recurrent, context = self._slots, batch.rows, self._hidden_states, self._recurrent, 0
         for slot in rows:
             s = slots[slot]
             n = s.cursor.committed
@@ -145,15 +150,15 @@ class StateManager:
                         f"this step covers slot {slot} and would take its open block away: call accept or rollback there first"
                     )
         batch.context = context
-        if ring is not None and ring.lacking:
+        if buffer is not None and buffer.lacking:
             self._serve_drafters(batch)
-        if delta is None:
+        if recurrent is None:
             return
-        if batch.is_block or delta.inline:
+        if batch.is_block or recurrent.inline:
             width = batch.verify_len if batch.is_block else int(batch.kind == "plain")
-            if delta.width != width:
+            if recurrent.width != width:
                 self.lay_out(width)
-        elif delta.needs_commit(batch.slots):
+        elif recurrent.needs_commit(batch.slots):
             self.flush(batch.slots)
 
     def _rows_drafted(self, slot: int, item: Draft) -> int:
@@ -201,10 +206,10 @@ class StateManager:
         s, r = self._slots[index], self._resources
         r.synchronize()
         self._clean(index)
-        if self._delta is not None and self._delta.inline:  # also where the rows need no cleaning
-            self._delta.fill_slot(index, 0)
-        if r.ring is not None:
-            r.ring.reset(index)
+        if self._recurrent is not None and self._recurrent.inline:  # also where the rows need no cleaning
+            self._recurrent.fill_slot(index, 0)
+        if r.hidden_states is not None:
+            r.hidden_states.reset(index)
         if r.last_hidden is not None:
             r.last_hidden.reset(index)
         s.cursor.reset()
@@ -219,12 +224,12 @@ class StateManager:
         s = self.slot(slot)
         s.used, s.clean = False, s.clean and self._alone
         self.version += 1
-        if self._ring is not None:
-            self._ring.reset(slot)
+        if self._hidden_states is not None:
+            self._hidden_states.reset(slot)
         s.cursor.reset()
         s.commit()
-        if self._delta is not None:
-            self._delta.accepted[slot] = 0
+        if self._recurrent is not None:
+            self._recurrent.accepted[slot] = 0
 
     def _clean(self, index: int) -> None:
         """Zeroes what the sequence before left: it may be NaN, which neither masks nor switched-off rows stop."""
@@ -237,10 +242,10 @@ class StateManager:
             if cache is not None:
                 cache.fill_slot(index, 0, rows)
         s.cursor.max_committed = s.cursor.committed
-        if r.ring is not None:
-            r.ring.clear(index)
-        if self._delta is not None and not self._delta.inline:
-            self._delta.fill_slot(index, 0)
+        if r.hidden_states is not None:
+            r.hidden_states.clear(index)
+        if self._recurrent is not None and not self._recurrent.inline:
+            self._recurrent.fill_slot(index, 0)
         self._devices.clear(index)
         s.clean = True
 
@@ -319,8 +324,8 @@ class StateManager:
             cursor.max_committed = committed
         elif committed < cursor.min_committed:
             cursor.min_committed = committed
-        if self._delta is not None:
-            self._delta.accepted[slot] = committed - s.base
+        if self._recurrent is not None:
+            self._recurrent.accepted[slot] = committed - s.base
         if r.last_hidden is not None and not r.chain_waits(slot):
             r.last_hidden.at[slot] = committed - s.base
 
@@ -365,8 +370,8 @@ class StateManager:
         r.epoch += 1
         with r.sequence.whole(snapshot.committed, snapshot.drafting, slot) as pieces:
             snapshot.pieces.write_to(pieces)
-        if r.ring is not None:
-            r.ring.reset(slot)
+        if r.hidden_states is not None:
+            r.hidden_states.reset(slot)
         s.cursor.reset()
         s.drafting, s.sound = snapshot.drafting, snapshot.sound
         self.version += 1
@@ -383,8 +388,8 @@ class StateManager:
         n = whole(committed, "the length of the sequence", s.cursor.committed, self._resources.options.n_ctx)
         s.cursor.advance(n - s.cursor.committed, last_token)
         s.commit()
-        if self._delta is not None:
-            self._delta.accepted[slot] = 0
+        if self._recurrent is not None:
+            self._recurrent.accepted[slot] = 0
 
     # -- recurrent states
 
@@ -409,32 +414,32 @@ class StateManager:
         covered = covered or self._graphs.every
         self._devices.check_landed(covered)
         self._resources.synchronize()
-        if self._delta is not None and self._delta.needs_commit(covered):
-            self.lay_out(0) if self._delta.inline else self._commit(covered, self._delta.width)
+        if self._recurrent is not None and self._recurrent.needs_commit(covered):
+            self.lay_out(0) if self._recurrent.inline else self._commit(covered, self._recurrent.width)
         for s in self._slots[covered.part]:
             if not s.open_rows:
                 s.commit()
 
     def lay_out(self, width: int) -> None:
         """Makes the recurrent states ready for blocks of ``width`` rows (one slot: also 0 for prompts, 1 for plain tokens)."""
-        delta = self._delta
-        if delta is None or delta.width == width:
+        recurrent = self._recurrent
+        if recurrent is None or recurrent.width == width:
             return
-        if delta.inline:
+        if recurrent.inline:
             self._commit(self._graphs.every, width)
         else:
             self._check_accepted(self._graphs.every)
             self.flush(self._graphs.every)
-        delta.lay_out(width)
+        recurrent.lay_out(width)
 
     def _commit(self, covered: SlotRange, next_len: int) -> None:
-        delta = self._delta
-        assert delta is not None
+        recurrent = self._recurrent
+        assert recurrent is not None
         self._resources.synchronize()
-        step = self._graphs.get(commit_key(delta.width, covered, next_len, delta.uncommitted or not delta.inline))
-        delta.fill_commit(step.fields.at, covered)
+        step = self._graphs.get(commit_key(recurrent.width, covered, next_len, recurrent.uncommitted or not recurrent.inline))
+        recurrent.fill_commit(step.fields.at, covered)
         step.fields.run()
-        delta.accepted[covered.part] = 0
+        recurrent.accepted[covered.part] = 0
 
     # -- drafter rows
 
@@ -444,71 +449,71 @@ class StateManager:
             self._make_room(batch.verify_len, batch.rows)
         if batch.method:
             self.prepare_drafting(batch.rows, batch.method)
-        elif batch.kind == "verify" and self._ring is not None:
-            self.catch_up(batch.rows, () if batch.deferred else self._ring.others)
+        elif batch.kind == "verify" and self._hidden_states is not None:
+            self.catch_up(batch.rows, () if batch.deferred else self._hidden_states.others)
         elif batch.kind != "plain":
             self.catch_up(batch.rows)
 
     def _make_room(self, rows: int, slots: Collection[int]) -> None:
         """In the hidden-state buffer, for so many rows; slots that share a step share catch-up graphs too."""
-        ring = self._ring
-        if ring is None:
+        buffer = self._hidden_states
+        if buffer is None:
             return
         for slot in slots:
-            if not ring.has_room(self._slots[slot].cursor.committed, rows, slot):
+            if not buffer.has_room(self._slots[slot].cursor.committed, rows, slot):
                 break
         else:  # most steps
             return
-        for method in ring.methods:
-            while max(waiting := [self._waiting(method, slot) for slot in slots], default=0) > max(ring.most - rows, 0):
-                if min(waiting) >= ring.batch + ring.width:  # the last block's rows stay: it may be rolled back
+        for method in buffer.methods:
+            while max(waiting := [self._waiting(method, slot) for slot in slots], default=0) > max(buffer.most - rows, 0):
+                if min(waiting) >= buffer.batch + buffer.width:  # the last block's rows stay: it may be rolled back
                     self._resources.synchronize()
-                    self._catch_up(method, dict.fromkeys(slots, ring.batch))
+                    self._catch_up(method, dict.fromkeys(slots, buffer.batch))
                 else:
                     self.catch_up(slots, (method,))
 
     def _waiting(self, method: str, slot: int) -> int:
-        assert self._ring is not None
-        return self._ring.missing(method, self._slots[slot].cursor.committed, slot)
+        assert self._hidden_states is not None
+        return self._hidden_states.missing(method, self._slots[slot].cursor.committed, slot)
 
     def prepare_drafting(self, slots: Collection[int], method: str) -> None:
         """Computes the K/V rows that ``method`` needs to draft after these slots' tokens: a whole model's passes compute one missing row themselves."""
-        ring = self._ring
-        if ring is not None and method == ring.whole_model and all(self._waiting(method, slot) <= 1 for slot in slots):
+        buffer = self._hidden_states
+        if buffer is not None and method == buffer.whole_model and all(self._waiting(method, slot) <= 1 for slot in slots):
             return
         self.catch_up(slots, (method,))
 
     def catch_up(self, slots: Collection[int], methods: Iterable[str] | None = None) -> None:
         """Computes K/V rows of these slots that drafters lack (all of them, or these ``methods``), and the last hidden state of chains."""
-        ring = self._ring
-        if ring is None:
+        buffer = self._hidden_states
+        if buffer is None:
             return
-        for method in ring.methods if methods is None else methods:
-            while counts := {slot: min(ring.batch, n) for slot in slots if (n := self._waiting(method, slot))}:
+        for method in buffer.methods if methods is None else methods:
+            while counts := {slot: min(buffer.batch, n) for slot in slots if (n := self._waiting(method, slot))}:
                 self._resources.synchronize()
                 self._catch_up(method, counts)
             for slot in slots:
-                ring.set_complete(method, slot)
+                buffer.set_complete(method, slot)
 
     def _catch_up(self, method: str, counts: Mapping[int, int]) -> None:
         """One batch: the first ``counts`` rows of each slot that wait."""
-        r, ring, began = self._resources, self._ring, time.perf_counter_ns()
-        assert r.draft_kv is not None and ring is not None
+        r, buffer, began = self._resources, self._hidden_states, time.perf_counter_ns()
+        assert r.draft_kv is not None and buffer is not None
         covered, bucket = covering(counts, len(r.slots)), 0
-        width = next(w for w in ring.catch_ups if max(counts.values()) <= w)
-        if method == ring.whole_model:
+        width = next(w for w in buffer.catch_ups if max(counts.values()) <= w)
+        if method == buffer.whole_model:
             bucket = r.draft_kv.bucket(max(s.cursor.committed for s in r.slots[covered.part]))
         step = self._graphs.get(catch_up_key(method, width, covered, bucket))
         host = step.host
         for i, slot in enumerate(covered.slots):
             own, count = slice(i * width, (i + 1) * width), counts.get(slot, 0)
             first = r.slots[slot].cursor.committed - self._waiting(method, slot)
-            at = ring.at(first, width, slot).copy()
+            at = buffer.at(first, width, slot).copy()
             at[count:] = at[max(count - 1, 0)]  # padding reads a real row: NaN that was left elsewhere would spread
-            if "ring_at" in host:
-                host["ring_at"][own] = at
-            if "ring_tokens" in host:
-                host["ring_tokens"][own] = ring.tokens[at]
+            if "hidden_at" in host:
+                host["hidden_at"][own] = at
+            if "hidden_tokens" in host:
+                host["hidden_tokens"][own] = buffer.tokens[at]
             host["positions"][own] = first + np.arange(width)
             r.draft_kv.rows_for(first, width, count, host["kv_rows"][own])
             host["kv_rows"][own] += i * (r.draft_kv.live + r.draft_kv.trash)
@@ -526,6 +531,6 @@ class StateManager:
         for slot, count in counts.items():
             if "last_hidden" in host and r.last_hidden is not None:
                 r.last_hidden.at[slot] = 0
-            ring.filled(method, count, slot)
+            buffer.filled(method, count, slot)
         self.catch_ups += 1
         self.catch_up_us += (time.perf_counter_ns() - began) // 1000

@@ -187,7 +187,7 @@ class MultiDevice(Devices):
             weights.enter(len(self.segments) - 1)
             delta = r.own(DeltaState([home], replace(shape, layers=first[1]), opt.width, opt.slots))
         there = SequenceMemory(kv, None, delta, shapes, window, first=first)
-        home_memory = SequenceMemory(r.kv, None, r.delta, shapes, window, first=first)
+        home_memory = SequenceMemory(r.kv, None, r.recurrent, shapes, window, first=first)
         return OffloadCache(kv, delta, there, home_memory, opt.slots)
 
     def agree(self, batch: Batch) -> None:

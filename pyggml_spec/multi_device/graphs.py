@@ -80,7 +80,7 @@ class ChainBuilder(GraphBuilder):
             firsts[1] = ends[0] = 0
 
         def rows() -> TargetInputs:
-            return TargetInputs(tokens=here[-1].tokens, delta=here[-1].delta, cross=cross, **here[-1].rows)
+            return TargetInputs(tokens=here[-1].tokens, delta=here[-1].recurrent, cross=cross, **here[-1].rows)
 
         def cross(layer: int, tensors: tuple) -> tuple[TargetInputs, tuple] | None:
             crossed = None

@@ -133,7 +133,7 @@ def dissect(engine: ModelRunner, width: int, depth: int = 8, bandwidth: float = 
     graph, commit, verify = engine.step_graph("plain" if width == 1 else "fused", width), 0.0, whole
     if width > 1:
         verify = median_ms(lambda: one_step(engine, width, given=True))
-        commit = median_ms(engine.settle, lambda: one_step(engine, width, given=True)) if engine.delta is not None else 0.0
+        commit = median_ms(engine.settle, lambda: one_step(engine, width, given=True)) if engine.recurrent is not None else 0.0
     nodes, moved = sum(n for op, n in graph.op_counts().items() if op not in VIEWS), graph.traffic()
     share = moved / (whole / 1000) / bandwidth if bandwidth else 0.0
     return Anatomy(width, whole, commit, whole - verify, verify, whole - statistics.median(others[WARMUP:]), nodes, moved, share)

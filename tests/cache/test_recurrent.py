@@ -29,7 +29,7 @@ def _state_after(engine, tokens):
     """The committed recurrent state after exactly these tokens, computed one exact chunk at a time."""
     engine.reset()
     engine.logits(tokens)
-    return engine.delta.read()
+    return engine.recurrent.read()
 
 
 def _commit(engine):
@@ -47,7 +47,7 @@ def test_replay_of_the_first_rows_is_the_state_after_them(session, rows):
     engine.verify_step(BLOCK)
     engine.accept(rows, 7)
     _commit(engine)
-    got = engine.delta.read()
+    got = engine.recurrent.read()
     engine.reset()
     engine.prefill(PROMPT)
     for token in [first, *BLOCK][:rows]:
@@ -56,7 +56,7 @@ def test_replay_of_the_first_rows_is_the_state_after_them(session, rows):
         engine.accept(1, 0)
     _commit(engine)
     # one row at a time and sixteen at once are different matrix kernels, so nearly equal; the wrong row count is off by 1e-1
-    want = engine.delta.read()
+    want = engine.recurrent.read()
     assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
 
 
@@ -75,7 +75,7 @@ def test_prefill_commits_and_padding_does_not_step(session):
     want = _state_after(engine, PROMPT)
     engine.reset()
     engine.prefill(PROMPT)
-    np.testing.assert_allclose(engine.delta.read(), want, rtol=0, atol=2e-5 * np.abs(want).max())
+    np.testing.assert_allclose(engine.recurrent.read(), want, rtol=0, atol=2e-5 * np.abs(want).max())
     engine, more = session.runner, [11, 12, 13, 14]
     engine.reset()
     engine.prefill(PROMPT)

@@ -96,7 +96,7 @@ def test_rooms_and_slow_devices(session, monkeypatch):
     engine, parts = session.runner, session.runner.resources
     tensors = engine.target.file.tensors.items()
     sizes = [sum(t.nbytes for name, t in tensors if name.startswith(f"blk.{i}.")) for i in range(engine.target.n_layer)]
-    each = max(sizes) + (parts.kv.nbytes + parts.delta.nbytes) // len(sizes)
+    each = max(sizes) + (parts.kv.nbytes + parts.recurrent.nbytes) // len(sizes)
     monkeypatch.setattr(split, "free_bytes", lambda device: 10 * each)
     shares = tuple(DeviceShare(f"D{i}", "layers", 1.0, 1, 4096, 0.1, 0.5) for i in range(2))
     first, last = split.layers_of(engine, SplitStep(1, 2.0, shares))

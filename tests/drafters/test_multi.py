@@ -209,7 +209,7 @@ def test_what_a_conversation_leaves_on_disk_has_the_rows_that_waited(files, tmp_
             engine, keep = server.engine.runner, server.engine.prefixes.store_end
 
             def kept(slot, *args, **more):
-                waited.append([engine.ring.missing(method, engine.slots[slot].cursor.committed) for method in BOTH])
+                waited.append([engine.hidden_states.missing(method, engine.slots[slot].cursor.committed) for method in BOTH])
                 keep(slot, *args, **more)
 
             server.engine.prefixes.store_end = kept

@@ -158,8 +158,8 @@ def test_a_poisoned_freed_slot_changes_nothing(pair, poison):
         batch.release(gone)
         for cache in (batch.kv, batch.draft_kv):
             cache.fill_slot(gone, poison)
-        if batch.delta is not None:
-            batch.delta.fill_slot(gone, poison)
+        if batch.recurrent is not None:
+            batch.recurrent.fill_slot(gone, poison)
     for _ in range(2):
         accept(batch, batch.step({0: Draft(16), 3: Draft(16)}), out)
     assert batch.admit() == 1

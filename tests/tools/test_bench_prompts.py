@@ -124,7 +124,7 @@ def test_bytes_of_a_step(session):
     engine.reset(drafting=False)
     engine.prefill([1, 2, 3])
     moved, weights = engine.step_graph("plain", 1).traffic(), session.target.weights.nbytes
-    state = engine.delta.nbytes
+    state = engine.recurrent.nbytes
     assert weights <= moved <= weights + engine.kv.nbytes + 3 * state
     engine = session.runner
     engine.reset(drafting=False)
