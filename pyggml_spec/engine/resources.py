@@ -162,10 +162,6 @@ class Resources:
         """The drafter of this method."""
         return next(member for member in self.members if member.method == method)
 
-    def chain_waits(self, slot: int) -> bool:
-        """Whether rows of the slot's last block wait for the drafter of chains: the last hidden state is not its last token's then."""
-        return self.hidden_states is not None and self.chain is not None and (slot, self.chain.method) in self.hidden_states.lacking
-
     def thread_rules(self) -> list[ThreadRule]:
         """How many threads compute, of each CPU: those that have layers, and those that compute experts in host memory."""
         weights = getattr(self.target.weights, "parts", [self.target.weights])

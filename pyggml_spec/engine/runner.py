@@ -415,19 +415,14 @@ class ModelRunner(ExactSteps):
         self._expect(count, slot, masked)
 
     def _expect(self, count: int | None, slot: int, masked: bool) -> None:
-        s = self.slots[slot]
+        s, r = self.slots[slot], self.resources
         self.state.version += 1
-        s.masked = masked and self._room_for_masked()
-        s.candidates = None if masked and not s.masked else count
-
-    def _room_for_masked(self) -> bool:
-        """Allocates logits that stay on the device, the first time; whether there are any."""
-        r = self.resources
-        if not self._tried_masked:
+        if masked and not self._tried_masked:  # logits that stay on the device
             self._tried_masked = True
             rows, self.unmasked = masked_rows(r.backend, r.target.n_vocab, len(r.slots) * r.options.width, MOST_CANDIDATES)
             r.masked = r.own(rows) if rows is not None else None
-        return r.masked is not None
+        s.masked = masked and r.masked is not None
+        s.candidates = None if masked and not s.masked else count
 
     def candidates(self, row: int, slot: int = 0) -> tuple[np.ndarray | None, np.ndarray]:
         """What may come after ``row`` of the slot's last block (of a prompt, after its last row): I32 token ids (None: all of the vocabulary)

@@ -88,9 +88,11 @@ class Scheduler:
         """The sequences of the next step: those that decode, and those with prompt tokens to compute."""
         if self.changed or self._prefilling:
             self._regroup()
-        if self._constrained and self._wait_for_masks():
-            self._regroup()
-        if self._interruptible and self._check_interrupts():
+        if self._constrained:
+            self._wait_for_masks()
+        for seq in [s for s in self._interruptible if s.interrupted is not None and s.interrupted()] if self._interruptible else ():
+            self.end(seq, "interrupt")
+        if self.changed:
             self._regroup()
         prefilling = self._reuse_prefixes() if self._prefilling else []
         if prefilling:
@@ -202,18 +204,17 @@ class Scheduler:
                 self._planner.prepare(seq)
                 seq.begin_decoding()
 
-    def _wait_for_masks(self) -> bool:
-        """Leaves out sequences whose masks are late, and takes them in again; whether that changes which sequences decode."""
+    def _wait_for_masks(self) -> None:
+        """Leaves out sequences whose masks are late, and takes them in again."""
         slow = [s for s in self._constrained if s.constraint is not None and s.constraint.slow]
         if not slow and not self._late:
-            return False
+            return
         late = [s for s in slow if self._mask_late(s, 0.0)]
         alone = len(late) == len(self.active)
         until = time.perf_counter() + (LONE_MASK_TIMEOUT_S if alone else MASK_TIMEOUT_S)
         late = [s for s in late if self._mask_late(s, until - time.perf_counter() if alone or s not in self._late else 0.0)]
         if late != self._late:
             self._late, self.changed = late, True
-        return self.changed
 
     def _mask_late(self, seq: Sequence, timeout: float) -> bool:
         try:
@@ -221,13 +222,6 @@ class Scheduler:
         except Exception as error:  # of this sequence alone: the deadline has passed
             self.fail(seq, error)
             return False
-
-    def _check_interrupts(self) -> bool:
-        """Ends sequences whose callers interrupt them; whether there were any."""
-        interrupted = [s for s in self._interruptible if s.interrupted is not None and s.interrupted()]
-        for seq in interrupted:
-            self.end(seq, "interrupt")
-        return bool(interrupted)
 
     # -- admission
 
@@ -281,7 +275,8 @@ class Scheduler:
         for other in self.active:
             if other is seq:
                 continue
-            shared = grain * _common(seq.prefix_keys[: place.usable], other.prefix_keys)
+            pairs = list(zip(seq.prefix_keys[: place.usable], other.prefix_keys))
+            shared = grain * next((i for i, (mine, its) in enumerate(pairs) if mine != its), len(pairs))
             if _identical(seq, other):
                 shared = max(shared, len(seq.prompt) - 1)
             if other.will_compute(shared):
@@ -405,8 +400,3 @@ def _identical(a: Sequence, b: Sequence) -> bool:
     one, other = a.options, b.options
     alike = len(a.prompt) == len(b.prompt) > MIN_SHARED_TOKENS and one.reuse and other.reuse
     return alike and one.owner == other.owner and a.speculating == b.speculating and a.prompt == b.prompt
-
-
-def _common(a: list[bytes], b: list[bytes]) -> int:
-    """Length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -326,8 +326,10 @@ class StateManager:
             cursor.min_committed = committed
         if self._recurrent is not None:
             self._recurrent.accepted[slot] = committed - s.base
-        if r.last_hidden is not None and not r.chain_waits(slot):
-            r.last_hidden.at[slot] = committed - s.base
+        if r.last_hidden is not None and r.chain is not None:
+            buffer = self._hidden_states
+            if buffer is None or (slot, r.chain.method) not in buffer.lacking:  # else the last hidden state is not its last token's
+                r.last_hidden.at[slot] = committed - s.base
 
     def give_up(self, slot: int) -> None:
         """Drops an open block."""

@@ -101,10 +101,6 @@ class AcceptanceTracker(Counts):
             self._tokens = list(accumulate(self.survival(), initial=1.0))
         return self._tokens
 
-    def cautious_tokens(self, wrong: float) -> list[float]:
-        """The same by what was observed alone, with ``wrong`` more blocks rejected."""
-        return list(accumulate(self.survival(0.0, wrong), initial=1.0))
-
 
 def _odds(chance: float) -> float:
     chance = min(max(chance, LEAST_CHANCE), 1 - LEAST_CHANCE)

@@ -7,6 +7,7 @@ rejected need no budget. Where sequences gain too little, speculation is disable
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from .acceptance import AcceptancePrior, AcceptanceTracker
@@ -228,7 +229,7 @@ class SpeculationPolicy:
             return []
         plain, curves = self.costs[slots, PLAIN_STEP], {}
         for method in self.methods:
-            each = [s.acceptance[method].cautious_tokens(DOUBT) for s in states if s is not None]
+            each = [list(accumulate(s.acceptance[method].survival(0.0, DOUBT), initial=1.0)) for s in states if s is not None]
             curves[method] = [len(states) - len(each) + sum(column) for column in zip(*each)]
         return [p for p in self.plans[1:] if curves[p.method][p.draft_tokens] * plain > len(states) * (self.cost(slots, p) + late / 4)]
 
