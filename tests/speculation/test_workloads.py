@@ -7,6 +7,7 @@ fast or busy this machine is. ``scripts/bench_workloads.py`` runs the same texts
 
 import json
 import sys
+from collections import defaultdict
 from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -14,9 +15,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from pyggml_spec.cache.cursor import Cursor
 
 from pyggml_spec.cache import hidden as features
+from pyggml_spec.cache.slots import Cursor
 from pyggml_spec.engine import scheduler, sequence
 from pyggml_spec.engine.batch import FIRST, Draft, GraphKey, Prefill, StepOutput
 from pyggml_spec.engine.engine import Engine
@@ -119,6 +120,12 @@ class Recorded:
     def reset(self, *_, **more):
         pass
 
+    def counts(self):
+        return defaultdict(int)
+
+    def memory(self):
+        return {}
+
     release = prepare = read_candidates = reset
 
 
@@ -151,7 +158,6 @@ def milliseconds(
     with monkeypatch.context() as patched:
         for module in (scheduler, sequence):
             patched.setattr(module, "time", engine)
-        patched.setattr(scheduler, "Counters", lambda engine: SimpleNamespace(warm=lambda: None, fill=lambda stats: None))
         steps = Engine(engine, 16, ngram=NgramMethod("suffix", given) if suffix else None)
         steps.policy = SpeculationPolicy.measured_for(DFLASH, {1: given[1], **drafted}) if drafter else None
         options = GenerationOptions(len(RIGHT[name]), SPECULATIVE if drafter or suffix else PLAIN, ignore_end=True)
