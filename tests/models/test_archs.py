@@ -153,9 +153,9 @@ def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
         for position in range(128, 131):
             token = engine.cursor.last_token
             engine.accept(1, int(engine.plain_step().ids[0]))
-            theirs_row, ours = theirs.features(token, position), np.empty((len(engine.ring.tables), 256), np.float32)
-            for table, row in zip(engine.ring.tables, ours, strict=True):
-                lib.ggml_backend_tensor_get(table, ffi.from_buffer(row), position % engine.ring.rows * row.nbytes, row.nbytes)
+            theirs_row, ours = theirs.features(token, position), np.empty((len(engine.hidden_states.tables), 256), np.float32)
+            for table, row in zip(engine.hidden_states.tables, ours, strict=True):
+                lib.ggml_backend_tensor_get(table, ffi.from_buffer(row), position % engine.hidden_states.rows * row.nbytes, row.nbytes)
             assert np.array_equal(ours.reshape(-1), theirs_row)
 
 
