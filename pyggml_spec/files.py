@@ -1,13 +1,14 @@
 """Atomic writes under unguessable names, without following links; and private folders."""
 
+import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 PART = r"\.pyspec-[0-9a-f]{32}\.part"  # regular expression of the names of new_file
 
@@ -43,6 +44,22 @@ def replacing(path: Path, mode: int = 0o600, sync: bool = False) -> Iterator[Bin
 def make_private(folder: Path) -> None:
     """Creates a folder that only its user can read; an existing one is unchanged. Raises OSError."""
     folder.mkdir(0o700, parents=True, exist_ok=True)
+
+
+def kept_json(path: Path) -> Any:
+    """What ``keep_json`` wrote; None without a readable file."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def keep_json(path: Path, value: Any) -> None:
+    """Writes a file that only its user can read, and its folder; nothing where the folder cannot be written."""
+    with suppress(OSError):
+        make_private(path.parent)
+        with replacing(path) as file:
+            file.write(json.dumps(value).encode())
 
 
 def _sync_folder(folder: Path) -> None:

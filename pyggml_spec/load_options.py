@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .cache.kv_types import MOST_CONTEXT, KVTypes
+from .cache.kv import MOST_CONTEXT, KVTypes
 from .checks import either, numbers, path, whole
 from .engine.options import MOST_WIDTH, WIDEST_CHUNK
 from .errors import ContextError, EngineError, PairError, PyspecError
@@ -30,7 +30,7 @@ class LoadOptions:
             it; ``Session.configuration`` reports which.
         draft_width: rows per verified block; None lets the speculation policy choose, from costs measured here and acceptance seen while running.
         graphs: False disables CUDA graph replay for the whole process (a control).
-        cache_type_k, cache_type_v: types of the target's K and V rows, of ``cache.kv_types.TYPES``.
+        cache_type_k, cache_type_v: types of the target's K and V rows, of ``cache.kv.TYPES``.
         draft_cache_type_k, draft_cache_type_v: of the drafter's.
         chunk: widest prefill chunk in tokens; also the unit in which shared prompt prefixes are reused.
         prefix_cache: folder in which computed prompts outlive the process; made if it does not exist. Without it they are kept in memory.

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from .cache.kv_types import MOST_CONTEXT
+from .cache.kv import MOST_CONTEXT
 from .checks import path, whole
 from .context_size import LEAST_CONTEXT, default_context, room, rough_bytes, token_bytes
 from .drafters.base import Drafter
@@ -404,7 +404,7 @@ class Loader:
             return None
         chunk, where = None, " and ".join(dict.fromkeys(stream.device.device.name for stream in streams))
         if self.options.offload_prompts == AUTO:
-            from .multi_device.offload_calibration import settle
+            from .multi_device.offload import settle
 
             chunk = settle(engine)
             if chunk is None or chunk.copies >= chunk.host:

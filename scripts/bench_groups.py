@@ -34,7 +34,7 @@ def host_gaps(devices):
     launch, land = devices.launch, devices.land
 
     def timed_land(group):
-        step = devices._flights[group].step
+        step = devices.lanes[group].flight[0]
         wait, ended = step.fields.wait, [0]
 
         def waits():

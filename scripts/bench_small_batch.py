@@ -101,10 +101,14 @@ def silu(v):
 CASES = (
     Case("product", lambda g, a, b, x, z: g.matmul(a, x), lambda a, b, x, z: x @ a.T),
     Case("product + residual", lambda g, a, b, x, z: g.add(g.matmul(a, x), z), lambda a, b, x, z: x @ a.T + z),
-    Case("SwiGLU of two", lambda g, a, b, x, z: g.swiglu(g.matmul(a, x), g.matmul(b, x)), lambda a, b, x, z: silu(x @ a.T) * (x @ b.T)),
+    Case(
+        "SwiGLU of two",
+        lambda g, a, b, x, z: g.gated("swiglu", g.matmul(a, x), g.matmul(b, x)),
+        lambda a, b, x, z: silu(x @ a.T) * (x @ b.T),
+    ),
     Case(
         "SwiGLU of halves",
-        lambda g, a, b, x, z: g.swiglu_halves(g.matmul(a, x)),
+        lambda g, a, b, x, z: g.gated_halves("swiglu", g.matmul(a, x)),
         lambda a, b, x, z: silu(x @ a[: len(a) // 2].T) * (x @ a[len(a) // 2 :].T),
     ),
 )
@@ -239,7 +243,7 @@ def check_experts(backend: Backend, name: str) -> int:
                 xs = lib.ggml_view_3d(g.ctx, x, n_in, 1, count, x.nb[1], x.nb[2], 0)
                 choice = lib.ggml_view_2d(g.ctx, ids, used, count, ids.nb[1], 0)
                 out = g.matmul_experts(a, xs, choice)
-                out = g.swiglu(out, g.matmul_experts(b, xs, choice)) if glu else out
+                out = g.gated("swiglu", out, g.matmul_experts(b, xs, choice)) if glu else out
                 g.keep_output(out)
                 g.plan()
                 for _ in range(3):

@@ -13,7 +13,7 @@ import llama_cpp.llama_cpp_ext as X
 import numpy as np
 from llama_cpp.llama_cpp import _lib
 
-from pyggml_spec.cache.kv_types import KVTypes
+from pyggml_spec.cache.kv import KVTypes
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.tools.reference import stacks_as_they_are

@@ -24,18 +24,15 @@ AT_ONCE = 512  # rows of all slots per catch-up graph, which bounds its memory
 MEMORY, MOST = 16 << 20, 2048  # bytes of all rings with more than BATCH rows, and rows of the largest ring
 
 
-def room(row_bytes: int, slots: int) -> int:
-    """Rows of each ring: as many as fit into MEMORY, at least BATCH, whatever the context and the slots."""
-    return max(BATCH, min(MOST, MEMORY // max(row_bytes * slots, 1)))
-
-
 def batch_of(slots: int) -> int:
     """Rows per slot of the widest catch-up graph: BATCH, or AT_ONCE divided by the slots."""
     return max(FEW, min(BATCH, AT_ONCE // slots // FEW * FEW))
 
 
 class _Tables:
-    """``count`` zeroed tables F32 [n_embd, rows]. Owns their buffer."""
+    """``count`` zeroed tables F32 [n_embd, rows]. Owns their buffer. ``rows``: of a slot."""
+
+    rows: int
 
     def __init__(self, backend: Backend, n_embd: int, rows: int, count: int) -> None:
         self.backend, self._buffer, self.tables = backend, None, list[Any]()
@@ -48,6 +45,11 @@ class _Tables:
             lib.ggml_free(self._ctx)
             raise DeviceError(f"no memory for {rows} hidden states of {count * n_embd} values on {backend.device.name}")
         lib.ggml_backend_buffer_clear(self._buffer, 0)
+
+    def clear(self, slot: int) -> None:
+        """Zeroes the slot's rows, which may be NaN."""
+        for table in self.tables:
+            lib.ggml_backend_tensor_memset(table, 0, slot * self.rows * table.nb[1], self.rows * table.nb[1])
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +73,7 @@ class LastHiddenState(_Tables):
 
     def reset(self, slot: int) -> None:
         """The state before the first token is zero."""
-        lib.ggml_backend_tensor_memset(self.table, 0, slot * self.rows * self.table.nb[1], self.rows * self.table.nb[1])
+        self.clear(slot)
         self.at[slot] = 0
 
     def row(self, slot: int) -> int:
@@ -103,7 +105,7 @@ class HiddenStateBuffer(_Tables):
     def __init__(
         self, backend: Backend, n_embd: int, count: int, width: int, slots: int, methods: Iterable[str], whole_model: str = ""
     ) -> None:
-        self.most = room(4 * n_embd * count, slots)
+        self.most = max(BATCH, min(MOST, MEMORY // max(4 * n_embd * count * slots, 1)))
         self.batch = batch_of(slots)
         between = BETWEEN if backend.device.kind == "cpu" else ()
         self.catch_ups = tuple(sorted({FEW, *(n for n in between if n < self.batch), self.batch}))
@@ -121,11 +123,6 @@ class HiddenStateBuffer(_Tables):
         """Begins another sequence."""
         for method in self.methods:
             self.set_complete(method, slot)
-
-    def clear(self, slot: int) -> None:
-        """Zeroes the slot's rows, which may be NaN."""
-        for table in self.tables:
-            lib.ggml_backend_tensor_memset(table, 0, slot * self.rows * table.nb[1], self.rows * table.nb[1])
 
     def at(self, first: int, count: int, slot: int = 0) -> np.ndarray:
         """Table rows of ``count`` positions of a slot, I64, read only; a view without a wrap."""

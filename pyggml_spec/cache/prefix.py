@@ -1,6 +1,9 @@
 """Prefix caching: prompts with a common prefix are computed once, for one slot or many.
 
-A prompt is cut into chunks (chunk_store.py). A chunk's rows are in place (left by the slot's previous prompt), on the device, or in a file; its state
+A prompt is cut into chunks. A chunk's key is the hash of its tokens and of the previous key, so prompts with a common prefix share its chunks. Kinds of
+data of a chunk: ``rows`` are K/V rows of its tokens; ``state`` after its last token is all besides rows, of recurrent models and those with a ring.
+
+A chunk's rows are in place (left by the slot's previous prompt), on the device, or in a file; its state
 on the device or in a file. A prompt resumes after the deepest chunk with a state, if the rows of all chunks up to it are available.
 
                         one slot, by hand                            slots of a scheduler
@@ -18,23 +21,133 @@ whole chunk, and generated tokens are recomputed because a one-row step rounds d
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, takewhile
 from typing import Any
 
 import numpy as np
 
 from ..ggml.device import kernels_in_use
 from ..ggml.library import lost_reason
-from .chunk_store import ROWS, STATE, Chunk, ChunkStore, chunk_keys, end_keys
 from .kv import padded
 from .prefix_files import PrefixFiles, PrefixWriter, Refused
 from .snapshot import Pieces
 
 STATE_EVERY, SHARED_STATE_EVERY = 4, 16  # chunks, of one slot and of several
 GRAIN = 128  # tokens per chunk of several slots
+
+
+ROWS, STATE = "rows", "state"
+REMEMBERED = 1 << 12  # chunk keys kept (0.5 kB each); beyond that the oldest without data are dropped
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """A chunk of ``count`` tokens after ``index`` whole chunks, the last one with key ``before``; ``ids`` where known. ``used``: clock of the last use
+    of each kind of data."""
+
+    key: bytes
+    index: int
+    count: int
+    data: dict[str, Pieces] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)
+    before: bytes = b""
+    ids: np.ndarray | None = None
+
+    def alike(self, ids: np.ndarray) -> int:
+        """Length of the common prefix with ``ids``."""
+        if self.ids is None:
+            return 0
+        n = min(self.count, ids.size)
+        differ = np.flatnonzero(self.ids[:n] != ids[:n])
+        return int(differ[0]) if differ.size else n
+
+
+def chunk_keys(ids: np.ndarray, grain: int, seed: bytes) -> list[bytes]:
+    """One key per whole chunk of ``grain`` tokens of I64 ``ids``; ``seed`` hashes everything else that has to match."""
+    parts = (ids[start : start + grain].tobytes() for start in range(0, ids.size - grain + 1, grain))
+    return list(accumulate(parts, lambda key, part: hashlib.sha256(key + part).digest(), initial=seed))[1:]
+
+
+def end_keys(ids: np.ndarray, before: bytes) -> list[bytes]:
+    """Keys of the first 1, 2, ... tokens of I64 ``ids`` after the chunk with key ``before``."""
+    sofar, keys = hashlib.sha256(b"end" + before), []
+    for token in ids:
+        sofar.update(token.tobytes())
+        keys.append(sofar.digest())
+    return keys
+
+
+class ChunkStore:
+    """Owns the copies; least recently used ones are dropped for new ones. ``clock``: logical time of uses."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.used_bytes = self.clock = 0
+        self.chunks: dict[bytes, Chunk] = {}
+
+    def chunk(self, key: bytes, index: int, count: int, before: bytes = b"", ids: np.ndarray | None = None) -> Chunk:
+        chunk = self.chunks.setdefault(key, Chunk(key, index, count))
+        if ids is not None and chunk.ids is None:
+            chunk.before, chunk.ids = before, ids.copy()
+        return chunk
+
+    def begins(self, before: bytes, ids: np.ndarray) -> tuple[Chunk, int] | None:
+        """Of the stored chunks after the key ``before``: the one with the longest common prefix with ``ids``, and its length."""
+        found = [(chunk.alike(ids), chunk) for chunk in self.chunks.values() if chunk.before == before and ROWS in chunk.data]
+        n, chunk = max(found, key=lambda item: item[0], default=(0, None))
+        return (chunk, n) if chunk is not None and n else None
+
+    def keep(self, chunk: Chunk, kind: str, pieces: Pieces, spare: Iterable[Chunk] = (), wait: bool = True) -> bool:
+        """Stores a copy of ``pieces`` (``wait`` as of ``Pieces.copy``); False if it does not fit without the chunks in ``spare``, or memory is out."""
+        if self.chunks.setdefault(chunk.key, chunk) is not chunk:  # dropped meanwhile, and entered again by another prompt
+            return False
+        chunk.used.setdefault(kind, 0)
+        if kind == STATE:
+            chunk.used[kind] = self.clock
+        if not self._make_room(pieces.nbytes, {id(c) for c in spare} | {id(chunk)}):
+            return False
+        copy = pieces.copy(wait)
+        if copy is None:
+            return False
+        chunk.data[kind] = copy
+        self.used_bytes += copy.nbytes
+        return True
+
+    def _make_room(self, need: int, spare: set[int]) -> bool:
+        """Drops the least recently used copies, deepest first, until ``need`` bytes are free."""
+        if need > self.budget:
+            return False
+        found = [(c.used[kind], -c.index, kind, c) for c in self.chunks.values() for kind in c.data if id(c) not in spare]
+        for _, _, kind, chunk in sorted(found, key=lambda item: item[:3]):
+            if self.used_bytes + need <= self.budget:
+                break
+            self.drop((chunk,), kind)
+        return self.used_bytes + need <= self.budget
+
+    def drop(self, chunks: Iterable[Chunk], *kinds: str) -> None:
+        """Frees the copies of ``chunks``, or only those of these kinds."""
+        for chunk in chunks:
+            for kind in kinds or tuple(chunk.data):
+                copy = chunk.data.pop(kind)
+                self.used_bytes -= copy.nbytes
+                copy.close()
+
+    def forget(self, needed: Iterable[Chunk] = ()) -> None:
+        """Drops the oldest keys without data, except ``needed`` ones."""
+        surplus = len(self.chunks) - REMEMBERED
+        if surplus > 0:
+            used = {id(c) for c in needed}
+            for key in [key for key, c in self.chunks.items() if not c.data and id(c) not in used][:surplus]:
+                del self.chunks[key]
+
+    def clear(self) -> None:
+        """Drops all chunks."""
+        self.drop(self.chunks.values())
+        self.chunks = {}
 
 
 @dataclass
@@ -78,10 +191,6 @@ class SlotPrefix:
     # after so many chunks: chunks within which this prompt can resume, and the number of tokens; longest first
     ends: tuple[int, list[tuple[Chunk, int]]] = (-1, [])
 
-    @property
-    def keys(self) -> list[bytes]:
-        return [chunk.key for chunk in self.chunks]
-
 
 class PrefixCache:
     """Borrows the engine; owns the copies.
@@ -119,8 +228,9 @@ class PrefixCache:
         self.save()
         place = self.enter(0, tokens, drafting)
         if old is not None:
-            place.done = _alike(old.chunks[: old.done], place.chunks)
-            self._rescue(old, place.done, keep=place.chunks)
+            pairs = zip(old.chunks[: old.done], place.chunks)
+            place.done = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
+            self._keep_rows(0, old, old.chunks[place.done : self._useful(old)], place.chunks)  # which the new prompt will overwrite
         reuse = self.restore()
         reuse.notes = self.take_notes()
         return reuse
@@ -214,10 +324,7 @@ class PrefixCache:
             chunks[-1].used[ROWS] = self.store.clock
         engine.settle(slot)
         if self._keep_rows(slot, place, chunks, chunks) and engine.sequence.stateful:
-            if STATE in chunks[-1].data:
-                chunks[-1].used[STATE] = self.store.clock
-            else:
-                self._keep_state(slot, place, chunks, n, chunks)
+            self._keep_state(slot, place, chunks, n, chunks)
         self._forget()
         if write and self.writer is not None:
             self._write(chunks, place.resumed if place.damaged else len(chunks))
@@ -331,19 +438,14 @@ class PrefixCache:
         first, before = rows * self.grain, place.chunks[rows - 1].key if rows else self._seed(place.drafting, place.owner)
         ids = place.ids[first : min(first + self.grain, place.ids.size) - 1]
         keys = end_keys(ids, before)
-        known = [(n, key) for n, key in enumerate(keys, 1) if key in self.store.chunks or (self.files and self.files.has(key, ROWS))]
-        found = [(self.store.chunk(key, rows, n), n) for n, key in known]
+        found = [(self.store.chunk(key, rows, n), n) for n, key in enumerate(keys, 1) if self._is_known(key)]
         if not self.engine.sequence.stateful and (begun := self.store.begins(before, ids)) is not None:
             found.append(begun)
         return sorted(found, key=lambda item: -item[1])
 
-    def _end_of(self, chunk: Chunk) -> int:
-        """Number of tokens up to the end of ``chunk``."""
-        return chunk.index * self.grain + chunk.count
-
     def _fill_state(self, slot: int, chunk: Chunk) -> None:
         chunk.used[STATE] = self.store.clock
-        with self.engine.sequence.state(self._end_of(chunk), slot) as pieces:
+        with self.engine.sequence.state(chunk.index * self.grain + chunk.count, slot) as pieces:
             if STATE in chunk.data:
                 chunk.data[STATE].write_to(pieces)
             else:
@@ -362,10 +464,6 @@ class PrefixCache:
 
     # -- copies and their budget
 
-    def _rescue(self, old: SlotPrefix, same: int, keep: list[Chunk]) -> None:
-        """Copies rows that the new prompt will overwrite, in order: later chunks need the earlier ones."""
-        self._keep_rows(0, old, old.chunks[same : self._useful(old)], keep)
-
     def _keep_rows(self, slot: int, place: SlotPrefix, chunks: Sequence[Chunk], keep: Sequence[Chunk]) -> bool:
         """Copies the rows of ``chunks`` without a copy; False if they do not fit without the chunks in ``keep``."""
         for chunk in chunks:
@@ -377,10 +475,12 @@ class PrefixCache:
         return True
 
     def _keep_state(self, slot: int, place: SlotPrefix, chunks: Sequence[Chunk], n: int, keep: Sequence[Chunk]) -> None:
-        """Copies the state after the slot's ``n`` tokens, the last of ``chunks``."""
-        with self.engine.sequence.state(n, slot) as pieces:
-            self._keep(chunks[-1], STATE, pieces, keep)
-        place.kept.append(chunks[-1])
+        """Copies the state after the slot's ``n`` tokens, the last of ``chunks``; marks a kept one as used."""
+        chunks[-1].used[STATE] = self.store.clock
+        if STATE not in chunks[-1].data:
+            with self.engine.sequence.state(n, slot) as pieces:
+                self._keep(chunks[-1], STATE, pieces, keep)
+            place.kept.append(chunks[-1])
 
     def _forget(self) -> None:
         """Limits the number of known chunk keys; those of slots stay."""
@@ -428,9 +528,10 @@ class PrefixCache:
 
     def _seen(self, keys: list[bytes]) -> int:
         """Number of leading chunks that are known."""
-        return next(
-            (i for i, key in enumerate(keys) if key not in self.store.chunks and not (self.files and self.files.has(key, ROWS))), len(keys)
-        )
+        return sum(1 for _ in takewhile(self._is_known, keys))
+
+    def _is_known(self, key: bytes) -> bool:
+        return key in self.store.chunks or (self.files is not None and self.files.has(key, ROWS))
 
     def _rows(self, slot: int, chunk: Chunk, drafting: bool) -> Pieces:
         return self.engine.sequence.rows(chunk.index * self.grain, chunk.count, drafting, slot)
@@ -442,20 +543,12 @@ class PrefixCache:
 
     def close(self) -> None:
         """Writes outstanding data and frees the copies."""
-        if not self.engine.graphs.closed and lost_reason(self.engine.io.workers) is None:  # a lost worker cannot be read
-            try:
-                self.save()
-            finally:
-                self._end()
-        else:
-            self._end()
-
-    def _end(self) -> None:
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.clear)
             if self.writer is not None:
-                self.writer.close()
-        finally:
-            self.clear()
+                stack.callback(self.writer.close)
+            if not self.engine.graphs.closed and lost_reason(self.engine.io.workers) is None:  # a lost worker cannot be read
+                self.save()
 
 
 def layout_of(
@@ -466,37 +559,31 @@ def layout_of(
     Model files are identified by a hash of their contents; ``progress`` receives (file, bytes done, total) while it is computed. ``shared``: slots of a
     scheduler.
     """
-    files = {"target": engine.target.file}
     members = engine.drafter.methods if engine.drafter is not None else ()
-    files |= {"drafter" if at == 0 else f"drafter {at + 1}": member.file for at, member in enumerate(members)}
-    placement = engine.target.weights.placement  # the host's experts round differently
-    experts = {"experts": hashlib.sha256(repr(placement).encode()).hexdigest()[:32]} if placement is not None else {}
-    if streams := engine.target.weights.streams:  # wide chunks are computed on the device
-        experts["copies of the host's weights"] = f"for chunks of {min(stream.rows for stream in streams)} rows"
+    files = {"target": engine.target.file} | {"drafter" if at == 0 else f"drafter {at + 1}": m.file for at, m in enumerate(members)}
+    weights, chunk, segments = engine.target.weights, engine.options.chunk, engine.resources.segments
     lines = {
-        **experts,
-        **({"slots": f"shared, chunks of {min(engine.options.chunk, GRAIN)}"} if shared else {}),
+        "experts": weights.placement and _digest(weights.placement),  # the host's experts round differently
+        # wide chunks are computed on the device
+        "copies of the host's weights": weights.streams and f"for chunks of {min(stream.rows for stream in weights.streams)} rows",
+        "slots": shared and f"shared, chunks of {min(chunk, GRAIN)}",
         **{
             what: f"{file.metadata['general.architecture']} of {file.nbytes} bytes, BLAKE3 {file.identity(partial(progress, what))}"
             for what, file in files.items()
         },
-        "chunk": engine.options.chunk,
+        "chunk": chunk,
         "cache": engine.sequence.describe(),
         "device": "; ".join(  # attention on the CPU sums by thread
-            f"{b.device.kind} {b.device.description}, {b.threads} threads, {b.kernels} kernels"
-            for b in (s.backend for s in engine.resources.segments)
+            f"{b.device.kind} {b.device.description}, {b.threads} threads, {b.kernels} kernels" for b in (s.backend for s in segments)
         ),
-        **({"rope": repr(engine.target.file.rope)} if engine.target.file.rope is not None else {}),
-        **({"rope factors": "of long contexts"} if engine.target.is_long(padded(engine.options.n_ctx)) else {}),
-        **({"split": ", ".join(map(str, engine.resources.segments))} if len(engine.resources.segments) > 1 else {}),
-        "build": hashlib.sha256(repr(kernels_in_use()).encode()).hexdigest()[
-            :32
-        ],  # with a patch, kernels of the same version round in another way
+        "rope": engine.target.file.rope and repr(engine.target.file.rope),
+        "rope factors": engine.target.is_long(padded(engine.options.n_ctx)) and "of long contexts",
+        "split": len(segments) > 1 and ", ".join(map(str, segments)),
+        "build": _digest(kernels_in_use()),  # with a patch, kernels of the same version round in another way
         **{what: versions[what] for what in ("pyggml_spec", "llama_cpp_python", "ggml_commit")},
     }
-    return "\n".join(f"{what}: {value}" for what, value in lines.items())
+    return "\n".join(f"{what}: {value}" for what, value in lines.items() if value)
 
 
-def _alike(a: list[Chunk], b: list[Chunk]) -> int:
-    """Length of the common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x is not y), min(len(a), len(b)))
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:32]

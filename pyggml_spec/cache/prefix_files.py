@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -59,14 +59,23 @@ class PrefixFiles:
         self._unreadable, self._said = False, list[str]()
         try:
             make_private(self.folder)
-            self._check_folder()
+            what = os.stat(self.folder)
+            if why := why_not_private(what):
+                raise PyspecError(
+                    f"the prefix cache {str(folder)!r} {why}, who could put rows of their own into it; name a folder of yours, or take the "
+                    f"permission away (chmod go-w)"
+                )
+            if stat.S_IMODE(what.st_mode) & 0o055:
+                self.notes.append(f"others can list the prefix cache {folder}, not read its files; chmod 700 hides the list too")
             entries = self.entries()
             for path, what in entries:
-                _close_to_others(path, what)
+                if what.st_mode & 0o077 and what.st_uid == os.geteuid():  # of this user, and open to others
+                    with suppress(OSError), _open(path) as file:
+                        os.fchmod(file.fileno(), 0o600)
             self._sweep()
         except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", error)
-            raise PyspecError(f"the prefix cache {str(folder)!r} cannot be opened: {why}; name a folder that can be written") from None
+            cause = getattr(error, "strerror", error)
+            raise PyspecError(f"the prefix cache {str(folder)!r} cannot be opened: {cause}; name a folder that can be written") from None
         if entries and not any(path.name.startswith(self.name_prefix) for path, _ in entries):
             self.notes.append(self._foreign(len(entries), entries[0][0]))
 
@@ -125,32 +134,29 @@ class PrefixFiles:
             while coming:
                 yield coming.popleft().result()
 
-    def read(self, file: FileIO, path: Path, key: bytes, kind: str, nbytes: int) -> np.ndarray:
+    def read(self, file: BufferedReader, path: Path, key: bytes, kind: str, nbytes: int) -> np.ndarray:
         what = os.fstat(file.fileno())
         if not stat.S_ISREG(what.st_mode):
             raise _refuse(path, "is not a file")
         if why := why_not_private(what):
             raise _refuse(path, why)
         header = file.read(HEADER)
-        found = self._header(header, path)
-        if found["layout"] != self.layout_digest:
-            raise _refuse(path, f"was made for another model or layout ({_difference(found['words'], self.layout)})")
-        if (found["key"], found["kind"]) != (key, kind):
+        its_kind, its_key, layout, size, sha256, words = self._header(header, path)
+        if layout != self.layout_digest:
+            raise _refuse(path, f"was made for another model or layout ({_difference(words, self.layout)})")
+        if (its_key, its_kind) != (key, kind.encode()):
             raise _refuse(path, "holds another prefix than its name says")
-        if what.st_size != HEADER + nbytes or found["nbytes"] != nbytes:
+        if what.st_size != HEADER + nbytes or size != nbytes:
             raise _refuse(path, f"has {what.st_size} bytes instead of {HEADER + nbytes}: it was cut short or does not belong here")
         payload = np.empty(nbytes, np.uint8)
-        done, view = 0, payload.data
-        while done < nbytes:
-            got = file.readinto(view[done:])
-            if not got:
-                raise _refuse(path, f"ends after {HEADER + done} bytes instead of {HEADER + nbytes}")
-            done += got
-        if hashlib.sha256(payload.data).digest() != found["sha256"]:
+        if (got := file.readinto(payload.data)) < nbytes:
+            raise _refuse(path, f"ends after {HEADER + got} bytes instead of {HEADER + nbytes}")
+        if hashlib.sha256(payload.data).digest() != sha256:
             raise _refuse(path, "is damaged: its contents do not fit their checksum")
         return payload
 
-    def _header(self, header: bytes, path: Path) -> dict:
+    def _header(self, header: bytes, path: Path) -> tuple[bytes, bytes, bytes, int, bytes, str]:
+        """Kind, key, layout digest, payload bytes and their SHA-256, and the layout."""
         if len(header) < HEADER:
             raise _refuse(path, f"has {len(header)} bytes, which is less than its header: it was cut short")
         magic, version, kind, key, layout, nbytes, sha256, size = _FIELDS.unpack_from(header)
@@ -161,14 +167,7 @@ class PrefixFiles:
         if hashlib.sha256(header[:-32]).digest() != header[-32:]:
             raise _refuse(path, "is damaged: its header does not fit its checksum")
         words = header[_FIELDS.size : min(_FIELDS.size + size, HEADER - 32)].decode("utf-8", "replace")
-        return {
-            "kind": kind.rstrip(b"\0").decode("ascii", "replace"),
-            "key": key,
-            "layout": layout,
-            "nbytes": nbytes,
-            "sha256": sha256,
-            "words": words,
-        }
+        return kind.rstrip(b"\0"), key, layout, nbytes, sha256, words
 
     # -- writing
 
@@ -205,16 +204,6 @@ class PrefixFiles:
 
     # -- helpers
 
-    def _check_folder(self) -> None:
-        what = os.stat(self.folder)
-        if why := why_not_private(what):
-            raise PyspecError(
-                f"the prefix cache {str(self.folder)!r} {why}, who could put rows of their own into it; name a folder of yours, or take the "
-                f"permission away (chmod go-w)"
-            )
-        if stat.S_IMODE(what.st_mode) & 0o055:
-            self.notes.append(f"others can list the prefix cache {self.folder}, not read its files; chmod 700 hides the list too")
-
     @property
     def name_prefix(self) -> str:
         return self.layout_digest.hex()[:16]
@@ -247,7 +236,7 @@ class PrefixFiles:
     def _foreign(self, count: int, path: Path) -> str:
         try:
             with _open(path) as file:
-                why = _difference(self._header(file.read(HEADER), path)["words"], self.layout)
+                why = _difference(self._header(file.read(HEADER), path)[-1], self.layout)
         except (OSError, Refused):
             why = "a sampled file is damaged"
         return f"none of the {count} files in the prefix cache {self.folder} was made for this model and layout ({why}); they are not used"
@@ -257,67 +246,51 @@ class PrefixWriter:
     """Writes files in a thread of its own, so that no step waits for the disk. Drops data beyond MOST_UNWRITTEN queued bytes."""
 
     def __init__(self, files: PrefixFiles) -> None:
-        self._files, self._changed = files, threading.Condition()
-        self._waiting: deque[tuple[bytes, str, np.ndarray]] = deque()
+        self._files, self._lock, self._pool = files, threading.Lock(), ThreadPoolExecutor(1, "pyggml_spec prefix files")
         self.under_way: set[tuple[bytes, str]] = set()
         self.waiting_bytes, self._closing, self._notes = 0, False, list[str]()
-        self._thread: threading.Thread | None = None
 
     def wants(self, key: bytes, kind: str, nbytes: int, again: bool = False) -> bool:
         """Whether ``put`` is useful: no such file (or ``again``: it may be damaged), not queued yet, and within the limit."""
-        with self._changed:
+        with self._lock:
             if self._closing or (key, kind) in self.under_way or (self.waiting_bytes and self.waiting_bytes + nbytes > MOST_UNWRITTEN):
                 return False
         return again or not self._files.has(key, kind)
 
     def put(self, key: bytes, kind: str, payload: np.ndarray) -> None:
-        with self._changed:
-            self._waiting.append((key, kind, payload))
+        with self._lock:
             self.under_way.add((key, kind))
             self.waiting_bytes += payload.nbytes
-            if self._thread is None:
-                self._thread = threading.Thread(target=self.run, name="pyggml_spec prefix files", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+        self._pool.submit(self.write, key, kind, payload)
+
+    def write(self, key: bytes, kind: str, payload: np.ndarray) -> None:
+        """Writes one file; failures become notes."""
+        note = ""
+        try:
+            self._files.store(key, kind, payload)
+            if len(self.under_way) == 1:
+                self._files.trim()
+        except Refused as refused:
+            note = str(refused)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".replace("\n", " ")
+            note = f"the prefix cache {self._files.folder} cannot be written: {why}; the text is not affected"
+        with self._lock:
+            self.under_way.discard((key, kind))
+            self.waiting_bytes -= payload.nbytes
+            if note and note not in self._notes:
+                self._notes.append(note)
 
     def take_notes(self) -> list[str]:
         """Failures since the last call, one sentence each."""
-        with self._changed:
+        with self._lock:
             notes, self._notes = self._notes, []
         return notes
 
     def close(self) -> None:
         """Waits until the queue is written. Idempotent."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-
-    def run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting:
-                    return
-                key, kind, payload = self._waiting.popleft()
-            try:
-                self._files.store(key, kind, payload)
-                if not self._waiting:
-                    self._files.trim()
-            except Refused as refused:
-                self._note(str(refused))
-            except Exception as error:  # keep the thread alive for the rest of the queue
-                why = f"{type(error).__name__}: {error}".replace("\n", " ")
-                self._note(f"the prefix cache {self._files.folder} cannot be written: {why}; the text is not affected")
-            with self._changed:
-                self.under_way.discard((key, kind))
-                self.waiting_bytes -= payload.nbytes
-
-    def _note(self, note: str) -> None:
-        with self._changed:
-            if note not in self._notes:
-                self._notes.append(note)
+        self._closing = True
+        self._pool.shutdown()
 
 
 def _refuse(path: Path, why: str) -> Refused:
@@ -326,19 +299,10 @@ def _refuse(path: Path, why: str) -> Refused:
 
 def _difference(theirs: str, ours: str) -> str:
     """The first line that differs, in both versions."""
-    for a, b in zip(theirs.splitlines(), ours.splitlines()):
-        if a != b:
-            return f"{a[:120]!r} there, {b[:120]!r} here"
-    return "another layout"
+    differ = (f"{a[:120]!r} there, {b[:120]!r} here" for a, b in zip(theirs.splitlines(), ours.splitlines()) if a != b)
+    return next(differ, "another layout")
 
 
-def _open(path: Path) -> FileIO:
+def _open(path: Path) -> BufferedReader:
     """Opens for reading without blocking on pipes or following links."""
-    return open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW))
-
-
-def _close_to_others(path: Path, what: os.stat_result) -> None:
-    """Removes group and other permissions from a file of this user."""
-    if what.st_mode & 0o077 and what.st_uid == os.geteuid():
-        with suppress(OSError), _open(path) as file:
-            os.fchmod(file.fileno(), 0o600)
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW))

@@ -46,6 +46,7 @@ class DeltaState:
         accepted: I64 [slots] accepted rows of each slot's last block, to be replayed; with one slot and ``uncommitted`` False only the position of
             the history.
         uncommitted: whether the last step left blocks that are not part of the states.
+        segments: those with states.
     """
 
     def __init__(self, homes: Sequence[DeltaSegment], shape: RecurrentShape, max_width: int, slots: int = 1) -> None:
@@ -54,43 +55,25 @@ class DeltaState:
         self._pools: list[_Pool] = []
         first = 0
         for home in homes:
-            self._pools.append(_Pool(home, self._new(home), first, "tail" if not self._pools else f"tail_{home.segment}"))
+            sizes = [int(shape.recurrence), home.layers, shape.head_size, shape.state_size, shape.n_head_k, shape.n_head_v, shape.repeat]
+            sizes += [shape.conv, home.row, max_width]
+            spec = ffi.new("pgs_delta_shape *", [*sizes, 0 if self.inline else slots, home.backend.counting, home.backend.level_handle])
+            handle = lib.pgs_delta_new(home.backend.handle, spec, self._err)
+            if handle == ffi.NULL:
+                self.close()
+                raise EngineError(text(self._err))
+            self._pools.append(_Pool(home, handle, first, "tail" if not self._pools else f"tail_{home.segment}"))
             first += home.layers
-        self._every = np.arange(slots).reshape(-1, 1)
+        self.segments, self.history_rows = [home.segment for home in homes], shape.conv - 1
         self._taken: dict[tuple, np.ndarray] = {}  # cache of fill_take
         self.width, self.accepted, self.uncommitted = 0, np.zeros(slots, np.int64), False
         self._accepted = ffi.cast("int64_t *", self.accepted.ctypes.data)
-
-    def _new(self, home: DeltaSegment) -> Any:
-        shape = self.shape
-        sizes = [
-            int(shape.recurrence),
-            home.layers,
-            shape.head_size,
-            shape.state_size,
-            shape.n_head_k,
-            shape.n_head_v,
-            shape.repeat,
-            shape.conv,
-        ]
-        sizes += [home.row, self.max_width]
-        spec = ffi.new("pgs_delta_shape *", [*sizes, 0 if self.inline else self.slots, home.backend.counting, home.backend.level_handle])
-        handle = lib.pgs_delta_new(home.backend.handle, spec, self._err)
-        if handle == ffi.NULL:
-            self.close()
-            raise EngineError(text(self._err))
-        return handle
 
     def pool(self, segment: int) -> _Pool | None:
         """The states of a segment; None without any. A model that is not split has one pool for every argument."""
         if segment < 0:
             return self._pools[0]
         return next((pool for pool in self._pools if pool.home.segment == segment), None)
-
-    @property
-    def segments(self) -> list[int]:
-        """Segments with states."""
-        return [pool.home.segment for pool in self._pools]
 
     # -- host side
 
@@ -114,18 +97,14 @@ class DeltaState:
 
     def fill_slot(self, slot: int, value: int) -> None:
         """Sets every byte of a slot: 0 is the initial state, written and not multiplied because of NaN."""
-        if self.inline:
-            for pool in self._pools:
+        for pool in self._pools:
+            if self.inline:
                 lib.pgs_delta_fill(pool.handle, value)
-            self.width, self.uncommitted = 0, False
-        else:
-            for pool in self._pools:
+            else:
                 lib.pgs_delta_fill_slot(pool.handle, slot, self.width, value)
+        if self.inline:
+            self.width, self.uncommitted = 0, False
         self.accepted[slot] = 0
-
-    @property
-    def history_rows(self) -> int:
-        return self.shape.conv - 1
 
     def tail_shape(self, covered: SlotRange, pool: _Pool) -> tuple[int, ...]:
         """Shape of the input "tail" in ggml order: a row per layer, or rows of the whole table."""
@@ -143,25 +122,20 @@ class DeltaState:
         """Table rows [history ; block of ``width`` rows] of every slot for one layer; ``single``: the block is one plain token."""
         key = width, covered, single
         if key not in self._taken:
-            start = self.max_width * self.slots if single else 0
-            self._taken[key] = self._table(np.arange(self.history_rows + width), width, covered, start).astype(np.int32)
+            hist, slots = self.history_rows, np.array(covered.slots).reshape(-1, 1)
+            start, numbers = self.max_width * self.slots if single else 0, np.arange(hist + width)
+            rows = np.where(numbers < hist, slots * hist + numbers, start + self.slots * hist + slots * width + numbers - hist)
+            self._taken[key] = rows.astype(np.int32)
         take.reshape(covered.count, -1)[:] = self._taken[key]
-
-    def _table(self, numbers: np.ndarray, width: int, covered: SlotRange, start: int = 0) -> np.ndarray:
-        """Table rows of the rows ``numbers`` of each slot's [history ; block]; blocks begin at ``start``."""
-        hist, slots = self.history_rows, self._every[covered.part]
-        return np.where(numbers < hist, slots * hist + numbers, start + self.slots * hist + slots * width + numbers - hist)
 
     # -- device side
 
     def begin(self, g: Graph, covered: SlotRange, width_from: int, width_to: int, keep: Tensor | None, tail: Tensor | None) -> None:
         """Adds the commit of these slots' last blocks and the next convolution histories; ``keep`` and ``tail`` None if nothing is uncommitted."""
         keep, tail = (x if x is not None else ffi.NULL for x in (keep, tail))
-        pool = self.pool(g.segment)
-        if pool is None:
-            return
-        status = lib.pgs_delta_begin(pool.handle, g.ctx, g.gf, covered.first, covered.count, width_from, width_to, keep, tail, self._err)
-        check(status, self._err)
+        if (pool := self.pool(g.segment)) is not None:
+            args = (pool.handle, g.ctx, g.gf, covered.first, covered.count, width_from, width_to, keep, tail, self._err)
+            check(lib.pgs_delta_begin(*args), self._err)
 
     def kept(self, ctx: Context, slot: int, layer: int) -> tuple[Tensor, Tensor, Backend]:
         """Views of one layer's state and convolution history, and their backend."""
@@ -199,34 +173,17 @@ class DeltaInputs:
     several slots, see ``DeltaState.fill_take``.
     """
 
-    def __init__(
-        self,
-        state: DeltaState,
-        width: int,
-        uncommitted: bool,
-        on: Tensor | None = None,
-        last: Tensor | None = None,
-        take: Tensor | None = None,
-    ) -> None:
+    def __init__(self, state: DeltaState, width: int, uncommitted: bool, on: Any = None, last: Any = None, take: Any = None) -> None:
         self.state, self.width = state, width
         self.mode = lib.PGS_DELTA_UNCOMMITTED if uncommitted else lib.PGS_DELTA_DIRECT
-        self.on, self.last, self.take = (x or ffi.NULL for x in (on, last, take))
+        self.inputs = [x or ffi.NULL for x in (on, last, take)]
 
-    def layer(
-        self,
-        g: Graph,
-        index: int,
-        proj: Tensor,
-        conv_w: Tensor,
-        beta: Tensor | None = None,
-        alpha: Tensor | None = None,
-        dt: Tensor | None = None,
-        a: Tensor | None = None,
-        conv_b: Tensor | None = None,
-        eps: float = 0.0,
-    ) -> Tensor:
+    def __call__(
+        self, g: Graph, index: int, proj: Tensor, conv_w: Tensor, beta: Tensor | None = None, alpha: Tensor | None = None,
+        dt: Tensor | None = None, a: Tensor | None = None, conv_b: Tensor | None = None, eps: float = 0.0
+    ) -> Tensor:  # fmt: skip
         tensors = [x or ffi.NULL for x in (proj, beta, alpha, conv_w, conv_b, dt, a)]
-        inputs = ffi.new("pgs_delta_inputs *", [*tensors, self.on, self.last, self.take, eps])
+        inputs = ffi.new("pgs_delta_inputs *", [*tensors, *self.inputs, eps])
         err, pool = new_err(), self.state.pool(g.segment)
         assert pool is not None
         out = lib.pgs_delta_layer(pool.handle, g.ctx, g.gf, index - pool.first, self.width, self.mode, inputs, err)

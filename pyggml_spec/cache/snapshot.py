@@ -38,11 +38,11 @@ class Pieces:
             view = lib.ggml_view_2d(self._ctx, tensor, tensor.ne[0], count, tensor.nb[1], slot * tensor.nb[2] + first * tensor.nb[1])
             self.add_view(view, backend)
 
-    def add_delta(self, delta: DeltaState, slot: int, layer: int) -> None:
-        """State and convolution history of one recurrent layer."""
-        state, history, backend = delta.kept(self._ctx, slot, layer)
-        self.add_view(state, backend)
-        self.add_view(history, backend)
+    def add_state(self, delta: DeltaState, slot: int, layer: int) -> None:
+        """State and convolution history of a recurrent layer."""
+        *views, backend = delta.kept(self._ctx, slot, layer)
+        for view in views:
+            self.add_view(view, backend)
 
     @property
     def nbytes(self) -> int:
@@ -53,21 +53,16 @@ class Pieces:
         out = Pieces(0)
         out.tensors, out.backends = list(self.tensors), list(self.backends)
         for backend in dict.fromkeys(self.backends):
-            if not out._copy_on(backend):
+            ctx = new_context(len(self.tensors))
+            for i, t in enumerate(self.tensors):
+                if self.backends[i] is backend:
+                    out.tensors[i] = lib.ggml_new_tensor(ctx, t.type, 2, (t.ne[0], t.ne[1]))
+            out._store.append((backend, ctx, backend.allocate_temporary(ctx)))
+            if out._store[-1][2] == ffi.NULL:
                 out.close()
                 return None
         self.write_to(out, wait)
         return out
-
-    def _copy_on(self, backend: Backend) -> bool:
-        """Replaces the tensors on ``backend`` with newly allocated ones."""
-        here = [i for i, other in enumerate(self.backends) if other is backend]
-        ctx = new_context(len(here))
-        for i in here:
-            self.tensors[i] = lib.ggml_new_tensor(ctx, self.tensors[i].type, 2, (self.tensors[i].ne[0], self.tensors[i].ne[1]))
-        buffer = backend.allocate_temporary(ctx)
-        self._store.append((backend, ctx, buffer))
-        return buffer != ffi.NULL
 
     def first_rows(self, count: int) -> "Pieces":
         """Views of the first ``count`` rows of each tensor."""
@@ -90,11 +85,9 @@ class Pieces:
     def read(self) -> np.ndarray:
         """The contents as bytes, U8 [nbytes], concatenated."""
         self._synchronize()
-        out, at = np.empty(self.nbytes, np.uint8), 0
-        for t, backend in zip(self.tensors, self.backends, strict=True):
-            size = lib.ggml_nbytes(t)
-            read_tensor(t, out[at : at + size], 0, backend.workers)
-            at += size
+        out = np.empty(self.nbytes, np.uint8)
+        for t, part, backend in zip(self.tensors, self._parts(out), self.backends, strict=True):
+            read_tensor(t, part, 0, backend.workers)
         return out
 
     def write(self, contents: np.ndarray) -> None:
@@ -102,11 +95,12 @@ class Pieces:
         if contents.nbytes != self.nbytes:
             raise ValueError(f"{contents.nbytes} bytes for tensors of {self.nbytes}")
         self._synchronize()
-        at = 0
-        for t in self.tensors:
-            size = lib.ggml_nbytes(t)
-            lib.ggml_backend_tensor_set(t, ffi.from_buffer(contents[at : at + size]), 0, size)
-            at += size
+        for t, part in zip(self.tensors, self._parts(contents)):
+            lib.ggml_backend_tensor_set(t, ffi.from_buffer(part), 0, part.nbytes)
+
+    def _parts(self, contents: np.ndarray) -> list[np.ndarray]:
+        """The bytes of each tensor, as views."""
+        return np.split(contents, np.cumsum([lib.ggml_nbytes(t) for t in self.tensors])[:-1])
 
     @property
     def closed(self) -> bool:
@@ -134,6 +128,7 @@ class SequenceMemory:
     """The memory of a slot's sequence in the caches of an engine, which it borrows.
 
     ``shapes``: of the target's attention layers; ``window``: of its sliding layers; ``first``: only the first (attention, recurrent) layers.
+    ``stateful``: whether a position needs state besides rows to continue from.
     """
 
     def __init__(
@@ -147,14 +142,8 @@ class SequenceMemory:
         self._full = [t for layer, ring in zip(kv.layers[:layers], in_ring) if not ring for t in layer.stored]
         self._ringed = [t for layer, ring in zip(kv.layers[:layers], in_ring) if ring for t in layer.stored]
         self._drafter = [t for layer in draft_kv.layers for t in layer.stored] if draft_kv is not None else []
-        self._backends = {
-            t: cache.backend_of(t) for cache in (kv, draft_kv) if cache is not None for layer in cache.layers for t in layer.stored
-        }
-
-    @property
-    def stateful(self) -> bool:
-        """Whether a position needs state besides rows to continue from."""
-        return self._delta is not None or bool(self._ringed) or self._last_hidden is not None
+        self.stateful = delta is not None or bool(self._ringed) or last_hidden is not None
+        self._backends = kv.backends | (draft_kv.backends if draft_kv is not None else {})
 
     def rows(self, first: int, count: int, drafting: bool, slot: int = 0) -> Pieces:
         """Rows of positions first .. first + count - 1, of the drafter only if ``drafting``."""
@@ -175,22 +164,20 @@ class SequenceMemory:
         pieces = Pieces(len(tensors) + 2 * layers + 2 * len(self._ringed) + 1)
         for tensor in tensors:
             pieces.add_rows(tensor, self._backends[tensor], slot, first, count)
-        if delta is not None:
-            for layer in range(layers):
-                pieces.add_delta(delta, slot, layer)
-        if state_of is not None:
-            self._add_window(pieces, slot, state_of)
-            if self._last_hidden is not None:
-                pieces.add_rows(self._last_hidden.table, self._last_hidden.backend, 0, self._last_hidden.row(slot), 1)
-        return pieces
-
-    def _add_window(self, pieces: Pieces, slot: int, n: int) -> None:
-        count = min(n, self._window)
+        if state_of is None:
+            return pieces
+        for layer in range(layers):
+            assert delta is not None
+            pieces.add_state(delta, slot, layer)
+        seen = min(state_of, self._window)
         for tensor in self._ringed:
-            first = (n - count) % self._kv.ring
-            before_wrap = min(count, self._kv.ring - first)
+            first = (state_of - seen) % self._kv.ring
+            before_wrap = min(seen, self._kv.ring - first)
             pieces.add_rows(tensor, self._backends[tensor], slot, first, before_wrap)
-            pieces.add_rows(tensor, self._backends[tensor], slot, 0, count - before_wrap)
+            pieces.add_rows(tensor, self._backends[tensor], slot, 0, seen - before_wrap)
+        if self._last_hidden is not None:
+            pieces.add_rows(self._last_hidden.table, self._last_hidden.backend, 0, self._last_hidden.row(slot), 1)
+        return pieces
 
     def describe(self) -> str:
         """Types, widths and rings as text."""

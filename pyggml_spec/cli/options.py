@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ..cache.kv_types import MOST_CONTEXT, TYPES
+from ..cache.kv import MOST_CONTEXT, TYPES
 from ..engine.options import AtMost
 from ..errors import PyspecError
 from ..ggml.device import pick_devices

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache.kv_types import MOST_CONTEXT
+from ..cache.kv import MOST_CONTEXT
 from ..drafters.base import TOKEN_MAP, Drafter
 from ..drafters.dflash import DFlash
 from ..drafters.mtp import has_layer, is_layer_alone

@@ -9,16 +9,15 @@ All drafts of a block have the position of the last token and see committed toke
 Source: llama.cpp, src/models/gemma4-assistant.cpp and common/speculative.cpp (positions).
 """
 
-from ..errors import ModelError, PairError
+from ..errors import PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.archs.gemma4 import Gemma4, Kind, kinds
+from ..models.archs.gemma4 import Gemma4, GemmaLayer, SharedAttention, kinds
 from ..models.base import KVLayer, KVShape
-from ..models.blocks import attend, geglu_ffn, head_product, product
 from ..models.decoder import Decoder
-from ..models.keys import epsilon, per_layer, positive, sliding_layers, vocabulary
-from ..models.layers import ROPE_FREQS
+from ..models.hparams import Hparams
+from ..models.layers import ROPE_FREQS, GatedMLP, LayerContext, head_product, product
 from ..models.weights import MATMUL, VECTOR, Spec
 from .base import ChainInputs, ContextInputs, Drafter
 
@@ -36,20 +35,23 @@ class Gemma4Assistant(Drafter):
     scaled = ()  # as in llama.cpp
 
     def __init__(self, file: GGUFFile) -> None:
-        a = self.arch
-        self.file, self.n_embd, self.n_vocab = file, positive(file, f"{a}.embedding_length"), vocabulary(file)
-        self.n_layer = positive(file, f"{a}.block_count", limit=64)
-        self.n_embd_target, self.eps = positive(file, f"{a}.embedding_length_out"), epsilon(file, a)
-        if file.get(f"{a}.nextn_predict_layers", int, 0) != self.n_layer:
-            raise ModelError(f"{file.path}: nextn_predict_layers is not block_count {self.n_layer}; all layers of a {a} file draft")
+        f = Hparams(file, self.arch)
+        self.file, self.n_embd, self.n_vocab = file, f.n_embd, f.n_vocab
+        self.n_layer = f.n_layer = f.positive("block_count", limit=64)  # all layers draft
+        self.n_embd_target, self.eps = f.positive("embedding_length_out"), f.eps
+        if f.get("nextn_predict_layers", int, 0) != self.n_layer:
+            raise f.refuse(f"nextn_predict_layers is not block_count {self.n_layer}; all layers of a {f.arch} file draft")
         if self.n_embd == self.n_embd_target:
-            raise ModelError(f"{file.path}: embedding_length_out is the drafter's own {self.n_embd}, but it has to be the target's")
-        self.n_head = per_layer(file, f"{a}.attention.head_count", self.n_layer)
-        self.n_ff = per_layer(file, f"{a}.feed_forward_length", self.n_layer)
-        self.window, self.sliding = sliding_layers(file, a, self.n_layer)
-        if not self.window:
-            raise ModelError(f"{file.path} has no attention.sliding_window, which every {a} model has; convert it again")
-        self.full, self.slide = kinds(file, a, self.n_embd // self.n_head[0])
+            raise f.refuse(f"embedding_length_out is the drafter's own {self.n_embd}, but it has to be the target's")
+        heads, n_ff, (self.window, self.sliding) = f.per_layer("attention.head_count"), f.per_layer("feed_forward_length"), f.window()
+        full, local = kinds(f, self.n_embd // heads[0])
+        self._f, self.layers = f, list[GemmaLayer]()
+        for i, one in enumerate(self.sliding):
+            size, rope = local if one else full
+            # K/V of the target's last layer of its kind
+            mixer = SharedAttention(heads[i], 1, size, rope, factors=not one, sliding=one, owner=-2 if one else -1, owns=False)
+            self.layers.append(GemmaLayer(mixer, GatedMLP(n_ff[i], "gelu"), scaled=True))
+        self._factors = full[0] // 2
 
     # -- tensors
 
@@ -62,22 +64,14 @@ class Gemma4Assistant(Drafter):
             Spec(POST_PROJECTION, (n, wide)),
         ]
         if not all(self.sliding):
-            out.append(Spec(ROPE_FREQS, (self.full.size // 2,), VECTOR))
-        for i in range(self.n_layer):
-            size, n_ff = self._kind(i).size, self.n_ff[i]
-            width = size * self.n_head[i]
-            shapes = {"attn_q": (n, width), "attn_output": (width, n), "ffn_gate": (n, n_ff), "ffn_up": (n, n_ff), "ffn_down": (n_ff, n)}
-            vectors = dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"), n)
-            vectors |= {"attn_q_norm": size, "layer_output_scale": 1}
-            out += [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
-            out += [Spec(f"blk.{i}.{name}.weight", (length,), VECTOR) for name, length in vectors.items()]
-        return out
+            out.append(Spec(ROPE_FREQS, (self._factors,), VECTOR))
+        return out + [spec for i, layer in enumerate(self.layers) for spec in layer.tensors(self._f, f"blk.{i}.")]
 
     def unused(self) -> dict[str, str]:
         return super().unused() | dict.fromkeys(UNREAD, "a table for a reduced vocabulary, which llama.cpp does not use either")
 
     def groups(self) -> dict[str, tuple[str, ...]]:
-        return {f"blk.{i}.ffn": (f"blk.{i}.ffn_gate.weight", f"blk.{i}.ffn_up.weight") for i in range(self.n_layer)}
+        return {name: members for i, layer in enumerate(self.layers) for name, members in layer.groups(self._f, f"blk.{i}.").items()}
 
     def kv_shapes(self) -> list[KVShape]:
         return []
@@ -94,20 +88,14 @@ class Gemma4Assistant(Drafter):
             raise PairError(f"{pair}: it reads the K/V of a sliding layer and of a full one after it, which are not the target's last two")
         if any(self.sliding) and self.window != target.window:
             raise PairError(f"{pair}: its window is {self.window}, the target's {target.window}")
-        for i in range(self.n_layer):
-            theirs = target.mixer(self._read(i, target.n_layer))
-            if self._kind(i).size != theirs.kind.size or self.n_head[i] % theirs.kv_heads:
+        for i, layer in enumerate(self.layers):
+            mine = layer.mixer
+            assert isinstance(mine, SharedAttention)
+            theirs = target.mixer(mine.owner)
+            if mine.size != theirs.size or mine.heads % theirs.kv_heads:
                 raise PairError(
-                    f"{pair}: layer {i} has {self.n_head[i]} heads of {self._kind(i).size}, the rows that it reads are of {theirs.kv_heads} "
-                    f"of {theirs.kind.size}"
+                    f"{pair}: layer {i} has {mine.heads} heads of {mine.size}, the rows that it reads are of {theirs.kv_heads} of {theirs.size}"
                 )
-
-    def _kind(self, i: int) -> Kind:
-        return self.slide if self.sliding[i] else self.full
-
-    def _read(self, i: int, n_layer: int) -> int:
-        """The target's layer whose K/V layer i reads."""
-        return n_layer - (2 if self.sliding[i] else 1)
 
     # -- graphs
 
@@ -119,19 +107,10 @@ class Gemma4Assistant(Drafter):
         assert isinstance(target, Gemma4) and rows.sliding is not None
         e = g.scale(target.embed(g, rows.tokens), target.embedding_scale)
         x = product(g, w.matrix(PRE_PROJECTION), g.concat([e, rows.prev_hidden]))
-        for i in range(self.n_layer):
-            kind, theirs, b = self._kind(i), target.mixer(self._read(i, target.n_layer)), f"blk.{i}."
-            attention, factors = (rows.sliding, None) if self.sliding[i] else (rows.attention, w[ROPE_FREQS])
-            q = product(g, w.matrix(f"{b}attn_q.weight"), g.rms_norm(x, w[f"{b}attn_norm.weight"], eps))
-            q = g.rms_norm(g.heads(q, kind.size, self.n_head[i]), w[f"{b}attn_q_norm.weight"], eps)
-            q = kind.rope(g, q, rows.positions, factors)
-            kv = rows.kv[target.caches_before(theirs.owner)[0]]
-            out = attend(g, q, None, None, kv, attention.kv_rows, attention.mask, attention.kv_bucket, theirs.kv_heads, 1.0)
-            out = product(g, w.matrix(f"{b}attn_output.weight"), out)
-            x = g.add(g.rms_norm(out, w[f"{b}post_attention_norm.weight"], eps), x)
-            n = g.rms_norm(x, w[f"{b}ffn_norm.weight"], eps)
-            ffn = geglu_ffn(g, w.group(f"{b}ffn"), w.matrix(f"{b}ffn_down.weight"), n)
-            x = g.mul(g.add(g.rms_norm(ffn, w[f"{b}post_ffw_norm.weight"], eps), x), w[f"{b}layer_output_scale.weight"])
+        kv = {at: rows.kv[target.caches_before(target.mixer(at).owner)[0]] for at in (-2, -1)}
+        for i, layer in enumerate(self.layers):
+            attention = rows.sliding if self.sliding[i] else rows.attention
+            x = layer(LayerContext(g, w, i, eps, rows.positions, attention, kv, factors=w.get(ROPE_FREQS)), x)
         y = g.rms_norm(x, w[NORM], eps)
         return y, product(g, w.matrix(POST_PROJECTION), y)
 

@@ -20,10 +20,10 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.base import KVLayer, KVShape
-from ..models.blocks import attend, geglu_ffn, head_product, product, project, softplus_gated, swiglu_ffn, write_kv
+from ..models import hparams
+from ..models.base import AttentionInputs, KVLayer, KVShape
 from ..models.decoder import Decoder
-from ..models.keys import epsilon, inverse_root, kv_heads, positive, size_of_heads
+from ..models.layers import attend, gated_ffn, head_product, product, project, softplus_gated, write_kv
 from ..models.model import SCALED
 from ..models.rope import Rope
 from ..models.weights import MATMUL, ROWS, VECTOR, Spec
@@ -77,9 +77,8 @@ class Hparams:
 
     @classmethod
     def from_gguf(cls, file: GGUFFile, arch: str) -> "Hparams":
-        n_embd, n_head = positive(file, f"{arch}.embedding_length"), positive(file, f"{arch}.attention.head_count")
-        n_layer = positive(file, f"{arch}.block_count", limit=256)
-        head_size = size_of_heads(file, arch, n_embd // n_head)
+        f = hparams.Hparams(file, arch)
+        n_layer, head_size = f.positive("block_count", limit=256), f.head_dim()
         layers = file.array(f"{arch}.target_layers", "iu")
         if layers is None or len(layers) == 0:
             raise ModelError(
@@ -87,37 +86,37 @@ class Hparams:
             )
         if "tokenizer.ggml.mask_token_id" not in file.metadata:
             raise ModelError(f"{file.path} has no tokenizer.ggml.mask_token_id, which the block is made of; convert the drafter again")
-        act = file.get(f"{arch}.hidden_activation", str, "silu")
+        act = f.get("hidden_activation", str, "silu")
         if act not in ("silu", *GELU):
             raise ModelError(f"{file.path} uses the activation {act!r}; dflash drafters with silu, {' or '.join(GELU)} are supported")
-        softcap = file.get(f"{arch}.final_logit_softcapping", float, 0.0)
-        if softcap < 0 or file.get(f"{arch}.logit_scale", float, 1.0) < 0:  # a positive scale does not change which logit is largest
+        softcap = f.get("final_logit_softcapping", float, 0.0)
+        if softcap < 0 or f.get("logit_scale", float, 1.0) < 0:  # a positive scale does not change which logit is largest
             raise ModelError(f"{file.path}: final_logit_softcapping or logit_scale is below 0; convert the drafter again")
-        block = positive(file, f"{arch}.block_size", 16, 1024)
+        block = f.positive("block_size", 16, 1024)
         if block < 2:
             raise ModelError(f"{file.path}: block_size is {block}, and a block of one row holds no draft")
-        rope = Rope.from_gguf(file, arch, head_size)
-        rope.check_sections(file, arch, interleaved=False)
+        rope = f.rope(head_size, yarn=False)
+        f.check_sections(rope, interleaved=False)
         if FACTORS in file.tensors and file.array(f"{arch}.rope.dimension_sections") is not None:
             raise ModelError(f"{file.path} has {FACTORS} and rope.dimension_sections, which exclude each other; convert the drafter again")
         return cls(
             n_layer,
-            n_embd,
-            positive(file, f"{arch}.feed_forward_length"),
-            n_head,
-            kv_heads(file, arch, n_head),
+            f.n_embd,
+            f.ff,
+            f.heads,
+            f.kv_heads,
             head_size,
-            epsilon(file, arch),
+            f.eps,
             rope,
             block,
             file.get("tokenizer.ggml.mask_token_id", int),
             tuple(int(v) for v in layers),
-            file.get(f"{arch}.attention.scale", float, 0.0) or inverse_root(head_size),
-            file.get(f"{arch}.attention.value_scale", float, 0.0) or 1.0,
-            file.get(f"{arch}.embedding_scale", float, 0.0),
+            f.get("attention.scale", float, 0.0) or hparams.inverse_root(head_size),
+            f.get("attention.value_scale", float, 0.0) or 1.0,
+            f.get("embedding_scale", float, 0.0),
             softcap,
             act in GELU,
-            file.get(f"{arch}.attention.causal", bool, False),
+            f.get("attention.causal", bool, False),
             cls._windows(file, arch, n_layer),
         )
 
@@ -258,7 +257,7 @@ class DFlash(Drafter):
     def _keys_values(self, g: Graph, i: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         hp, w = self.hp, self.weights
         k, *own_v = (g.heads(y, hp.head_size, hp.n_head_kv) for y in project(g, w.group(f"blk.{i}.kv"), x))
-        v = own_v[0] if own_v else g.norm(k, hp.eps)
+        v = own_v[0] if own_v else g.rms_norm(k, None, hp.eps)
         return self._rotate(g, g.rms_norm(k, w[f"blk.{i}.attn_k_norm.weight"], hp.eps), positions), v
 
     def _rotate(self, g: Graph, x: Tensor, positions: Tensor) -> Tensor:
@@ -278,7 +277,7 @@ class DFlash(Drafter):
             q = g.heads(product(g, w.matrix(f"blk.{i}.attn_q.weight"), h), hp.head_size, hp.n_head)
             q = self._rotate(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
             k, v = self._keys_values(g, i, h, rows.positions)
-            out = attend(g, q, k, v, rows.kv[i], rows.kv_rows, rows.masks[i], rows.kv_bucket, hp.n_head_kv, hp.attention_scale)
+            out = attend(g, q, k, v, rows.kv[i], AttentionInputs(rows.kv_rows, rows.masks[i], rows.kv_bucket), hp.attention_scale)
             if self._has(i, "attn_gate"):
                 out = softplus_gated(g, out, g.matmul(w[f"blk.{i}.attn_gate.weight"], h), hp.head_size)
             out = product(g, w.matrix(f"blk.{i}.attn_output.weight"), out)
@@ -289,7 +288,7 @@ class DFlash(Drafter):
                 out = self._norm_if_any(g, out, i, "post_attention_norm")
             x = g.add(out, x)
             n, state = self._into(g, i, "ffn", g.rms_norm(x, w[f"blk.{i}.{self._ffn_norm(i)}.weight"], hp.eps), rows)
-            ffn = (geglu_ffn if hp.gelu else swiglu_ffn)(g, w.group(f"blk.{i}.ffn"), w.matrix(f"blk.{i}.ffn_down.weight"), n)
+            ffn = gated_ffn(g, "geglu" if hp.gelu else "swiglu", w.group(f"blk.{i}.ffn"), w.matrix(f"blk.{i}.ffn_down.weight"), n)
             ffn = self._out_of(g, i, "ffn", ffn, state, rows)
             x = g.add(self._norm_if_any(g, ffn, i, "post_ffw_norm"), x)
             if self._has(i, "layer_output_scale"):

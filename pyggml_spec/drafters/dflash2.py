@@ -16,9 +16,9 @@ from ..errors import ModelError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.blocks import head_product, product
 from ..models.decoder import Decoder
-from ..models.keys import positive
+from ..models.hparams import Hparams
+from ..models.layers import head_product, product
 from ..models.weights import ROWS, VECTOR, Spec
 from .base import TOKEN_MAP, DraftOutput, clamp_nan
 from .dflash import HEAD, BlockInputs, DFlash
@@ -34,15 +34,15 @@ class DFlash2(DFlash):
 
     def __init__(self, file: GGUFFile) -> None:
         super().__init__(file)
-        n, arch = self.hp.n_embd, self.arch
+        n, f = self.hp.n_embd, Hparams(file, self.arch)
         for name in (PREDECESSOR, SUCCESSOR):
             if name not in file.tensors or len(file.tensors[name].shape) != 2:
                 raise ModelError(f"{file.path} has no matrix {name!r}, which a drafter with a selector needs; convert it again")
-        self.taps = positive(file, f"{arch}.conv_kernel_size", limit=64)
-        self.group_size = positive(file, f"{arch}.conv_group_size", limit=n)
-        self.rank = positive(file, f"{arch}.selector_rank", limit=1 << 16)
-        self.top_k = positive(file, f"{arch}.selector_top_k", limit=1024)
-        self.logit_scale = file.get(f"{arch}.logit_scale", float, 0.0)
+        self.taps = f.positive("conv_kernel_size", limit=64)
+        self.group_size = f.positive("conv_group_size", limit=n)
+        self.rank = f.positive("selector_rank", limit=1 << 16)
+        self.top_k = f.positive("selector_top_k", limit=1024)
+        self.logit_scale = f.get("logit_scale", float, 0.0)
         if n % self.group_size:
             raise ModelError(f"{file.path}: hidden states of {n} values do not split into groups of {self.group_size} (conv_group_size)")
         if n < self.top_k * (self.top_k + 1):
@@ -90,16 +90,16 @@ class DFlash2(DFlash):
     def convolved(self, g: Graph, i: int, part: str, side: int, x: Tensor, moving: Tensor, rows: BlockInputs) -> Tensor:
         """x F32 [n_embd, T], ``moving`` F32 [2 * taps * groups, T] -> F32 [n_embd, T]."""
         groups, size, total = self.groups_of_values, self.group_size, x.ne[1]
-        base = g.plane(self.weights[f"blk.{i}.{part}_conv_base"], side)
+        base = g.pick(self.weights[f"blk.{i}.{part}_conv_base"], 2, side)
         assert rows.zeros is not None
         out, width = None, total // rows.slots
         for tap in range(min(self.taps, width)):
             if tap:
-                x = g.leading_rows(g.prepend_row(rows.zeros, x), width)
+                x = g.slice(g.prepend_row(rows.zeros, x), 1, 0, width)
                 x = g.reshape(g.cont(x) if rows.slots > 1 else x, self.hp.n_embd, total)
-            of_tap = g.cont(g.columns(moving, groups, groups * (tap + self.taps * side)))
+            of_tap = g.cont(g.slice(moving, 0, groups * (tap + self.taps * side), groups))
             kernel = g.repeat(g.reshape(of_tap, 1, groups, total), size, groups, total)
-            kernel = g.add(kernel, g.reshape(g.slice_1d(base, tap, 1) if self.taps > 1 else base, size, groups))
+            kernel = g.add(kernel, g.reshape(g.slice(base, 1, tap, 1) if self.taps > 1 else base, size, groups))
             term = g.mul(g.reshape(kernel, self.hp.n_embd, total), x)
             out = term if out is None else g.add(out, term)
         assert out is not None

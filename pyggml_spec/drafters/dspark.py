@@ -11,8 +11,8 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.blocks import product
 from ..models.decoder import Decoder
+from ..models.layers import product
 from ..models.weights import ROWS, VECTOR, Spec
 from .base import TOKEN_MAP, DraftOutput
 from .dflash import HEAD, DFlash

@@ -11,15 +11,16 @@ A reduced head maps its outputs to tokens by `d2t`.
 Source of the formulae: llama.cpp, src/models/eagle3.cpp and common/speculative.cpp (which rows are paired).
 """
 
+from dataclasses import replace
+
 from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from ..models.base import KVLayer, KVShape
-from ..models.blocks import attend, head_product, product, project, swiglu_ffn, write_kv
 from ..models.decoder import Decoder
 from ..models.hparams import Hparams
-from ..models.keys import inverse_root, positive
+from ..models.layers import Attention, GatedMLP, LayerContext, head_product, product, write_kv
 from ..models.weights import MATMUL, ROWS, VECTOR, Spec
 from .base import TOKEN_MAP, ChainInputs, ContextInputs, Drafter, check_tokens
 from .dflash import F16_MAX
@@ -39,9 +40,10 @@ class Eagle3(Drafter):
 
     def __init__(self, file: GGUFFile) -> None:
         f = Hparams(file, self.arch)
-        self.file, self.n_embd, self.eps, self.n_ff = file, f.n_embd, f.eps, f.ff
-        self.heads, self.kv_heads, self.head_dim = f.heads, f.kv_heads, f.head_dim()
-        self.rope = f.rope(self.head_dim, neox=False)
+        self.file, self.n_embd, self.eps, size = file, f.n_embd, f.eps, f.head_dim()
+        rope = f.rope(size, neox=False)
+        self._f, self._n_rot, self._ffn = f, rope.n_rot, GatedMLP(f.ff)
+        self._attention = Attention(f.heads, f.kv_heads, size, rope, factors=True)
         if f.n_layer != 1:
             raise ModelError(f"{file.path} has {f.n_layer} layers; {self.arch} drafters have one")
         if f.get("expert_count", int, 0):
@@ -51,7 +53,7 @@ class Eagle3(Drafter):
             count = "no" if layers is None else len(layers)
             raise ModelError(f"{file.path} has {count} {self.arch}.target_layers; a drafter of this kind reads the inputs of three")
         self.captures = tuple(int(v) for v in layers)
-        self.n_embd_target = positive(file, f"{self.arch}.target_hidden_size")
+        self.n_embd_target = f.positive("target_hidden_size")
         self.norm_before_residual = file.get(f"{self.arch}.norm_before_residual", bool, False)
         self.norm_before_fc = file.get(f"{self.arch}.norm_before_fc", bool, False)
 
@@ -59,18 +61,11 @@ class Eagle3(Drafter):
 
     def tensors(self) -> list[Spec]:
         n, wide = self.n_embd, 3 * self.n_embd_target
-        width, width_kv, tensors = self.head_dim * self.heads, self.head_dim * self.kv_heads, self.file.tensors
-        shapes = {
-            "attn_q": (2 * n, width),
-            "attn_k": (2 * n, width_kv),
-            "attn_v": (2 * n, width_kv),
-            "attn_output": (width, n),
-            "ffn_gate": (n, self.n_ff),
-            "ffn_up": (n, self.n_ff),
-            "ffn_down": (self.n_ff, n),
-        }
-        out = [Spec(FC, (wide, n)), Spec(NORM, (n,), VECTOR)]
-        out += [Spec(f"{LAYER}{name}.weight", shape) for name, shape in shapes.items()]
+        tensors, out = self.file.tensors, [Spec(FC, (wide, n)), Spec(NORM, (n,), VECTOR)]
+        out += [
+            replace(spec, shape=(2 * n, spec.shape[1])) for spec in self._attention.tensors(self._f, LAYER) if "output" not in spec.name
+        ]
+        out += [Spec(f"{LAYER}attn_output.weight", (self._attention.size * self._attention.heads, n)), *self._ffn.tensors(self._f, LAYER)]
         out += [Spec(f"{LAYER}{name}.weight", (n,), VECTOR) for name in ("attn_norm", "attn_norm_2", "ffn_norm")]
         if self.norm_before_fc:
             out.append(Spec(FEATURE_NORM, (wide,), VECTOR))
@@ -79,7 +74,7 @@ class Eagle3(Drafter):
         if HEAD in tensors:
             out.append(Spec(HEAD, (n, tensors[HEAD].shape[-1]), MATMUL))
         if FACTORS in tensors:
-            out.append(Spec(FACTORS, (self.rope.n_rot // 2,), VECTOR))
+            out.append(Spec(FACTORS, (self._n_rot // 2,), VECTOR))
         return out + self.token_map_specs()
 
     def groups(self) -> dict[str, tuple[str, ...]]:
@@ -90,7 +85,7 @@ class Eagle3(Drafter):
         }
 
     def kv_shapes(self) -> list[KVShape]:
-        return [KVShape(self.kv_heads, self.head_dim)]
+        return [self._attention.kv]
 
     def check_pair(self, target: Decoder) -> None:
         pair, tensors, n = f"{self.file.path.name} cannot draft for {target.file.path.name}", self.file.tensors, self.n_embd
@@ -130,22 +125,17 @@ class Eagle3(Drafter):
     def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Decoder) -> None:
         assert rows.tokens is not None and rows.prev_hidden is not None
         joined, _ = self._pair(g, rows.tokens, rows.prev_hidden, target)
-        write_kv(g, *self._keys_values(g, joined, rows.positions), kv[0], rows.kv_rows)
+        c = LayerContext(g, self.weights, 0, self.eps, rows.positions, None, {0: kv[0]}, factors=self.weights.get(FACTORS))
+        write_kv(g, *self._attention.keys_values(c, *c.project("kv", joined)), kv[0], rows.kv_rows)
 
     def step(self, g: Graph, rows: ChainInputs, target: Decoder) -> tuple[Tensor, Tensor]:
         """The head reads the normalised state, the next draft the state before the norm."""
-        w = self.weights
+        c = LayerContext(g, self.weights, 0, self.eps, rows.positions, rows.attention, {0: rows.kv[0]}, factors=self.weights.get(FACTORS))
         joined, normed = self._pair(g, rows.tokens, rows.prev_hidden, target)
-        q = g.heads(product(g, w.matrix(f"{LAYER}attn_q.weight"), joined), self.head_dim, self.heads)
-        k, v = self._keys_values(g, joined, rows.positions)
-        attention, scale = rows.attention, inverse_root(self.head_dim)
-        q = self._rotate(g, q, rows.positions)
-        out = attend(g, q, k, v, rows.kv[0], attention.kv_rows, attention.mask, attention.kv_bucket, self.kv_heads, scale)
-        out = product(g, w.matrix(f"{LAYER}attn_output.weight"), out)
+        out = self._attention.attend(c, c.product("attn_q", joined), *c.project("kv", joined))
         x = g.add(out, normed if self.norm_before_residual else rows.prev_hidden)
-        n = g.rms_norm(x, w[f"{LAYER}ffn_norm.weight"], self.eps)
-        x = g.add(swiglu_ffn(g, w.group(f"{LAYER}ffn"), w.matrix(f"{LAYER}ffn_down.weight"), n), x)
-        return g.rms_norm(x, w[NORM], self.eps), x
+        x = g.add(self._ffn(c, c.rms_norm(x, "ffn_norm")), x)
+        return g.rms_norm(x, self.weights[NORM], self.eps), x
 
     def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
         """From the drafter's head or the target's."""
@@ -160,10 +150,3 @@ class Eagle3(Drafter):
         n = g.rms_norm(before, w[f"{LAYER}attn_norm_2.weight"], eps)
         n = g.reshape(n, e.ne[0], e.ne[1])
         return g.concat([g.rms_norm(e, w[f"{LAYER}attn_norm.weight"], eps), n]), n
-
-    def _keys_values(self, g: Graph, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = (g.heads(y, self.head_dim, self.kv_heads) for y in project(g, self.weights.group(f"{LAYER}kv"), joined))
-        return self._rotate(g, k, positions), v
-
-    def _rotate(self, g: Graph, x: Tensor, positions: Tensor) -> Tensor:
-        return self.rope(g, x, positions, self.weights.get(FACTORS))

@@ -64,7 +64,7 @@ class ModelDrafter(Drafter):
         """Only what K/V rows depend on: the last layer has neither attention nor FFN."""
         assert rows.tokens is not None and rows.attention is not None
         own = rows.attention
-        self.model.forward(g, TargetInputs(rows.tokens, rows.positions, rows.kv_rows, own.mask, own.kv_bucket, rows.sliding, kv, None))
+        self.model.forward(g, TargetInputs(rows.kv_rows, own.mask, own.kv_bucket, rows.tokens, rows.positions, rows.sliding, kv, None))
 
     def hidden(self, g: Graph, rows: TargetInputs) -> Tensor:
         """F32 [n_embd, T], normalised for the head."""

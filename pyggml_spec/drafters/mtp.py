@@ -17,9 +17,8 @@ from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from ..models.base import AttentionInputs, KVLayer, KVShape
-from ..models.blocks import head_product, product, write_kv
 from ..models.decoder import ARCHITECTURES, Decoder
-from ..models.layers import QKV, Attention, LayerContext
+from ..models.layers import QKV, Attention, LayerContext, head_product, product, write_kv
 from ..models.model import ATTENTION, SCALED
 from ..models.weights import MATMUL, ROWS, VECTOR, Spec, Weights
 from .base import ChainInputs, ContextInputs, Drafter

@@ -77,7 +77,7 @@ class BlockDrafting:
         hidden = self.drafter.denoise(g, BlockInputs(block, positions, draft_rows, masks, key.kv_bucket, kv, count), self.target)
         drafted = hidden
         if alike:  # row 0 of each block is the last token itself, whose logits are not needed
-            drafted = g.rows_from(hidden, 1) if self.alone else g.group_tails(hidden, key.verify_len, 1)
+            drafted = g.slice(hidden, 1, 1, hidden.ne[1] - 1) if self.alone else g.group_tails(hidden, key.verify_len, 1)
         chosen = self.drafter.drafts(g, drafted, block, count, self.target)
         return Drafted(chosen.ids, hidden, chosen.logits, chosen.confidence)
 
@@ -140,7 +140,7 @@ class ChainDrafting:
         last, first = f.input("draft_last", "f32", 1, total), f.input("draft_first", "f32", 1, count) if self.drafter.position_lag else None
 
         def row(i: int, tokens: Tensor, hidden: Tensor) -> ChainInputs:
-            at, of_rows, seen_last = (g.slice_1d(x, i * count, count) for x in (positions, kv_rows, last))
+            at, of_rows, seen_last = (g.slice(x, int(x.ne[0] == 1), i * count, count) for x in (positions, kv_rows, last))
             return ChainInputs(
                 tokens, hidden, at, AttentionInputs(of_rows, g.kv_mask(self.kv.mask_base, seen_last, first, bucket, count), bucket), kv
             )
@@ -220,16 +220,16 @@ class ModelDrafting(ChainDrafting):
         last, first = f.input("draft_last", "f32", 1, total), f.input("draft_first", "f32", 1, total) if drafter.window else None
         for i in range(key.drafts):
             at, n = ((i + 1) * count, count) if i else (0, 2 * count)
-            of_rows, seen = g.slice_1d(kv_rows, at, n), g.slice_1d(last, at, n)
+            of_rows, seen = g.slice(kv_rows, 0, at, n), g.slice(last, 1, at, n)
             mask = g.kv_mask(self.kv.mask_base, seen, None, bucket, count)
             sliding = None
             if first is not None:
-                near = g.kv_mask(self.kv.mask_base, seen, g.slice_1d(first, at, n), bucket, count)
+                near = g.kv_mask(self.kv.mask_base, seen, g.slice(first, 1, at, n), bucket, count)
                 sliding = AttentionInputs(of_rows, near, bucket)
-            own = TargetInputs(tokens, g.slice_1d(positions, at, n), of_rows, mask, bucket, sliding, kv, None)
+            own = TargetInputs(of_rows, mask, bucket, tokens, g.slice(positions, 0, at, n), sliding, kv, None)
             hidden = drafter.hidden(g, own)
             if not i:
-                hidden = g.rows_from(hidden, 1) if count == 1 else g.group_tails(hidden, 2, 1)
+                hidden = g.slice(hidden, 1, 1, hidden.ne[1] - 1) if count == 1 else g.group_tails(hidden, 2, 1)
             logits = drafter.logits(g, hidden, self.target)
             ids.append(drafter.choose(g, logits))
             tokens = ids[-1]

@@ -14,7 +14,7 @@ logits    an exact chunk             written directly             -  (all logits
 capture   an exact chunk             written directly             -  (inputs of target layers readable, for the doctor)
 
 One slot alone is faster: [history ; block] lies as it is read, drafts are the verifier's token ids in place, and drafter and target write the
-same rows. Over several devices ``multi_device.graphs`` adds the same nodes to a chain of graphs.
+same rows. Over several devices ``multi_device.devices`` adds the same nodes to a chain of graphs.
 """
 
 from collections.abc import Callable
@@ -77,7 +77,7 @@ def most_nodes(target: Decoder, drafter: AnyDrafter | None) -> int:
 
 
 class GraphBuilder:
-    """Adds the nodes of one graph on one device; ``multi_device.graphs`` overrides ``enter``, ``bring`` and ``forward``.
+    """Adds the nodes of one graph on one device; ``multi_device.devices`` overrides ``enter``, ``bring`` and ``forward``.
 
     Attributes:
         one_part: whether drafts and layers are in the same part of the step.
@@ -151,12 +151,12 @@ class GraphBuilder:
         if self.alone:
             return tuple(views)
         for i in self.local_caches(kv):
-            k, v = (g.slots(tensor, slots.first, slots.count) for tensor in (views[i].k, views[i].v))
+            k, v = (g.slice(tensor, 2, slots.first, slots.count) for tensor in (views[i].k, views[i].v))
             g.expand(k)  # now: between rope and row write it would keep ggml-cuda from fusing them
             g.expand(v)
             views[i] = views[i]._replace(k=k, v=v)
             if (indexer := views[i].indexer) is not None:
-                views[i] = views[i]._replace(indexer=g.slots(indexer, slots.first, slots.count))
+                views[i] = views[i]._replace(indexer=g.slice(indexer, 2, slots.first, slots.count))
         return tuple(views)
 
     def cache_layers(self, kv: KVCache) -> list:
@@ -267,7 +267,7 @@ class GraphBuilder:
         if carry is not None and chain is not None:
             left = chain.carry(g, hidden, [by_layer[layer] for layer in chain.captures], self.target)
             joined = g.prepend_row(carry.before, left)
-            shifted = g.leading_rows(joined, joined.ne[1] - 1)
+            shifted = g.slice(joined, 1, 0, joined.ne[1] - 1)
             kept = joined if not certain else left if last is None else g.rows(left, last)
             if chain.position_lag:
                 positions = self.f.input("draft_context", "i32", positions.ne[0])
@@ -396,7 +396,7 @@ class GraphBuilder:
         before = self._before(self.last_hidden.table) if member.chained and self.last_hidden is not None else None
         own = self._read_by(member, self._draft_caches())
         drafted = self.resources.drafting[self.key.method].nodes(self.g, f, self.key, rows, own, before)
-        f.outputs("drafts", drafted.ids)
+        f.output("drafts", "i32", *drafted.ids)
         f.output(DRAFT_SUM, "f32", self.g.sum_rows(drafted.hidden))
         if drafted.confidence is not None:
             f.output("confidence", "f32", drafted.confidence)

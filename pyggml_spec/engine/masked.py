@@ -114,7 +114,7 @@ class MaskedRows:
             f = StepFields(self.io, g)
             signs = g.rows(f.signs("bits", self.n_vocab, n), f.input("each", "i32", n))
             away = g.scale(g.clamp(signs, -1.0, 0.0), FAR)
-            logits = g.add(g.rows(self.logits, f.input("rows", "i32", n)), g.columns(away, self.n_vocab))
+            logits = g.add(g.rows(self.logits, f.input("rows", "i32", n)), g.slice(away, 0, 0, self.n_vocab))
             if count:
                 ids, values = g.top_k_unordered(logits, count)
                 f.output("best_ids", "i32", ids)

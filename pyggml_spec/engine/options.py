@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..cache.kv import padded
-from ..cache.kv_types import MOST_CONTEXT, KVTypes
+from ..cache.kv import MOST_CONTEXT, KVTypes, padded
 from ..checks import whole
 from ..drafters.multi import AnyDrafter
 from ..errors import ContextError, PairError

@@ -5,8 +5,7 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from ..cache.hidden import HiddenStateBuffer, LastHiddenState
-from ..cache.kv import KVCache
-from ..cache.kv_types import KVTypes, check_types
+from ..cache.kv import KVCache, KVTypes, check_types
 from ..cache.recurrent import DeltaSegment, DeltaState
 from ..cache.slots import Cursor, Slot
 from ..cache.snapshot import SequenceMemory

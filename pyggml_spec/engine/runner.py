@@ -10,7 +10,7 @@ A step: ``forward`` checks the batch (state.py), chooses the graph (graphs.py), 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, cast
 
@@ -524,7 +524,7 @@ class ModelRunner(ExactSteps):
     def expert_counts(self) -> dict[str, int] | None:
         """Choices of routed experts so far, hits among them, and the host's microseconds; None where all experts are on the device."""
         counts = self.target.weights.expert_counts()
-        return asdict(counts) if counts is not None else None
+        return counts._asdict() if counts is not None else None
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by purpose."""

@@ -266,7 +266,7 @@ class Scheduler:
         """Finds where the prompt parts from cached and active ones, and which active ones compute what it shares."""
         grain, prompt = prefixes.grain, seq.prompt if seq.options.reuse else []
         place = prefixes.enter(seq.slot, prompt, self._runner.slots[seq.slot].drafting, seq.options.owner)
-        seq.prefix_keys = place.keys
+        seq.prefix_keys = [chunk.key for chunk in place.chunks]
         seq.split_points.add(grain * min(place.known, place.usable))
         if self._runner.sequence.stateful and len(prompt) > MIN_SHARED_TOKENS:
             seq.split_points.add(len(prompt) - STATE_BEFORE_END)

@@ -11,8 +11,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .host_memory import own_groups
 
@@ -25,7 +25,7 @@ SOON_S, RETRY_S, GUESS_S = (
     0.5,
     0.7,
     5.0,
-)  # a thread removed within SOON_S is not added again before RETRY_S (GUESS_S: where niced work had the core)
+)  # a thread removed within SOON_S is added again after RETRY_S (GUESS_S: where niced work had the core)
 _STAT, _GROUPS, _OWN = Path("/proc/stat"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -40,12 +40,10 @@ def quota(groups: Path = _GROUPS, own: Path = _OWN) -> float:
 
 
 def _quota(group: Path, version: int) -> float:
+    names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     try:
-        if version == 2:
-            most, period = (group / "cpu.max").read_text().split()  # "max" raises ValueError
-        else:
-            most, period = (group / "cpu.cfs_quota_us").read_text(), (group / "cpu.cfs_period_us").read_text()
-        cores = int(most) / int(period)
+        most, period = " ".join((group / name).read_text() for name in names).split()
+        cores = int(most) / int(period)  # "max" raises ValueError
     except (OSError, ValueError, ZeroDivisionError):
         return math.inf
     return cores if cores > 0 else math.inf  # -1: no limit
@@ -58,8 +56,7 @@ def default_threads() -> int:
     return max(1, min(MAX_DEFAULT_THREADS, cores, math.ceil(min(quota(), cores))))
 
 
-@dataclass(frozen=True)
-class CpuUsage:
+class CpuUsage(NamedTuple):
     """Accumulated seconds: wall clock, idle cores, niced work on them, this process; with the number of cores and the process id."""
 
     at: float
@@ -83,14 +80,8 @@ def read(own: Collection[int] | None = None, stat: Path = _STAT) -> CpuUsage | N
     if len(counts) < 5 or not any(counts) or not each:
         return None
     second, nice = os.sysconf("SC_CLK_TCK"), os.getpriority(os.PRIO_PROCESS, 0)
-    return CpuUsage(
-        time.monotonic(),
-        (counts[3] + counts[4]) / second,
-        counts[1] / second if nice <= 0 else 0.0,
-        time.process_time(),
-        len(each),
-        os.getpid(),
-    )
+    nice_s = counts[1] / second if nice <= 0 else 0.0
+    return CpuUsage(time.monotonic(), (counts[3] + counts[4]) / second, nice_s, time.process_time(), len(each), os.getpid())
 
 
 class ThreadRule:

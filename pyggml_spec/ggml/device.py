@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,14 +21,7 @@ from .workers import is_worker
 if TYPE_CHECKING:
     from .rpc import Traffic
 
-_KINDS = {
-    lib.GGML_BACKEND_DEVICE_TYPE_CPU: "cpu",
-    lib.GGML_BACKEND_DEVICE_TYPE_GPU: "gpu",
-    lib.GGML_BACKEND_DEVICE_TYPE_IGPU: "igpu",
-    lib.GGML_BACKEND_DEVICE_TYPE_ACCEL: "accel",
-}
-
-
+_KINDS = {getattr(lib, f"GGML_BACKEND_DEVICE_TYPE_{kind.upper()}"): kind for kind in ("cpu", "gpu", "igpu", "accel")}
 SMALL_BATCH = "SMALL_BATCH"  # feature of ggml-cuda built with patches/0020
 
 
@@ -45,17 +39,13 @@ class Device:
 
 def devices() -> list[Device]:
     """Every device of the installed ggml on this machine."""
-    found = []
-    free, total = ffi.new("size_t *"), ffi.new("size_t *")
+    found, memory = [], ffi.new("size_t[2]")
     for index in range(lib.ggml_backend_dev_count()):
         dev = lib.ggml_backend_dev_get(index)
-        lib.ggml_backend_dev_memory(dev, free, total)
-        kind = _KINDS.get(lib.ggml_backend_dev_type(dev), "other")
-        if kind == "cpu":  # ggml reports all of it as free
-            free[0] = host_memory.free(total[0])
-        found.append(
-            Device(text(lib.ggml_backend_dev_name(dev)), text(lib.ggml_backend_dev_description(dev)), kind, free[0], total[0], index)
-        )
+        lib.ggml_backend_dev_memory(dev, memory, memory + 1)
+        kind, (free, total) = _KINDS.get(lib.ggml_backend_dev_type(dev), "other"), memory
+        free = host_memory.free(total) if kind == "cpu" else free  # of which ggml reports all
+        found.append(Device(text(lib.ggml_backend_dev_name(dev)), text(lib.ggml_backend_dev_description(dev)), kind, free, total, index))
     return found
 
 
@@ -86,19 +76,10 @@ def pick_device(name: str | None = None) -> Device:
 def device_handle(device: Device) -> DeviceHandle:
     """The ggml device."""
     if device.kind == "rpc":
-        from .rpc import handle_of
+        from .rpc import workers
 
-        return handle_of(device.name)
+        return workers[device.name].handle
     return lib.ggml_backend_dev_get(device.index)
-
-
-def workers_of(device: Device) -> tuple[str, ...]:
-    """The endpoint of an rpc device, as a tuple of one; empty for a local device. Devices of one worker share a connection."""
-    if device.kind != "rpc":
-        return ()
-    from .rpc import endpoint_of
-
-    return (endpoint_of(device.name),)
 
 
 def present(device: Device) -> Device:
@@ -117,9 +98,9 @@ def build_notes(device: Device) -> list[str]:
     if device.kind == "cpu":
         return FITNESS.notes
     if device.kind == "rpc":
-        from .rpc import notes_of
+        from .rpc import workers
 
-        return notes_of(device.name)
+        return list(workers[device.name].notes)
     if not device.name.startswith("CUDA"):
         return []
     loader = device_feature(device, SMALL_BATCH)
@@ -128,17 +109,20 @@ def build_notes(device: Device) -> list[str]:
     ]
 
 
-SWITCHES = (
-    "GGML_CUDA_SMALL_BATCH",
-    "GGML_CUDA_SMALL_BATCH_TMA",
-    "GGML_CUDA_SMALL_BATCH_WGMMA",
-    "GGML_CUDA_LARGE_BATCH",
-    "GGML_CUDA_LARGE_BATCH_WGMMA",
-    "GGML_CUDA_DELTA_CHUNKS",
-    "GGML_CUDA_ROW_BY_MMA",
-    "GGML_CUDA_BATCH_INVARIANT",
-    "GGML_CUDA_PDL",
-    "GGML_CUDA_FORCE_CUBLAS",
+SWITCHES = tuple(
+    f"GGML_CUDA_{name}"
+    for name in [
+        "SMALL_BATCH",
+        "SMALL_BATCH_TMA",
+        "SMALL_BATCH_WGMMA",
+        "LARGE_BATCH",
+        "LARGE_BATCH_WGMMA",
+        "DELTA_CHUNKS",
+        "ROW_BY_MMA",
+        "BATCH_INVARIANT",
+        "PDL",
+        "FORCE_CUBLAS",
+    ]
 )
 
 
@@ -182,7 +166,13 @@ class Backend:
 
     Args:
         threads: of a CPU, fixed; None: adaptive, ``default_threads`` at most.
-        kernels: as of ``pick_level``. ``level`` is that of the native kernels, None where ggml's are used.
+        kernels: as of ``pick_level``.
+
+    Attributes:
+        threads: of a CPU without other load; 0 on other devices.
+        level, level_handle: of the native kernels, and for csrc; None and NULL for ggml's kernels.
+        kernels: the native level's name, or "ggml".
+        default_buffer_type: the buffer type that every op of this device supports.
     """
 
     opened = 0  # backends opened in this process
@@ -191,48 +181,31 @@ class Backend:
     def __init__(self, device: Device, threads: int | None = None, kernels: str | None = None) -> None:
         most = default_threads() if threads is None else whole(threads, "the number of threads", 1, MAX_THREADS, DeviceError)
         self.level = pick_level(kernels, device.kind)
+        self.level_handle: LevelHandle = self.level.handle if self.level is not None else ffi.NULL
+        self.kernels = self.level.name if self.level is not None else "ggml"
         Backend.opened += 1
         self.device = device
         self._dev = device_handle(device)
-        self.workers = workers_of(device)
+        self.workers: tuple[str, ...] = ()  # the endpoint of an rpc device; devices of one worker share a connection
+        if device.kind == "rpc":
+            from .rpc import workers
+
+            self.workers = (workers[device.name].address.endpoint,)
         self.handle: Any = lib.ggml_backend_dev_init(self._dev, ffi.NULL)
         if self.handle == ffi.NULL:
             check_present(self.workers)
             raise DeviceError(f"the device {device.name} ({device.description}) could not be opened; pick another `device`")
-        self.rule: ThreadRule | None = None  # of a CPU
+        self.default_buffer_type: BufferType = lib.ggml_backend_dev_buffer_type(self._dev)
+        self.threads = most if device.kind == "cpu" else 0
+        self.rule: ThreadRule | None = None
         if device.kind == "cpu":
-            self.rule = ThreadRule(most, threads is None)
-            self._begin_threads(self.rule)
-
-    def _begin_threads(self, rule: ThreadRule) -> None:
-        set_threads, handle = self._proc("ggml_backend_set_n_threads"), self.handle
-        lib.call_set_n_threads(set_threads, handle, rule.most)
-        if rule.adapts and not lib.pgs_threads_begin(handle, set_threads, rule.most):
-            rule.adapts = False
-        CORE_MONITOR.add(rule, lambda threads: lib.pgs_threads_now(handle, threads))
-
-    @property
-    def threads(self) -> int:
-        """CPU threads without other load; 0 on other devices."""
-        return self.rule.most if self.rule is not None else 0
+            set_threads, handle = self._proc("ggml_backend_set_n_threads"), self.handle
+            lib.call_set_n_threads(set_threads, handle, most)
+            self.rule = ThreadRule(most, threads is None and bool(lib.pgs_threads_begin(handle, set_threads, most)))
+            CORE_MONITOR.add(self.rule, lambda threads: lib.pgs_threads_now(handle, threads))
 
     def _proc(self, name: str) -> CData:
         return lib.ggml_backend_reg_get_proc_address(lib.ggml_backend_dev_backend_reg(self._dev), name.encode())
-
-    @property
-    def level_handle(self) -> LevelHandle:
-        """The level for csrc; NULL for ggml's kernels."""
-        return self.level.handle if self.level is not None else ffi.NULL
-
-    @property
-    def kernels(self) -> str:
-        """The native level's name, or "ggml"."""
-        return self.level.name if self.level is not None else "ggml"
-
-    @property
-    def default_buffer_type(self) -> BufferType:
-        """The buffer type that every op of this device supports."""
-        return lib.ggml_backend_dev_buffer_type(self._dev)
 
     def allocate(self, ctx: Context, buffer_type: BufferType | None = None) -> Buffer:
         """Allocates the tensors of ``ctx`` in ``buffer_type`` (default: the device's); NULL without memory for them.
@@ -259,12 +232,10 @@ class Backend:
 
     def allocate_zeroed(self, ctx: Context) -> Buffer:
         """``allocate_temporary`` with zeros; on Linux CPUs untouched pages cost no memory. Freed by ``free_temporary``."""
-        buffer = self.allocate_temporary(ctx)
-        if buffer == ffi.NULL:
-            return buffer
-        if self.device.kind == "cpu":
+        buffer, on_cpu = self.allocate_temporary(ctx), self.device.kind == "cpu"
+        if buffer != ffi.NULL and on_cpu:
             lib.pgs_large_pages(buffer)
-        if self.device.kind != "cpu" or sys.platform != "linux":
+        if buffer != ffi.NULL and not (on_cpu and sys.platform == "linux"):
             lib.ggml_backend_buffer_clear(buffer, 0)
         return buffer
 
@@ -406,14 +377,11 @@ def open_backends(found: Sequence[Device], threads: int | None = None, kernels: 
         DeviceError: a device cannot be opened; none stays open then.
     """
     opened: list[Backend] = []
-    try:
+    with ExitStack() as stack:
         for device in found:
             level = kernels if device.kind == "cpu" or len(found) == 1 else None  # native kernels are for CPUs only
-            opened.append(Backend(device, threads, level))
-    except BaseException:
-        for backend in opened:
-            backend.close()
-        raise
+            opened.append(stack.enter_context(closing(Backend(device, threads, level))))
+        stack.pop_all()
     return opened
 
 

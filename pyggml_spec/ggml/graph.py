@@ -1,8 +1,10 @@
 """Graph allocators (one per kind of step) and graphs (built once, then recomputed), with the operations that models use."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,15 +12,42 @@ from ..errors import EngineError
 from .device import Backend
 from .kernels import Packed, multiplies_experts, packed_shape
 from .library import Tensor, check, ffi, lib, new_err, text
-from .shapes import F32, I32, I64, can_mul_mat, can_repeat, can_reshape, in_range, require, view_fits
 
 NODES = 16384  # node limit of a graph; about 6 MB of metadata each
 SPARE = 1024  # more nodes than a model adds between two calls of ``expand``
 _PACKED_OUTPUTS = 32  # largest group of outputs in ggml's packing CPU kernels
 
 
-@dataclass(frozen=True)
-class AllocatorCounters:
+NOT_WEIGHTS = {"q8_1", "q8_K", "i8", "i16", "i32", "i64", "f64"}  # ggml aborts on products of these
+F32, I32, I64 = lib.GGML_TYPE_F32, lib.GGML_TYPE_I32, lib.GGML_TYPE_I64
+
+
+def described(tensor: Tensor) -> str:
+    """Type and shape, like "F32 [64, 5]"."""
+    ne = list(tensor.ne)
+    while len(ne) > 1 and ne[-1] == 1:
+        ne.pop()
+    return f"{text(lib.ggml_type_name(tensor.type)).upper()} {ne}"
+
+
+def require(fits: bool, verb: str, **operands: object) -> None:
+    """Raises EngineError that shows the operands, unless ``fits``."""
+    if not fits:
+        shown = ", ".join(f"{name} {described(x) if isinstance(x, Tensor) else x}" for name, x in operands.items())
+        raise EngineError(f"{verb} cannot be computed of {shown}")
+
+
+def can_repeat(small: Tensor, big_ne: Iterable[int]) -> bool:
+    """Whether ``small`` repeats to the shape ``big_ne`` of up to 4 dimensions."""
+    return all(n > 0 and big % n == 0 for n, big in zip(small.ne, (*big_ne, 1, 1, 1)))
+
+
+def in_range(x: Tensor, dim: int, first: int, count: int) -> bool:
+    """Whether [first, first + count) is inside dimension ``dim``."""
+    return first >= 0 and count > 0 and first + count <= x.ne[dim]
+
+
+class AllocatorCounters(NamedTuple):
     """Counters of an allocator: graphs planned, plans within the existing buffer, buffers allocated, graphs computed."""
 
     graphs_built: int
@@ -54,12 +83,24 @@ class GraphAllocator:
             self.handle = None
 
 
+def _operation(name: str) -> Callable[..., Tensor]:
+    """A method of ``Graph`` that adds ``ggml_<name>``, which any operands fit."""
+    function = getattr(lib, f"ggml_{name}")
+    return lambda self, *operands: function(self.ctx, *operands)
+
+
+def _read(function: Callable[[Any], int]) -> property:
+    return property(lambda self: function(self.handle))
+
+
 class Graph:
     """One graph in its own arena. Add nodes, ``plan()`` once, then compute it any number of times.
 
     Tensors are opaque handles; shapes are in ggml order, innermost first. Methods named like a ggml function are that function.
     """
 
+    host_bytes = _read(lib.pgs_graph_host_bytes)  # of its nodes
+    n_cuts = _read(lib.pgs_graph_cuts)  # points where the host takes part (experts in host memory): one fewer than the parts of the graph
     named: dict[str, Tensor] | None = None  # nodes by name, of graphs built while ``debug``
     debug = False  # class attribute: name nodes and keep their values, to compare with llama.cpp
     segment = -1  # index of the device in a split model that computes this graph
@@ -79,11 +120,18 @@ class Graph:
 
     # -- operations of models
 
+    # of one tensor, with the arguments of ggml: scale(x, factor), clamp(x, low, high); gelu is the tanh approximation, softmax over the innermost dimension
+    scale, clamp, sigmoid, silu, softplus, tanh, gelu, softmax, cont = map(
+        _operation, ("scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "gelu", "soft_max", "cont")
+    )
+
     def matmul(self, weight: Tensor, x: Tensor) -> Tensor:
         """weight [n_in, n_out], x F32 [n_in, T] -> F32 [n_out, T]; per head: [n_in, n_out, H], [n_in, T, H] -> [n_out, T, H]."""
         if isinstance(weight, Packed):
             return self._packed_matmul(weight, x)
-        require(can_mul_mat(weight, x), "matmul", weight=weight, x=x)
+        a, b = weight.ne, x.ne
+        fits = a[0] == b[0] and b[2] % a[2] == 0 and b[3] % a[3] == 0 and weight.nb[0] <= weight.nb[1]
+        require(fits, "matmul", weight=weight, x=x)
         return lib.ggml_mul_mat(self.ctx, weight, x)
 
     def aligned_outputs(self, weight: Tensor, count: int) -> int:
@@ -105,7 +153,7 @@ class Graph:
             t = weight.tensor  # groups of outputs are stored in pairs
             part_of = lib.ggml_view_3d(self.ctx, t, t.ne[0], blocks, min(groups + groups % 2, t.ne[2]), t.nb[1], t.nb[2], 0)
             return replace(weight, ne=(weight.ne[0], count, 1, 1), tensor=part_of)
-        return lib.ggml_view_2d(self.ctx, weight, weight.ne[0], count, weight.nb[1], 0)
+        return self.slice(weight, 1, 0, count)
 
     def _packed_matmul(self, weight: Packed, x: Tensor) -> Tensor:
         """By native kernels. The quantised activations of ``x`` are shared by all products with it, unless the first one had better make its own."""
@@ -160,74 +208,39 @@ class Graph:
         require(can_repeat(b, a.ne), "div", a=a, b=b)
         return lib.ggml_div(self.ctx, a, b)
 
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        return lib.ggml_scale(self.ctx, x, factor)
-
-    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
-        return lib.ggml_clamp(self.ctx, x, low, high)
-
-    def sigmoid(self, x: Tensor) -> Tensor:
-        return lib.ggml_sigmoid(self.ctx, x)
-
-    def silu(self, x: Tensor) -> Tensor:
-        return lib.ggml_silu(self.ctx, x)
-
-    def softplus(self, x: Tensor) -> Tensor:
-        return lib.ggml_softplus(self.ctx, x)
-
-    def tanh(self, x: Tensor) -> Tensor:
-        return lib.ggml_tanh(self.ctx, x)
-
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap); x itself for 0."""
         return self.scale(self.tanh(self.scale(x, float(np.float32(1) / np.float32(cap)))), cap) if cap else x
-
-    def gelu(self, x: Tensor) -> Tensor:
-        """The tanh approximation."""
-        return lib.ggml_gelu(self.ctx, x)
 
     def relu_squared(self, x: Tensor) -> Tensor:
         """max(x, 0)^2. Overwrites x."""
         rectified = self.clamp(x, 0.0, float("inf"))
         return self.mul(rectified, rectified)
 
-    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gelu(gate) * up, elementwise."""
-        require(list(gate.ne) == list(up.ne) and gate.type == up.type, "geglu", gate=gate, up=up)
-        return lib.ggml_geglu_split(self.ctx, gate, up)
+    def gated(self, glu: str, gate: Tensor, up: Tensor, native: bool = True) -> Tensor:
+        """act(gate) * up, elementwise; ``native`` False: always by ggml's kernel.
 
-    def geglu_halves(self, x: Tensor) -> Tensor:
-        """x F32 [2 n, T] = [gate | up] -> gelu(gate) * up, F32 [n, T]."""
-        require(x.ne[0] % 2 == 0, "geglu_halves", x=x)
-        return lib.ggml_geglu(self.ctx, x)
-
-    def softmax(self, x: Tensor) -> Tensor:
-        """Over the innermost dimension."""
-        return lib.ggml_soft_max(self.ctx, x)
-
-    def swiglu(self, gate: Tensor, up: Tensor, native: bool = True) -> Tensor:
-        """silu(gate) * up, elementwise; ``native`` False: always by ggml's kernel."""
-        require(list(gate.ne) == list(up.ne) and gate.type == up.type, "swiglu", gate=gate, up=up)
-        if native and self._gates(gate, up):
+        ``glu``: "swiglu" for silu, "geglu" for gelu, or gpt-oss's "swiglu_oai": g sigmoid(1.702 g) * (u + 1), with g = min(gate, 7) and
+        u = clamp(up, -7, 7).
+        """
+        require(list(gate.ne) == list(up.ne) and gate.type == up.type, glu, gate=gate, up=up)
+        if glu == "swiglu_oai":
+            return lib.ggml_swiglu_oai(self.ctx, gate, up, 1.702, 7.0)
+        if glu == "swiglu" and native and self._gates(gate, up):
             return lib.pgs_gate(self.ctx, self.backend.level_handle, up, gate, True)
-        return lib.ggml_swiglu_split(self.ctx, gate, up)
+        return (lib.ggml_swiglu_split if glu == "swiglu" else lib.ggml_geglu_split)(self.ctx, gate, up)
 
-    def swiglu_oai(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gpt-oss: g sigmoid(1.702 g) * (u + 1), elementwise, with g = min(gate, 7) and u = clamp(up, -7, 7)."""
-        require(list(gate.ne) == list(up.ne) and gate.type == up.type, "swiglu_oai", gate=gate, up=up)
-        return lib.ggml_swiglu_oai(self.ctx, gate, up, 1.702, 7.0)
+    def gated_halves(self, glu: str, x: Tensor) -> Tensor:
+        """``gated`` of x F32 [2 n, T] = [gate | up] -> F32 [n, T]; not for "swiglu_oai"."""
+        half = x.ne[0] // 2
+        require(x.ne[0] == 2 * half, f"{glu}_halves", x=x)
+        if glu == "swiglu" and self._gates(x, x):
+            return self.gated(glu, self.slice(x, 0, 0, half), self.slice(x, 0, half, half))
+        return (lib.ggml_swiglu if glu == "swiglu" else lib.ggml_geglu)(self.ctx, x)
 
     def _gates(self, gate: Tensor, up: Tensor) -> bool:
         """Whether the native gate kernel supports these operands."""
         return self.backend.level is not None and all(x.type == F32 and x.nb[0] == 4 and x.ne[2] == x.ne[3] == 1 for x in (gate, up))
-
-    def swiglu_halves(self, x: Tensor) -> Tensor:
-        """x F32 [2 n, T] = [gate | up] -> silu(gate) * up, F32 [n, T]."""
-        require(x.ne[0] % 2 == 0, "swiglu_halves", x=x)
-        if self._gates(x, x):
-            half = x.ne[0] // 2
-            return self.swiglu(self.columns(x, half), self.columns(x, half, half))
-        return lib.ggml_swiglu(self.ctx, x)
 
     def sigmoid_gated(self, x: Tensor, gate: Tensor) -> Tensor:
         """x F32 [D * H, T] times sigmoid(gate), gate F32 [D, H, T], possibly strided."""
@@ -238,19 +251,13 @@ class Graph:
             return lib.pgs_gate(self.ctx, level, x, gate, False)
         return self.mul(x, self.sigmoid(self.cont_flat(gate)))
 
-    def norm(self, x: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) over the innermost dimension."""
-        level = self.backend.level_handle
-        if level != ffi.NULL and x.type == F32 and x.nb[0] == 4:
-            return lib.pgs_norm(self.ctx, level, x, ffi.NULL, ffi.NULL, eps)
-        return lib.ggml_rms_norm(self.ctx, x, eps)
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the innermost dimension."""
-        level = self.backend.level_handle
-        if level != ffi.NULL and x.type == weight.type == F32 and x.nb[0] == 4 and list(weight.ne) == [x.ne[0], 1, 1, 1]:
-            return lib.pgs_norm(self.ctx, level, x, weight, ffi.NULL, eps)
-        return self.mul(lib.ggml_rms_norm(self.ctx, x, eps), weight)
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) over the innermost dimension, times ``weight`` if any."""
+        level, native = self.backend.level_handle, x.type == F32 and x.nb[0] == 4
+        if level != ffi.NULL and native and (weight is None or (weight.type == F32 and list(weight.ne) == [x.ne[0], 1, 1, 1])):
+            return lib.pgs_norm(self.ctx, level, x, weight or ffi.NULL, ffi.NULL, eps)
+        out = lib.ggml_rms_norm(self.ctx, x, eps)
+        return out if weight is None else self.mul(out, weight)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the innermost dimension."""
@@ -264,7 +271,7 @@ class Graph:
         level = self.backend.level_handle
         if level != ffi.NULL and x.nb[0] == gate.nb[0] == 4 and list(weight.ne) == [size, 1, 1, 1]:
             return self.flat(lib.pgs_norm(self.ctx, level, x, weight, self.heads(gate, size, heads), eps))
-        return self.swiglu(gate, self.flat(self.rms_norm(x, weight, eps)))
+        return self.gated("swiglu", gate, self.flat(self.rms_norm(x, weight, eps)))
 
     def rows(self, table: Tensor, index: Tensor) -> Tensor:
         """table [n, rows], index I32 [T] -> F32 [n, T] (I32 of an I32 table)."""
@@ -308,19 +315,6 @@ class Graph:
         front = lib.ggml_reshape_3d(self.ctx, first, first.ne[0], 1, slots)
         return lib.ggml_concat(self.ctx, front, lib.ggml_reshape_3d(self.ctx, x, x.ne[0], x.ne[1] // slots, slots), 1)
 
-    def leading_rows(self, x: Tensor, rows: int) -> Tensor:
-        """The first ``rows`` rows of each sequence of F32 [n, R, S], as a view."""
-        require(in_range(x, 1, 0, rows), "leading_rows", x=x, rows=rows)
-        return lib.ggml_view_3d(self.ctx, x, x.ne[0], rows, x.ne[2], x.nb[1], x.nb[2], 0)
-
-    def slice_1d(self, x: Tensor, first: int, count: int) -> Tensor:
-        """Values [first, first + count) of a contiguous [n] or [1, n], as a view."""
-        dim = 0 if x.ne[1] == 1 and x.ne[0] > 1 else 1
-        require(in_range(x, dim, first, count) and lib.ggml_is_contiguous(x), "slice_1d", x=x, first=first, count=count)
-        if dim == 0:
-            return lib.ggml_view_1d(self.ctx, x, count, first * x.nb[0])
-        return lib.ggml_view_2d(self.ctx, x, x.ne[0], count, x.nb[1], first * x.nb[1])
-
     def sum_rows(self, x: Tensor) -> Tensor:
         if self.backend.level is not None and x.type == F32 and x.nb[0] == 4:
             return lib.pgs_sum_rows(self.ctx, self.backend.level_handle, x)
@@ -338,9 +332,7 @@ class Graph:
         """
         slots, count = mask.ne[3], q.ne[2]
         fits = q.type == weights.type == F32 and q.ne[0] == cache.ne[0] and list(weights.ne)[:3] == [q.ne[1], count, 1] and q.nb[0] == 4
-        fits = (
-            fits and in_range(cache, 1, 0, kv_bucket) and mask.ne[0] == kv_bucket and mask.ne[1] * slots == count and slots <= cache.ne[2]
-        )
+        fits &= in_range(cache, 1, 0, kv_bucket) and mask.ne[0] == kv_bucket and mask.ne[1] * slots == count and slots <= cache.ne[2]
         require(fits, "index_scores", q=q, cache=cache, weights=weights, mask=mask, kv_bucket=kv_bucket)
         each = count // slots
         k = lib.ggml_view_4d(self.ctx, cache, cache.ne[0], 1, kv_bucket, slots, cache.nb[1], cache.nb[1], cache.nb[2], 0)
@@ -374,17 +366,9 @@ class Graph:
         return places, lib.ggml_get_rows(self.ctx, self.reshape(x, 1, x.ne[0], x.ne[1]), places)
 
     def rope(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        n_rot: int,
-        neox: bool,
-        base: float,
-        scale: float,
-        factors: Tensor | None = None,
-        n_ctx_orig: int = 0,
-        yarn: tuple[float, float, float, float] = (0.0, 1.0, 32.0, 1.0),
-    ) -> Tensor:
+        self, x: Tensor, positions: Tensor, n_rot: int, neox: bool, base: float, scale: float, factors: Tensor | None = None,
+        n_ctx_orig: int = 0, yarn: tuple[float, float, float, float] = (0.0, 1.0, 32.0, 1.0)
+    ) -> Tensor:  # fmt: skip
         """RoPE on the first ``n_rot`` values of each head. x F32 [D, H, T], positions I32 [T].
 
         ``neox`` pairs (i, i + n_rot / 2), otherwise (2 i, 2 i + 1). ``factors`` F32 [n_rot / 2] divide the frequencies. ``yarn`` is
@@ -393,22 +377,25 @@ class Graph:
         fits = positions.type == I32 and positions.ne[0] == x.ne[2] and 0 < n_rot <= x.ne[0] and n_rot % 2 == 0
         require(fits and (factors is None or 2 * factors.ne[0] >= n_rot), "rope", x=x, positions=positions, n_rot=n_rot, factors=factors)
         mode = lib.GGML_ROPE_TYPE_NEOX if neox else lib.GGML_ROPE_TYPE_NORMAL
-        return lib.ggml_rope_ext(
-            self.ctx, x, positions, factors if factors is not None else ffi.NULL, n_rot, mode, n_ctx_orig, base, scale, *yarn
-        )
+        return lib.ggml_rope_ext(self.ctx, x, positions, factors or ffi.NULL, n_rot, mode, n_ctx_orig, base, scale, *yarn)
 
     # -- shapes
 
     def heads(self, x: Tensor, size: int, count: int, stride: int | None = None, first: int = 0) -> Tensor:
         """[n, T] as F32 [size, count, T], a view; ``stride`` floats between heads (default ``size``), the first head at ``first``."""
-        fits = view_fits(x, (size, count, x.ne[1]), (4, 4 * (stride or size), x.nb[1]), 4 * first)
-        require(fits, "heads", x=x, size=size, count=count, stride=stride, first=first)
-        return lib.ggml_view_3d(self.ctx, x, size, count, x.ne[1], 4 * (stride or size), x.nb[1], 4 * first)
-
-    def slots(self, cache: Tensor, first: int, count: int) -> Tensor:
-        """Slots [first, first + count) of a cache [n, rows, slots], as a view."""
-        require(in_range(cache, 2, first, count), "slots", cache=cache, first=first, count=count)
-        return lib.ggml_view_3d(self.ctx, cache, cache.ne[0], cache.ne[1], count, cache.nb[1], cache.nb[2], first * cache.nb[2])
+        step = stride or size
+        last = first + (count - 1) * step + size - 1  # value of the first row
+        fits = x.type == F32 and min(size, count, x.ne[1]) > 0 and min(first, step) >= 0
+        require(
+            fits and 4 * (last + 1) + (x.ne[1] - 1) * x.nb[1] <= lib.ggml_nbytes(x),
+            "heads",
+            x=x,
+            size=size,
+            count=count,
+            stride=stride,
+            first=first,
+        )
+        return lib.ggml_view_3d(self.ctx, x, size, count, x.ne[1], 4 * step, x.nb[1], 4 * first)
 
     def group_tails(self, x: Tensor, rows: int, first: int) -> Tensor:
         """F32 [n, T] in groups of ``rows`` -> rows [first, rows) of each group, F32 [n, T * (rows - first) / rows], a copy."""
@@ -417,20 +404,20 @@ class Graph:
         view = lib.ggml_view_3d(self.ctx, x, x.ne[0], rows - first, count, x.nb[1], x.nb[1] * rows, x.nb[1] * first)
         return lib.ggml_cont_2d(self.ctx, view, x.ne[0], (rows - first) * count)
 
-    def columns(self, x: Tensor, n: int, first: int = 0) -> Tensor:
-        """Columns [first, first + n) of the innermost dimension of F32 [m, T], as a view."""
-        require(x.type == F32 and in_range(x, 0, first, n), "columns", x=x, n=n, first=first)
-        return lib.ggml_view_2d(self.ctx, x, n, x.ne[1], x.nb[1], 4 * first)
+    def slice(self, x: Tensor, dim: int, first: int, count: int) -> Tensor:
+        """Elements [first, first + count) of dimension ``dim`` of a tensor with up to 3 dimensions, as a view."""
+        fits = 0 <= dim < 3 and in_range(x, dim, first, count) and x.ne[3] == 1 and (dim > 0 or lib.ggml_blck_size(x.type) == 1)
+        require(fits, "slice", x=x, dim=dim, first=first, count=count)
+        ne = [count if i == dim else x.ne[i] for i in range(3)]
+        if dim < 2 and ne[2] == 1:
+            return lib.ggml_view_2d(self.ctx, x, ne[0], ne[1], x.nb[1], first * x.nb[dim])
+        return lib.ggml_view_3d(self.ctx, x, ne[0], ne[1], ne[2], x.nb[1], x.nb[2], first * x.nb[dim])
 
-    def split_heads(self, x: Tensor, size: int, first: int) -> tuple[Tensor, Tensor]:
-        """F32 [D * H, T] as heads of ``size``: the first ``first`` values of each, F32 [first, H, T], and the rest, as views."""
-        count = x.ne[0] // size
-        return self.heads(x, first, count, size), self.heads(x, size - first, count, size, first)
-
-    def columns_3d(self, x: Tensor, n: int, first: int) -> Tensor:
-        """Columns [first, first + n) of the innermost dimension of F32 [m, H, T], as a view."""
-        require(x.type == F32 and in_range(x, 0, first, n), "columns_3d", x=x, n=n, first=first)
-        return lib.ggml_view_3d(self.ctx, x, n, x.ne[1], x.ne[2], x.nb[1], x.nb[2], 4 * first)
+    def pick(self, x: Tensor, dim: int, i: int) -> Tensor:
+        """The i-th of dimension 1 or 2 of [n, H, L]: [n, L] or [n, H], as a view."""
+        require(dim in (1, 2) and in_range(x, dim, i, 1), "pick", x=x, dim=dim, i=i)
+        other = 3 - dim
+        return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[other], x.nb[other], i * x.nb[dim])
 
     def every_nth(self, x: Tensor, rows: int, i: int) -> Tensor:
         """[n, T] in groups of ``rows`` -> the i-th row of each group, [n, T / rows], as a view."""
@@ -448,16 +435,6 @@ class Graph:
         table = lib.ggml_view_3d(self.ctx, x, 1, x.ne[0], x.ne[1], x.nb[0], x.nb[1], 0)
         return lib.ggml_get_rows(self.ctx, table, self.reshape(index, 1, x.ne[1]))
 
-    def slice_2d(self, x: Tensor, i: int) -> Tensor:
-        """[n, H, T] -> the i-th of the H, [n, T], as a view."""
-        require(in_range(x, 1, i, 1), "slice_2d", x=x, i=i)
-        return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[2], x.nb[2], i * x.nb[1])
-
-    def plane(self, x: Tensor, i: int) -> Tensor:
-        """[n, T, L] -> the i-th of the L, [n, T], as a view of a contiguous tensor."""
-        require(in_range(x, 2, i, 1), "plane", x=x, i=i)
-        return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1], x.nb[1], i * x.nb[2])
-
     def permute(self, x: Tensor, *axes: int) -> Tensor:
         """Dimension j moves to axes[j], as a view."""
         require(sorted(axes) == [0, 1, 2, 3], "permute", x=x, axes=axes)
@@ -465,7 +442,8 @@ class Graph:
 
     def reshape(self, x: Tensor, *shape: int) -> Tensor:
         """A contiguous tensor reshaped to 1 to 4 dimensions."""
-        require(can_reshape(x, shape), "reshape", x=x, shape=shape)
+        fits = 1 <= len(shape) <= 4 and min(shape) > 0 and math.prod(shape) == math.prod(x.ne) and lib.ggml_is_contiguous(x)
+        require(fits, "reshape", x=x, shape=shape)
         return (lib.ggml_reshape_1d, lib.ggml_reshape_2d, lib.ggml_reshape_3d, lib.ggml_reshape_4d)[len(shape) - 1](self.ctx, x, *shape)
 
     def hadamard(self, x: Tensor, hadamard: Tensor | None) -> Tensor:
@@ -486,18 +464,9 @@ class Graph:
         require(len(shape) == 3 and can_repeat(x, shape), "repeat", x=x, shape=shape)
         return lib.ggml_repeat_4d(self.ctx, x, shape[0], shape[1], shape[2], 1)
 
-    def cont(self, x: Tensor) -> Tensor:
-        """A contiguous copy."""
-        return lib.ggml_cont(self.ctx, x)
-
     def view_source(self, x: Tensor) -> Tensor:
         """The tensor that ``x`` is a view of, or ``x`` itself."""
         return x.view_src if x.view_src != ffi.NULL else x
-
-    def rows_from(self, x: Tensor, first: int) -> Tensor:
-        """Rows [first, T) of F32 [n, T], as a view."""
-        require(in_range(x, 1, first, x.ne[1] - first), "rows_from", x=x, first=first)
-        return lib.ggml_view_2d(self.ctx, x, x.ne[0], x.ne[1] - first, x.nb[1], x.nb[1] * first)
 
     def flat(self, x: Tensor) -> Tensor:
         """[D, H, T] -> [D * H, T] of a contiguous tensor."""
@@ -547,46 +516,23 @@ class Graph:
         lib.pgs_kv_write_rows(self.ctx, self.gf, cache, rows, index)
 
     def kv_mask(self, mask_base: Tensor, q_last: Tensor, q_first: Tensor | None, kv_bucket: int, slots: int = 1) -> Tensor:
-        fits = (
-            in_range(mask_base, 0, 0, kv_bucket)
-            and slots > 0
-            and (mask_base.ne[1] == 1 or slots <= mask_base.ne[1])
-            and q_last.ne[1] % slots == 0
+        fits = slots > 0 and (mask_base.ne[1] == 1 or slots <= mask_base.ne[1]) and q_last.ne[1] % slots == 0 and q_last.ne[0] == 1
+        require(
+            fits and in_range(mask_base, 0, 0, kv_bucket), "kv_mask", mask_base=mask_base, q_last=q_last, kv_bucket=kv_bucket, slots=slots
         )
-        require(fits and q_last.ne[0] == 1, "kv_mask", mask_base=mask_base, q_last=q_last, kv_bucket=kv_bucket, slots=slots)
-        return lib.pgs_kv_mask(
-            self.ctx, mask_base, q_last, q_first if q_first is not None else ffi.NULL, kv_bucket, slots, self.backend.level_handle
-        )
+        return lib.pgs_kv_mask(self.ctx, mask_base, q_last, q_first or ffi.NULL, kv_bucket, slots, self.backend.level_handle)
 
     def flash_attention(
-        self,
-        q: Tensor,
-        cache_k: Tensor,
-        cache_v: Tensor,
-        mask: Tensor,
-        n_head_kv: int,
-        kv_bucket: int,
-        scale: float,
-        sinks: Tensor | None = None,
-        cap: float = 0.0,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, heads: int, kv_bucket: int, scale: float, sinks: Any = None, cap: float = 0.0
     ) -> Tensor:
-        fits = n_head_kv > 0 and cache_k.ne[0] == q.ne[0] * n_head_kv and cache_v.ne[0] % n_head_kv == 0 and q.ne[1] % n_head_kv == 0
-        fits = (
-            fits
-            and in_range(cache_k, 1, 0, kv_bucket)
-            and in_range(cache_v, 1, 0, kv_bucket)
-            and mask.ne[0] == kv_bucket
-            and q.ne[2] % mask.ne[3] == 0
-        )
-        fits = fits and mask.ne[1] * mask.ne[3] >= q.ne[2] and mask.ne[3] <= cache_k.ne[2] == cache_v.ne[2]
+        """q F32 [D, H, T] over the first ``kv_bucket`` rows of the caches k and v, of ``heads`` K/V heads; mask as of ``kv_mask``, sinks F32 [H]."""
+        fits = heads > 0 and k.ne[0] == q.ne[0] * heads and v.ne[0] % heads == 0 and q.ne[1] % heads == 0
+        fits = fits and in_range(k, 1, 0, kv_bucket) and in_range(v, 1, 0, kv_bucket) and mask.ne[0] == kv_bucket
+        fits = fits and q.ne[2] % mask.ne[3] == 0 and mask.ne[1] * mask.ne[3] >= q.ne[2] and mask.ne[3] <= k.ne[2] == v.ne[2]
         fits = fits and (sinks is None or (sinks.type == F32 and list(sinks.ne) == [q.ne[1], 1, 1, 1]))
-        require(
-            fits, "flash_attention", q=q, cache_k=cache_k, cache_v=cache_v, mask=mask, n_head_kv=n_head_kv, kv_bucket=kv_bucket, sinks=sinks
-        )
+        require(fits, "flash_attention", q=q, k=k, v=v, mask=mask, heads=heads, kv_bucket=kv_bucket, sinks=sinks)
         level = self.backend.level_handle
-        return lib.pgs_flash_attention(
-            self.ctx, q, cache_k, cache_v, mask, n_head_kv, kv_bucket, scale, cap, sinks if sinks is not None else ffi.NULL, level
-        )
+        return lib.pgs_flash_attention(self.ctx, q, k, v, mask, heads, kv_bucket, scale, cap, sinks or ffi.NULL, level)
 
     def host_view(self, node: Tensor) -> np.ndarray:
         """F32 values [rows, n] of a planned node in host memory, without a copy; CPU backends only, see ``keep_output``."""
@@ -613,11 +559,6 @@ class Graph:
         """The graphs of the devices that take part (see chain.py)."""
         return [self]
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory of its nodes."""
-        return lib.pgs_graph_host_bytes(self.handle)
-
     def measure(self) -> int:
         """Bytes of compute buffer that this graph alone needs. Nothing is allocated."""
         sizes = ffi.new("size_t[1]")
@@ -625,11 +566,6 @@ class Graph:
         lib.ggml_gallocr_reserve_n_size(galloc, self.gf, ffi.NULL, ffi.NULL, sizes)
         lib.ggml_gallocr_free(galloc)
         return sizes[0]
-
-    @property
-    def n_cuts(self) -> int:
-        """Points where the host takes part (experts in host memory): one fewer than the parts of the graph."""
-        return lib.pgs_graph_cuts(self.handle)
 
     @property
     def stale(self) -> bool:
@@ -640,34 +576,15 @@ class Graph:
     def n_nodes(self) -> int:
         return lib.ggml_graph_n_nodes(self.gf)
 
-    def op_counts(self) -> dict[str, int]:
+    def op_counts(self) -> Counter[str]:
         """Number of nodes by operation; native nodes by their name."""
-        counts: dict[str, int] = {}
-        for i in range(self.n_nodes):
-            node = lib.ggml_graph_node(self.gf, i)
-            op = text(lib.ggml_op_desc(node))
-            name = text(lib.ggml_get_name(node)) if op == "CUSTOM" else op
-            counts[name] = counts.get(name, 0) + 1
-        return counts
-
-    def properties_hash(self) -> int:
-        """Hash of all that graph replay compares: operations, parameters, shapes, strides, addresses."""
-        return lib.pgs_graph_hash(self.handle)
-
-    @property
-    def uid(self) -> int:
-        """The id by which ggml-cuda recognises this graph without comparing nodes; 0 before ``plan``."""
-        return lib.pgs_graph_uid(self.handle)
+        nodes = [lib.ggml_graph_node(self.gf, i) for i in range(self.n_nodes)]
+        ops = [(text(lib.ggml_op_desc(node)), node) for node in nodes]
+        return Counter(text(lib.ggml_get_name(node)) if op == "CUSTOM" else op for op, node in ops)
 
     def traffic(self) -> int:
         """Lower bound of bytes that one run moves: weights, K/V and recurrent state read once, plus writes. Experts count as all distinct."""
         return lib.pgs_graph_traffic(self.handle)
-
-    def memory(self) -> tuple[int, int]:
-        """First and past-the-end address of this graph's nodes in the allocator's buffer."""
-        begin, end = ffi.new("uintptr_t *"), ffi.new("uintptr_t *")
-        lib.pgs_graph_memory(self.handle, begin, end)
-        return begin[0], end[0]
 
     def close(self) -> None:
         if self.handle is not None:

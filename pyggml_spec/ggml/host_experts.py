@@ -5,8 +5,7 @@ the second cut the host's rows are uploaded, and each (token, choice) selects th
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,18 +17,12 @@ from .library import Tensor, check, ffi, lib, new_err, text
 GLU = {"swiglu": lib.PGS_SWIGLU, "geglu": lib.PGS_GEGLU, "swiglu_oai": lib.PGS_SWIGLU_OAI}
 
 
-@dataclass(frozen=True)
-class ExpertCounts:
+class ExpertCounts(NamedTuple):
     """(token, expert) pairs so far, those with the expert on the device, and microseconds of host computation."""
 
     chosen: int = 0
     hits: int = 0
     host_us: int = 0
-
-
-def fillers(n_used: int, n_hot: int) -> int:
-    """Slots after ``n_hot`` > 0 hot experts in the device's tensors, for choices that the host computes."""
-    return lib.pgs_experts_fillers(n_used, n_hot)
 
 
 def _needs_distinct(device: Backend) -> bool:
@@ -73,12 +66,10 @@ class HostExperts:
         slots = np.full(self.n_expert, -1, np.int32)
         slots[list(hot)] = np.arange(len(hot))
         gate_up, gate, up, down = (weights.get(name, ffi.NULL) for name in ("gate_up", "gate", "up", "down"))
-        pointer = ffi.cast("int32_t *", ffi.from_buffer(slots))
-        gate_scale, up_scale = (
-            ffi.cast("float *", ffi.from_buffer(scales[name])) if name in scales else ffi.NULL for name in ("gate", "up")
-        )
-        more = gate_scale, up_scale, biases.get("gate", ffi.NULL), biases.get("up", ffi.NULL)
-        check(lib.pgs_experts_set_layer(self.handle, index, gate_up, gate, up, down, *more, pointer, self._err), self._err)
+        scale = {name: ffi.cast("float *", ffi.from_buffer(values)) for name, values in scales.items()}
+        gate_scale, up_scale, gate_bias, up_bias = (of.get(name, ffi.NULL) for of in (scale, biases) for name in ("gate", "up"))
+        more = gate_scale, up_scale, gate_bias, up_bias, ffi.cast("int32_t *", ffi.from_buffer(slots))
+        check(lib.pgs_experts_set_layer(self.handle, index, gate_up, gate, up, down, *more, self._err), self._err)
         self._layers[index] = len(hot)
 
     def __contains__(self, index: int) -> bool:
@@ -93,12 +84,10 @@ class HostExperts:
             hot: builds the results of the device's experts from their slots, I32 [n_used, T]; called if there are any.
         """
         slots = lib.pgs_experts_begin(self.handle, g.handle, index, x, chosen, self._err)
-        if slots == ffi.NULL:
-            raise EngineError(text(self._err))
+        check(slots == ffi.NULL, self._err)
         mine = hot(slots) if self._layers[index] else ffi.NULL
         out = lib.pgs_experts_end(self.handle, g.handle, index, mine, x.ne[1], self._err)
-        if out == ffi.NULL:
-            raise EngineError(text(self._err))
+        check(out == ffi.NULL, self._err)
         return out
 
     def counts(self) -> ExpertCounts:

@@ -58,22 +58,15 @@ def own_groups(groups: Path, own: Path, controller: str = "memory") -> list[tupl
     return [(group, version) for group, version in found.items() if (group / _LIMITS[controller][version]).exists()]
 
 
-def _limit(group: Path, version: int) -> int | None:
-    try:
-        limit = int((group / FILE_NAMES[version][0]).read_text())  # "max" raises ValueError
-    except (OSError, ValueError):
-        return None
-    return limit if limit < _NO_LIMIT else None
-
-
 def _room(group: Path, version: int) -> int:
-    limit, (_, used, files) = _limit(group, version), FILE_NAMES[version]
-    if limit is None:
-        return _NO_LIMIT
+    limit_name, used, files = FILE_NAMES[version]
+    limit = _NO_LIMIT
     try:
-        return max(0, limit - int((group / used).read_text()) + sum(_number(group / "memory.stat", name) for name in files))
+        limit = int((group / limit_name).read_text())  # "max" raises ValueError
+        room = limit - int((group / used).read_text()) + sum(_number(group / "memory.stat", name) for name in files)
     except (OSError, ValueError, IndexError, StopIteration):
         return limit
+    return max(0, room) if limit < _NO_LIMIT else _NO_LIMIT
 
 
 def _number(path: Path, name: str) -> int:

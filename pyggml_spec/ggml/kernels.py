@@ -8,6 +8,7 @@ import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 
 from ..errors import DeviceError
 from .library import CData, Context, LevelHandle, Tensor, ffi, lib, text
@@ -31,11 +32,9 @@ class Level:
 def levels() -> list[Level]:
     """Levels of this build that the processor supports, best first, each name once."""
     found: dict[str, Level] = {}
-    index = 0
-    while (handle := lib.pgs_level_at(index)) != ffi.NULL:
+    for handle in takewhile(lambda handle: handle != ffi.NULL, map(lib.pgs_level_at, count())):
         name = text(lib.pgs_level_name(handle))
         found.setdefault(name, Level(name, handle))
-        index += 1
     return list(found.values())
 
 
@@ -117,10 +116,9 @@ def pack_experts(level: Level, packed: Packed, data: CData, threads: int) -> Non
     size, room = lib.ggml_row_size(packed.type, n_in) * n_out, packed.tensor.nb[3]
     base, to = ffi.cast("char *", data), ffi.cast("char *", packed.tensor.data)
 
-    def part(first: int) -> None:
-        n = n_expert * (first + 1) // threads - n_expert * first // threads
-        start = n_expert * first // threads
-        lib.pgs_pack_experts(level.handle, packed.type, base + start * size, n_in, n_out, n, to + start * room)
+    def part(i: int) -> None:
+        start, end = n_expert * i // threads, n_expert * (i + 1) // threads
+        lib.pgs_pack_experts(level.handle, packed.type, base + start * size, n_in, n_out, end - start, to + start * room)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(part, range(threads)))
@@ -135,10 +133,9 @@ def pack(packed: Packed, data: CData, first: int, rows: int, threads: int) -> No
         n = min(PACK_ROWS - (first + row) % PACK_ROWS, rows - row)  # threads write disjoint groups of outputs
         lib.pgs_pack_rows(packed.type, base + row * size, n_in, n_out, first + row, n, packed.tensor.data)
 
-    starts = [0, *range(PACK_ROWS - first % PACK_ROWS, rows, PACK_ROWS)]
+    starts = (0, *range(PACK_ROWS - first % PACK_ROWS, rows, PACK_ROWS))
     if threads == 1 or len(starts) == 1:
-        for start in starts:
-            part(start)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(part, starts))
+        list(map(part, starts))
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(part, starts))

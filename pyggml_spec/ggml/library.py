@@ -162,16 +162,13 @@ def new_context(tensors: int) -> Context:
     return lib.ggml_init(params[0])
 
 
-@functools.cache
-def _own_version() -> str:
-    """Cached: reading package metadata takes up to 8 ms."""
-    return importlib.metadata.version("pyggml_spec")
+_own_version = functools.cache(importlib.metadata.version)  # reading package metadata takes up to 8 ms
 
 
 def versions() -> dict[str, str]:
     """Versions for benchmark and statistics files."""
     return {
-        "pyggml_spec": _own_version(),
+        "pyggml_spec": _own_version("pyggml_spec"),
         "llama_cpp_python": LLAMA_CPP_PYTHON,
         "ggml": GGML_VERSION,
         "ggml_commit": GGML_COMMIT,

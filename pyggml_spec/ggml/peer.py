@@ -6,7 +6,6 @@ ggml's contexts is enough; ``GGML_CUDA_P2P`` makes ggml do so itself for all GPU
 """
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 
-from ..files import make_private, replacing
+from ..files import keep_json, kept_json
 from ..folders import cache_folder
 from . import peer_child
 from .device import Device
@@ -61,7 +60,11 @@ def _enable(a: str, b: str) -> str:
         if ordinals[0] == ordinals[1]:  # ggml can present one GPU as several
             return ""
         here = [cuda.device(ordinal) for ordinal in ordinals]
-        path = _path(_boot(), str(cuda.number("cuDriverGetVersion")), *sorted(map(cuda.uuid, here)))
+        boot = ""
+        with suppress(OSError, ValueError):
+            boot = BOOT.read_text("utf-8").strip()
+        about = " ".join((boot, str(cuda.number("cuDriverGetVersion")), *sorted(map(cuda.uuid, here))))
+        path = cache_folder() / f"peer-{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
         result = _test(ordinals, path)
         if result == peer_child.WORKS:
             cuda.enable(*here)
@@ -73,27 +76,11 @@ def _enable(a: str, b: str) -> str:
     return _REASONS.get(result, result)
 
 
-def _boot() -> str:
-    """Id of this boot; empty if unknown."""
-    try:
-        return BOOT.read_text("utf-8").strip()
-    except (OSError, ValueError):
-        return ""
-
-
-def _path(*about: str) -> Path:
-    """The cache file for these facts."""
-    return cache_folder() / f"peer-{hashlib.sha256(' '.join(about).encode()).hexdigest()[:32]}.json"
-
-
 def _test(ordinals: Sequence[int], path: Path) -> str:
     """The result of a child process, or how it ended; kept at ``path``."""
-    try:
-        result = json.loads(path.read_text("utf-8"))["found"]
-        if result in (peer_child.WORKS, *_REASONS):
-            return result
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    kept = kept_json(path)
+    if isinstance(kept, dict) and kept.get("found") in (peer_child.WORKS, *_REASONS):
+        return kept["found"]
     command = [sys.executable, "-I", peer_child.__file__, LIBRARY, *map(str, ordinals), str(LIMIT_S + 2 * END_S)]
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -108,12 +95,7 @@ def _test(ordinals: Sequence[int], path: Path) -> str:
     if result not in (peer_child.WORKS, *_REASONS):
         lines = errors.splitlines() or [f"it ended with {child.returncode}"]
         return f"the test process failed ({lines[-1]})"
-    try:
-        make_private(path.parent)
-        with replacing(path) as file:
-            file.write(json.dumps({"found": result}).encode())
-    except OSError:
-        pass  # tested again next time
+    keep_json(path, {"found": result})
     return result
 
 

@@ -5,7 +5,6 @@ every weight type in every buffer type. The cache folder keeps the result per ha
 """
 
 import hashlib
-import json
 import os
 import platform
 import signal
@@ -15,22 +14,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ..errors import LibraryError
-from ..files import make_private, replacing
+from ..files import keep_json, kept_json
 from ..folders import cache_folder
 from ..pin import pip_command
 
 SKIP = "PYSPEC_NO_PROBE"
 LIMIT_S = 120  # it takes a second or two
 START, PLAIN = "start", "plain"  # stages of the child before the extra buffer types
-_OWN_FAULT = {  # signals that the code itself raises
-    signal.SIGILL,
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGABRT,
-    signal.SIGTRAP,
-    signal.SIGSYS,
-}
+_OWN_FAULT = {
+    getattr(signal, f"SIG{name}") for name in ["ILL", "SEGV", "BUS", "FPE", "ABRT", "TRAP", "SYS"]
+}  # signals that the code itself raises
 REMEDY = f"build it again here: {pip_command()}"
 
 # ggml's compile-time features -> Linux flags. AMX is absent: ggml queries the kernel at run time
@@ -97,9 +90,7 @@ def check(folder: Path, found: dict[str, str] | None = None) -> Fitness:
     Raises:
         LibraryError: they do not run on this processor.
     """
-    libraries = sorted(
-        path for name in ("ggml-cpu", "ggml-base") for path in folder.glob(f"*{name}.*") if path.suffix in (".so", ".dylib", ".dll")
-    )
+    libraries = sorted(path for name in ("ggml-cpu", "ggml-base") for path in plain_libraries(folder, name))
     if os.environ.get(SKIP) or not libraries:  # without a plain name, ggml selects among variants itself
         return Fitness()
     found = found or processor()
@@ -108,7 +99,7 @@ def check(folder: Path, found: dict[str, str] | None = None) -> Fitness:
     if fitness is None:
         fitness, lasting = _examine(folder)
         if lasting:
-            save(path, fitness)
+            keep_json(path, asdict(fitness))
     name = found.get("model name") or platform.machine()
     if lacking := missing(fitness.features, found):
         raise LibraryError(
@@ -119,6 +110,10 @@ def check(folder: Path, found: dict[str, str] | None = None) -> Fitness:
             f"the installed llama-cpp-python does not run on this processor ({name}): a process that tried it {fitness.broken}; {REMEDY}"
         )
     return fitness
+
+
+def plain_libraries(folder: Path, name: str) -> list[Path]:
+    return [path for path in folder.glob(f"*{name}.*") if path.suffix in (".so", ".dylib", ".dll")]
 
 
 def cache_key(libraries: list[Path], found: dict[str, str]) -> str:
@@ -136,21 +131,12 @@ def cache_key(libraries: list[Path], found: dict[str, str]) -> str:
 
 def _load(path: Path) -> Fitness | None:
     try:
-        stored = json.loads(path.read_text("utf-8"))
+        stored = kept_json(path)
         fitness = Fitness(tuple(stored["features"]), dict(stored["refused"]), stored["broken"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None
     texts = [*fitness.features, *fitness.refused, *fitness.refused.values(), fitness.broken]
     return fitness if all(isinstance(text, str) for text in texts) else None
-
-
-def save(path: Path, fitness: Fitness) -> None:
-    try:
-        make_private(path.parent)
-        with replacing(path) as file:
-            file.write(json.dumps(asdict(fitness)).encode())
-    except OSError:
-        pass  # with a read-only home the next start probes again
 
 
 def _examine(folder: Path) -> tuple[Fitness, bool]:
@@ -168,18 +154,13 @@ def _examine(folder: Path) -> tuple[Fitness, bool]:
         if done.returncode >= 0:  # an exception is no crash: this process will raise it too
             return Fitness(features, refused), lasting and lines[-1:] == ["done"]
         at = next((line.split(maxsplit=1)[1] for line in reversed(lines) if line.startswith("at ")), START)
-        own, how = -done.returncode in _OWN_FAULT, f"ended with the signal {_name(-done.returncode)}"
+        number = -done.returncode
+        name = signal.Signals(number).name if number in set(signal.Signals) else number  # most of the real-time ones have none
+        own, how = number in _OWN_FAULT, f"ended with the signal {name}"
         lasting = lasting and own
         if at in (START, PLAIN) or at in refused:
             return Fitness(features, refused, how if own else ""), lasting  # killed from outside, or too slow
         refused[at] = how
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # most of the real-time ones have none
-        return str(number)
 
 
 def run_child(folder: Path, refused: dict[str, str]) -> subprocess.CompletedProcess:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .probe import _FLAGS, PLAIN, START
+from .probe import _FLAGS, PLAIN, START, plain_libraries
 
 N_IN, N_OUT, ROWS = 512, 64, (1, 16, 33)  # whole blocks of every type; a row, a tile, more than two
 
@@ -20,24 +20,13 @@ def say(line: str) -> None:
 def load(folder: Path, name: str) -> ctypes.CDLL:
     """Loads by the name that other libraries link to: a wheel has copies instead of links, and each would load separately."""
     numbered = sorted(folder.glob(f"lib{name}.so.?"))
-    plain = (path for path in folder.glob(f"*{name}.*") if path.suffix in (".so", ".dylib", ".dll"))
-    return ctypes.CDLL(str((*numbered, *plain)[0]), ctypes.RTLD_GLOBAL)
-
-
-def say_features(folder: Path) -> None:
-    """Prints compile-time features. Each function returns a constant."""
-    load(folder, "ggml-base")
-    library = load(folder, "ggml-cpu")
-    say(
-        " ".join(["features", *(name for name in _FLAGS if hasattr(library, f"ggml_cpu_has_{name}") and library[f"ggml_cpu_has_{name}"]())])
-    )
+    return ctypes.CDLL(str((*numbered, *plain_libraries(folder, name))[0]), ctypes.RTLD_GLOBAL)
 
 
 def multiply(backend: Any, buffer_type: Any) -> None:
     """A product with a matrix of every type that this buffer type supports."""
-    from .graph import Graph, GraphAllocator
+    from .graph import NOT_WEIGHTS, Graph, GraphAllocator
     from .library import check, ffi, lib, new_context, new_err, text
-    from .shapes import NOT_WEIGHTS
 
     for kind in range(lib.GGML_TYPE_COUNT):
         if text(lib.ggml_type_name(kind)) in NOT_WEIGHTS or not lib.ggml_blck_size(kind) or N_IN % lib.ggml_blck_size(kind):
@@ -65,7 +54,10 @@ def multiply(backend: Any, buffer_type: Any) -> None:
 
 def main() -> None:
     say(f"at {START}")
-    say_features(Path(sys.argv[1]))
+    load(Path(sys.argv[1]), "ggml-base")
+    library = load(Path(sys.argv[1]), "ggml-cpu")  # whose functions of compile-time features return constants
+    named = {name: f"ggml_cpu_has_{name}" for name in _FLAGS}
+    say(" ".join(["features", *(name for name, function in named.items() if hasattr(library, function) and library[function]())]))
     from .device import Backend, devices
     from .library import lib, text
 

@@ -5,8 +5,7 @@ They are not in ggml's device list, so listing devices never waits for another m
 
 import ctypes
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import rpc_library
 from ..errors import DeviceError
@@ -40,7 +39,15 @@ class _Library:
 
 
 _library: _Library | None = None
-_handles: dict[str, tuple[DeviceHandle, Address, tuple[str, ...]]] = {}  # by name: device, address, notes
+workers: dict[str, "Worker"] = {}  # in use, by name
+
+
+class Worker(NamedTuple):
+    """``notes``: sentences about its use."""
+
+    handle: DeviceHandle
+    address: Address
+    notes: tuple[str, ...]
 
 
 def library() -> _Library:
@@ -69,15 +76,16 @@ def open_worker(name: str) -> tuple[Address, str, int, int]:
             f"the worker {address.host}:{address.port} is lost: {text(lost)}; a session of this program still uses what it had there: close it first"
         )
     if rpc.connected(endpoint):  # all devices share a connection: a second one could wait for the end of the first
-        notes = next(known[2] for known in _handles.values() if known[1].endpoint == address.endpoint)
-        handle = _device(address)
-        free, total = memory(handle)
+        notes = next(known.notes for known in workers.values() if known.address.endpoint == address.endpoint)
+        handle, out = _device(address), ffi.new("size_t[2]")
+        lib.ggml_backend_dev_memory(handle, out, out + 1)
+        free, total = out
     else:
         info = probe(address)
         notes = (UNENCRYPTED, *(() if info.extended else (UNCHECKED,)))
         handle = _device(address)
         free, total = info.memory[address.device]
-    _handles[address.name] = handle, address, notes
+    workers[address.name] = Worker(handle, address, notes)
     return address, f"a device of the worker {address}", free, total
 
 
@@ -90,32 +98,10 @@ def _device(address: Address) -> DeviceHandle:
     return lib.ggml_backend_reg_dev_get(reg, address.device)
 
 
-def memory(handle: DeviceHandle) -> tuple[int, int]:
-    """(free, total) bytes of the worker's device."""
-    free, total = ffi.new("size_t *"), ffi.new("size_t *")
-    lib.ggml_backend_dev_memory(handle, free, total)
-    return free[0], total[0]
-
-
-def handle_of(name: str) -> DeviceHandle:
-    """The ggml device of a worker opened by ``open_worker``."""
-    return _handles[name][0]
-
-
-def notes_of(name: str) -> list[str]:
-    """Notes on a worker in use."""
-    return list(_handles[name][2])
-
-
-def endpoint_of(name: str) -> str:
-    """The numeric address of a worker opened by ``open_worker``."""
-    return _handles[name][1].endpoint
-
-
-def worker_lost_reason(workers: Collection[str]) -> str | None:
-    """The message about the first of these workers whose connection is lost; None while none is."""
-    for _, address, _ in list(_handles.values()):
-        why = library().lost(address.endpoint.encode()) if address.endpoint in workers else ffi.NULL
+def worker_lost_reason(endpoints: Collection[str]) -> str | None:
+    """The message about the first of the workers at these addresses whose connection is lost; None while none is."""
+    for _, address, _ in list(workers.values()):
+        why = library().lost(address.endpoint.encode()) if address.endpoint in endpoints else ffi.NULL
         if why != ffi.NULL:
             return (
                 f"the worker {address.host}:{address.port} is lost: {text(why)}; what was computed there is gone, so load the model again "
@@ -124,8 +110,7 @@ def worker_lost_reason(workers: Collection[str]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Since the connection was made: bytes sent and received, answered requests, graphs sent in full, and graphs computed again."""
 
     sent: int
@@ -138,5 +123,5 @@ class Traffic:
 def traffic(name: str) -> Traffic:
     """Traffic of the connection to a worker."""
     out = ffi.new("uint64_t[5]")
-    library().traffic(_handles[name][1].endpoint.encode(), out)
+    library().traffic(workers[name].address.endpoint.encode(), out)
     return Traffic(*out)

@@ -6,16 +6,15 @@ queues upload, graph and read, ``wait`` waits for them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..checks import whole
 from ..errors import EngineError
 from .device import Backend
-from .graph import Graph
-from .library import Tensor, check_present, ffi, lib, new_err, raise_error, text
-from .shapes import require
+from .graph import Graph, require
+from .library import Tensor, check, check_present, ffi, lib, new_err, raise_error, text
 
 _TYPES = {
     "i32": (lib.GGML_TYPE_I32, np.int32, "int32_t *"),
@@ -27,11 +26,6 @@ _TYPES = {
 _SIGNS = next((i for i in range(lib.GGML_TYPE_COUNT) if lib.ggml_type_name(i) != ffi.NULL and text(lib.ggml_type_name(i)) == "q1_0"), -1)
 _BITS, _ONE = 128, np.frombuffer(np.float16(1).tobytes(), np.uint8)  # bits per q1_0 block, and its scale
 _ALIGN = 64  # CUDA kernels read inputs as vectors
-
-
-def field_type(kind: str) -> int:
-    """The ggml type of a field of this kind."""
-    return _TYPES[kind][0]
 
 
 # Replayed CUDA graphs are inferred from launch times, because ggml-cuda has no counter: an eager launch costs the host about 1.8 us per node, a replay 0.05.
@@ -95,9 +89,10 @@ class StepIO:
         self.handles: list[Any] = []
         self.flow: Any = None  # of a split model: state of overlapping steps
         self.lane: Any = None
-        self.handle = self._new(backend, ffi.NULL)
-        for other in reversed(before):
-            self._new(other, self.handle)
+        self.handle: Any = ffi.NULL
+        for other in (backend, *reversed(before)):
+            self.handles.insert(0, self._made(lib.pgs_io_new(other.handle, capacity, self.handle, self._err)))
+            self.handle = self.handles[-1]
         self.homes = [lib.pgs_io_home(handle) for handle in self.handles]
         self.host = ffi.cast("char *", lib.pgs_io_host(self.handle))
         self.mirror: np.ndarray = np.frombuffer(ffi.buffer(self.host, capacity), np.uint8)
@@ -107,11 +102,6 @@ class StepIO:
             self.flow = self._made(lib.pgs_flow_new(ffi.new("pgs_io *[]", self.handles), len(self.handles), capacity, self._err))
         self.uploads = self.upload_bytes = self.reads = self.read_bytes = 0
         self.replay = ReplayCounters() if backend.device.name.startswith("CUDA") else None
-
-    def _new(self, backend: Backend, mirror: Any) -> Any:
-        handle = self._made(lib.pgs_io_new(backend.handle, self.capacity, mirror, self._err))
-        self.handles.insert(0, handle)
-        return handle
 
     def _made(self, handle: Any) -> Any:
         if handle == ffi.NULL:
@@ -135,8 +125,7 @@ class StepIO:
             self._free()
 
 
-@dataclass(slots=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Host microseconds of a step: ``compute`` is the launch, ``read`` includes waiting."""
 
     upload: int
@@ -144,8 +133,8 @@ class StepTimes:
     read: int
 
 
-def _values(node: Tensor) -> int:
-    return node.ne[0] * node.ne[1] * node.ne[2]
+def _values(*nodes: Tensor) -> int:
+    return sum(node.ne[0] * node.ne[1] * node.ne[2] for node in nodes)
 
 
 class StepFields:
@@ -164,7 +153,7 @@ class StepFields:
         self.io, self.graph = io, graph
         self.host: dict[str, np.ndarray] = {}
         self.at: dict[str, Any] = {}
-        self._offsets: dict[str, tuple[int, int]] = {}
+        self._offsets: dict[str, int] = {}
         self._end = 0
         self._upload_end = 0
         self._read_start: int | None = None
@@ -172,33 +161,35 @@ class StepFields:
         self._times = ffi.new("pgs_step_times *")
         self._calls, self._replayed = 0, False
 
-    def _take(self, name: str, kind: str, count: int) -> tuple[int, int]:
+    def _take(self, name: str, kind: str, count: int) -> int:
+        """Places a field; returns its offset."""
         if name in self._offsets or kind not in _TYPES:
             raise EngineError(
                 f"a field {name!r} of the type {kind!r} cannot be added: the name is in use, or the type is none of {', '.join(_TYPES)}"
             )
-        ggml_type, dtype, pointer = _TYPES[kind]
+        _, dtype, pointer = _TYPES[kind]
         start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
         self._end = start + count * np.dtype(dtype).itemsize
         if self._end > self.io.capacity:
             raise EngineError(f"the step's field {name!r} ends at byte {self._end}, but the step buffer has {self.io.capacity}")
-        self._offsets[name] = (start, self._end)
+        self._offsets[name] = start
         self.host[name] = self.io.mirror[start : self._end].view(dtype)
         self.at[name] = ffi.cast(pointer, self.io.host + start)
-        return start, ggml_type
+        return start
 
-    def _tensor(self, ggml_type: int, ne0: int, ne1: int, offset: int, after: Tensor = ffi.NULL) -> Tensor:
+    def _tensor(self, kind: str, ne0: int, ne1: int, offset: int, after: Tensor = ffi.NULL) -> Tensor:
+        """A tensor of a field; ``kind`` "signs" for that of ``signs``."""
+        ggml_type = _SIGNS if kind == "signs" else _TYPES[kind][0]
         t = lib.pgs_io_tensor(self.io.handles[self.graph.segment], self.graph.ctx, ggml_type, ne0, ne1, offset, after, self._err)
-        if t == ffi.NULL:
-            raise EngineError(text(self._err))
+        check(t == ffi.NULL, self._err)
         return t
 
     def input(self, name: str, kind: str, *shape: int) -> Tensor:
         """An input tensor that the host writes as ``host[name]`` before each run; shape in ggml order, 1 or 2 values."""
         ne0, ne1 = (whole(n, f"a dimension of the field {name!r}", 1, self.io.capacity) for n in (*shape, 1)[:2])
-        offset, ggml_type = self._take(name, kind, ne0 * ne1)
+        offset = self._take(name, kind, ne0 * ne1)
         self._upload_end = self._end
-        return self._tensor(ggml_type, ne0, ne1, offset)
+        return self._tensor(kind, ne0, ne1, offset)
 
     def signs(self, name: str, count: int, rows: int) -> Tensor:
         """An input of ``rows`` x ``count`` bits, [count rounded up to 128, rows], read as 1 and -1; written by ``put_bits``.
@@ -207,10 +198,10 @@ class StepFields:
         """
         require(_SIGNS >= 0, "a type of one bit in this ggml", type=_SIGNS)
         blocks = -(-count // _BITS)
-        offset, _ = self._take(name, "u8", rows * blocks * (2 + _BITS // 8))
+        offset = self._take(name, "u8", rows * blocks * (2 + _BITS // 8))
         self.host[name] = self.host[name].reshape(rows, blocks, 2 + _BITS // 8)
         self._upload_end = self._end
-        return self._tensor(_SIGNS, blocks * _BITS, rows, offset)
+        return self._tensor("signs", blocks * _BITS, rows, offset)
 
     def put_bits(self, name: str, row: int, bits: np.ndarray) -> None:
         """Writes a row of ``signs``: U8 [n], lowest bit first, padded with 0; with the scales, which other graphs overwrite."""
@@ -222,19 +213,17 @@ class StepFields:
 
     def tokens(self, count: int) -> Tensor:
         """Token ids [count], written by the host."""
-        offset, ggml_type = self._take("tokens", "i32", count)
-        self._upload_end = self._end
-        self._read_start = self._end
-        return self._tensor(ggml_type, count, 1, offset)
+        offset = self._take("tokens", "i32", count)
+        self._upload_end = self._read_start = self._end
+        return self._tensor("i32", count, 1, offset)
 
     def drafted_tokens(self, count: int, drafts: Sequence[Tensor]) -> Tensor:
         """Token ids [count]: row 0 from the host, the others from the nodes ``drafts`` (I32, count - 1 ids, each depending on the one before).
         Readable after the run."""
-        offset, ggml_type = self._take("tokens", "i32", count)
+        self._read_start = offset = self._take("tokens", "i32", count)
         self._upload_end = offset + 4
-        self._read_start = offset
         self._place(offset + 4, drafts)
-        return self._tensor(ggml_type, count, 1, offset, after=drafts[-1])
+        return self._tensor("i32", count, 1, offset, after=drafts[-1])
 
     def _place(self, offset: int, nodes: Sequence[Tensor]) -> None:
         for node in nodes:
@@ -244,37 +233,28 @@ class StepFields:
     def picked_tokens(self, count: int, drafts: Sequence[Tensor]) -> Tensor:
         """Token ids [count] = ``given[source]``: the host writes ``source`` and the first ``count`` of ``given``, the nodes ``drafts`` (I32, each
         depending on the one before) the rest. Readable after the run."""
-        source, total = self.input("source", "i32", count), count + sum(map(_values, drafts))
-        offset, ggml_type = self._take("given", "i32", total)
+        source, total = self.input("source", "i32", count), count + _values(*drafts)
+        offset = self._take("given", "i32", total)
         self._upload_end = offset + 4 * count
         self._place(offset + 4 * count, drafts)
-        picked = self.graph.rows(self._tensor(ggml_type, 1, total, offset, after=drafts[-1]), source)
+        picked = self.graph.rows(self._tensor("i32", 1, total, offset, after=drafts[-1]), source)
         self.output("tokens", "i32", picked)
         return self.graph.reshape(picked, count)
 
-    def output(self, name: str, kind: str, node: Tensor) -> None:
-        """Places the node's result where the host reads it after the run (``host[name]``)."""
-        require(kind in _TYPES and node.type == _TYPES[kind][0], f"an output of the type {kind}", node=node)
-        count = node.ne[0] * node.ne[1] * node.ne[2]
+    def output(self, name: str, kind: str, *nodes: Tensor) -> None:
+        """Places the nodes' results, concatenated, where the host reads them after the run (``host[name]``)."""
+        for node in nodes:
+            require(kind in _TYPES and node.type == _TYPES[kind][0], f"an output of the type {kind}", node=node)
         if self._read_start is None:
             self._read_start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
-        offset, _ = self._take(name, kind, count)
-        self.graph.place(self.io.homes[self.graph.segment], offset, node)
-        self.graph.expand(node)
-
-    def outputs(self, name: str, nodes: Sequence[Tensor]) -> None:
-        """``output`` of several I32 nodes, concatenated."""
-        require(all(node.type == _TYPES["i32"][0] for node in nodes), "outputs", first=nodes[0])
-        if self._read_start is None:
-            self._read_start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
-        offset, _ = self._take(name, "i32", sum(map(_values, nodes)))
+        offset = self._take(name, kind, _values(*nodes))
         self._place(offset, nodes)
         for node in nodes:
             self.graph.expand(node)
 
     def launch(self) -> None:
         """Queues upload, graph and read. Asynchronous on GPUs; complete on return on CPUs."""
-        io, read_start = self.io, self._end if self._read_start is None else self._read_start
+        read_start, io = self._end if self._read_start is None else self._read_start, self.io
         size = self._end - read_start
         self._queue(read_start, size)
         io.uploads += 1
@@ -283,19 +263,17 @@ class StepFields:
             io.reads += 1
             io.read_bytes += size
         if io.replay is not None and not self.graph.n_cuts:  # a launch with cuts includes host work
-            self._count_replay(io.replay)
+            self._calls += 1
+            replayed = io.replay.count(self._calls, self._times.compute, self.graph.n_nodes, self.captured)
+            if replayed and not self._replayed:
+                self._replayed = True
+                io.replay.captured += 1
+                io.replay.inside += self.captured is False
 
     def _queue(self, read_start: int, size: int) -> None:
         err = self._err
         if lib.pgs_step_launch(self.io.handle, self.graph.handle, self._upload_end, read_start, size, self._times, err):
             raise_error(err)
-
-    def _count_replay(self, counters: ReplayCounters) -> None:
-        self._calls += 1
-        if counters.count(self._calls, self._times.compute, self.graph.n_nodes, self.captured) and not self._replayed:
-            self._replayed = True
-            counters.captured += 1
-            counters.inside += self.captured is False
 
     def wait(self) -> StepTimes:
         """Blocks until the outputs are available; releases the GIL."""

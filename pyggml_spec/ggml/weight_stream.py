@@ -4,8 +4,7 @@ The next layer is copied while the device computes one (csrc/weight_stream.c). A
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,8 +14,7 @@ from .graph import Graph
 from .library import Context, Tensor, check, ffi, lib, new_context, new_err, text
 
 
-@dataclass(frozen=True)
-class StreamCounts:
+class StreamCounts(NamedTuple):
     """Bytes copied so far, and the chunks computed with them."""
 
     bytes: int = 0
@@ -97,15 +95,8 @@ class WeightStream:
             if padding := paddings[layer, name]:
                 check(lib.pgs_stream_add(self._handle, number, zeros, offset + nbytes, padding, self._err), self._err)
 
-    def begin(self, g: Graph, layer: int) -> None:
-        """Nodes added from now on may read the tensors of ``layer``."""
-        self._cut(g, layer, True)
-
-    def end(self, g: Graph, layer: int) -> None:
-        """All readers of ``layer`` are in the graph."""
-        self._cut(g, layer, False)
-
-    def _cut(self, g: Graph, layer: int, begins: bool) -> None:
+    def cut(self, g: Graph, layer: int, begins: bool) -> None:
+        """Nodes added from now on may read the tensors of ``layer``, or (``begins`` False) all its readers are in the graph."""
         handle: Any = self._handle if self._handle is not None else ffi.NULL
         check(lib.pgs_graph_stream_cut(g.handle, handle, self._numbers[layer], begins, self._err), self._err)
 

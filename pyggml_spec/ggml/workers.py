@@ -7,6 +7,7 @@ import re
 import socket
 import struct
 from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
 
 from ..errors import DeviceError
 
@@ -41,8 +42,7 @@ class Address:
         return f"{self.ip}:{self.port}"
 
 
-@dataclass(frozen=True)
-class WorkerInfo:
+class WorkerInfo(NamedTuple):
     """``memory``: (free, total) bytes per device; ``extended``: whether the worker checks operations."""
 
     version: tuple[int, int, int]
@@ -79,27 +79,6 @@ class _BadResponse(Exception):
     """A malformed response."""
 
 
-class _Client:
-    def __init__(self, address: Address, seconds: float) -> None:
-        self.socket = socket.create_connection((address.ip, address.port), seconds)
-
-    def request(self, command: int, body: bytes, expected: int) -> bytes:
-        self.socket.sendall(struct.pack("<BQ", command, len(body)) + body)
-        (size,) = struct.unpack("<Q", self._read(8))
-        if size != expected:
-            raise _BadResponse
-        return self._read(size)
-
-    def _read(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            part = self.socket.recv(count - len(data))
-            if not part:
-                raise _BadResponse
-            data += part
-        return data
-
-
 def probe(address: Address, seconds: float = SECONDS) -> WorkerInfo:
     """Requests version, devices and memory of a worker.
 
@@ -107,7 +86,7 @@ def probe(address: Address, seconds: float = SECONDS) -> WorkerInfo:
         DeviceError: it does not listen, does not respond in time, is no RPC server, has another version, or lacks the device.
     """
     try:
-        client = _Client(address, seconds)
+        connection = socket.create_connection((address.ip, address.port), seconds)
     except ConnectionRefusedError:
         command = f"pyspec worker --port {address.port}"
         raise DeviceError(
@@ -118,8 +97,8 @@ def probe(address: Address, seconds: float = SECONDS) -> WorkerInfo:
         raise DeviceError(
             f"the worker {address.host}:{address.port} cannot be reached within {seconds:g} s ({why}); is the address right?"
         ) from None
-    with client.socket:
-        return _handshake(client, address, seconds)
+    with connection, connection.makefile("rb") as file:
+        return _handshake(connection, file, address, seconds)
 
 
 def check_count(address: Address, count: int) -> None:
@@ -130,18 +109,25 @@ def check_count(address: Address, count: int) -> None:
         )
 
 
-def _handshake(client: _Client, address: Address, seconds: float) -> WorkerInfo:
+def _handshake(connection: socket.socket, file: BinaryIO, address: Address, seconds: float) -> WorkerInfo:
     server = f"the server at {address.host}:{address.port}"
+
+    def request(command: int, body: bytes, expected: int) -> bytes:
+        connection.sendall(struct.pack("<BQ", command, len(body)) + body)
+        if file.read(8) != struct.pack("<Q", expected) or len(response := file.read(expected)) < expected:
+            raise _BadResponse
+        return response
+
     try:
-        major, minor, patch, flags = struct.unpack("<BBBB", client.request(_HELLO, bytes(_CAPS), 4 + _CAPS)[:4])
+        major, minor, patch, flags = struct.unpack("<BBBB", request(_HELLO, bytes(_CAPS), 4 + _CAPS)[:4])
         if major != PROTOCOL[0] or minor > PROTOCOL[1]:
             raise DeviceError(
                 f"the worker {address.host}:{address.port} speaks version {major}.{minor}.{patch} of ggml's RPC protocol, and this ggml "
                 f"{'.'.join(map(str, PROTOCOL))}; run the same pyggml_spec on both machines"
             )
-        (count,) = struct.unpack("<I", client.request(_COUNT, b"", 4))
+        (count,) = struct.unpack("<I", request(_COUNT, b"", 4))
         check_count(address, count)
-        memory = tuple(struct.unpack("<QQ", client.request(_MEMORY, struct.pack("<I", i), 16)) for i in range(min(count, 64)))
+        memory = tuple(struct.unpack("<QQ", request(_MEMORY, struct.pack("<I", i), 16)) for i in range(min(count, 64)))
     except TimeoutError:
         raise DeviceError(
             f"{server} sent nothing within {seconds:g} s: the worker is in use (one client at a time), it hangs, or it is no worker"

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from ..ggml.graph import Graph
 from ..ggml.library import Tensor, lib
 
 
@@ -81,28 +80,15 @@ class KVLayer(NamedTuple):
         return attended if self.indexer is None else (*attended, self.indexer)
 
 
-class RecurrentLayers(Protocol):
-    """The recurrent state as input of a graph (``cache.recurrent.DeltaInputs``)."""
-
-    def layer(
-        self,
-        g: Graph,
-        index: int,
-        proj: Tensor,
-        conv_w: Tensor,
-        beta: Tensor | None = None,
-        alpha: Tensor | None = None,
-        dt: Tensor | None = None,
-        a: Tensor | None = None,
-        conv_b: Tensor | None = None,
-        eps: float = 0.0,
-    ) -> Tensor:
-        """Adds a layer (tensors as in pgs_delta_inputs); returns F32 [head_size, H_v, T], without a recurrence [channels, T]."""
+# the recurrent state as input of a graph (``cache.recurrent.DeltaInputs``), called with the graph, the index of the state, and tensors as in
+# pgs_delta_inputs: adds a layer and returns F32 [head_size, H_v, T], without a recurrence [channels, T]
+RecurrentLayers = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """``kv_rows``, ``mask`` and ``kv_bucket`` of one kind of layers, as in ``TargetInputs``."""
+    """Of one kind of layers: ``kv_rows`` I64 [T], the cache rows to write K and V to; ``mask`` F16 [kv_bucket, T], 0 where visible and -inf elsewhere;
+    ``kv_bucket``, the cache rows that attention reads."""
 
     kv_rows: Tensor
     mask: Tensor
@@ -110,16 +96,13 @@ class AttentionInputs:
 
 
 @dataclass(frozen=True)
-class TargetInputs:
-    """Inputs of a target graph.
+class TargetInputs(AttentionInputs):
+    """Inputs of a target graph, those of full-attention layers included.
 
     Attributes:
         tokens: I32 [T] token ids.
         positions: I32 [T] absolute positions.
-        kv_rows: I64 [T] cache rows to write K and V to.
-        mask: F16 [kv_bucket, T], 0 where visible and -inf elsewhere.
-        kv_bucket: cache rows that attention reads.
-        sliding: the same for sliding-window layers; None without any.
+        sliding: of sliding-window layers; None without any.
         kv: a KVLayer per attention layer.
         delta: the recurrent state, or None.
         n_ctx: tokens of context, a multiple of the smallest KV bucket; 0 in graphs of drafters.
@@ -129,9 +112,6 @@ class TargetInputs:
 
     tokens: Tensor
     positions: Tensor
-    kv_rows: Tensor
-    mask: Tensor
-    kv_bucket: int
     sliding: AttentionInputs | None
     kv: tuple[KVLayer, ...]
     delta: RecurrentLayers | None
@@ -143,9 +123,3 @@ class TargetInputs:
         """The inputs and ``tensors`` (possibly None) on the device of ``layer``, copied there if needed; call it before each layer."""
         crossed = self.cross(layer, tensors) if self.cross is not None else None
         return (self, *tensors) if crossed is None else (crossed[0], *crossed[1])
-
-    @property
-    def sliding_inputs(self) -> AttentionInputs:
-        """``sliding``, which must not be None."""
-        assert self.sliding is not None
-        return self.sliding

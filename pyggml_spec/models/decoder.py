@@ -12,15 +12,13 @@ from ..errors import ModelError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from .base import AttentionInputs, KVShape, RecurrentShape, TargetInputs
-from .blocks import head_product
+from .base import KVShape, RecurrentShape, TargetInputs
 from .hparams import Hparams
-from .keys import embedding_and_head
-from .layers import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, Attention, Layer, LayerContext, any_norm
+from .layers import ROPE_FREQS, ROPE_LONG, ROPE_SHORT, Attention, Layer, LayerContext, any_norm, head_product
 from .model import SCALED, Model
 from .moe import Experts
 from .rope import Rope
-from .weights import VECTOR, Spec, Weights
+from .weights import MATMUL, ROWS, VECTOR, Spec, Weights
 
 ARCHITECTURES: dict[str, Callable[[GGUFFile], "Decoder"]] = {}
 
@@ -93,9 +91,9 @@ class Decoder(Model):
     ) -> None:
         self.f, self.file, self.arch, self.layers = f, f.file, f.arch, tuple(layers)
         self.n_embd, self.n_layer, self.n_vocab, self.context_length = f.n_embd, f.n_layer, f.n_vocab, f.context_length
-        self.eps, self.window, self.norm_embedding = f.layer_norm_eps if layer_norms else f.eps, window, norm_embedding
-        self._output_norm = output_norm
-        self.layer_norms, self.norm_biases, self.long_from, self.temperature = layer_norms, norm_biases, long_from, temperature
+        self.eps, self.window, self._output_norm = f.layer_norm_eps if layer_norms else f.eps, window, output_norm
+        self.norm_embedding, self.layer_norms, self.norm_biases = norm_embedding, layer_norms, norm_biases
+        self.long_from, self.temperature = long_from, temperature
         self.embedding_scale, self.logit_scale, self.softcap = embedding_scale, logit_scale, softcap
         self.scaled, self.unscaled, self.biased, self._unused = scaled, frozenset(unscaled), biased, unused
         self.mtp, self._drafting_layers = mtp, drafting_layers
@@ -114,18 +112,21 @@ class Decoder(Model):
     # -- tensors
 
     def tensors(self) -> list[Spec]:
-        out = embedding_and_head(self.file, self.n_embd, self.n_vocab, self._output_norm) + [
-            s for i, layer in enumerate(self.layers) for s in layer.tensors(self.f, f"blk.{i}.")
+        embedding = self.n_embd, self.n_vocab
+        out = [
+            Spec("token_embd.weight", embedding, ROWS),
+            Spec(
+                "output_norm.weight", embedding[:1], VECTOR, f"{self._output_norm}.weight" if self._output_norm != "output_norm" else None
+            ),
+            Spec("output.weight", embedding, MATMUL, None if "output.weight" in self.file.tensors else "token_embd.weight"),
         ]
+        out += [s for i, layer in enumerate(self.layers) for s in layer.tensors(self.f, f"blk.{i}.")]
         if self.norm_biases:
             norms = ["output_norm", *(f"blk.{i}.{name}" for i, layer in enumerate(self.layers) for name in layer.norms)]
-            out += [Spec(f"{name}.bias", (self.n_embd,), VECTOR) for name in norms]
-        return out + self._rope_factors()
-
-    def _rope_factors(self) -> list[Spec]:
+            out += [Spec(f"{name}.bias", embedding[:1], VECTOR) for name in norms]
         rope = next((m.rope for m in (layer.mixer for layer in self.layers) if isinstance(m, Attention) and m.factors), None)
-        names = (ROPE_LONG, ROPE_SHORT) if self.long_from else (ROPE_FREQS,)
-        return [Spec(name, (rope.n_rot // 2,), VECTOR) for name in names if rope is not None and name in self.file.tensors]
+        tables = (ROPE_LONG, ROPE_SHORT) if self.long_from else (ROPE_FREQS,)
+        return out + [Spec(name, (rope.n_rot // 2,), VECTOR) for name in tables if rope is not None and name in self.file.tensors]
 
     def is_long(self, n_ctx: int) -> bool:
         """Whether ROPE_LONG applies to contexts of ``n_ctx`` tokens."""
@@ -183,7 +184,7 @@ class Decoder(Model):
         """
         x = self.embed(g, rows.tokens)
         x = g.scale(x, self.embedding_scale) if self.embedding_scale != 1 else x
-        x = g.norm(x, self.eps) if self.norm_embedding else x
+        x = g.rms_norm(x, None, self.eps) if self.norm_embedding else x
         extra, captured = self.extra(g, x, rows.tokens), {}
         for i, layer in enumerate(self.layers):
             rows, x, extra = rows.at(i, x, extra if layer.reads_extra else None)
@@ -200,7 +201,7 @@ class Decoder(Model):
         return None
 
     def _context(self, g: Graph, rows: TargetInputs, i: int, extra: Tensor | None) -> LayerContext:
-        attention = rows.sliding_inputs if self.layers[i].mixer.sliding else AttentionInputs(rows.kv_rows, rows.mask, rows.kv_bucket)
+        attention = rows.sliding if self.layers[i].mixer.sliding else rows
         caches = dict(zip(self._owners, rows.kv, strict=True))
         state = self._recurrent.index(i) if i in self._recurrent else 0
         factors = (ROPE_LONG if self.is_long(rows.n_ctx) else ROPE_SHORT) if self.long_from else ROPE_FREQS

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from ..ggml.library import Tensor
 from .base import RecurrentShape
-from .blocks import product
 from .hparams import Hparams
-from .layers import LayerContext, Part, specs
+from .layers import LayerContext, Part, product, specs
 from .weights import VECTOR, Group, Spec
 
 QKV, Z, BETA, ALPHA = "attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"
@@ -55,9 +54,7 @@ class GatedDeltaNet(Part):
         g, w, b = c.g, c.w, c.prefix
         proj, z, beta, alpha = self.projections(c, x)
         assert c.recurrent is not None
-        o = c.recurrent.layer(
-            g, c.state, proj, c["ssm_conv1d"], beta=beta, alpha=alpha, dt=w[f"{b}ssm_dt.bias"], a=w[f"{b}ssm_a"], eps=c.eps
-        )
+        o = c.recurrent(g, c.state, proj, c["ssm_conv1d"], beta=beta, alpha=alpha, dt=w[f"{b}ssm_dt.bias"], a=w[f"{b}ssm_a"], eps=c.eps)
         return product(g, c.matrix("ssm_out"), g.gated_norm(o, c["ssm_norm"], c.eps, z))
 
     def projections(self, c: LayerContext, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -5,15 +5,13 @@ A part is a frozen value without weights. It lists its tensors (``tensors``), ma
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from .base import AttentionInputs, KVLayer, KVShape, RecurrentLayers, RecurrentShape
-from .blocks import attend, geglu_ffn, product, project, softplus_gated, swiglu_ffn
-from .hparams import Hparams
-from .keys import inverse_root
+from .hparams import Hparams, inverse_root
 from .model import FFN
 from .moe import Experts
 from .rope import Rope
@@ -30,6 +28,94 @@ def specs(prefix: str, matrices: Mapping[str, tuple[int, ...]], vectors: Mapping
     """Specs of a layer's tensors by short names."""
     out = [Spec(f"{prefix}{name}.weight", shape) for name, shape in matrices.items()]
     return out + [Spec(f"{prefix}{name}.weight", (size,), VECTOR) for name, size in vectors.items()]
+
+
+def head_product(g: Graph, matrix: Matrix, x: Tensor, tokens: int = 0) -> Tensor:
+    """``product`` of a head, limited to the first ``tokens`` outputs unless 0."""
+    if not tokens or tokens >= matrix.weight.ne[1]:
+        return product(g, matrix, x)
+    count = g.aligned_outputs(matrix.weight, tokens)
+    scale, bias = (v if v is None or v.ne[0] == 1 else g.slice(v, 0, 0, count) for v in (matrix.scale, matrix.bias))
+    out = product(g, replace(matrix, weight=g.first_outputs(matrix.weight, count), scale=scale, bias=bias), x)
+    return out if count == tokens else g.cont(g.slice(out, 0, 0, tokens))
+
+
+def product(g: Graph, matrix: Matrix, x: Tensor) -> Tensor:
+    """x F32 [n_in, T] times the matrix, with the file's scale and bias; F32 [n_out, T]."""
+    out = g.matmul(matrix.weight, x)
+    if matrix.bias is not None and matrix.bias_first:
+        out = g.add(out, matrix.bias)
+    if matrix.scale is not None:
+        out = g.mul(out, matrix.scale)
+    if matrix.bias is not None and not matrix.bias_first:
+        out = g.add(out, matrix.bias)
+    return out
+
+
+def project(g: Graph, group: Group, x: Tensor) -> list[Tensor]:
+    """x F32 [n_in, T] times each matrix of the group; F32 [rows_i, T], as views of one product where matrices are fused."""
+    out: list[Tensor] = []
+    for matrix, rows in group.runs:
+        joined, first = product(g, matrix, x), 0
+        for n in rows:
+            out.append(g.slice(joined, 0, first, n) if len(rows) > 1 else joined)
+            first += n
+    return out
+
+
+def gated_ffn(g: Graph, glu: str, gate_up: Group, down: Matrix, x: Tensor) -> Tensor:
+    """W_down (act(W_gate x) * W_up x), ``glu`` as of ``Graph.gated``. For one row ggml-cuda fuses two matmuls and the gate into one kernel; for more,
+    one matmul is faster."""
+    separate = [run.matrix for run in gate_up.runs] if gate_up.fused is None else gate_up.parts if x.ne[1] == 1 else ()
+    if separate:
+        gate, up = (product(g, matrix, x) for matrix in separate)
+        return product(g, down, g.gated(glu, gate, up))
+    assert gate_up.fused is not None
+    return product(g, down, g.gated_halves(glu, product(g, gate_up.fused, x)))
+
+
+def write_kv(g: Graph, k: Tensor, v: Tensor, kv: KVLayer, kv_rows: Tensor) -> None:
+    """Writes k, v F32 [D, H_kv, T] into the cache rows. RoPE, view and row write of K stay adjacent, which ggml-cuda fuses."""
+    k, v = g.hadamard(k, kv.rotation_k), g.hadamard(v, kv.rotation_v)
+    g.expand(v)
+    g.kv_write_rows(kv.k, k, kv_rows)
+    g.kv_write_rows(kv.v, v, kv_rows)
+
+
+def softplus_gated(g: Graph, out: Tensor, gate: Tensor, head_size: int) -> Tensor:
+    """out F32 [D * H, T] * softplus(gate); gate has one value per head, F32 [H, T], or one per output."""
+    # a part of a fused product is a view, and ggml-cuda's unary kernels need contiguous tensors
+    gate = g.softplus(gate if g.view_source(gate) == gate else g.cont(gate))
+    if gate.ne[0] == out.ne[0]:
+        return g.mul(out, gate)
+    heads, rows = gate.ne[0], out.ne[1]
+    return g.flat(g.mul(g.reshape(out, head_size, heads, rows), g.reshape(gate, 1, heads, rows)))
+
+
+def attend(
+    g: Graph,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv: KVLayer,
+    at: AttentionInputs,
+    scale: float,
+    sinks: Any = None,
+    cap: float = 0.0,
+) -> Tensor:
+    """Writes k, v F32 [D, H_kv, T] into the cache rows and attends with q F32 [D, H, T] to the KV bucket. Returns F32 [D * H, T].
+
+    ``sinks`` F32 [H]: per-head score that takes part in the softmax without a value. k and v None: ``kv`` has the rows of an earlier layer.
+    """
+    n_head_kv = kv.k.ne[0] // q.ne[0]
+    q = g.hadamard(q, kv.rotation_k)
+    if k is None and q.ne[2] == kv.k.ne[2]:  # one row of each sequence
+        # With replayed CUDA graphs, ggml-cuda's one-row attention right after the query's rotation reads it too early (PDL); a copy between them helps.
+        q = g.cont(q)
+    g.expand(q)
+    if k is not None and v is not None:
+        write_kv(g, k, v, kv, at.kv_rows)
+    return g.hadamard(g.flash_attention(q, kv.k, kv.v, at.mask, n_head_kv, at.kv_bucket, scale, sinks, cap), kv.rotation_v)
 
 
 @dataclass
@@ -211,11 +297,11 @@ class Attention(Part):
         if QKV in c:
             wide, wide_kv, qkv = self.size * self.heads, self.size * self.kv_heads, inputs[0]
             parts = ((wide, 0), (wide_kv, wide), (wide_kv, wide + wide_kv))
-            inputs = [*(c.g.columns(qkv, n, first) for n, first in parts), *inputs[1:]]
+            inputs = [*(c.g.slice(qkv, 0, first, n) for n, first in parts), *inputs[1:]]
         return self.attend(c, *inputs)
 
-    def attend(self, c: LayerContext, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None = None) -> Tensor:
-        """From the projections F32 [.., T]: writes K and V, attends, and projects to F32 [n_embd, T]."""
+    def attend(self, c: LayerContext, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+        """From the projections F32 [.., T]: writes K and V if any, attends, and projects to F32 [n_embd, T]."""
         g, size, stride = c.g, self.size, None
         if self.gate == "in q":
             stride = 2 * size
@@ -225,12 +311,11 @@ class Attention(Part):
         if self.scale_q:
             q, scale = g.scale(q, scale), 1.0
         q = q if c.q_scale is None else g.mul(q, c.q_scale)
-        k, v = self.keys_values(c, k, v)
-        k, v = c.name(k, "Kcur"), c.name(v, "Vcur")
+        if k is not None and v is not None:
+            k, v = self.keys_values(c, k, v)
+            k, v = c.name(k, "Kcur"), c.name(v, "Vcur")
         assert c.attention is not None
-        sinks = c["attn_sinks"] if self.sinks else None
-        inputs = c.attention
-        out = attend(g, q, k, v, c.kv, inputs.kv_rows, inputs.mask, inputs.kv_bucket, self.kv_heads, scale, sinks, self.cap)
+        out = attend(g, q, k, v, self.cache(c), c.attention, scale, c["attn_sinks"] if self.sinks else None, self.cap)
         if self.gate == "softplus":
             assert gate is not None
             out = softplus_gated(g, out, gate, size)
@@ -241,6 +326,10 @@ class Attention(Part):
             # a part of a fused product is a view, and ggml-cuda's unary kernels need contiguous tensors
             out = g.mul(out, g.sigmoid(gate if g.view_source(gate) == gate else g.cont(gate)))
         return c.product("attn_output", c.name(out, "kqv_out"))
+
+    def cache(self, c: LayerContext) -> KVLayer:
+        """The rows that it attends to."""
+        return c.kv
 
     def keys_values(self, c: LayerContext, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Projections F32 [.., T] -> K and V as stored, F32 [size, kv_heads, T]."""
@@ -280,11 +369,10 @@ class GatedMLP(Part):
         return {} if self.packed else {"ffn": self.names[:2]}
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        glu = {"silu": "swiglu", "gelu": "geglu"}[self.act]
         if self.packed:
-            both = c.product(self.names[1], x)
-            return c.product(self.names[2], c.g.swiglu_halves(both) if self.act == "silu" else c.g.geglu_halves(both))
-        ffn = swiglu_ffn if self.act == "silu" else geglu_ffn
-        return ffn(c.g, c.w.group(f"{c.prefix}ffn"), c.matrix(self.names[2]), x)
+            return c.product(self.names[2], c.g.gated_halves(glu, c.product(self.names[1], x)))
+        return gated_ffn(c.g, glu, c.w.group(f"{c.prefix}ffn"), c.matrix(self.names[2]), x)
 
 
 @dataclass(frozen=True)
@@ -403,3 +491,9 @@ class Layer:
         """The term of a part in the residual stream."""
         x = c.norm(x, norm, self.post_eps) if norm else x
         return c.g.scale(x, self.residual) if self.residual not in (0.0, 1.0) else x
+
+
+def post_normed(mixer: Part, ffn: Part, before: bool = True, eps: float | None = None) -> Layer:
+    """A layer with norms of both outputs, ``eps`` as of ``Layer.post_eps``, and ``before`` both inputs."""
+    names = ("attn_norm", "ffn_norm") if before else ("", "")
+    return Layer(mixer, ffn, *names, "post_attention_norm", "post_ffw_norm", eps)

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from ..ggml.library import Tensor
 from .base import Recurrence, RecurrentShape
-from .blocks import product
 from .hparams import Hparams
-from .layers import LayerContext, Part, specs
+from .layers import LayerContext, Part, product, specs
 from .weights import VECTOR, Spec
 
 
@@ -51,13 +50,13 @@ class Mamba2(Part):
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
         g, w, b, s, inner = c.g, c.w, c.prefix, self.shape, self.inner
         projected = c.product("ssm_in", x)
-        z, dt = g.cont(g.columns(projected, inner)), g.columns(projected, s.n_head_v, inner + s.channels)
+        z, dt = g.cont(g.slice(projected, 0, 0, inner)), g.slice(projected, 0, inner + s.channels, s.n_head_v)
         assert c.recurrent is not None
-        y = c.recurrent.layer(
-            g, c.state, g.cont(g.columns(projected, s.channels, inner)), c["ssm_conv1d"], beta=w[f"{b}ssm_d"], alpha=dt, dt=w[f"{b}ssm_dt.bias"],
+        y = c.recurrent(
+            g, c.state, g.cont(g.slice(projected, 0, inner, s.channels)), c["ssm_conv1d"], beta=w[f"{b}ssm_d"], alpha=dt, dt=w[f"{b}ssm_dt.bias"],
             a=w[f"{b}ssm_a"], conv_b=w[f"{b}ssm_conv1d.bias"],
         )  # fmt: skip
-        y = g.swiglu(z, g.flat(y))
+        y = g.gated("swiglu", z, g.flat(y))
         if self.normalised:
             y = g.flat(c.rms_norm(g.heads(y, inner // s.n_head_k, s.n_head_k), "ssm_norm"))
         return product(g, c.matrix("ssm_out"), y)

@@ -70,11 +70,11 @@ class MLA(Part):
         g, kv, n_rot, attention = c.g, c.kv, self.rope.n_rot, c.attention
         assert attention is not None
         q = c.product("attn_q_b", q) if self.lora_q else q
-        plain, turned = g.split_heads(q, self.size, self.size - n_rot)
+        plain, turned = g.heads(q, self.size - n_rot, self.heads, self.size), g.heads(q, n_rot, self.heads, self.size, self.size - n_rot)
         absorbed = g.permute(g.matmul(c["attn_k_b"], g.permute(plain, 0, 2, 1, 3)), 0, 2, 1, 3)
         q = g.concat([absorbed, self._rotate(c, turned)])
         q = q if c.q_scale is None else g.mul(q, c.q_scale)
-        latent = c.rms_norm(g.columns(row, self.latent), "attn_kv_a_norm")
+        latent = c.rms_norm(g.slice(row, 0, 0, self.latent), "attn_kv_a_norm")
         key = self._rotate(c, g.heads(row, n_rot, 1, first=self.latent))
         g.expand(q)
         g.kv_write_rows(kv.k, g.concat([g.reshape(latent, self.latent, 1, latent.ne[1]), key]), attention.kv_rows)

@@ -81,7 +81,12 @@ class Model:
             if short != "fc":
                 unused[f"{base}.input_scale"] = STATIC
             if scale in tensors and short in self.unscaled:
-                self._check_one(scale)
+                with self.file.read(scale) as data:
+                    if tensors[scale].type_name != "f32" or (np.frombuffer(data, np.float32) != 1).any():
+                        raise ModelError(
+                            f"{self.file.path} has the scale {scale!r}, which llama.cpp reads and does not apply to {self.arch} models, so what "
+                            "the weights are meant to be is not certain; convert the model to a type without scales"
+                        )
                 unused[scale] = "a scale of 1"
             elif scale in tensors:
                 found.append(Spec(scale, (spec.shape[2] if spec.use == EXPERTS else 1,), VECTOR, of=spec.name))
@@ -90,11 +95,3 @@ class Model:
                 raise ModelError(f"{self.file.path} has {bias!r} and NVFP4 weights with a scale, which llama.cpp does not support either")
             found.append(Spec(bias, (spec.shape[1],), VECTOR, of=spec.name))
         return found, unused
-
-    def _check_one(self, name: str) -> None:
-        with self.file.read(name) as data:
-            if self.file.tensors[name].type_name != "f32" or (np.frombuffer(data, np.float32) != 1).any():
-                raise ModelError(
-                    f"{self.file.path} has the scale {name!r}, which llama.cpp reads and does not apply to {self.arch} models, so what the "
-                    "weights are meant to be is not certain; convert the model to a type without scales"
-                )

@@ -8,14 +8,12 @@ The order of nodes is that of llama.cpp's build_moe_ffn: ggml-cuda fuses the rou
 Expert matrices are [n_in, n_out, n_expert].
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
-from ..errors import ModelError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from .keys import per_layer, positive
 from .weights import EXPERTS, MATMUL, VECTOR, Spec, Weights
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # values of `expert_gating_func`
@@ -48,36 +46,6 @@ class Experts:
     groups: int = 1
     groups_used: int = 1
 
-    @classmethod
-    def from_gguf(cls, file: GGUFFile, arch: str, n_layer: int, n_ff: int | None = None, own_size: bool = True, **more: Any) -> "Experts":
-        """Reads `expert_count`, `expert_used_count` and, if ``own_size``, `expert_feed_forward_length` (default ``n_ff``).
-
-        Raises:
-            ModelError: inconsistent counts, or unsupported routing.
-        """
-        n_expert = positive(file, f"{arch}.expert_count", limit=1024)
-        used = set(per_layer(file, f"{arch}.expert_used_count", n_layer, limit=n_expert))
-        sizes = set(per_layer(file, f"{arch}.expert_feed_forward_length", n_layer, n_ff)) if own_size or n_ff is None else {n_ff}
-        if n_expert < 2:
-            raise ModelError(f"{file.path}: expert_count is 1, and a router between one expert routes nothing")
-        if len(used) > 1 or len(sizes) > 1:
-            raise ModelError(f"{file.path} has layers with different expert counts or sizes; {arch} files without are supported")
-        groups, groups_used = cls._grouped(file, arch, n_expert)
-        return cls(n_expert, used.pop(), sizes.pop(), groups=groups, groups_used=groups_used, **more)
-
-    @staticmethod
-    def _grouped(file: GGUFFile, arch: str, n_expert: int) -> tuple[int, int]:
-        """Reads `expert_group_count` and `expert_group_used_count`."""
-        groups, used = file.get(f"{arch}.expert_group_count", int, 0), file.get(f"{arch}.expert_group_used_count", int, 0)
-        if groups in (0, 1):
-            return 1, 1
-        if groups < 0 or n_expert % groups or n_expert < 2 * groups or not 0 < used < groups:
-            raise ModelError(
-                f"{file.path}: expert_group_used_count is {used} of expert_group_count {groups}, which cannot be for {n_expert} experts; "
-                "groups need the same size of two experts or more, and fewer are used than exist"
-            )
-        return groups, used
-
     def specs(self, file: GGUFFile, prefix: str, n_embd: int) -> list[Spec]:
         """Tensors of the layer ``prefix``; gate and up may be one tensor in the file."""
         out = [
@@ -97,32 +65,25 @@ class Experts:
 
     def __call__(self, g: Graph, w: Weights, prefix: str, x: Tensor, logits: Tensor | None = None) -> Tensor:
         """x F32 [n_embd, T] -> F32 [n_embd, T]; ``logits`` F32 [n_expert, T] replace the router's."""
-        layer = int(prefix.split(".")[1])
-        weights, chosen = self._route(g, w, prefix, self._router(g, w, prefix, x) if logits is None else logits)
+        layer, router = int(prefix.split(".")[1]), f"{prefix}ffn_gate_inp.weight"
+        if logits is None:
+            logits, (_, bias) = g.matmul(w[router], x), w.companions(router)
+            logits = logits if bias is None else g.add(logits, bias)
+        weights, chosen = self._route(g, w, prefix, logits)
         # first, so that ggml-cuda finds the router's nodes adjacent
         g.expand(weights)
-        if w.streams_layer(layer):
-            with w.arrived(g, layer):
-                out = g.mul(
-                    self._scaled(g, w, f"{prefix}ffn_down_exps.weight", self._results(g, w, prefix, x, chosen, chosen), chosen), weights
-                )
-                g.expand(out)
-                # includes the weighted sum: ggml-cuda fuses it within a part, with one rounding less
-                total = self._sum(g, out)
+        streamed = w.streaming and w.stream is not None and layer in w.stream.layers
+        with w.arrived(g, layer) if streamed else nullcontext():
+            if w.host_experts is not None and layer in w.host_experts and not streamed:
+                out = w.host_experts.run(g, layer, x, chosen, lambda slots: self._results(g, w, prefix, x, slots, chosen))
+            else:
+                out = self._results(g, w, prefix, x, chosen, chosen)
+            out = g.mul(self._scaled(g, w, f"{prefix}ffn_down_exps.weight", out, chosen), weights)
+            g.expand(out)
+            total = self._sum(g, out)
+            if streamed:  # the weighted sum, too: ggml-cuda fuses it within a part, with one rounding less
                 g.expand(total)
-            return total
-        if w.host_experts is not None and layer in w.host_experts:
-            out = w.host_experts.run(g, layer, x, chosen, lambda slots: self._results(g, w, prefix, x, slots, chosen))
-        else:
-            out = self._results(g, w, prefix, x, chosen, chosen)
-        out = g.mul(self._scaled(g, w, f"{prefix}ffn_down_exps.weight", out, chosen), weights)
-        g.expand(out)
-        return self._sum(g, out)
-
-    def _router(self, g: Graph, w: Weights, prefix: str, x: Tensor) -> Tensor:
-        """F32 [n_expert, T]."""
-        logits, bias = g.matmul(w[f"{prefix}ffn_gate_inp.weight"], x), w.bias(f"{prefix}ffn_gate_inp.weight")
-        return logits if bias is None else g.add(logits, bias)
+        return total
 
     def _route(self, g: Graph, w: Weights, prefix: str, logits: Tensor) -> tuple[Tensor, Tensor]:
         """F32 [1, n_used, T] weights and I32 [n_used, T] chosen experts."""
@@ -155,7 +116,7 @@ class Experts:
 
     def _scaled(self, g: Graph, w: Weights, name: str, out: Tensor, chosen: Tensor) -> Tensor:
         """Products F32 [n, n_used, T] of the experts ``name`` with the file's per-expert scales and biases."""
-        scale, bias = w.scale(name), w.bias(name)
+        scale, bias = w.companions(name)
         if scale is not None:
             scales = g.repeat(g.reshape(scale, 1, self.n_expert, 1), 1, self.n_expert, chosen.ne[1])
             out = g.mul(out, g.rows(scales, chosen))
@@ -165,7 +126,7 @@ class Experts:
         """act(W_gate x) * W_up x of the chosen experts, F32 [n_ff, n_used, T]."""
         if f"{prefix}ffn_gate_up_exps.weight" in w:
             both = g.matmul_experts(w[f"{prefix}ffn_gate_up_exps.weight"], x, slots)
-            gate, up = g.columns_3d(both, self.n_ff, 0), g.columns_3d(both, self.n_ff, self.n_ff)
+            gate, up = g.slice(both, 0, 0, self.n_ff), g.slice(both, 0, self.n_ff, self.n_ff)
         else:
             names = [f"{prefix}ffn_{name}_exps.weight" for name in (("up", "gate") if self.gated else ("up",))]
             up, *gates = [self._scaled(g, w, name, g.matmul_experts(w[name], x, slots), chosen) for name in names]
@@ -173,11 +134,11 @@ class Experts:
                 return getattr(g, self.glu)(up)
             gate = gates[0]
         # ggml's kernel, as for experts in host memory: the same bits on either side
-        return g.swiglu(gate, up, native=False) if self.glu == "swiglu" else getattr(g, self.glu)(gate, up)
+        return g.gated(self.glu, gate, up, native=False)
 
     def _sum(self, g: Graph, out: Tensor) -> Tensor:
         """F32 [n_embd, n_used, T] -> F32 [n_embd, T], added in order; all views precede the additions."""
-        parts = [g.slice_2d(out, i) for i in range(self.n_used)]
+        parts = [g.pick(out, 1, i) for i in range(self.n_used)]
         for part in parts:
             g.expand(part)
         total = parts[0]

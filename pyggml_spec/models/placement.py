@@ -177,10 +177,8 @@ def overridden(file: GGUFFile, overrides: Sequence[tuple[str, str]]) -> tuple[in
             )
         hosted.setdefault(int(part[1]), set()).add(name)
     for layer, names in hosted.items():
-        left = [
-            name for name in file.tensors if (part := _EXPERTS.fullmatch(name)) is not None and int(part[1]) == layer and name not in names
-        ]
-        if left:
+        experts = [name for name in file.tensors if (part := _EXPERTS.fullmatch(name)) is not None and int(part[1]) == layer]
+        if left := [name for name in experts if name not in names]:
             raise ModelError(
                 f"`override_tensor` moves some experts of layer {layer} to the CPU, but not {left[0]!r}; a layer's experts are moved together"
             )

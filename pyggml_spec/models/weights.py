@@ -6,8 +6,9 @@ matmul weights go into the backend's repacked buffer where it takes them, as in 
 Experts may be in host memory (``placement``), as pages of the file. On the CPU no expert is packed then, so that both sides use the same kernel.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -15,11 +16,10 @@ import numpy as np
 
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Backend, device_handle, free_bytes
-from ..ggml.graph import Graph
-from ..ggml.host_experts import ExpertCounts, HostExperts, fillers
+from ..ggml.graph import NOT_WEIGHTS, Graph
+from ..ggml.host_experts import ExpertCounts, HostExperts
 from ..ggml.kernels import LANES, Packed, multiplies_experts, new_packed, pack, pack_experts, packed_shape
-from ..ggml.library import Buffer, BufferType, CData, Context, Tensor, check, ffi, lib, new_context, new_err, text
-from ..ggml.shapes import NOT_WEIGHTS
+from ..ggml.library import Buffer, BufferType, Context, Tensor, check, ffi, lib, new_context, new_err, text
 from ..ggml.weight_stream import WeightStream
 from ..gguf_io import GGUFFile, TensorInfo
 from .placement import Placement
@@ -59,7 +59,7 @@ class Matrix:
         weight: [n_in, n_out].
         scale: F32 [1], or [n_out] for several matrices that are stored as one; None where there is none.
         bias: F32 [n_out] or None.
-        bias_first: whether the bias is added before the product is scaled.
+        bias_first: whether the bias is added before the product is scaled, in llama.cpp of an FFN only.
     """
 
     weight: Tensor
@@ -93,9 +93,16 @@ class Group:
         return self.runs[0].matrix if len(self.runs[0].rows) > 1 else None
 
 
-def _bias_first(name: str) -> bool:
-    """llama.cpp's order: products of attention are scaled and then biased, those of an FFN biased and then scaled."""
-    return ".ffn_" in name
+class _Job(NamedTuple):
+    """A tensor to store: the bytes of ``sources`` in the file, only the experts ``hot`` of them, or ``values``."""
+
+    key: str
+    type: int
+    shape: tuple[int, ...]
+    use: str
+    sources: list[TensorInfo]
+    values: np.ndarray | None = None
+    hot: tuple[int, ...] | None = None
 
 
 def _run_name(group: str, i: int) -> str:
@@ -153,22 +160,25 @@ class Weights:
         host: Backend | None = None,
     ) -> None:
         self.backend, self.file, self.placement = backend, file, placement
+        # the host's experts are in memory that the device copies from at the speed of the bus: pages of a file go through its driver's buffer first
+        wanted = placement is not None and placement.pinned
+        self._pinned_type = (lib.ggml_backend_dev_host_buffer_type(device_handle(backend.device)) or None) if wanted else None
+        self.pinned = self._pinned_type is not None
         self.host_experts: HostExperts | None = None
         self.host_bytes = 0
+        self.hosts_experts = False  # whether some are in host memory
         self.stream: WeightStream | None = None
         self.streaming = False
         self._hosted: dict[int, dict[str, Tensor]] = {}  # by layer and name, experts of which some are the host's
         self._here: dict[str, Tensor] = {}  # copies of the layer whose nodes are being added
-        self._host_buffers: list[Buffer] = []
-        self._held: list[tuple[CData, memoryview]] = []  # views of the file's pages that tensors point into
+        self._owned = ExitStack()  # contexts, buffers, and views of the file's pages that tensors point into
         self._tensors: dict[str, Tensor] = {}
         self._companions: dict[str, dict[str, str]] = {}  # of a matrix: "scale" and "bias" and the tensors that are these
         self._groups: dict[str, Group] = {}
-        self._contexts: list[Context] = []
         self._buffers: list[Buffer] = []
-        self.bytes_by_type: dict[str, int] = {}
+        self.bytes_by_type = Counter[str]()
         self.repacked_bytes = 0
-        self.native_bytes, self.other_matrix_bytes = 0, 0  # of matrices whose products native kernels make, and of the others
+        self.native_bytes = self.other_matrix_bytes = 0  # of matrices whose products native kernels make, and of the others
         self._bufts = self._types_of(backend)
         self._chosen: dict[tuple[int, tuple[int, ...], str], int] = {}
         try:
@@ -273,75 +283,56 @@ class Weights:
         joint = {_run_name(name, i): run for name, of in runs.items() for i, run in enumerate(of) if len(run) > 1}
         in_fused = {member for run in joint.values() for member in run}
 
-        # jobs: (key, type, shape, use, sources)
-        jobs: list[tuple[str, int, tuple[int, ...], str, list[TensorInfo]]] = []
-        joined: dict[str, np.ndarray] = {}
+        jobs: list[_Job] = []
         for name, run in joint.items():
             parts = [found[m] for m in run]
             shape = (parts[0][0].shape[0], sum(spec.shape[1] for spec, _ in parts))
-            jobs.append((name, parts[0][1].type, shape, MATMUL, [info for _, info in parts]))
-            joined |= self._joined(name, [spec for spec, _ in parts])
-        jobs += [(key, lib.GGML_TYPE_F32, values.shape, VECTOR, []) for key, values in joined.items()]
-        hot = {}
+            jobs.append(_Job(name, parts[0][1].type, shape, MATMUL, [info for _, info in parts]))
+            for key, values in self._joined(name, [spec for spec, _ in parts]).items():
+                jobs.append(_Job(key, lib.GGML_TYPE_F32, values.shape, VECTOR, [], values))
         for spec, info in found.values():
-            if self.placement is not None and (mine := self._hot(spec)) is not None:
+            if self.placement is not None and (hot := self._hot(spec)) is not None:
                 # slots of their own for what is not here: its rows must not change which kernel the real ones get
-                if 0 < len(mine) < spec.shape[2]:
-                    mine += (mine[0],) * fillers(self.placement.n_used, len(mine))
-                hot[spec.name] = mine
-                if mine:
-                    jobs.append((spec.name, info.type, (*spec.shape[:2], len(mine)), spec.use, [info]))
+                if 0 < len(hot) < spec.shape[2]:
+                    hot += (hot[0],) * lib.pgs_experts_fillers(self.placement.n_used, len(hot))
+                if hot:
+                    jobs.append(_Job(spec.name, info.type, (*spec.shape[:2], len(hot)), spec.use, [info], hot=hot))
             elif spec.use == INDEX:
-                jobs.append((spec.name, lib.GGML_TYPE_I32, (1, *spec.shape), INDEX, [info]))
+                jobs.append(_Job(spec.name, lib.GGML_TYPE_I32, (1, *spec.shape), INDEX, [info]))
             elif spec.name not in in_fused:
-                jobs.append((spec.name, info.type, spec.shape, spec.use, [info]))
+                jobs.append(_Job(spec.name, info.type, spec.shape, spec.use, [info]))
 
-        by_buft: dict[int, list[tuple[str, int, tuple[int, ...], str, list[TensorInfo]]]] = {}
+        by_buft: dict[int, list[_Job]] = {}
         placed: dict[tuple[str, int], str] = {}
         alias: dict[str, str] = {}
-        multiplied = {sources[0].name for _, kind, dims, use, sources in jobs if use == MATMUL and self._packs(kind, dims)}
+        multiplied = {job.sources[0].name for job in jobs if job.use == MATMUL and self._packs(job.type, job.shape)}
         for job in jobs:
-            key, kind, dims, use, sources = job
-            lookup = use == ROWS and sources[0].name in multiplied  # of a table that is packed for a product anyway
-            home = self._choose_buffer(kind, dims, MATMUL if lookup else use)
-            if len(sources) == 1:
-                first = placed.setdefault((sources[0].name, home), key)
-                if first != key:
-                    alias[key] = first  # a tied head in the same buffer type is the embedding itself
+            lookup = job.use == ROWS and job.sources[0].name in multiplied  # of a table that is packed for a product anyway
+            home = self._choose_buffer(job.type, job.shape, MATMUL if lookup else job.use)
+            if len(job.sources) == 1:
+                first = placed.setdefault((job.sources[0].name, home), job.key)
+                if first != job.key:
+                    alias[job.key] = first  # a tied head in the same buffer type is the embedding itself
                     continue
             by_buft.setdefault(home, []).append(job)
 
-        total = sum(info.nbytes for job_list in by_buft.values() for job in job_list for info in job[4])
-        for home, job_list in by_buft.items():
-            self._allocate(home, job_list)
+        for home, of_home in by_buft.items():
+            self._allocate(home, of_home)
         self._make_groups(runs, found)
         for key, other in alias.items():
             self._tensors[key] = self._tensors[other]
-        if self.backend.counting:
-            return
-        done = 0
-        for home, job_list in by_buft.items():
-            for key, _, _, use, sources in job_list:
-                if use == INDEX:
-                    self._upload_values(self._tensors[key], self._numbers(sources[0]))
-                elif key in joined:
-                    self._upload_values(self._tensors[key], joined[key])
-                elif key in hot:
-                    self._upload_experts(self._tensors[key], sources[0], hot[key])
-                elif self._bufts[home] is NATIVE:
-                    self._pack(self._tensors[key], sources)
-                else:
-                    self.upload(self._tensors[key], sources, whole=home < len(self._bufts) - 1)
-                if key not in hot:  # the host's experts stay where they are in the file
-                    for info in sources:
-                        self.file.forget(info.name)
-                done += sum(info.nbytes for info in sources)
+        done, total = 0, sum(info.nbytes for of_home in by_buft.values() for job in of_home for info in job.sources)
+        for home, of_home in by_buft.items() if not self.backend.counting else ():
+            for job in of_home:
+                self._upload(home, job)
+                for info in job.sources if job.hot is None else ():  # the host's experts stay where they are in the file
+                    self.file.forget(info.name)
+                done += sum(info.nbytes for info in job.sources)
                 progress(done, total)
 
-    def _new_tensors(self, ctx: Context, home: int, jobs: list) -> list[Tensor]:
-        """The tensors of ``jobs``, without memory."""
-        out = []
-        for key, kind, shape, use, _sources in jobs:
+    def _allocate(self, home: int, jobs: list[_Job]) -> None:
+        ctx = self._context(len(jobs))
+        for key, kind, shape, use, *_ in jobs:
             if self._bufts[home] is NATIVE:
                 packed = new_packed(ctx, kind, shape)
                 tensor, self._tensors[key] = packed.tensor, cast(Tensor, packed)
@@ -354,66 +345,58 @@ class Weights:
                     self.other_matrix_bytes += lib.ggml_nbytes(tensor) if use in (MATMUL, EXPERTS, HEADS) else 0
             lib.ggml_set_name(tensor, key.encode()[:63])
             name = text(lib.ggml_type_name(kind))
-            self.bytes_by_type[name] = self.bytes_by_type.get(name, 0) + lib.ggml_nbytes(tensor)
-            out.append(tensor)
-        return out
+            self.bytes_by_type[name] += lib.ggml_nbytes(tensor)
+        buffer = self._new_buffer(ctx, home)
+        lib.ggml_backend_buffer_set_usage(buffer, lib.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
+        self._buffers.append(buffer)
+        self._owned.callback(lib.ggml_backend_buffer_free, buffer)
+        if home < len(self._bufts) - 1:
+            self.repacked_bytes += self.backend.size_of(buffer)
 
-    def _buffer_type(self, home: int) -> BufferType:
-        return self._bufts[home] or self.backend.default_buffer_type
-
-    def _allocate(self, home: int, jobs: list) -> None:
-        ctx = self._context(len(jobs))
-        self._new_tensors(ctx, home, jobs)
-        buft = self._buffer_type(home)
+    def _new_buffer(self, ctx: Context, home: int) -> Buffer:
+        buft, device = self._bufts[home] or self.backend.default_buffer_type, self.backend.device
         buffer = self.backend.allocate(ctx, buft)
         if buffer == ffi.NULL:
             need = lib.ggml_backend_alloc_ctx_tensors_from_buft_size(ctx, buft)
             raise DeviceError(
-                f"{self.file.path} needs {need >> 20} MiB for weights on {self.backend.device.name}, "
-                f"which has {free_bytes(self.backend.device) >> 20} MiB free; use a smaller quantisation or another device"
+                f"{self.file.path} needs {need >> 20} MiB for weights on {device.name}, which has {free_bytes(device) >> 20} MiB free; "
+                "use a smaller quantisation or another device"
             )
-        lib.ggml_backend_buffer_set_usage(buffer, lib.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
-        self._buffers.append(buffer)
-        if home < len(self._bufts) - 1:
-            self.repacked_bytes += self.backend.size_of(buffer)
+        return buffer
 
-    def _pack(self, weight: Tensor, sources: list[TensorInfo]) -> None:
-        packed, first = cast(Packed, weight), 0
-        if packed.ne[2] > 1:
-            assert self.backend.level is not None
-            with self.file.read(sources[0].name) as data, ffi.from_buffer(data) as pointer:
-                pack_experts(self.backend.level, packed, pointer, self.backend.threads)
+    def _upload(self, home: int, job: _Job) -> None:
+        tensor, values, offset = self._tensors[job.key], job.values, 0
+        if job.use == INDEX:
+            values = self._values(job.sources[0].name, _WHOLE[job.sources[0].type_name]).astype(np.int32)
+        elif len(job.sources) > 1 and home < len(self._bufts) - 1 and self._bufts[home] is not NATIVE:
+            values = np.concatenate(
+                [self._values(info.name, np.uint8) for info in job.sources]
+            )  # a repacking buffer takes it in one piece only
+        if values is not None:
+            lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, values.nbytes)
             return
-        if packed.ne[1] % LANES or packed.ne[0] % 32:  # places that belong to no weight
+        packed = cast(Packed, tensor) if self._bufts[home] is NATIVE else None
+        if packed is not None and packed.ne[2] == 1 and (packed.ne[1] % LANES or packed.ne[0] % 32):  # places that belong to no weight
             lib.ggml_backend_tensor_memset(packed.tensor, 0, 0, lib.ggml_nbytes(packed.tensor))
-        for info in sources:
+        for info in job.sources:
             with self.file.read(info.name) as data, ffi.from_buffer(data) as pointer:
-                pack(packed, pointer, first, info.shape[1], self.backend.threads)
-            first += info.shape[1]
+                if packed is not None and packed.ne[2] > 1:
+                    assert self.backend.level is not None
+                    pack_experts(self.backend.level, packed, pointer, self.backend.threads)
+                elif packed is not None:
+                    pack(packed, pointer, offset, info.shape[1], self.backend.threads)
+                    offset += info.shape[1]
+                elif job.hot is not None:
+                    for slot, expert in enumerate(job.hot):
+                        lib.ggml_backend_tensor_set(tensor, pointer + expert * tensor.nb[2], slot * tensor.nb[2], tensor.nb[2])
+                else:
+                    lib.ggml_backend_tensor_set(tensor, pointer, offset, info.nbytes)
+                    offset += info.nbytes
 
-    def upload(self, tensor: Tensor, sources: list[TensorInfo], whole: bool) -> None:
-        if whole and len(sources) > 1:  # a repacking buffer takes a tensor in one piece only
-            joined = b"".join(self.file.read(info.name) for info in sources)
-            lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(joined), 0, len(joined))
-            return
-        offset = 0
-        for info in sources:
-            with self.file.read(info.name) as data, ffi.from_buffer(data) as pointer:
-                lib.ggml_backend_tensor_set(tensor, pointer, offset, info.nbytes)
-            offset += info.nbytes
-
-    def _upload_values(self, tensor: Tensor, values: np.ndarray) -> None:
-        lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(values), 0, values.nbytes)
-
-    def _numbers(self, info: TensorInfo) -> np.ndarray:
-        """Numbers of rows, I32."""
-        with self.file.read(info.name) as data:
-            return np.frombuffer(data, _WHOLE[info.type_name]).astype(np.int32)
-
-    def _values(self, name: str) -> np.ndarray:
-        """A tensor of the file that is F32, as a copy."""
+    def _values(self, name: str, kind: type = np.float32) -> np.ndarray:
+        """A copy of a tensor of the file."""
         with self.file.read(name) as data:
-            return np.frombuffer(data, np.float32).copy()
+            return np.frombuffer(data, kind).copy()
 
     def _joined(self, name: str, members: list[Spec]) -> dict[str, np.ndarray]:
         """Scales and biases of matrices that are stored as one, F32 [n_out] each; 1 and 0 for those that have none."""
@@ -434,12 +417,6 @@ class Weights:
         """The experts of this tensor that the device has; None if it has all of them as always."""
         return self.placement.hot.get(_layer(spec.name)) if self.placement is not None and spec.use == EXPERTS else None
 
-    def _upload_experts(self, tensor: Tensor, info: TensorInfo, hot: tuple[int, ...]) -> None:
-        size = tensor.nb[2]
-        with self.file.read(info.name) as data, ffi.from_buffer(data) as pointer:
-            for slot, expert in enumerate(hot):
-                lib.ggml_backend_tensor_set(tensor, pointer + expert * size, slot * size, size)
-
     def _load_host(self, specs: list[Spec], placement: Placement, host: Backend) -> None:
         layers: dict[int, dict[str, Tensor]] = {}
         found = [(spec, find_tensor(self.file, spec), hot) for spec in specs if (hot := self._hot(spec)) is not None]
@@ -448,6 +425,7 @@ class Weights:
             name = spec.name.split(".")[2].removeprefix("ffn_").removesuffix("_exps")
             layers.setdefault(_layer(spec.name), {})[name] = self._host_tensor(ctx, info, spec.shape)
             if len(hot) < spec.shape[2]:
+                self.hosts_experts = True
                 self.host_bytes += info.nbytes
                 self._hosted.setdefault(_layer(spec.name), {})[spec.name] = layers[_layer(spec.name)][name]
         down = next(iter(layers.values()))["down"]
@@ -468,38 +446,24 @@ class Weights:
         """All experts of the tensor, as a tensor over the file's own pages; a copy where the file does not align them."""
         tensor = lib.ggml_new_tensor(ctx, info.type, len(shape), shape)
         if self.backend.counting:
-            self._host_buffers.append(lib.pgs_counted_buffer(ctx, lib.ggml_backend_cpu_buffer_type()))
+            self._owned.callback(lib.ggml_backend_buffer_free, lib.pgs_counted_buffer(ctx, lib.ggml_backend_cpu_buffer_type()))
             return tensor
-        view = self.file.read(info.name)
-        data = ffi.from_buffer(view)
-        address, pinned = int(ffi.cast("uintptr_t", data)), self._pinned_type()
-        if address % HOST_ALIGNMENT or pinned is not None:
-            buffer = lib.ggml_backend_buft_alloc_buffer(pinned or lib.ggml_backend_cpu_buffer_type(), info.nbytes)
+        with ExitStack() as views:
+            data = views.enter_context(ffi.from_buffer(views.enter_context(self.file.read(info.name))))
+            pinned, in_place = self._pinned_type, False
+            if pinned is None and not int(ffi.cast("uintptr_t", data)) % HOST_ALIGNMENT:
+                buffer, in_place = lib.ggml_backend_cpu_buffer_from_ptr(data, info.nbytes), True
+                self._owned.push(views.pop_all())
+            else:
+                buffer = lib.ggml_backend_buft_alloc_buffer(pinned or lib.ggml_backend_cpu_buffer_type(), info.nbytes)
             if buffer == ffi.NULL:
                 raise DeviceError(f"{self.file.path} needs {info.nbytes >> 20} MiB of host memory for experts, which are not free")
+            self._owned.callback(lib.ggml_backend_buffer_free, buffer)
             lib.pgs_attach(buffer, 0, tensor)
-            lib.ggml_backend_tensor_set(tensor, data, 0, info.nbytes)
-            ffi.release(data)
-            view.release()
-        else:
-            buffer = lib.ggml_backend_cpu_buffer_from_ptr(data, info.nbytes)
-            lib.pgs_attach(buffer, 0, tensor)
-            self._held.append((data, view))
+            if not in_place:
+                lib.ggml_backend_tensor_set(tensor, data, 0, info.nbytes)
         lib.ggml_backend_buffer_set_usage(buffer, lib.GGML_BACKEND_BUFFER_USAGE_WEIGHTS)
-        self._host_buffers.append(buffer)
         return tensor
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the host's experts are in memory that the device copies from by itself, and not pages of the file."""
-        return self._pinned_type() is not None
-
-    def _pinned_type(self) -> BufferType | None:
-        """Of host memory that the device copies from by itself, at the speed of the bus, where it has such and that is requested: pages of a file
-        go through a buffer of its driver first."""
-        if self.placement is None or not self.placement.pinned:
-            return None
-        return lib.ggml_backend_dev_host_buffer_type(device_handle(self.backend.device)) or None
 
     # -- copies of them on the device, for wide chunks of prompts
 
@@ -515,11 +479,6 @@ class Weights:
         return stream
 
     @property
-    def hosts_experts(self) -> bool:
-        """Whether some lie in host memory."""
-        return bool(self._hosted)
-
-    @property
     def streams(self) -> list[WeightStream]:
         return [self.stream] if self.stream is not None else []
 
@@ -529,21 +488,17 @@ class Weights:
             self.stream.close()
             self.stream = None
 
-    def streams_layer(self, layer: int) -> bool:
-        """Whether nodes of this layer, added now, are to compute with copies of its experts."""
-        return self.streaming and self.stream is not None and layer in self.stream.layers
-
     @contextmanager
     def arrived(self, g: Graph, layer: int) -> Iterator[None]:
         """Within, ``weights[name]`` are the copies of this layer's experts. All nodes that read them have to be in the graph at the end."""
         assert self.stream is not None
-        self.stream.begin(g, layer)
+        self.stream.cut(g, layer, True)
         self._here = self.stream.layers[layer]
         try:
             yield
         finally:
             self._here = {}
-        self.stream.end(g, layer)
+        self.stream.cut(g, layer, False)
 
     def _make_groups(self, groups: dict[str, list[tuple[str, ...]]], found: dict) -> None:
         ctx = self._context(sum(len(run) for runs in groups.values() for run in runs))
@@ -555,20 +510,13 @@ class Weights:
                     made.append(Run(self.matrix(run[0]), rows))
                     continue
                 scale, bias = (self._tensors.get(f"{key}.{kind}") for kind in COMPANIONS)
-                made.append(Run(Matrix(self._tensors[key], scale, bias, _bias_first(run[0])), rows))
+                made.append(Run(Matrix(self._tensors[key], scale, bias, ".ffn_" in run[0]), rows))
                 if i == 0 and self.backend.device.kind != "cpu":
                     inside = self._inside(ctx, made[0].matrix.weight, rows)
-                    parts = tuple(self._matrix(m, part) for m, part in zip(run, inside, strict=True))
+                    parts = tuple(self.matrix(m, part) for m, part in zip(run, inside, strict=True))
             self._groups[name] = Group(tuple(made), parts)
 
-    def _matrix(self, name: str, weight: Tensor) -> Matrix:
-        return Matrix(weight, self.scale(name), self.bias(name), _bias_first(name))
-
-    def _own(self, name: str, kind: str) -> Tensor | None:
-        own = self._companions.get(name, {}).get(kind)
-        return self._tensors[own] if own is not None else None
-
-    def _inside(self, ctx: Context, whole: Tensor, rows: tuple[int, ...]) -> tuple:
+    def _inside(self, ctx: Context, whole: Tensor, rows: tuple[int, ...]) -> list[Tensor]:
         """Tensors for the matrices inside a fused one. Leaves, not views: a view node between two matmuls keeps ggml-cuda from fusing them."""
         out, err, offset = [], new_err(), 0
         for n in rows:
@@ -576,11 +524,12 @@ class Weights:
             check(lib.pgs_place(whole, offset, part, err), err)
             out.append(part)
             offset += n * whole.nb[1]
-        return tuple(out)
+        return out
 
     def _context(self, count: int) -> Context:
-        self._contexts.append(new_context(count))
-        return self._contexts[-1]
+        ctx = new_context(count)
+        self._owned.callback(lib.ggml_free, ctx)
+        return ctx
 
     # -- access
 
@@ -597,17 +546,14 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors or name in self._here
 
-    def matrix(self, name: str) -> Matrix:
-        """The matrix ``name`` with its scale and its bias."""
-        return self._matrix(name, self._tensors[name])
+    def matrix(self, name: str, weight: Tensor | None = None) -> Matrix:
+        """The matrix ``name`` with its scale and its bias, as ``weight`` if given."""
+        return Matrix(self._tensors[name] if weight is None else weight, *self.companions(name), ".ffn_" in name)
 
-    def scale(self, name: str) -> Tensor | None:
-        """What products of ``name`` are scaled with, F32 [1], or F32 [n_expert] for a matrix of experts; None where there is nothing."""
-        return self._own(name, "scale")
-
-    def bias(self, name: str) -> Tensor | None:
-        """What is added to products of ``name``, F32 [n_out], or F32 [n_out, n_expert] for a matrix of experts; None where there is nothing."""
-        return self._own(name, "bias")
+    def companions(self, name: str) -> tuple[Tensor | None, Tensor | None]:
+        """Scale and bias of products of ``name``: F32 [1] and [n_out], or F32 [n_expert] and [n_out, n_expert] for a matrix of experts; None without."""
+        own = self._companions.get(name, {})
+        return self.get(own.get("scale", "")), self.get(own.get("bias", ""))
 
     def group(self, name: str) -> Group:
         return self._groups[name]
@@ -635,14 +581,5 @@ class Weights:
         self.close_streams()
         if self.host_experts is not None:
             self.host_experts.close()
-        for buffer in self._host_buffers:
-            lib.ggml_backend_buffer_free(buffer)
-        for data, view in self._held:
-            ffi.release(data)
-            view.release()
-        self._host_buffers, self._held = [], []
-        for buffer in self._buffers:
-            lib.ggml_backend_buffer_free(buffer)
-        for ctx in self._contexts:
-            lib.ggml_free(ctx)
-        self._buffers, self._contexts, self._tensors = [], [], {}
+        self._owned.close()
+        self._buffers, self._tensors = [], {}

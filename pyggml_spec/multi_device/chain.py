@@ -10,15 +10,20 @@ device computes for one of them at a time (``DeviceQueues``).
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from ..errors import EngineError
 from ..ggml.graph import Graph, GraphAllocator
 from ..ggml.library import Tensor, check, check_present, ffi, lib, new_err, text
-from ..ggml.step_io import StepFields, StepIO, StepTimes, field_type
+from ..ggml.step_io import StepFields, StepIO, StepTimes
+
+
+def _sum_over_parts(name: str) -> property:
+    return property(lambda chain: sum(getattr(graph, name) for graph in chain.parts))
 
 
 class ChainGraph(Graph):
@@ -26,7 +31,11 @@ class ChainGraph(Graph):
 
     Attributes:
         segment, part: which device's part is being built, and its number in the order in which they run.
+        segments: those of all parts.
+        chain: C's handle, after ``plan``.
     """
+
+    n_cuts, n_nodes = map(_sum_over_parts, ("n_cuts", "n_nodes"))
 
     def __init__(self, io: StepIO, role_of: Callable[[int, int], GraphAllocator], entered: Callable[[int], None]) -> None:
         """``role_of``: the role of a part, by its number and segment. ``entered`` is told which segment is being built."""
@@ -36,7 +45,7 @@ class ChainGraph(Graph):
         self._hops: list[tuple[int, int, Tensor, Tensor]] = []
         self._brought: dict[tuple[int, int], Tensor] = {}
         self._activations, self._orders = {}, {}
-        self._chain: Any = None
+        self.chain: Any = None
         self.part, self.segment = -1, -1
 
     # -- building
@@ -49,14 +58,8 @@ class ChainGraph(Graph):
         graph = Graph(self._role_of(self.part, segment))
         self._graphs.append(graph)
         self.segments.append(segment)
-        self.allocator, self.backend, self.handle, self.ctx, self.gf, self._err = (
-            graph.allocator,
-            graph.backend,
-            graph.handle,
-            graph.ctx,
-            graph.gf,
-            graph._err,
-        )
+        for name in ("allocator", "backend", "handle", "ctx", "gf", "_err"):
+            setattr(self, name, getattr(graph, name))
         self._entered(segment)
 
     def bring(self, tensor: Tensor, part: int) -> Tensor:
@@ -85,21 +88,16 @@ class ChainGraph(Graph):
         hops = ffi.new("pgs_hop[]", [list(hop) for hop in sorted(read, key=lambda hop: hop[0])])
         parts = ffi.new("pgs_graph *[]", [graph.handle for graph in self._graphs])
         ios = ffi.new("pgs_io *[]", [self._io.handles[segment] for segment in self.segments])
-        self._chain = lib.pgs_chain_new(parts, ios, len(self._graphs), hops, len(read), self._err)
-        if self._chain == ffi.NULL:
+        self.chain = lib.pgs_chain_new(parts, ios, len(self._graphs), hops, len(read), self._err)
+        if self.chain == ffi.NULL:
             raise EngineError(text(self._err))
 
     def capture(self) -> None:
         """Never ahead: a lane's thread may use the devices."""
 
     @property
-    def chain(self) -> Any:
-        """C's handle, after ``plan``."""
-        return self._chain
-
-    @property
     def parts(self) -> list[Graph]:
-        return list(self._graphs)
+        return self._graphs
 
     @property
     def hops(self) -> list[tuple[int, int, int]]:
@@ -110,34 +108,22 @@ class ChainGraph(Graph):
         return sum(graph.measure() for graph in self._graphs)
 
     @property
-    def n_cuts(self) -> int:
-        return sum(graph.n_cuts for graph in self._graphs)
-
-    @property
     def stale(self) -> bool:
         return any(graph.stale for graph in self._graphs)
-
-    @property
-    def n_nodes(self) -> int:
-        return sum(graph.n_nodes for graph in self._graphs)
 
     def expand(self, node: Tensor) -> None:
         self._graphs[-1].expand(node)
 
-    def op_counts(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for graph in self._graphs:
-            for name, count in graph.op_counts().items():
-                counts[name] = counts.get(name, 0) + count
-        return counts
+    def op_counts(self) -> Counter[str]:
+        return sum((graph.op_counts() for graph in self._graphs), Counter())
 
     def traffic(self) -> int:
         return sum(graph.traffic() for graph in self._graphs)
 
     def close(self) -> None:
-        if self._chain is not None and self._chain != ffi.NULL:
-            lib.pgs_chain_free(self._chain)
-        self._chain = None
+        if self.chain is not None and self.chain != ffi.NULL:
+            lib.pgs_chain_free(self.chain)
+        self.chain = None
         for graph in self._graphs:
             graph.close()
         self._graphs = []
@@ -152,21 +138,16 @@ class ChainFields(StepFields):
         super().__init__(io, graph)
         self._here: dict[tuple[int, str], Tensor] = {}
 
-    def _once(self, name: str, kind: str, shape: tuple[int, ...], make: Callable[[], Tensor]) -> Tensor:
+    def input(self, name: str, kind: str, *shape: int) -> Tensor:
         key = (self.graph.part, name)
         if key not in self._here:
-            known = self._offsets.get(name)
-            ne0, ne1 = (*shape, 1)[:2]
-            self._here[key] = make() if known is None else self._tensor(field_type(kind), ne0, ne1, known[0])
+            known, (ne0, ne1) = self._offsets.get(name), (*shape, 1)[:2]
+            new = super().tokens if name == "tokens" else partial(super().input, name, kind)
+            self._here[key] = new(*shape) if known is None else self._tensor(kind, ne0, ne1, known)
         return self._here[key]
 
-    def input(self, name: str, kind: str, *shape: int) -> Tensor:
-        make = super().input
-        return self._once(name, kind, shape, lambda: make(name, kind, *shape))
-
     def tokens(self, count: int) -> Tensor:
-        make = super().tokens
-        return self._once("tokens", "i32", (count,), lambda: make(count))
+        return self.input("tokens", "i32", count)
 
     def _queue(self, read_start: int, size: int) -> None:
         if self.io.lane is not None:
@@ -187,8 +168,7 @@ class ChainFields(StepFields):
         return StepTimes(self._times.upload, self._times.compute, (time.perf_counter_ns() - start) // 1000)
 
 
-@dataclass(frozen=True)
-class Spent:
+class Spent(NamedTuple):
     """What one device did in the steps of lanes: parts computed, uploads and reads included; copies to other devices after them; microseconds of
     both, and those that lanes waited for their turn on it."""
 

@@ -1,33 +1,194 @@
 """Steps over several devices: what a runner needs on top of one device (``engine.devices``).
 
-A step is a chain of graphs (chain.py). Chunks of a prompt are launched one after another without waiting, so that the first device computes the next
-chunk while the others finish this one. Two micro-batches can be in flight together (lanes.py). Wide chunks compute layers of the host with streamed
-copies of their weights (offload.py, offload_cache.py).
+A step is a chain of graphs (chain.py). Drafts are on the last device, then come the layers from the first device on, then what drafters keep of them, on
+the last again. A chunk that computes the first device's layers with streamed copies of their weights embeds there and does everything else on the
+second. Chunks of a prompt are launched one after another without waiting, so that the first device computes the next
+chunk while the others finish this one. Two micro-batches can be in flight together: while one is on the second device, the other is on the first.
+
+    launch(A)  launch(B)  land(A)  launch(A)  land(B)  launch(B)  ...
+
+Wide chunks compute layers of the host with streamed copies of their weights (offload.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
-from ..cache.recurrent import DeltaSegment, DeltaState
-from ..cache.slots import SlotRange
+from ..cache.kv import KVCache
+from ..cache.recurrent import DeltaInputs, DeltaSegment, DeltaState
+from ..cache.slots import SlotRange, covering
 from ..cache.snapshot import SequenceMemory
 from ..checks import whole
-from ..engine.batch import Batch, BatchItem, Draft, Prefill, StepOutput
+from ..engine.batch import Batch, BatchItem, Draft, GraphKey, Prefill, StepOutput
 from ..engine.devices import GROUPS, Devices, Segment
 from ..engine.graph_cache import Step
-from ..engine.graphs import StepGraphs
+from ..engine.graph_prebuilder import GraphPrebuilder
+from ..engine.graphs import Done, GraphBuilder, Inputs, StepGraphs
 from ..engine.options import MOST_SLOTS
 from ..engine.resources import Resources
 from ..engine.runner import Meanwhile, ModelRunner
 from ..errors import DeviceError, EngineError
 from ..ggml.graph import Graph, GraphAllocator
+from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields, StepIO, StepTimes
+from ..models.base import RecurrentLayers, TargetInputs
 from .chain import ChainFields, ChainGraph, DeviceQueues
-from .graphs import ChainBuilder
-from .lanes import Flight, LaneRunner, half_of, why_no_groups
-from .offload_cache import OffloadCache
+from .offload import OffloadCache
+
+
+class ChainBuilder(GraphBuilder):
+    """Attributes:
+    offload: caches of the first device's layers on the second one, where this chunk computes them there.
+    """
+
+    one_part = False
+
+    def __init__(self, resources: Resources, key: GraphKey, g: Graph, f: StepFields) -> None:
+        super().__init__(resources, key, g, f)
+        self.chain, self.segments = cast(ChainGraph, g), resources.segments
+        devices = cast(Any, resources.devices)
+        self.offload: OffloadCache | None = devices.offload if key.streamed else None
+
+    def enter(self, segment: int) -> None:
+        self.chain.enter(segment % len(self.segments))
+
+    def bring(self, tensor: Tensor, part: int) -> Tensor:
+        return self.chain.bring(tensor, part)
+
+    def cache_layers(self, kv: KVCache) -> list:
+        moved = self.offload.kv.layers if self.offload is not None and kv is self.kv else ()
+        return [*moved, *kv.layers[len(moved) :]]
+
+    def local_caches(self, kv: KVCache) -> list[int]:
+        if kv is not self.kv:
+            return super().local_caches(kv)
+        segment, before = self.segments[self.g.segment], self.target.caches_before
+        moved = len(self.offload.kv.layers) if self.offload is not None else 0
+        return [*range(moved), *range(before(segment.first)[0], before(segment.end)[0])]
+
+    def chunk_states(self, take: Tensor | None = None) -> RecurrentLayers | None:
+        own = super().chunk_states(take)
+        states = self.offload.delta if self.offload is not None else None
+        if states is None or own is None:
+            return own
+        states.begin(self.g, self.key.slots, 0, 0, None, None)
+        offloaded, first = DeltaInputs(states, 0, False, *cast(DeltaInputs, own).inputs), states.shape.layers
+        return lambda g, index, *tensors, **more: (offloaded if index < first else own)(g, index, *tensors, **more)
+
+    def forward(self, inputs: Callable[[], Inputs], now: Inputs | None = None, capture: tuple[int, ...] | None = None) -> Done:
+        capture = self.captures if capture is None else capture
+        chain, here = self.chain, [self._embedding_only() if self.offload is not None else inputs()]
+        parts = [chain.part]  # of each segment's layers
+        firsts, ends = [segment.first for segment in self.segments], [segment.end for segment in self.segments]
+        if self.offload is not None:
+            firsts[1] = ends[0] = 0
+
+        def rows() -> TargetInputs:
+            return TargetInputs(tokens=here[-1].tokens, delta=here[-1].recurrent, cross=cross, **here[-1].rows)
+
+        def cross(layer: int, tensors: tuple) -> tuple[TargetInputs, tuple] | None:
+            crossed = None
+            if len(parts) < len(self.segments) and layer == firsts[len(parts)]:
+                chain.enter(len(parts))
+                parts.append(chain.part)
+                here.append(inputs())
+                tensors = tuple(x if x is None else chain.bring(x, parts[-2]) for x in tensors)
+                crossed = rows(), tensors
+            if self.offload is not None:
+                self._streamed(layer, tensors[0])
+            return crossed
+
+        hidden, features = self.target.forward(self.g, rows(), capture)
+        made = [next((i for i, end in enumerate(ends) if v < end), len(ends) - 1) for v in capture]
+        return Done(hidden, [chain.bring(x, parts[i]) for x, i in zip(features, made, strict=True)], here[-1])
+
+    def _embedding_only(self) -> Inputs:
+        """Of the first device, where it computes no layer."""
+        tokens = self.f.tokens(self.key.total)
+        nothing = dict.fromkeys(("positions", "kv_rows", "mask"), tokens) | {"kv_bucket": 0, "sliding": None, "kv": ()}
+        return Inputs(nothing, None, None, tokens)
+
+    def _streamed(self, layer: int, x: Tensor) -> None:
+        """Nodes of ``layer`` come next, after its weights have arrived if they are copies, and the layer before is done with its own."""
+        weights: Any = self.target.weights
+        (stream,), end = weights.streams, self.segments[1].first
+        if 0 < layer <= end:
+            self.g.expand(x)
+            stream.cut(self.g, layer - 1, False)
+        if layer < end:
+            stream.cut(self.g, layer, True)
+            weights.visit()
+        elif layer == end:
+            weights.enter(1)
+
+
+class LaneRunner(ModelRunner):
+    """Runs the steps of one lane over the caches of another runner, from which it borrows all but its graphs. ``flight``: its step in flight.
+
+    A lane is a thread, a step buffer and graphs of its own (csrc/step_lanes.c). Its micro-batch covers half of an aligned range of slots, so that no
+    step writes what the other one reads.
+    """
+
+    flight: tuple[Step, Batch] | None = None
+
+    def __init__(self, runner: ModelRunner, graphs: StepGraphs) -> None:
+        self.__dict__.update(runner.__dict__)
+        self.graphs, self.prebuilder = graphs, GraphPrebuilder(runner.resources, graphs)
+
+    def launch(self, batch: Batch) -> None:
+        """Begins a pass of plain tokens or blocks; ``land`` waits for it."""
+        step = self.graph_of(batch)
+        self.flight = step, batch
+        self.devices.flying.update(dict.fromkeys(batch.slots.slots, step))
+        try:
+            step.fields.launch()
+            if self.prebuilder.overlaps:
+                self.prebuilder.while_computing(batch)
+        except BaseException:  # or else nothing would land it
+            self.abandon()
+            raise
+
+    def land(self) -> dict[int, StepOutput]:
+        """Waits for the pass; its outputs."""
+        assert self.flight is not None
+        step, batch = self.flight
+        try:
+            times = step.fields.wait()
+        finally:
+            self._forget()
+        self.resources.last = step
+        step.read()
+        return self.after(step, batch, times)
+
+    def abandon(self) -> None:
+        """Waits for the pass, if any, and drops its output."""
+        if self.flight is not None:
+            with suppress(DeviceError, EngineError):
+                self.flight[0].fields.wait()
+            self._forget()
+
+    def _forget(self) -> None:
+        assert self.flight is not None
+        for slot in self.flight[1].slots.slots:
+            self.devices.flying.pop(slot, None)
+        self.flight = None
+
+
+def half_of(slots: int) -> int:
+    """The most slots that a micro-batch of a runner with so many can have."""
+    return 1 << max(0, (slots - 1).bit_length() - 1)
+
+
+def halves(slots: Collection[int], n_slots: int) -> tuple[list[int], list[int]]:
+    """Two groups of at least two of a runner's slots, whose steps cover no slot of the other group."""
+    low, high, size = min(slots), max(slots), 1
+    while low // size != high // size:
+        size *= 2
+    middle = low // size * size + size // 2
+    groups = sorted(slot for slot in slots if slot < middle), sorted(slot for slot in slots if slot >= middle)
+    assert not set(covering(groups[0], n_slots).slots) & set(covering(groups[1], n_slots).slots)
+    return groups
 
 
 class MultiDevice(Devices):
@@ -52,7 +213,6 @@ class MultiDevice(Devices):
         self.graphs: list[StepGraphs] = []
         self.lanes: list[LaneRunner] = []
         self.offload: OffloadCache | None = None
-        self._flights: dict[int, Flight] = {}
 
     def open(self, resources: Resources) -> None:
         self.resources = resources
@@ -61,7 +221,8 @@ class MultiDevice(Devices):
 
     def attach(self, runner: ModelRunner) -> None:
         self.runner, r, slots = runner, self.resources, len(runner.slots)
-        if not r.options.groups or why_no_groups(self.segments, slots, self._weights.expert_counts() is not None):
+        # experts in host memory are computed by one step at a time
+        if not r.options.groups or len(self.segments) < 2 or slots < GROUPS or self._weights.expert_counts() is not None:
             return
         for _ in range(GROUPS):
             graphs = r.own(StepGraphs(r, r.new_io(half_of(slots), self.queues.handle), half_of(slots)))
@@ -80,19 +241,13 @@ class MultiDevice(Devices):
         if self.under_way is not None:
             step, self.under_way = self.under_way, None
             step.fields.wait()
-        for step in self._in_lanes() if self.flying else ():
-            step.fields.wait()
+        for lane in self.lanes if self.flying else ():
+            if lane.flight is not None:
+                lane.flight[0].fields.wait()
 
     def abandon(self) -> None:
-        for step in self._in_lanes():
-            with suppress(DeviceError, EngineError):
-                step.fields.wait()
-        self.flying.clear()
-        self._flights.clear()
-
-    def _in_lanes(self) -> list[Step]:
-        """The steps in flight in lanes, each once."""
-        return list({id(step): step for step in self.flying.values()}.values())
+        for lane in self.lanes:
+            lane.abandon()
 
     def check_landed(self, slots: SlotRange) -> None:
         for slot in slots.slots if self.flying else ():
@@ -120,7 +275,7 @@ class MultiDevice(Devices):
             EngineError: as of ``forward``; an unknown group, or one that is in flight, prompts, slots that another group's step covers, drafts that the
                 host reads.
         """
-        if not 0 <= whole(group, "the group", 0, MOST_SLOTS) < len(self.lanes) or group in self._flights:
+        if not 0 <= whole(group, "the group", 0, MOST_SLOTS) < len(self.lanes) or self.lanes[group].flight is not None:
             raise EngineError(f"group {group} cannot begin a step: it is under way, or there is none of this number")
         if any(isinstance(item, Prefill) or (isinstance(item, Draft) and item.proposes) for item in items.values()):
             raise EngineError("prompts, and drafts that are looked at, are no group's work: use step")
@@ -129,13 +284,13 @@ class MultiDevice(Devices):
         batch = Batch(dict(items))
         self.lanes[group].choose_graph(batch)
         self.check_landed(batch.slots)
-        self._flights[group] = self.lanes[group].launch(batch)
+        self.lanes[group].launch(batch)
 
     def land(self, group: int) -> dict[int, StepOutput]:
         """Waits for a group's step; outputs as of ``forward``."""
-        if group not in self._flights:
+        if not 0 <= group < len(self.lanes) or self.lanes[group].flight is None:
             raise EngineError(f"group {group} has no step under way: launch one")
-        return self.lanes[group].land(self._flights.pop(group))
+        return self.lanes[group].land()
 
     def lay_out(self, width: int) -> None:
         """Makes the states of all slots ready for blocks of ``width`` rows: the first such block is too late for that while another group is in flight."""
@@ -149,7 +304,7 @@ class MultiDevice(Devices):
         """A chunk that another one follows is not waited for, and nothing of it is read; unless rows of offloaded layers have to go home."""
         more = all(isinstance(item, Prefill) and item.more for item in batch.computed.values())
         if self.offload is None or not batch.streamed:
-            return (self._launch(step, meanwhile), False) if more else (runner.run(step, batch, meanwhile), True)
+            return (self._run_ahead(step, meanwhile), False) if more else (runner.run(step, batch, meanwhile), True)
         had = [(slot, runner.slots[slot].cursor.committed) for slot in batch.slots.slots]
         self.synchronize()
         for slot in batch.slots.slots:
@@ -159,7 +314,7 @@ class MultiDevice(Devices):
             self.offload.take_back(slot, n, batch.rows.get(slot, 0))
         return times, not more
 
-    def _launch(self, step: Step, meanwhile: Meanwhile) -> StepTimes:
+    def _run_ahead(self, step: Step, meanwhile: Meanwhile) -> StepTimes:
         self.resources.last = None
         step.fields.ahead = True
         try:

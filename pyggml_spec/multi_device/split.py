@@ -4,7 +4,8 @@ The first device has the embedding, the last one the last norm, the head and the
 each of them; an embedding that the drafter borrows is on the last one too.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -113,12 +114,6 @@ def check_drafter(drafter: AnyDrafter | None) -> None:
             raise PairError(f"{member.title} drafts as {member.method}, which needs its target on one device: name one with `device`")
 
 
-def borrows_embedding(drafter: AnyDrafter | None) -> bool:
-    """Whether a drafter looks tokens up in the target's embedding."""
-    members = drafter.methods if drafter is not None else ()
-    return any(all(spec.name != EMBEDDING for spec in member.specs()) for member in members)
-
-
 def specs_on(specs: Sequence[Spec], segments: Sequence[Segment], index: int, borrowed: bool) -> list[Spec]:
     """Those of a target's tensors that the device of the segment ``index`` needs."""
     segment, first, last = segments[index], index == 0, index == len(segments) - 1
@@ -134,17 +129,20 @@ def specs_on(specs: Sequence[Spec], segments: Sequence[Segment], index: int, bor
     return [spec for spec in specs if here(spec)]
 
 
+def _within(target: Decoder, specs: Sequence[Spec]) -> tuple[dict[str, tuple[str, ...]], list[tuple[str, ...]]]:
+    """The target's groups of these tensors, and which of them fuse alike."""
+    names = {spec.name for spec in specs}
+    groups = {name: members for name, members in target.groups().items() if set(members) <= names}
+    return groups, [tuple(name for name in family if name in groups) for family in target.fused_alike()]
+
+
 def _file_bytes(target: Decoder, specs: Sequence[Spec]) -> int:
     tensors = target.file.tensors
     return sum(tensors[name].nbytes for name in {spec.source or spec.name for spec in specs} if name in tensors)
 
 
-def _report(progress: Callable[[int, int], None], before: int, total: int, done: int, of: int) -> None:
-    progress(min(before + done, total), total)
-
-
-def _sum_of(name: str) -> property:
-    return property(lambda weights: sum(getattr(part, name) for part in weights.parts))
+def _over_parts(name: str, combine: Callable[[Iterable], Any] = sum) -> property:
+    return property(lambda weights: combine(getattr(part, name) for part in weights.parts))
 
 
 class SplitWeights:
@@ -172,18 +170,15 @@ class SplitWeights:
         self.parts: list[Weights] = []
         self._here: Any = None  # weights of the segment that is being built
         self.offloaded: OffloadedWeights | None = None
-        specs, groups, alike = target.specs(), target.groups(), target.fused_alike()
-        borrowed = borrowed or borrows_embedding(drafter)
+        specs, methods = target.specs(), drafter.methods if drafter is not None else ()
+        borrowed = borrowed or any(all(spec.name != EMBEDDING for spec in method.specs()) for method in methods)
         needed = [specs_on(specs, segments, index, borrowed) for index in range(len(segments))]
         total, done = sum(_file_bytes(target, mine) for mine in needed), 0
         try:
             for segment, mine in zip(segments, needed, strict=True):
-                names = {spec.name for spec in mine}
-                here = {name: members for name, members in groups.items() if set(members) <= names}
-                families = [tuple(name for name in family if name in here) for family in alike]
                 hot = None if placement is None else placement.within(segment.first, segment.end)
-                report = partial(_report, progress, done, total)
-                self.parts.append(Weights(segment.backend, target.file, mine, here, families, report, hot, host))
+                report = partial(lambda before, done, of: progress(min(before + done, total), total), done)
+                self.parts.append(Weights(segment.backend, target.file, mine, *_within(target, mine), report, hot, host))
                 done += _file_bytes(target, mine)
         except BaseException:
             self.close()
@@ -211,12 +206,10 @@ class SplitWeights:
         Raises:
             DeviceError: the host has none.
         """
-        (host, _, end), (device, *_) = self.segments[:2]
+        end = self.segments[0].end
         specs = [spec for spec in self._target.specs() if spec.name.startswith("blk.") and int(spec.name.split(".")[1]) < end]
-        names = {spec.name for spec in specs}
-        groups = {name: members for name, members in self._target.groups().items() if set(members) <= names}
-        families = [tuple(name for name in family if name in groups) for family in self._target.fused_alike()]
-        self.offloaded = OffloadedWeights(host, device, self.parts[1], self.parts[0], self.file, specs, groups, families, progress)
+        within = _within(self._target, specs)
+        self.offloaded = OffloadedWeights(self.parts[1], self.parts[0], specs, *within, progress)
         stream = self.parts[1].open_stream(rows, self.offloaded.layers)
         assert stream is not None
         if stream.fits:
@@ -236,17 +229,14 @@ class SplitWeights:
 
     # -- of all
 
-    @property
-    def hosts_experts(self) -> bool:
-        return any(part.hosts_experts for part in self.parts)
+    hosts_experts, pinned = (_over_parts(name, any) for name in ("hosts_experts", "pinned"))
+    host_bytes, repacked_bytes, native_bytes, other_matrix_bytes, buffer_bytes = map(
+        _over_parts, ("host_bytes", "repacked_bytes", "native_bytes", "other_matrix_bytes", "buffer_bytes")
+    )
 
     @property
     def streams(self) -> list[WeightStream]:
         return [stream for part in self.parts for stream in part.streams]
-
-    @property
-    def pinned(self) -> bool:
-        return any(part.pinned for part in self.parts)
 
     @property
     def streaming(self) -> bool:
@@ -273,15 +263,7 @@ class SplitWeights:
 
     @property
     def bytes_by_type(self) -> dict[str, int]:
-        out: dict[str, int] = {}
-        for part in self.parts:
-            for name, nbytes in part.bytes_by_type.items():
-                out[name] = out.get(name, 0) + nbytes
-        return out
-
-    host_bytes, repacked_bytes, own_bytes, other_matrix_bytes, buffer_bytes = map(
-        _sum_of, ("host_bytes", "repacked_bytes", "own_bytes", "other_matrix_bytes", "buffer_bytes")
-    )
+        return dict(sum((Counter(part.bytes_by_type) for part in self.parts), Counter[str]()))
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..cache.kv_types import KVTypes
+from ..cache.kv import KVTypes
 from ..engine.options import EngineOptions
 from ..engine.runner import ModelRunner
 from ..errors import ContextError

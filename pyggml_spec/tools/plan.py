@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..api import load
-from ..cache.kv_types import MOST_CONTEXT
+from ..cache.kv import MOST_CONTEXT
 from ..context_size import token_bytes
 from ..engine.memory import SHARED, longest
 from ..engine.sequence import PLAIN, SPECULATIVE, GenerationOptions

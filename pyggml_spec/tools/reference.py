@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache.kv_types import KVTypes
+from ..cache.kv import KVTypes
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Device, devices
 from ..ggml.library import FITNESS, ffi, lib

@@ -6,9 +6,8 @@ from random_gguf.model import Shape, write_dflash, write_qwen35
 from sessions import fails_with
 
 import pyggml_spec as ps
-from pyggml_spec.cache import kv_types
-from pyggml_spec.cache.kv import GPU_KV_BUCKET, KV_BUCKET, NOWHERE, KVCache, bucket_for, buckets_up_to, least_bucket, padded
-from pyggml_spec.cache.kv_types import MOST_CONTEXT, TYPES, KVTypes, check_types, hadamard
+from pyggml_spec.cache import kv
+from pyggml_spec.cache.kv import KVCache, KVTypes, bucket_for, buckets_up_to, check_types, hadamard, least_bucket, padded
 from pyggml_spec.cache.slots import Cursor
 from pyggml_spec.errors import ContextError, DeviceError, EngineError, ModelError, PyspecError
 from pyggml_spec.ggml.device import Backend, pick_device
@@ -52,9 +51,9 @@ def test_spans_pairs_and_types_at_their_limits(tmp_path):
     assert listed == sorted(set(listed)) and listed[-1] == live and len(listed) <= 25
     for n in range(1, live, 97):
         span = min(bucket_for(n), live)
-        assert span in listed and n <= span <= max(n + KV_BUCKET, 1.25 * n) and span % KV_BUCKET == 0
-        assert min(bucket_for(n, GPU_KV_BUCKET), live) in listed  # whose memory has been measured
-    assert [len({bucket_for(n, least) for n in range(1, 4097)}) for least in (GPU_KV_BUCKET, KV_BUCKET)] == [4, 12]
+        assert span in listed and n <= span <= max(n + kv.KV_BUCKET, 1.25 * n) and span % kv.KV_BUCKET == 0
+        assert min(bucket_for(n, kv.GPU_KV_BUCKET), live) in listed  # whose memory has been measured
+    assert [len({bucket_for(n, least) for n in range(1, 4097)}) for least in (kv.GPU_KV_BUCKET, kv.KV_BUCKET)] == [4, 12]
     fails_with(PyspecError, "'q4_K'.*use one of f16, bf16, q8_0", KVTypes, "q4_K")
     fails_with(PyspecError, "'Q8_0'", ps.load, device="CPU", cache_type_v="Q8_0")
     target, draft = write_qwen35(tmp_path / "t.gguf", Shape()), write_dflash(tmp_path / "d.gguf", Shape(draft_head_size=80))
@@ -63,8 +62,8 @@ def test_spans_pairs_and_types_at_their_limits(tmp_path):
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=256, cache_type_k="q8_0", cache_type_v="q4_0") as session:
         assert session.configuration().kv_type == "K q8_0 V q4_0, drafter f16"
     # Masks are computed in F32 from 0.5 - position; from 2^23 on the half is lost, and tokens did not see themselves.
-    last = np.float32(MOST_CONTEXT - 1)
-    assert last + (np.float32(0.5) - last) > 0 > last + np.float32(0.5 - MOST_CONTEXT)
+    last = np.float32(kv.MOST_CONTEXT - 1)
+    assert last + (np.float32(0.5) - last) > 0 > last + np.float32(0.5 - kv.MOST_CONTEXT)
 
 
 @pytest.mark.parametrize("row_kib, least", [(20, 1024), (64, 1024), (65, 512), (160, 512), (256, 512), (257, 256), (880, 256)])
@@ -73,7 +72,7 @@ def test_wide_rows_are_hidden_in_smaller_numbers(row_kib, least):
     assert least_bucket(row_kib << 10) == least
 
 
-@pytest.mark.parametrize("n, rounded", [(1, KV_BUCKET), (KV_BUCKET, KV_BUCKET), (KV_BUCKET + 1, 2 * KV_BUCKET), (300, 512)])
+@pytest.mark.parametrize("n, rounded", [(1, kv.KV_BUCKET), (kv.KV_BUCKET, kv.KV_BUCKET), (kv.KV_BUCKET + 1, 2 * kv.KV_BUCKET), (300, 512)])
 def test_contexts_are_rounded_up_to_whole_spans(n, rounded):
     assert padded(n) == rounded
 
@@ -97,9 +96,9 @@ def test_rows_are_written_at_their_positions_and_others_to_trash_rows(cache, fir
 
 def test_caches_without_attention_and_the_newest_rows_of_rings(backend):
     cache = KVCache(backend, [], 16, TRASH)
-    assert cache.layers == () and (content(cache.mask_base, np.float32) == 0.5 - np.arange(KV_BUCKET + TRASH)).all()
+    assert cache.layers == () and (content(cache.mask_base, np.float32) == 0.5 - np.arange(kv.KV_BUCKET + TRASH)).all()
     cache.close()
-    cache = KVCache(backend, [KVShape(1, 32, sliding=True)], 4 * KV_BUCKET, TRASH, window=100, widest=16)
+    cache = KVCache(backend, [KVShape(1, 32, sliding=True)], 4 * kv.KV_BUCKET, TRASH, window=100, widest=16)
     try:
         assert 0 < cache.hidden_states < cache.live
         for n in (
@@ -115,7 +114,7 @@ def test_caches_without_attention_and_the_newest_rows_of_rings(backend):
             near = np.empty(cache.hidden_states, np.float32)
             cache.positions_of_ring(n, near)
             held = {p % cache.hidden_states: p for p in range(n)}  # of each row the last position that was written into it
-            wanted = [0.5 - held[row] if row in held else NOWHERE for row in range(cache.hidden_states)]
+            wanted = [0.5 - held[row] if row in held else kv.NOWHERE for row in range(cache.hidden_states)]
             np.testing.assert_array_equal(near, np.array(wanted, np.float32))
             assert near[(n - 1) % cache.hidden_states] == 0.5 - (n - 1)
     finally:
@@ -157,7 +156,7 @@ def test_rotations_and_heads_of_quantised_rows(backend):
     check_types(KVTypes("bf16", "f16"), [KVShape(2, 80)], backend, draft=False)
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", kv.TYPES)
 def test_the_cpu_runs_every_type(backend, name):
     check_types(KVTypes(name, name), [KVShape(2, 64)], backend, draft=False)
 
@@ -169,7 +168,7 @@ def test_devices_without_kernels(backend, monkeypatch):
         check_types(KVTypes("q8_0", "f16"), [KVShape(2, 64)], backend, draft=True)
     check_types(KVTypes("bf16", "f16"), [KVShape(2, 64)], backend, draft=False)
     shape = KVShape(1, 96, latent=64, index=64, index_heads=32)
-    monkeypatch.setattr(kv_types, "_scores", lambda types, shape, backend: types.k == "f16")
+    monkeypatch.setattr(kv, "_scores", lambda types, shape, backend: types.k == "f16")
     check_types(KVTypes(), [shape], backend, draft=False)
     with pytest.raises(
         DeviceError, match="CPU cannot score iq4_nl rows of 64 values for 32 heads .*; use `cache_type_k` and `cache_type_v` f16$"

@@ -13,8 +13,7 @@ from random_gguf.archs import write_qwen3
 from random_gguf.model import Shape, write_dflash
 
 import pyggml_spec as ps
-from pyggml_spec.cache.chunk_store import ROWS, STATE, ChunkStore, chunk_keys, end_keys
-from pyggml_spec.cache.prefix import PrefixCache
+from pyggml_spec.cache.prefix import ROWS, STATE, ChunkStore, PrefixCache, chunk_keys, end_keys
 from pyggml_spec.engine.engine import generate
 from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from pyggml_spec.engine.stats import Stats
@@ -330,7 +329,7 @@ def test_keys_and_budgets_of_chunks():
 
 def test_what_was_forgotten_is_known_again_with_a_copy(monkeypatch):
     """A copy of a forgotten chunk was in the account for ever: nothing that makes room would find it."""
-    monkeypatch.setattr("pyggml_spec.cache.chunk_store.REMEMBERED", 2)
+    monkeypatch.setattr("pyggml_spec.cache.prefix.REMEMBERED", 2)
     copies = ChunkStore(100)
     first = copies.chunk(b"a", 0, 1)
     for number in range(3):

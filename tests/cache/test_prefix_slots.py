@@ -384,7 +384,7 @@ def test_what_waits_for_the_disk_is_bounded(any_pair, tmp_path, monkeypatch):
     monkeypatch.setattr("pyggml_spec.cache.prefix_files.MOST_UNWRITTEN", 1)
     files = PrefixFiles(tmp_path, "layout", MANY)
     writer = PrefixWriter(files)
-    writer.run = lambda: None  # a disk that takes nothing
+    writer.write = lambda *job: None  # a disk that takes nothing
     assert writer.wants(bytes(32), "rows", 1000)
     writer.put(bytes(32), "rows", np.zeros(1000, np.uint8))
     assert not writer.wants(bytes(32), "rows", 1000) and not writer.wants(bytes(31) + b"1", "rows", 1)

@@ -14,7 +14,7 @@ from random_gguf.model import Shape
 from random_gguf.mtp import write_mtp, write_mtp_target
 
 import pyggml_spec as ps
-from pyggml_spec.cache.kv_types import KVTypes
+from pyggml_spec.cache.kv import KVTypes
 
 UB = 32  # tokens of a micro-batch, and of a chunk
 LAST = 3 * UB + 7

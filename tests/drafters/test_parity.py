@@ -18,8 +18,7 @@ from random_gguf.mtp import write_mtp_target
 from sessions import fails_with
 
 import pyggml_spec as ps
-from pyggml_spec.cache.kv import NOWHERE
-from pyggml_spec.cache.kv_types import KVTypes
+from pyggml_spec.cache.kv import NOWHERE, KVTypes
 from pyggml_spec.drafters.base import DraftOutput
 from pyggml_spec.drafters.dflash import BlockInputs
 from pyggml_spec.drafters.dflash2 import DFlash2

@@ -57,7 +57,7 @@ def test_1000_steps_inside_a_span_build_and_allocate_nothing(session):
     engine.prefill([1, 2, 3])
     for _ in range(3):
         engine.accept(1, int(engine.fused_step().ids[0]))
-    hashes = {key: step.graph.properties_hash() for key, step in engine.graphs.steps().items()}
+    hashes = {key: lib.pgs_graph_hash(step.graph.handle) for key, step in engine.graphs.steps().items()}
     built, growths = _total(engine, "graphs_built"), _total(engine, "buffer_growths")
     while steps < 1000:
         if engine.cursor.committed > 200:
@@ -66,7 +66,7 @@ def test_1000_steps_inside_a_span_build_and_allocate_nothing(session):
         engine.accept(1, int(engine.fused_step().ids[0]))
         steps += 1
     assert _total(engine, "graphs_built") - built == 0 and _total(engine, "buffer_growths") - growths == 0
-    assert {key: step.graph.properties_hash() for key, step in engine.graphs.steps().items()} == hashes
+    assert {key: lib.pgs_graph_hash(step.graph.handle) for key, step in engine.graphs.steps().items()} == hashes
 
 
 def test_a_row_without_a_largest_logit_is_not_finite():
@@ -88,12 +88,13 @@ def test_a_graph_is_known_by_a_number_that_stands_for_its_nodes(pair):
             for mode in ("speculative", "plain", "reference"):
                 run(session.runner, [5] * 40, 20, mode=mode)
             for step in session.runner.graphs.steps().values():
-                assert step.graph.uid and seen.setdefault(step.graph.uid, step.graph.properties_hash()) == step.graph.properties_hash()
+                uid, nodes = lib.pgs_graph_uid(step.graph.handle), lib.pgs_graph_hash(step.graph.handle)
+                assert uid and seen.setdefault(uid, nodes) == nodes
         assert len(seen) == len(session.runner.graphs.steps()) > 5
         again = session.runner.graphs._make(session.runner.graphs.key("plain", 1, 256))
-        assert again.graph.uid == 0  # before it is planned its nodes may still change
+        assert lib.pgs_graph_uid(again.graph.handle) == 0  # before it is planned its nodes may still change
         again.graph.plan()
-        assert again.graph.uid not in seen
+        assert lib.pgs_graph_uid(again.graph.handle) not in seen
         again.graph.close()
 
 
@@ -147,9 +148,10 @@ def test_generation_prepares_the_spans_ahead(session):
 def test_uploads_and_live_memory(session):
     ranges = {}
     for key, step in session.runner.graphs.steps().items():
-        begin, end = step.graph.memory()
-        low, high = ranges.get(key.kind, (begin, end))
-        ranges[key.kind] = (min(low, begin), max(high, end))
+        own = ffi.new("uintptr_t[2]")  # first and past-the-end address of its nodes
+        lib.pgs_graph_memory(step.graph.handle, own, own + 1)
+        low, high = ranges.get(key.kind, own)
+        ranges[key.kind] = (min(low, own[0]), max(high, own[1]))
     assert len(ranges) >= 4
     ordered = sorted(ranges.values())
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(ordered))

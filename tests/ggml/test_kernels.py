@@ -162,10 +162,10 @@ def test_activations_that_are_views(level, name):
     want = product(level, type_id(name), rows, np.ascontiguousarray(x[:, 3 : 3 + n_in]))
     with bench(level) as (graph, memory):
         weight, whole = memory.packed(rows, type_id(name), (n_in, 20)), memory.tensor(x)
-        assert np.array_equal(compute(graph, graph.matmul(weight, graph.columns(whole, n_in, 3))), want)
+        assert np.array_equal(compute(graph, graph.matmul(weight, graph.slice(whole, 0, 3, n_in))), want)
     with bench(level) as (graph, memory):
         weight, whole = memory.packed(rows, type_id(name), (n_in, 20)), memory.tensor(x)
-        part = graph.columns_3d(graph.reshape(whole, n_in + 5, 2, 3), n_in, 3)
+        part = graph.slice(graph.reshape(whole, n_in + 5, 2, 3), 0, 3, n_in)
         assert np.array_equal(compute(graph, graph.matmul(weight, part)), want)
 
 
@@ -231,14 +231,14 @@ def test_products_make_the_norms_and_gates_that_they_read(level, name, made):
 
     def node(graph, memory, x):
         x = memory.tensor(x)
-        values, gate = graph.columns(x, n_in), graph.columns(x, n_in, n_in)
+        values, gate = graph.slice(x, 0, 0, n_in), graph.slice(x, 0, n_in, n_in)
         if made == "rms_norm":
             return graph.rms_norm(values, memory.tensor(weight), 1e-6)
         if made == "gated_norm":  # of heads
             return graph.gated_norm(graph.heads(graph.cont(values), 64, 8), memory.tensor(weight[:64]), 1e-6, gate)
         if made == "sigmoid_gated":
             return graph.sigmoid_gated(graph.cont(values), graph.heads(x, n_in, 1, 2 * n_in, n_in))
-        return graph.norm(values, 1e-6) if made == "norm" else graph.swiglu(gate, values)
+        return graph.rms_norm(values, None, 1e-6) if made == "norm" else graph.gated("swiglu", gate, values)
 
     with bench(level) as (graph, memory):
         given = compute(graph, node(graph, memory, wide))
@@ -268,8 +268,8 @@ def test_what_gates_the_other_half_of_a_product_is_rounded_where_it_is_computed(
     x[3, 5] = np.nan
 
     def gated(graph, joined):
-        halves = graph.columns(joined, n), graph.columns(joined, n, n)
-        return graph.swiglu(*(reversed(halves) if last else halves))
+        halves = graph.slice(joined, 0, 0, n), graph.slice(joined, 0, n, n)
+        return graph.gated("swiglu", *(reversed(halves) if last else halves))
 
     with bench(level) as (graph, memory):
         made = compute(graph, gated(graph, memory.tensor(product(level, kind, both, x))))
@@ -299,7 +299,7 @@ def test_outputs_that_are_shared_by_sections(level, name, threads):
     for first, later in ((32, 96), (64, 64), (128, 512), (16, 32), (48, 96)):
         with bench(level, threads) as (graph, memory):
             out = graph.matmul(memory.packed(rows, kind, (n_in, 273)), memory.tensor(x))
-            part = graph.columns(out, 100)
+            part = graph.slice(out, 0, 0, 100)
             lib.pgs_share_sections(part, first, later)
             assert np.array_equal(compute(graph, out), want)
 

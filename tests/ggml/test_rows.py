@@ -28,7 +28,7 @@ def norm(level, x, weight=None, gate=None, threads=1, eps=1e-6):
         if gate is not None:
             heads = graph.heads(tensor, len(weight), x.shape[1] // len(weight))
             return compute(graph, graph.gated_norm(heads, memory.tensor(weight), eps, memory.tensor(gate)))
-        return compute(graph, graph.norm(tensor, eps) if weight is None else graph.rms_norm(tensor, memory.tensor(weight), eps))
+        return compute(graph, graph.rms_norm(tensor, None if weight is None else memory.tensor(weight), eps))
 
 
 @on_every_level
@@ -204,7 +204,7 @@ def test_gates(level, size, heads):
     for threads in (1, 3):
         with bench(level, threads) as (graph, memory):
             halves = memory.tensor(np.concatenate([gate.astype(np.float32), x], axis=1))
-            got = compute(graph, graph.swiglu_halves(halves))
+            got = compute(graph, graph.gated_halves("swiglu", halves))
             np.testing.assert_allclose(got, silu(gate) * x, rtol=2e-6, atol=1e-30)
             assert graph.op_counts()["native gate"] == 1
 
@@ -413,7 +413,7 @@ def test_products(guarded, name):
         guarded(lambda of: of.g.add(of.g.matmul(of.packed(kind, n_in, n_out), of.tensor(F32, n_in, rows)), of.tensor(F32, n_out)))
     for n, rows in itertools.product((32 if block == 1 else block, 96 if block < 256 else 768), (1, 8, 9, 32)):
         guarded(lambda of: of.g.matmul(
-            of.packed(kind, n, 17), of.g.swiglu_halves(of.g.matmul(of.packed(TYPES["q8_0"], 32, 2 * n), of.tensor(F32, 32, rows)))
+            of.packed(kind, n, 17), of.g.gated_halves("swiglu", of.g.matmul(of.packed(TYPES["q8_0"], 32, 2 * n), of.tensor(F32, 32, rows)))
         ))  # fmt: skip
     index = np.array([0, 36, 17, 15, 16], np.int32)
     guarded(lambda of: of.g.rows(of.packed(kind, n_in, 37), of.tensor(I32, 5, values=index)))
@@ -429,7 +429,7 @@ def test_products(guarded, name):
 def test_rows_of_values(guarded, n):
     for rows in (1, 3):
         guarded(lambda of: of.g.rms_norm(of.tensor(F32, n, rows), of.tensor(F32, n), 1e-5))
-        guarded(lambda of: of.g.swiglu(of.tensor(F32, n, rows), of.tensor(F32, n, rows)))
+        guarded(lambda of: of.g.gated("swiglu", of.tensor(F32, n, rows), of.tensor(F32, n, rows)))
         guarded(lambda of: of.g.sigmoid_gated(of.tensor(F32, 2 * n, rows), of.tensor(F32, n, 2, rows)))
         guarded(lambda of: of.g.sum_rows(of.tensor(F32, n, rows)))
         guarded(lambda of: of.g.argmax(of.tensor(F32, n, rows)))

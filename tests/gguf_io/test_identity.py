@@ -17,7 +17,7 @@ from tools.checkpoint import safetensors
 import pyggml_spec as ps
 from pyggml_spec import building
 from pyggml_spec.errors import GGUFError
-from pyggml_spec.ggml import probe
+from pyggml_spec.files import keep_json
 from pyggml_spec.gguf_io import GGUFFile, identity
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.speculation import calibrate
@@ -119,7 +119,7 @@ def test_the_hash_is_cached_in_any_cache_folder(model, cache, monkeypatch, first
     """With a umask of 002, usual where users have groups of their own, the folder that others of us made was open to the group, and never believed."""
     old = os.umask(0o002)
     try:
-        probe.save(cache / "probe-x.json", probe.Fitness()) if first == "probe" else calibrate.keep(cache / "costs-x.json", {1: 1.0})
+        keep_json(cache / "probe-x.json", {}) if first == "probe" else calibrate.keep(cache / "costs-x.json", {1: 1.0})
     finally:
         os.umask(old)
     named(model)

@@ -25,8 +25,7 @@ from pyggml_spec.models import weights as weights_module
 from pyggml_spec.models.placement import ExpertOptions, Routing, routed_layers
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.models.weights import Weights
-from pyggml_spec.multi_device import offload as guests_module
-from pyggml_spec.multi_device import offload_calibration as copying
+from pyggml_spec.multi_device import offload as copying
 
 pytestmark = pytest.mark.slow
 IDS = np.random.default_rng(4).integers(0, 256, 150).tolist()
@@ -491,7 +490,7 @@ def test_layers_that_no_memory_is_left_for(tmp_path, monkeypatch):
         no_room_for_copies(m)
         check("copies of two layers need")
     with monkeypatch.context() as m:
-        m.setattr(guests_module, "free_bytes", lambda device: 1 << 20)
+        m.setattr(copying, "free_bytes", lambda device: 1 << 20)
         check("MiB of host memory in addition, of which 1 are free")
     with monkeypatch.context() as m:
         m.setattr(copying, "chunk_cost", lambda engine, rows, copies: 2.0 if copies else 1.0)

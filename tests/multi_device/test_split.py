@@ -24,7 +24,7 @@ from pyggml_spec.errors import DeviceError, EngineError, PairError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.placement import ExpertOptions
 from pyggml_spec.models.registry import open_target
-from pyggml_spec.multi_device.lanes import halves
+from pyggml_spec.multi_device.devices import halves
 from pyggml_spec.multi_device.split import cuts_by, segments_of
 from pyggml_spec.tools.plan import check, plan
 

@@ -15,51 +15,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import ModelError
 from ...ggml.graph import Graph
 from ...ggml.library import Tensor
-from ...gguf_io import GGUFFile
-from ..base import KVShape
-from ..blocks import attend
+from ..base import KVLayer, KVShape
 from ..decoder import Decoder, register
-from ..hparams import Hparams
-from ..keys import inverse_root, per_layer, positive
-from ..layers import ROPE_FREQS, GatedMLP, Layer, LayerContext, Part, specs
+from ..hparams import Hparams, inverse_root
+from ..layers import HEAD, ROPE_FREQS, Attention, GatedMLP, Layer, LayerContext, specs
 from ..moe import Experts
 from ..rope import Rope
 from ..weights import ROWS, VECTOR, Spec
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Parameters that differ between full and sliding layers."""
-
-    size: int
-    rope: Rope
-    sliding: bool = False
-
-
-def kinds(file: GGUFFile, arch: str, default: int) -> tuple[Kind, Kind]:
-    """(full, sliding); ``default``: head size without the key."""
-    size = positive(file, f"{arch}.attention.key_length", default, 4096)
-    size_swa = positive(file, f"{arch}.attention.key_length_swa", size, 4096)
+def kinds(f: Hparams, default: int) -> tuple[tuple[int, Rope], tuple[int, Rope]]:
+    """Head size and RoPE of full and of sliding layers; ``default``: head size without the key."""
+    size = f.positive("attention.key_length", default, 4096)
+    size_swa = f.positive("attention.key_length_swa", size, 4096)
     for name, expected in (("value_length", size), ("value_length_swa", size_swa)):
-        if file.get(f"{arch}.attention.{name}", int, expected) != expected:
-            raise ModelError(f"{file.path}: attention.{name} differs from the key length {expected}, which {arch} does not have")
-    rope = Rope.from_gguf(file, arch, size, overridable=False)
-    return Kind(size, rope), Kind(size_swa, rope.swa(file, arch, size_swa, 10000.0), sliding=True)
+        if f.get(f"attention.{name}", int, expected) != expected:
+            raise f.refuse(f"attention.{name} differs from the key length {expected}, which {f.arch} does not have")
+    rope = f.rope(size, yarn=False, windowed=True)
+    return (size, rope), (size_swa, f.sliding_rope(rope, size_swa, 10000.0))
 
 
 @register("gemma4")
 def gemma4(f: Hparams) -> Decoder:
     heads, kv_heads = f.heads_by_layer
     window, sliding = f.window()
-    full, local = kinds(f.file, f.arch, f.n_embd // heads[0])
+    full, local = kinds(f, f.n_embd // heads[0])
     n_own = f.n_layer - f.get("attention.shared_kv_layers", int, 0)
     if not 0 < n_own <= f.n_layer or any(sliding[i] != sliding[n_own - 1 - sliding[i]] or n_own < 2 for i in range(n_own, f.n_layer)):
         raise f.refuse(f"attention.shared_kv_layers leaves {n_own} of {f.n_layer} layers, not one of each kind")
     n_per_layer = f.number("embedding_length_per_layer_input", 0, 0, 1 << 20)
-    ff = per_layer(f.file, f"{f.arch}.feed_forward_length", f.n_layer)
+    ff = f.per_layer("feed_forward_length")
     experts = f.experts(glu="geglu") if f.get("expert_count", int, 0) > 0 else None
     layers = []
     for i, one in enumerate(sliding):
@@ -67,60 +54,52 @@ def gemma4(f: Hparams) -> Decoder:
         has_v = f.shape(f"blk.{i}.attn_v.weight") is not None
         routed = experts if f.shape(f"blk.{i}.ffn_gate_inp.weight") is not None else None
         scaled = f.shape(f"blk.{i}.layer_output_scale.weight") is not None
-        mixer = SharedAttention(heads[i], kv_heads[i], local if one else full, owner, owner == i, has_v)
+        size, rope = local if one else full
+        mixer = SharedAttention(heads[i], kv_heads[i], size, rope, factors=not one, sliding=one, owner=owner, owns=owner == i, has_v=has_v)
         layers.append(GemmaLayer(mixer, GatedMLP(ff[i], "gelu"), experts=routed, n_per_layer=n_per_layer, scaled=scaled))
     softcap = f.number("final_logit_softcapping", 30.0)  # llama.cpp's default
     return Gemma4(f, layers, n_per_layer, window=window, embedding_scale=f.root_embd, softcap=softcap)
 
 
 @dataclass(frozen=True)
-class SharedAttention(Part):
+class SharedAttention(Attention):
     """Attention over the K/V of layer ``owner``, possibly an earlier one (``owns`` False). Without ``has_v``, v is k's projection."""
 
-    heads: int
-    kv_heads: int
-    kind: Kind
-    owner: int
-    owns: bool
-    has_v: bool
-
-    @property
-    def sliding(self) -> bool:  # type: ignore[override]
-        return self.kind.sliding
+    norm: str = HEAD
+    scale: float | None = 1.0
+    owner: int = 0
+    owns: bool = True
+    has_v: bool = True
 
     @property
     def kv(self) -> KVShape | None:  # type: ignore[override]
-        return KVShape(self.kv_heads, self.kind.size, self.sliding) if self.owns else None
+        return super().kv if self.owns else None
 
     @property
-    def _inputs(self) -> tuple[str, ...]:
-        return ("attn_q", *(("attn_k",) if self.owns else ()), *(("attn_v",) if self.owns and self.has_v else ()))
+    def _absent(self) -> tuple[str, ...]:
+        return (() if self.has_v else ("attn_v",)) if self.owns else ("attn_k", "attn_v", "attn_k_norm")
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
-        wide, wide_kv = self.heads * self.kind.size, self.kv_heads * self.kind.size
-        shapes = {name: (f.n_embd, wide if name == "attn_q" else wide_kv) for name in self._inputs}
-        norms = dict.fromkeys(("attn_q_norm", "attn_k_norm") if self.owns else ("attn_q_norm",), self.kind.size)
-        return specs(prefix, shapes | {"attn_output": (wide, f.n_embd)}, norms)
+        absent = {f"{prefix}{name}.weight" for name in self._absent}
+        return [spec for spec in super().tensors(f, prefix) if spec.name not in absent]
 
     def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
-        return {"mixer": self._inputs}
+        return {"mixer": tuple(name for name in ("attn_q", "attn_k", "attn_v") if name not in self._absent)}
 
     def unused(self, f: Hparams, prefix: str) -> dict[str, str]:
-        names = () if self.owns else ("attn_k", "attn_v", "attn_k_norm")
+        names = () if self.owns else self._absent
         return {f"{prefix}{name}.weight": "K/V of a layer that reads those of an earlier one" for name in names}
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
-        g, size, attention = c.g, self.kind.size, c.attention
-        assert attention is not None
-        factors = None if self.sliding else c.w[ROPE_FREQS]
         q, *own = c.project("mixer", x)
-        q = self.kind.rope(g, c.rms_norm(g.heads(q, size, self.heads), "attn_q_norm"), c.positions, factors)
-        k = v = None
-        if own:
-            k = self.kind.rope(g, c.rms_norm(g.heads(own[0], size, self.kv_heads), "attn_k_norm"), c.positions, factors)
-            v = g.norm(g.heads(own[-1], size, self.kv_heads), c.eps)
-        out = attend(g, q, k, v, c.caches[self.owner], attention.kv_rows, attention.mask, attention.kv_bucket, self.kv_heads, 1.0)
-        return c.product("attn_output", out)
+        return self.attend(c, q, *(own[0], own[-1]) if own else ())
+
+    def cache(self, c: LayerContext) -> KVLayer:
+        return c.caches[self.owner]
+
+    def keys_values(self, c: LayerContext, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = super().keys_values(c, k, v)
+        return k, c.g.rms_norm(v, None, c.eps)
 
 
 @dataclass(frozen=True)
@@ -155,13 +134,13 @@ class GemmaLayer(Layer):
             f = g.add(c.rms_norm(f, "post_ffw_norm_1"), c.rms_norm(self._routed(c, a, self.experts), "post_ffw_norm_2"))
         x = g.add(self._residual(c, f, self.post_ffn), a)
         if c.extra is not None:
-            inner = g.matmul(c["proj"], g.mul(g.gelu(g.matmul(c["inp_gate"], x)), g.plane(c.extra, c.i)))
+            inner = g.matmul(c["proj"], g.mul(g.gelu(g.matmul(c["inp_gate"], x)), g.pick(c.extra, 2, c.i)))
             x = g.add(x, c.rms_norm(inner, "post_norm"))
         return g.mul(x, c["layer_output_scale"]) if self.scaled else x
 
     def _routed(self, c: LayerContext, a: Tensor, experts: Experts) -> Tensor:
         g, n = c.g, c.rms_norm(a, "pre_ffw_norm_2")
-        seen = g.scale(g.norm(a, c.eps), inverse_root(a.ne[0]))
+        seen = g.scale(g.rms_norm(a, None, c.eps), inverse_root(a.ne[0]))
         logits = g.matmul(c["ffn_gate_inp"], g.mul(seen, c.w[f"{c.prefix}ffn_gate_inp.scale"]))
         return experts(g, c.w, c.prefix, n, logits)
 
@@ -182,9 +161,9 @@ class Gemma4(Decoder):
         return mixer
 
     def tensors(self) -> list[Spec]:
-        out, n_per, mixers = super().tensors(), self.n_per_layer, [self.mixer(i) for i in range(self.n_layer)]
-        full = next((mixer.kind for mixer in mixers if not mixer.sliding), None)
-        if full is not None:
+        out, n_per = [spec for spec in super().tensors() if spec.name != ROPE_FREQS], self.n_per_layer
+        full = next((mixer for mixer in map(self.mixer, range(self.n_layer)) if not mixer.sliding), None)
+        if full is not None:  # every file has them
             out.append(Spec(ROPE_FREQS, (full.size // 2,), VECTOR))
         if n_per:
             wide = n_per * self.n_layer
@@ -195,8 +174,7 @@ class Gemma4(Decoder):
 
     def last_cut(self) -> int:
         """Layers that own shared K/V stay on the device of their readers."""
-        mixers = [self.mixer(i) for i in range(self.n_layer)]
-        return min((mixer.owner for mixer in mixers if not mixer.owns), default=self.n_layer - 1)
+        return min((mixer.owner for mixer in map(self.mixer, range(self.n_layer)) if not mixer.owns), default=self.n_layer - 1)
 
     def extra(self, g: Graph, x: Tensor, tokens: Tensor) -> Tensor | None:
         """Per-layer embeddings, F32 [n_per_layer, T, n_layer]."""

@@ -15,8 +15,7 @@ import numpy as np
 from ...ggml.library import Tensor
 from ..base import KVShape
 from ..decoder import Decoder, register
-from ..hparams import Hparams
-from ..keys import inverse_root
+from ..hparams import Hparams, inverse_root
 from ..layers import Layer, LayerContext
 from ..mla import MLA
 from ..model import ATTENTION, SCALED

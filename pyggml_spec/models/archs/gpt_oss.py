@@ -7,8 +7,7 @@ Source of the formulae: llama.cpp, src/models/openai-moe.cpp.
 """
 
 from ..decoder import Decoder, register
-from ..hparams import Hparams
-from ..keys import OF_SLIDING
+from ..hparams import OF_SLIDING, Hparams
 from ..layers import MUST, Attention, Layer, MoE
 from ..model import ATTENTION, EXPERT
 from ..moe import SOFTMAX_OF_CHOSEN
@@ -20,12 +19,8 @@ def gpt_oss(f: Hparams) -> Decoder:
     full = f.rope(size, windowed=True)
     window, sliding = f.window(2, full_last=True)
     moe = MoE(f.experts(gating=SOFTMAX_OF_CHOSEN, normalise=False, glu="swiglu_oai", biases=True))
-    layers = [
-        Layer(
-            Attention(f.heads, f.kv_heads, size, f.sliding_base(full) if s else full, out_bias=MUST, sliding=s, sinks=True),
-            moe,
-            ffn_norm="post_attention_norm",
-        )
-        for s in sliding
+    mixers = [
+        Attention(f.heads, f.kv_heads, size, f.sliding_base(full) if s else full, out_bias=MUST, sliding=s, sinks=True) for s in sliding
     ]
+    layers = [Layer(mixer, moe, ffn_norm="post_attention_norm") for mixer in mixers]
     return Decoder(f, layers, window=window, biased=ATTENTION, unscaled=EXPERT)

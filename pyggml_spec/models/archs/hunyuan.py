@@ -9,7 +9,6 @@ import numpy as np
 
 from ..decoder import Decoder, register
 from ..hparams import Hparams
-from ..keys import per_layer
 from ..layers import HEAD, Attention, GatedMLP, Layer, MoE
 from ..model import ATTENTION, EXPERT, FFN, SHARED
 
@@ -29,6 +28,6 @@ def hunyuan_moe(f: Hparams) -> Decoder:
     size = f.head_dim()
     attention = Attention(f.heads, f.kv_heads, size, f.whole_heads(f.rope(size), size), norm=HEAD, norm_last=True)
     shared = GatedMLP(f.number("expert_shared_feed_forward_length", 0) or f.ff, suffix="_shexp")
-    per_layer(f.file, f"{f.arch}.expert_feed_forward_length", f.n_layer)  # llama.cpp requires it, and does not use it
+    f.per_layer("expert_feed_forward_length")  # llama.cpp requires it, and does not use it
     moe = MoE(f.experts(f.ff, own_size=False), shared)
     return Decoder(f, [Layer(attention, moe)] * f.n_layer, biased=ATTENTION, unscaled=(*EXPERT, *SHARED))

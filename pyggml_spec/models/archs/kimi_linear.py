@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from ...ggml.library import Tensor
 from ..base import Recurrence, RecurrentShape
 from ..decoder import Decoder, register
-from ..hparams import Hparams
-from ..keys import inverse_root
+from ..hparams import Hparams, inverse_root
 from ..layers import Layer, LayerContext, Part, specs
 from ..mla import MLA
 from ..model import ATTENTION, EXPERT, FFN, SHARED
@@ -51,7 +50,7 @@ class KimiDelta(Part):
         decay, gate, beta = (c.product(name, x) for name in ("ssm_f_a", "ssm_g_a", "ssm_beta"))
         convs = g.stack([g.reshape(c[name], s.conv, s.head_size * s.n_head_v) for name in CONVS])
         assert c.recurrent is not None
-        out = c.recurrent.layer(
+        out = c.recurrent(
             g, c.state, g.concat(c.project("mixer", x)), convs, beta=beta, alpha=c.product("ssm_f_b", decay), dt=w[f"{b}ssm_dt.bias"], a=w[f"{b}ssm_a"],
             eps=c.eps,
         )  # fmt: skip

@@ -6,8 +6,7 @@ Smaller models of the family have no sliding window. Source of the formulae: lla
 """
 
 from ..decoder import Decoder, register
-from ..hparams import Hparams
-from ..keys import OF_SLIDING, per_layer
+from ..hparams import OF_SLIDING, Hparams
 from ..layers import HEAD, Attention, GatedMLP, Layer, MoE
 from ..model import ATTENTION, EXPERT, FFN, SHARED
 from ..moe import SIGMOID
@@ -19,7 +18,7 @@ def laguna(f: Hparams) -> Decoder:
     size = f.head_dim(*OF_SLIDING, default=f.n_embd // heads[0])
     full = f.rope(size, windowed=True)
     window, sliding = f.window(needed=False)
-    local = full.swa(f.file, f.arch, size) if window else full
+    local = f.sliding_rope(full, size) if window else full
     experts = f.experts(
         gating=f.gating(SIGMOID),
         normalise=f.get("expert_weights_norm", bool, False),
@@ -28,12 +27,9 @@ def laguna(f: Hparams) -> Decoder:
     )
     n_dense, shared = f.leading_dense(), f.get("expert_shared_feed_forward_length", int, 0)
     moe = MoE(experts, GatedMLP(f.positive("expert_shared_feed_forward_length") if shared else experts.n_ff, suffix="_shexp"))
-    dense = GatedMLP(per_layer(f.file, "laguna.feed_forward_length", f.n_layer)[0]) if n_dense else moe
-    layers = [
-        Layer(
-            Attention(heads[i], kv_heads[i], size, local if s else full, norm=HEAD, sliding=s, gate="softplus"),
-            dense if i < n_dense else moe,
-        )
-        for i, s in enumerate(sliding)
+    dense = GatedMLP(f.per_layer("feed_forward_length")[0]) if n_dense else moe
+    mixers = [
+        Attention(heads[i], kv_heads[i], size, local if s else full, norm=HEAD, sliding=s, gate="softplus") for i, s in enumerate(sliding)
     ]
+    layers = [Layer(mixer, dense if i < n_dense else moe) for i, mixer in enumerate(mixers)]
     return Decoder(f, layers, window=window, biased=ATTENTION, unscaled=("attn_gate", "output", *FFN, *SHARED, *EXPERT))

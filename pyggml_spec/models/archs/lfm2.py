@@ -33,9 +33,9 @@ class ShortConv(Part):
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
         g, n = c.g, self.shape.channels
         inputs = c.product("shortconv.in_proj", x)
-        before, after, x = (g.columns(inputs, n, i * n) for i in range(3))
+        before, after, x = (g.slice(inputs, 0, i * n, n) for i in range(3))
         assert c.recurrent is not None
-        return c.product("shortconv.out_proj", g.mul(after, c.recurrent.layer(g, c.state, g.mul(before, x), c["shortconv.conv"])))
+        return c.product("shortconv.out_proj", g.mul(after, c.recurrent(g, c.state, g.mul(before, x), c["shortconv.conv"])))
 
 
 @register("lfm2", "lfm2moe")

@@ -7,9 +7,8 @@ Source of the formulae: llama.cpp, src/models/muse-glimmer.cpp.
 from dataclasses import replace
 
 from ..decoder import Decoder, register
-from ..hparams import Hparams
-from ..keys import OF_SLIDING
-from ..layers import HEAD, Attention, GatedMLP, Layer
+from ..hparams import OF_SLIDING, Hparams
+from ..layers import HEAD, Attention, GatedMLP, post_normed
 from ..model import ATTENTION, FFN
 
 POST_EPS = 1e-8  # of the norms after attention and FFN
@@ -22,12 +21,8 @@ def muse_glimmer(f: Hparams) -> Decoder:
     rope = replace(f.sliding_base(f.rope(size, neox=False, yarn=False, windowed=True)), scale=1.0)
     window, sliding = f.window(full_last=True)
     layers = [
-        Layer(
-            Attention(f.heads, f.kv_heads, size, rope if s else None, norm=HEAD, sliding=s, gate="sigmoid"),
-            GatedMLP(f.ff),
-            post_mixer="post_attention_norm",
-            post_ffn="post_ffw_norm",
-            post_eps=POST_EPS,
+        post_normed(
+            Attention(f.heads, f.kv_heads, size, rope if s else None, norm=HEAD, sliding=s, gate="sigmoid"), GatedMLP(f.ff), eps=POST_EPS
         )
         for s in sliding
     ]

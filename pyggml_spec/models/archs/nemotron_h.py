@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from ...ggml.library import Tensor
 from ..decoder import Decoder, register
 from ..hparams import Hparams
-from ..keys import per_layer
 from ..layers import MAY, MLP, Attention, Layer, LayerContext, Part, specs
 from ..mamba2 import Mamba2
 from ..model import ATTENTION, FFN, SCALED
@@ -43,7 +42,7 @@ class LatentMoE(Part):
 def nemotron_h(f: Hparams) -> Decoder:
     f.eps = f.number("attention.layer_norm_rms_epsilon", f.layer_norm_eps)
     size, heads = f.hybrid_head_dim, f.hybrid_heads
-    ff = per_layer(f.file, f"{f.arch}.feed_forward_length", f.n_layer, least=0)
+    ff = f.per_layer("feed_forward_length", least=0)
     n_recurrent = sum(not kv and not n_ff for (_, kv), n_ff in zip(heads, ff, strict=True))
     if not n_recurrent:
         raise f.refuse(f"it has no recurrent layer, which every {f.arch} model has")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..decoder import Decoder, register
 from ..hparams import Hparams
-from ..layers import ROW, Attention, GatedMLP, Layer, MoE
+from ..layers import ROW, Attention, GatedMLP, Layer, MoE, post_normed
 from ..model import ATTENTION, EXPERT, FFN
 
 
@@ -18,14 +18,7 @@ def olmo2(f: Hparams) -> Decoder:
     rope = f.whole_heads(f.rope(size, windowed=window > 0), size)
     local = replace(rope, scale=1.0, yarn=(0.0, 1.0, *rope.yarn[2:]))
     layers = [
-        Layer(
-            Attention(f.heads, f.kv_heads, size, local if s else rope, norm=ROW, sliding=s),
-            GatedMLP(f.ff),
-            mixer_norm="",
-            ffn_norm="",
-            post_mixer="post_attention_norm",
-            post_ffn="post_ffw_norm",
-        )
+        post_normed(Attention(f.heads, f.kv_heads, size, local if s else rope, norm=ROW, sliding=s), GatedMLP(f.ff), before=False)
         for s in sliding
     ]
     return Decoder(f, layers, window=window, biased=ATTENTION, unscaled=FFN)

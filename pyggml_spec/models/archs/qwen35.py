@@ -12,7 +12,6 @@ from ..layers import HEAD, Attention, GatedMLP, Layer, MoE, Part
 from ..model import ATTENTION
 
 MTP_LAYERS = "the model's own MTP layers"
-POST_NORM = "post_attention_norm"
 
 
 @register("qwen35", "qwen35moe")
@@ -28,15 +27,8 @@ def qwen35(f: Hparams) -> Decoder:
 
 def hybrid(f: Hparams, mixers: tuple[list[Part], Attention], ffn: Part, **more: object) -> Decoder:
     """A decoder of ``mixers`` with the same FFN; its MTP layer has attention."""
-    layers = [Layer(mixer, ffn, ffn_norm=POST_NORM) for mixer in mixers[0]]
-    return Decoder(
-        f,
-        layers,
-        mtp=Layer(mixers[1], ffn, ffn_norm=POST_NORM),
-        biased=ATTENTION,
-        drafting_layers=MTP_LAYERS,
-        **more,  # type: ignore[arg-type]
-    )
+    *layers, mtp = [Layer(mixer, ffn, ffn_norm="post_attention_norm") for mixer in (*mixers[0], mixers[1])]
+    return Decoder(f, layers, mtp=mtp, biased=ATTENTION, drafting_layers=MTP_LAYERS, **more)  # type: ignore[arg-type]
 
 
 def hybrid_mixers(f: Hparams, mixer: type[GatedDeltaNet] = GatedDeltaNet, grouped: bool = False) -> tuple[list[Part], Attention]:
@@ -55,7 +47,7 @@ def hybrid_mixers(f: Hparams, mixer: type[GatedDeltaNet] = GatedDeltaNet, groupe
         raise f.refuse(f"{f.n_layer} layers with {sum(recurrent)} recurrent ones is not a {f.arch} model")
     rope = f.rope(size)
     if not grouped:
-        rope.check_sections(f.file, f.arch, interleaved=True)
+        f.check_sections(rope, interleaved=True)
     attention = Attention(f.heads, f.kv_heads, size, rope, norm=HEAD, gate="in q")
     delta = mixer(RecurrentShape(sum(recurrent), state, heads_k, heads_v, f.positive("ssm.conv_kernel", limit=16), grouped, state))
     return [delta if one else attention for one in recurrent], attention

@@ -13,7 +13,7 @@ from ..model import ATTENTION, EXPERT, FFN
 def qwen3vl(f: Hparams) -> Decoder:
     size = f.head_dim()
     rope = f.whole_heads(f.rope(size), size)
-    rope.check_sections(f.file, f.arch, interleaved=True)
+    f.check_sections(rope, interleaved=True)
     ffn = MoE(f.experts(f.ff_of_used_experts())) if f.arch == "qwen3vlmoe" else GatedMLP(f.ff)
     attention = Attention(f.heads, f.kv_heads, size, rope, norm=HEAD)
     return Decoder(f, [Layer(attention, ffn)] * f.n_layer, biased=ATTENTION, unscaled=(*FFN, *EXPERT))
