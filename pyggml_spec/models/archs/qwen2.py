@@ -1,6 +1,7 @@
 """qwen2 (Qwen2, Qwen2.5, Qwen2.5-Coder): biases on q, k and v. qwen2vl (Qwen2-VL, Qwen2.5-VL): the same over text.
 
-qwen2moe: routed experts plus a gated shared one. Source of the formulae: llama.cpp, src/models/qwen2.cpp, qwen2vl.cpp, qwen2moe.cpp.
+qwen2moe: routed experts plus a gated shared one. seed_oss: another name for the norm in front of the FFN.
+Source of the formulae: llama.cpp, src/models/qwen2.cpp, qwen2vl.cpp, qwen2moe.cpp, seed-oss.cpp.
 """
 
 from ..decoder import Decoder, register
@@ -35,3 +36,11 @@ def qwen2moe(f: Hparams) -> Decoder:
     shared = GatedMLP(f.number("expert_shared_feed_forward_length", 0) or f.ff, suffix="_shexp")
     moe = MoE(experts, shared, gated=True, gate_by_silu=True)
     return Decoder(f, [Layer(attention, moe)] * f.n_layer, biased=ATTENTION, unscaled=(*EXPERT, *SHARED))
+
+
+@register("seed_oss")
+def seed_oss(f: Hparams) -> Decoder:
+    size = f.head_dim()
+    attention = Attention(f.heads, f.kv_heads, size, f.whole_heads(f.rope(size), size))
+    layers = [Layer(attention, GatedMLP(f.ff), ffn_norm="post_attention_norm")] * f.n_layer
+    return Decoder(f, layers, biased=ATTENTION, unscaled=FFN)
