@@ -108,7 +108,7 @@ WRONG = {
     "host_view": [lambda g, t: g.host_view(t.f32(64, 5)), lambda g, t: g.host_view(t.i32(5))],
 }  # fmt: skip
 ANY_SHAPE = {  # one operand of any shape, or nothing but a graph's own nodes
-    "scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "soft_cap", "gelu", "softmax", "sum_rows", "cont", "view_source", "cont_flat", "hadamard",
+    "scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "soft_cap", "gelu", "relu_squared", "softmax", "sum_rows", "cont", "view_source", "cont_flat", "hadamard",
     "expand", "expand_norm", "keep_output", "name", "plan", "measure", "n_cuts", "op_counts", "traffic", "close", "place", "aligned_outputs", "capture",
 }  # fmt: skip
 
