@@ -110,7 +110,7 @@ class Layer:
             states = memory.tensor((self.state if state is None else state)[None])
             flag = memory.tensor(np.ascontiguousarray(on[part, None])) if on is not None else ffi.NULL
             given = [memory.tensor(x) for x in (self.beta[part], self.alpha[part])]
-            given = [ffi.NULL, *given, ffi.NULL, memory.tensor(self.dt), memory.tensor(self.a), flag, ffi.NULL, ffi.NULL, 1e-6]
+            given = [ffi.NULL, *given, ffi.NULL, ffi.NULL, memory.tensor(self.dt), memory.tensor(self.a), flag, ffi.NULL, ffi.NULL, 1e-6]
             inputs = ffi.new("pgs_delta_inputs *", given)
             if pending is None:
                 node = lib.pgs_delta_rule(graph.ctx, level.handle, mixed, inputs, self.repeat, states, ffi.NULL, ffi.NULL, 0)
