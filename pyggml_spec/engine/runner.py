@@ -10,7 +10,7 @@ A step: ``forward`` checks the batch (state.py), chooses the graph (graphs.py), 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from time import monotonic
 from typing import Any, cast
 
