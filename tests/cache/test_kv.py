@@ -100,23 +100,23 @@ def test_caches_without_attention_and_the_newest_rows_of_rings(backend):
     cache.close()
     cache = KVCache(backend, [KVShape(1, 32, sliding=True)], 4 * kv.KV_BUCKET, TRASH, window=100, widest=16)
     try:
-        assert 0 < cache.hidden_states < cache.live
+        assert 0 < cache.ring < cache.live
         for n in (
             1,
             2,
             99,
-            cache.hidden_states - 1,
-            cache.hidden_states,
-            cache.hidden_states + 1,
-            2 * cache.hidden_states,
-            2 * cache.hidden_states + 7,
+            cache.ring - 1,
+            cache.ring,
+            cache.ring + 1,
+            2 * cache.ring,
+            2 * cache.ring + 7,
         ):
-            near = np.empty(cache.hidden_states, np.float32)
+            near = np.empty(cache.ring, np.float32)
             cache.positions_of_ring(n, near)
-            held = {p % cache.hidden_states: p for p in range(n)}  # of each row the last position that was written into it
-            wanted = [0.5 - held[row] if row in held else kv.NOWHERE for row in range(cache.hidden_states)]
+            held = {p % cache.ring: p for p in range(n)}  # of each row the last position that was written into it
+            wanted = [0.5 - held[row] if row in held else kv.NOWHERE for row in range(cache.ring)]
             np.testing.assert_array_equal(near, np.array(wanted, np.float32))
-            assert near[(n - 1) % cache.hidden_states] == 0.5 - (n - 1)
+            assert near[(n - 1) % cache.ring] == 0.5 - (n - 1)
     finally:
         cache.close()
 
