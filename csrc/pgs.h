@@ -371,6 +371,32 @@ struct ggml_tensor * pgs_gate(struct ggml_context * ctx, const pgs_level * level
 // As the functions of ggml of these names.
 struct ggml_tensor * pgs_sum_rows(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x);
 struct ggml_tensor * pgs_argmax(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * x);
+// -- draws (draw.c)
+
+typedef struct pgs_candidate {  // llama_token_data
+    int32_t id;
+    float   logit, p;
+} pgs_candidate;
+
+typedef struct pgs_draw_options {  // of one draft; all zero: the argmax
+    float    temperature;
+    int32_t  top_k;              // 0 for all; 64 at most are looked at
+    float    top_p, min_p;
+    uint32_t seed, index;        // of the token in its generation
+    int32_t  temperature_first;  // before top_p and min_p
+    int32_t  unused;
+} pgs_draw_options;
+
+// Gumbel noise of tokens: -log(-log(u)), u in (0, 1) of Philox4x32-10 with the key (seed, 0) and the counter (index, 0, token / 4, 0).
+void pgs_noise(uint32_t seed, uint32_t index, const int32_t * tokens, int64_t count, double * noise);
+// The place of the largest logit + noise, ties to the smaller id: a draw from softmax(logits). -1 if all are -inf or NaN. `redraw`: in place of the
+// counter's 0, for another draw of the same token.
+int64_t pgs_draw(const pgs_candidate * candidates, int64_t count, uint32_t seed, uint32_t index, uint32_t redraw);
+// logits F32 [n, T], draws I32 [8, T] of pgs_draw_options, map I32 or I64 [n] or [n, T] or NULL: the target's token of each logit -> I32 [T] indices of
+// logits.
+struct ggml_tensor * pgs_draw_node(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * logits, struct ggml_tensor * draws,
+                                   struct ggml_tensor * map);
+
 // F32 [n_i, T] each -> F32 [n_0 + n_1 + ..., T]; at most 9.
 struct ggml_tensor * pgs_join(struct ggml_context * ctx, struct ggml_tensor ** parts, int count);
 struct ggml_tensor * pgs_mask(struct ggml_context * ctx, struct ggml_tensor * mask_base, struct ggml_tensor * q_last, struct ggml_tensor * q_first,

@@ -193,9 +193,8 @@ class Session:
             return None
         control = SpeculationPolicy.measured_for(self.drafter.method, self.costs, self.other_costs)
         control.condition_changed(self.runner.threads.condition if self._costs_under is None else self._costs_under, 0, ())
-        for method, record in control.priors.items():
-            if (known := self._known_drafts.get(method)) is not None:
-                record.load(known)
+        for name, known in self._known_drafts.items():
+            control.load_prior(name, known)
         confident = [member.method for member in self.drafter.methods if member.confident]
         if confident and (given := self._verify_costs or self._given_costs()[0]):
             self._verify_costs, control.confidence = given, {method: Confidence(given) for method in confident}

@@ -8,7 +8,7 @@ free -- admit --> committed -- Prefill, Verify() --> committed          its rows
 any -- release --> free
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -109,6 +109,7 @@ class Slot:
         clean: whether its rows hold nothing that a later sequence must not read.
         sound: whether no step of its sequence computed NaN or Inf, so that what it leaves may be reused.
         drafting: whether drafter rows are computed.
+        draft_options: of its sequence's ``Sampler``, whose noise its drafts share; None if greedy.
         candidates, masked: as of ``ModelRunner.read_candidates``.
         tokens, ids: of the last block's rows, from position ``base`` on, and the greedy choices after them.
         open_rows: of the last block, until ``accept``.
@@ -120,6 +121,7 @@ class Slot:
     clean: bool = True
     sound: bool = True
     drafting: bool = True
+    draft_options: Callable[[int], np.ndarray] | None = None
     candidates: int | None = 0
     masked: bool = False
     base: int = 0

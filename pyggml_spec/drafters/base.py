@@ -142,10 +142,13 @@ class Drafter(Model):
         """F32 [n_embd, T] -> F32 [head outputs, T]."""
         raise NotImplementedError
 
-    def choose(self, g: Graph, logits: Tensor) -> Tensor:
-        """The target's tokens with the largest logits: I32 [T], or [1, T] of a reduced head."""
-        chosen = g.argmax(clamp_nan(g, logits))
+    def choose(self, g: Graph, logits: Tensor, draws: Tensor | None = None, first: int = 0) -> Tensor:
+        """The target's tokens with the largest logits, or drawn as of ``Graph.draw``: I32 [T], or [1, T] of a reduced head."""
         tokens = self.weights.get(TOKEN_MAP)
+        if draws is None:
+            chosen = g.argmax(clamp_nan(g, logits))
+        else:
+            chosen = g.draw(logits, draws, first, g.reshape(tokens, logits.ne[0]) if tokens is not None else None)
         return chosen if tokens is None else g.rows(tokens, chosen)
 
     # -- chains

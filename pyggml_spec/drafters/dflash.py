@@ -307,10 +307,13 @@ class DFlash(Drafter):
         """Hook: the output of attention or FFN."""
         return x
 
-    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Decoder) -> DraftOutput:
-        """Drafts of each slot's drafting rows of the ``block`` I32, whose hidden states are ``hidden``, F32 [n_embd, T]."""
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Decoder, draws: Tensor | None) -> DraftOutput:
+        """Drafts of each slot's drafting rows of the ``block`` I32, whose hidden states are ``hidden``, F32 [n_embd, T].
+
+        ``draws``: I32 [8, T] in the order of the ids, as ``Graph.draw`` takes them; None for argmaxes.
+        """
         logits = self.logits(g, hidden, target)
-        return DraftOutput((self.choose(g, logits),), logits)
+        return DraftOutput((self.choose(g, logits, draws),), logits)
 
     def _norm_if_any(self, g: Graph, x: Tensor, i: int, name: str) -> Tensor:
         return g.rms_norm(x, self.weights[f"blk.{i}.{name}.weight"], self.hp.eps) if self._has(i, name) else x

@@ -112,7 +112,7 @@ class DFlash2(DFlash):
             logits = g.scale(logits, self.logit_scale)
         return g.soft_cap(logits, self.hp.softcap)
 
-    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Decoder) -> DraftOutput:
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Decoder, draws: Tensor | None) -> DraftOutput:
         w, k, rank, count = self.weights, self.top_k, self.rank, hidden.ne[1] // slots
         logits = clamp_nan(g, self.logits(g, hidden, target))
         candidates, scores = g.top_k_unordered(logits, min(k, logits.ne[0]))
@@ -125,7 +125,8 @@ class DFlash2(DFlash):
         for i in range(count):
             wanted = g.mul(g.rows(w[PREDECESSOR], token), g.every_nth(gates, count, i))
             fits = g.matmul(g.heads(g.every_nth(successors, count, i), rank, k), g.reshape(wanted, rank, 1, slots))
-            best = g.argmax(clamp_nan(g, g.add(g.reshape(fits, k, slots), g.every_nth(scores, count, i))))
-            ids.append(g.gather(g.every_nth(candidates, count, i), best))
+            scored, tokens = g.add(g.reshape(fits, k, slots), g.every_nth(scores, count, i)), g.every_nth(candidates, count, i)
+            best = g.argmax(clamp_nan(g, scored)) if draws is None else g.draw(scored, draws, i * slots, tokens)
+            ids.append(g.gather(tokens, best))
             token = g.reshape(ids[-1], slots)
         return DraftOutput(tuple(ids), logits)

@@ -72,7 +72,7 @@ class DSpark(DFlash):
     def limit_vocab(self, count: int, target: Decoder) -> None:
         raise PairError(f"{self.title} adds to the logits of every token: its head cannot be cut, so leave `draft_vocab` out")
 
-    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Decoder) -> DraftOutput:
+    def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Decoder, draws: Tensor | None) -> DraftOutput:
         w, count = self.weights, hidden.ne[1] // slots
         logits = self.logits(g, hidden, target)
         token, ids, confidences = g.group_firsts(block, block.ne[0] // slots), [], []
@@ -81,7 +81,7 @@ class DSpark(DFlash):
             if self.confident:
                 confidences.append(self._confidence(g, g.every_nth(hidden, count, i), before))
             after = product(g, w.matrix(TO), before)
-            ids.append(self.choose(g, g.add(after, g.every_nth(logits, count, i))))
+            ids.append(self.choose(g, g.add(after, g.every_nth(logits, count, i)), draws, i * slots))
             token = g.reshape(ids[-1], slots) if ids[-1].ne[0] != slots else ids[-1]
         return DraftOutput(tuple(ids), logits, g.concat(confidences) if confidences else None)
 

@@ -18,7 +18,7 @@ from ..cache.slots import Slot
 from ..drafters.base import ChainInputs, Drafter
 from ..drafters.dflash import BlockInputs, DFlash
 from ..drafters.model import ModelDrafter
-from ..ggml.graph import Graph
+from ..ggml.graph import OPTIONS_PER_DRAW, Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields
 from ..models.base import AttentionInputs, TargetInputs
@@ -45,6 +45,9 @@ class Drafted(NamedTuple):
 class Drafting(Protocol):
     """How one kind of drafter takes part in a step."""
 
+    conditional: bool
+    """Whether each draft is computed from those before it."""
+
     def nodes(self, g: Graph, f: StepFields, key: GraphKey, rows: dict, kv: tuple, before: Tensor | None) -> Drafted:
         """``rows``: positions and, where it verifies too, cache rows of the step. ``kv``: the caches it reads. ``before``: F32 [n, S] each slot's
         last hidden state."""
@@ -65,6 +68,7 @@ class BlockDrafting:
     def __init__(self, drafter: DFlash, target: Decoder, kv: KVCache, alone: bool) -> None:
         self.drafter, self.target, self.kv, self.alone = drafter, target, kv, alone
         self._block_rows, self._visible = cache(drafter.block_rows), cache(partial(drafter.last_visible, 0))
+        self.conditional = drafter.by_position
         self._windows = [(window, f"draft_first_{window}") for window in sorted(set(drafter.hp.window) - {0})]
 
     def nodes(self, g: Graph, f: StepFields, key: GraphKey, rows: dict, kv: tuple, before: Tensor | None) -> Drafted:
@@ -78,7 +82,7 @@ class BlockDrafting:
         drafted = hidden
         if alike:  # row 0 of each block is the last token itself, whose logits are not needed
             drafted = g.slice(hidden, 1, 1, hidden.ne[1] - 1) if self.alone else g.group_tails(hidden, key.verify_len, 1)
-        chosen = self.drafter.drafts(g, drafted, block, count, self.target)
+        chosen = self.drafter.drafts(g, drafted, block, count, self.target, draws_input(g, f, drafted.ne[1]))
         return Drafted(chosen.ids, hidden, chosen.logits, chosen.confidence)
 
     def _masks(self, g: Graph, f: StepFields, total: int, key: GraphKey) -> tuple[Tensor, ...]:
@@ -128,6 +132,8 @@ class BlockDrafting:
 class ChainDrafting:
     """Borrows the drafter and its caches. The inputs of a draft are those of all slots, one draft after the other."""
 
+    conditional = True
+
     def __init__(self, drafter: Drafter, target: Decoder, kv: KVCache) -> None:
         self.drafter, self.target, self.kv = drafter, target, kv
 
@@ -145,15 +151,18 @@ class ChainDrafting:
                 tokens, hidden, at, AttentionInputs(of_rows, g.kv_mask(self.kv.mask_base, seen_last, first, bucket, count), bucket), kv
             )
 
-        return self._chain(g, key, tokens, before, row)
+        return self._chain(g, f, key, tokens, before, row)
 
-    def _chain(self, g: Graph, key: GraphKey, tokens: Tensor, hidden: Tensor, row: Callable[[int, Tensor, Tensor], ChainInputs]) -> Drafted:
+    def _chain(
+        self, g: Graph, f: StepFields, key: GraphKey, tokens: Tensor, hidden: Tensor, row: Callable[[int, Tensor, Tensor], ChainInputs]
+    ) -> Drafted:
         """One draft after the other. ``row``: of the i-th one, from the tokens and the hidden states before it."""
         count, ids = key.slots.count, []
+        draws = draws_input(g, f, key.drafts * count)
         for i in range(key.drafts):
             for_head, hidden = self.drafter.step(g, row(i, tokens, hidden), self.target)
             logits = self.drafter.logits(g, for_head, self.target)
-            ids.append(self.drafter.choose(g, logits))
+            ids.append(self.drafter.choose(g, logits, draws, i * count))
             tokens = g.reshape(ids[-1], count) if ids[-1].ne[0] != count else ids[-1]
         return Drafted(tuple(ids), for_head, logits)  # what is not finite stays so from draft to draft
 
@@ -191,7 +200,7 @@ class BorrowingDrafting(ChainDrafting):
         near = f.input("draft_near", "f32", ringed, count) if ringed else self.kv.mask_base
         seen = AttentionInputs(positions, g.kv_mask(self.kv.mask_base, last, None, bucket, count), bucket)
         sliding = AttentionInputs(positions, g.kv_mask(near, last, first, ringed or bucket, count), ringed or bucket)
-        return self._chain(g, key, tokens, before, lambda i, tokens, hidden: ChainInputs(tokens, hidden, positions, seen, kv, sliding))
+        return self._chain(g, f, key, tokens, before, lambda i, tokens, hidden: ChainInputs(tokens, hidden, positions, seen, kv, sliding))
 
     def fill(self, host: Host, key: GraphKey, items: Items, slots: Sequence[Slot]) -> None:
         near = host["draft_near"].reshape(key.slots.count, -1) if "draft_near" in host else None
@@ -214,7 +223,7 @@ class ModelDrafting(ChainDrafting):
 
     def nodes(self, g: Graph, f: StepFields, key: GraphKey, rows: dict, kv: tuple, before: Tensor | None) -> Drafted:
         drafter, count, bucket = cast(ModelDrafter, self.drafter), key.slots.count, key.kv_bucket
-        total, ids = (key.drafts + 1) * count, list[Tensor]()
+        total, ids, draws = (key.drafts + 1) * count, list[Tensor](), draws_input(g, f, key.drafts * count)
         tokens = f.input("draft_tokens", "i32", 2 * count)
         positions, kv_rows = f.input("draft_positions", "i32", total), f.input("draft_rows", "i64", total)
         last, first = f.input("draft_last", "f32", 1, total), f.input("draft_first", "f32", 1, total) if drafter.window else None
@@ -231,7 +240,7 @@ class ModelDrafting(ChainDrafting):
             if not i:
                 hidden = g.slice(hidden, 1, 1, hidden.ne[1] - 1) if count == 1 else g.group_tails(hidden, 2, 1)
             logits = drafter.logits(g, hidden, self.target)
-            ids.append(drafter.choose(g, logits))
+            ids.append(drafter.choose(g, logits, draws, i * count))
             tokens = ids[-1]
         return Drafted(tuple(ids), hidden, logits)
 
@@ -263,6 +272,23 @@ def fill_near(host: Host, window: int) -> None:
     if "near_last" in host:
         host["near_last"].reshape(-1)[:] = host["positions"]
         host["near_first"].reshape(-1)[:] = host["positions"] - window + 1
+
+
+def draws_input(g: Graph, f: StepFields, drafts: int) -> Tensor | None:
+    """Noise of the drafts in the order of their ids, where the device can draw."""
+    return f.input("draft_draws", "i32", OPTIONS_PER_DRAW, drafts) if g.backend.device.kind == "cpu" else None
+
+
+def fill_draws(host: Host, key: GraphKey, items: Items, slots: Sequence[Slot], drafting: Drafting) -> None:
+    """Sampled sequences draft with the noise that their tokens are drawn with, where a draft's distribution follows the drafts before it: the later
+    rows of a parallel block hold averages over all of them, whose argmax is right more often."""
+    draws, count, drafts = host["draft_draws"].reshape(-1, OPTIONS_PER_DRAW), key.slots.count, key.drafts
+    draws[:] = 0
+    for at, slot in enumerate(key.slots.slots):
+        options_of = slots[slot].draft_options
+        if options_of is not None and isinstance(items.get(slot), Draft):
+            drawn = drafts if drafting.conditional else 1
+            draws[drafting.order(at, drafts, count)[:drawn]] = options_of(drawn)
 
 
 def drafting_of(

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..ggml.library import ffi, lib
 from .batch import Batch, Draft, Prefill, Verify
-from .drafting import fill_near
+from .drafting import fill_draws, fill_near
 from .graph_cache import Step
 from .resources import Resources
 
@@ -84,7 +84,7 @@ class InputBuilder:
                 host["positions"][at : at + width] = self._slots[slot].cursor.committed + np.arange(width)
         if self._last_hidden is not None and "before" in host:
             host["before"][:] = [self._last_hidden.row(slot) for slot in batch.slots.slots]
-        self._drafting[batch.method].fill(host, batch.key, batch.computed, self._slots)
+        self._fill_drafter(host, batch)
 
     def _rows(self, step: Step, batch: Batch) -> None:
         """Positions and cache rows. A slot without an item reads its first row and writes trash."""
@@ -122,10 +122,16 @@ class InputBuilder:
                 first = (slot - batch.slots.first) * width
                 at[first : first + n] = self._hidden_states.at(s.cursor.committed, n, slot)
 
+    def _fill_drafter(self, host: dict[str, np.ndarray], batch: Batch) -> None:
+        drafting = self._drafting[batch.method]
+        drafting.fill(host, batch.key, batch.computed, self._slots)
+        if "draft_draws" in host:
+            fill_draws(host, batch.key, batch.computed, self._slots, drafting)
+
     def _drafts(self, host: dict[str, np.ndarray], batch: Batch) -> None:
         """What the drafter reads, and which of its ids belong to which row."""
         drafting, key, width = self._drafting[batch.method], batch.key, batch.verify_len
-        drafting.fill(host, key, batch.computed, self._slots)
+        self._fill_drafter(host, batch)
         if "source" not in host:  # one slot, whose drafts are the target's ids in place
             return
         total = key.total

@@ -244,6 +244,7 @@ class Scheduler:
                     seq.end_phase("queued")
                 if seq.constraint is not None and runner.unmasked:
                     seq.stats.notes.append(runner.unmasked)
+                runner.slots[seq.slot].draft_options = options.sampler.draft_options if options.sampler is not None else None
                 self.active.append(self._waiting.popleft())  # first: an error from now on ends it and frees its slot
                 try:
                     if len(runner.slots) == 1:
@@ -392,6 +393,7 @@ class Scheduler:
                 now, self._counts = [*self._counts, self._runner.counts()], []
                 seq.stats.add_counts(now[0], now[1], now[-1])
                 seq.stats.memory = self._runner.memory()
+            self._runner.slots[seq.slot].draft_options = None
             self._runner.read_candidates(0, seq.slot) if seq.keeps_slot else self._runner.release(seq.slot)
 
 

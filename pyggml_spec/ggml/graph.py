@@ -83,6 +83,9 @@ class GraphAllocator:
             self.handle = None
 
 
+OPTIONS_PER_DRAW = ffi.sizeof("pgs_draw_options") // 4  # I32 values
+
+
 def _operation(name: str) -> Callable[..., Tensor]:
     """A method of ``Graph`` that adds ``ggml_<name>``, which any operands fit."""
     function = getattr(lib, f"ggml_{name}")
@@ -358,6 +361,25 @@ class Graph:
         if self.backend.level is not None and x.nb[0] == 4:
             return lib.pgs_argmax(self.ctx, self.backend.level_handle, x)
         return lib.ggml_argmax(self.ctx, x)
+
+    def draw(self, logits: Tensor, draws: Tensor, first: int, tokens: Tensor | None = None) -> Tensor:
+        """F32 [n, T] -> I32 [T], on CPUs: argmax, or a draw with the noise of ``draws`` I32 [8, >= first + T] (``pgs_draw_options``) from ``first`` on.
+
+        ``tokens``: I32 or I64 [n] or [n, T], the target's token of each logit; None where they are the same.
+        """
+        rows = logits.ne[1]
+        fits = (
+            logits.type == F32
+            and logits.nb[0] == 4
+            and draws.type == I32
+            and draws.ne[0] == OPTIONS_PER_DRAW
+            and first + rows <= draws.ne[1]
+        )
+        fits = fits and (tokens is None or (tokens.type in (I32, I64) and tokens.ne[0] == logits.ne[0] and tokens.ne[1] in (1, rows)))
+        require(fits and self.backend.device.kind == "cpu", "draw", logits=logits, draws=draws, first=first)
+        own = lib.ggml_view_2d(self.ctx, draws, OPTIONS_PER_DRAW, rows, draws.nb[1], first * draws.nb[1])
+        level = self.backend.level_handle if self.backend.level is not None else ffi.NULL
+        return lib.pgs_draw_node(self.ctx, level, logits, own, ffi.NULL if tokens is None else tokens)
 
     def top_k_unordered(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """F32 [n, T] -> indices I32 [k, T] of the k largest values, unordered, and the values F32 [1, k, T]."""

@@ -1,8 +1,9 @@
 """Sampling by libllama's sampler chain, lossless under speculation.
 
 Row j is sampled from the target's processed distribution; verification continues with row j + 1 while the sample equals the draft. The
-emitted token is always the target's sample, and each row is sampled once, when its token is emitted: penalties, grammar and random numbers
-advance as in plain decoding. The chain is that of llama.cpp's common_sampler: same logits and seed, same token.
+emitted token is always the target's sample, and each row is sampled once, when its token is emitted: penalties and grammar advance as in plain
+decoding. The chain is that of llama.cpp's common_sampler up to its last draw: the sample is the argmax of log-probability plus Gumbel noise that
+depends on (seed, index, token) only, so a drafter with the same noise agrees with it more often (csrc/draw.c).
 """
 
 import math
@@ -28,6 +29,18 @@ Allowed = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(mask as of ``Grammar.bits``) -> I32 ids and F32 logits of the most likely allowed tokens, ``Sampling.candidates`` of them; -inf pads."""
 
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
+DRAW_OPTIONS = np.dtype(
+    [
+        ("temperature", "f4"),
+        ("top_k", "i4"),
+        ("top_p", "f4"),
+        ("min_p", "f4"),
+        ("seed", "u4"),
+        ("index", "u4"),
+        ("temperature_first", "i4"),
+        ("unused", "i4"),
+    ]
+)  # pgs_draw_options
 SAMPLERS = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
 INFILL = "infill"  # for editors: ends the text where likely, and merges tokens that share a prefix
 KNOWN = (*SAMPLERS, INFILL)
@@ -186,6 +199,11 @@ class Sampling:
         return self.temperature == 0 and INFILL not in self.samplers and (self.typical_p == 1 or "typ_p" not in self.samplers)
 
     @property
+    def temperature_class(self) -> str:
+        """Requests whose drafts are accepted about equally often: temperatures rounded to quarters; empty if greedy."""
+        return "" if self.is_argmax else f"temperature {min(max(round(4 * self.temperature), 1), 6) / 4:g}"
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the choice is the argmax of the logits, unconstrained and without logprobs."""
         return self.is_allowed_argmax and not self.constrained
@@ -283,6 +301,7 @@ class Sampler:
 
     Attributes:
         seed: of the random numbers, drawn here if not given; None for greedy decoding.
+        count: tokens accepted: the index of the next one's noise.
         logprobs: of the tokens chosen since ``take_logprobs``.
     """
 
@@ -291,6 +310,7 @@ class Sampler:
         grammar."""
         self.sampling, self.n_vocab = sampling, n_vocab
         self.seed = None if sampling.is_argmax else sampling.seed if sampling.seed is not None else secrets.randbelow(RANDOM_SEED)
+        self.count = 0
         self.logprobs: list[TokenLogprob] = []
         if (outside := max(sampling.logit_bias, default=0)) >= n_vocab:
             raise SamplingError(f"there is a logit bias for token {outside}, but the vocabulary has {n_vocab} tokens")
@@ -328,7 +348,21 @@ class Sampler:
             yield lib.llama_sampler_init_logit_bias(self.n_vocab, len(bias), ffi.new("llama_logit_bias[]", list(bias.items())))
         for name in s.samplers:
             yield make[name]()
-        yield lib.llama_sampler_init_dist(self.seed or 0)
+
+    def draft_options(self, count: int) -> np.ndarray:
+        """``pgs_draw_options`` of drafts of the next ``count`` tokens, I32 [count, 8]: the same noise, and the chain without history. Zeros if greedy."""
+        out = np.zeros(count, DRAW_OPTIONS)
+        s = self.sampling
+        if s.is_argmax:
+            return out.view(np.int32).reshape(count, -1)
+        on = set(s.samplers)
+        out["temperature"] = s.temperature if "temperature" in on else 1
+        out["top_k"] = s.top_k if "top_k" in on else 0
+        out["top_p"], out["min_p"] = s.top_p if "top_p" in on else 1, s.min_p if "min_p" in on else 0
+        out["seed"], out["index"] = self.seed, self.count + np.arange(count)
+        cuts = [s.samplers.index(name) for name in ("top_p", "min_p") if name in on]
+        out["temperature_first"] = "temperature" in on and bool(cuts) and s.samplers.index("temperature") < min(cuts)
+        return out.view(np.int32).reshape(count, -1)
 
     def accept_prompt(self, tokens: Sequence[int]) -> None:
         """Penalties include the prompt, the grammar does not."""
@@ -370,10 +404,10 @@ class Sampler:
 
     def _draw_allowed(self, grammar: Grammar | LazyGrammar, ids: np.ndarray | None, logits: np.ndarray, allowed: Allowed | None) -> int:
         if ids is None:
-            return self._draw(None, logits, grammar.mask())
+            return self._draw(None, logits, grammar.mask(), redraw=1)
         if allowed is None:
             raise EngineError("a constrained choice among candidates needs `allowed`")
-        return self._draw(*allowed(grammar.bits()))
+        return self._draw(*allowed(grammar.bits()), redraw=1)
 
     def accepts_argmax(self, token: int | None) -> bool:
         """Accepts ``token``, the argmax of the (allowed) logits, if it is certainly the choice, so that no logits need to be read."""
@@ -398,12 +432,13 @@ class Sampler:
         if self.grammar is not None:
             self.grammar.accept(token)
         lib.llama_sampler_accept(self._chain, token)
+        self.count += 1
 
     def _check_finite(self, logits: np.ndarray) -> None:
         if not math.isfinite(float(logits.sum())):
             raise EngineError("the target's logits hold NaN or Inf: the weights are damaged or overflow on this device")
 
-    def _draw(self, ids: np.ndarray | None, logits: np.ndarray, allowed: np.ndarray | None = None) -> int:
+    def _draw(self, ids: np.ndarray | None, logits: np.ndarray, allowed: np.ndarray | None = None, redraw: int = 0) -> int:
         tokens = self.tokens[: logits.size]
         tokens["id"] = self._all_ids if ids is None else ids
         tokens["logit"] = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
@@ -411,21 +446,16 @@ class Sampler:
         array.data = ffi.from_buffer("llama_token_data[]", tokens)
         array.size, array.selected, array.sorted = logits.size, -1, False
         lib.llama_sampler_apply(self._chain, array)
-        chosen = tokens[array.selected]
-        if array.selected < 0 or chosen["logit"] == -math.inf or math.isnan(chosen["p"]):
+        chosen = lib.pgs_draw(ffi.cast("pgs_candidate *", array.data), array.size, self.seed or 0, self.count, redraw)
+        if chosen < 0:
             raise self._nothing_left()
-        return int(chosen["id"])
+        return int(tokens["id"][chosen])
 
     def logprob_after(self, token: int, count: int) -> TokenLogprob:
-        """Probabilities of the last draw, which libllama leaves in place of the logits."""
+        """Probabilities of the last draw, from the logits that the samplers left."""
         drawn = self.tokens[: self.array.size]
-        p = drawn["p"]
-        least = np.partition(p, -count)[-count] if 0 < count < p.size else 0  # a full sort of 250,000 takes as long as a step
-        left = drawn[(p > 0) & (p >= least)]
-        best = left[np.lexsort((left["id"], -left["p"]))][:count]
-        top = TopTokens(best["id"], np.array([math.log(p) for p in best["p"]]))
-        chosen = p[self.array.selected]  # 0 if the rounded sum is below the random number
-        return TokenLogprob(token, math.log(chosen) if chosen > 0 else -math.inf, top)
+        drawn = drawn[drawn["logit"] > -np.inf]
+        return _logprob(token, drawn["logit"], count, drawn["id"])
 
     def _nothing_left(self) -> ConstraintError:
         how = self.sampling.describe()
@@ -468,10 +498,13 @@ def _filled(tokenizer: Tokenizer | None) -> Any:
     return tokenizer.vocab
 
 
-def _logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:
+def _logprob(token: int, logits: np.ndarray, count: int, ids: np.ndarray | None = None) -> TokenLogprob:
+    """``ids``: of ``logits``, None for the whole vocabulary."""
     wide = logits.astype(np.float64)
     wide -= wide.max()
     wide -= math.log(np.exp(wide).sum())
-    best = np.argpartition(-wide, min(count, wide.size - 1))[:count]
-    best = best[np.lexsort((best, -wide[best]))]
-    return TokenLogprob(token, float(wide[token]), TopTokens(best, wide[best]))
+    least = np.partition(wide, -count)[-count] if 0 < count < wide.size else -np.inf  # a full sort of 250,000 takes as long as a step
+    best = np.flatnonzero(wide >= least)
+    named = best if ids is None else ids[best]
+    order = np.lexsort((named, -wide[best]))[:count]
+    return TokenLogprob(token, float(wide[token] if ids is None else wide[ids == token][0]), TopTokens(named[order], wide[best[order]]))

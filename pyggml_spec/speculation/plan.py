@@ -83,7 +83,8 @@ class Planner:
     def admit(self, seq: SequenceState) -> None:
         """``seq`` has a slot; its drafter rows are written where the slot drafts."""
         if seq.speculating and self.policy is not None:
-            seq.acceptance = self.policy.begin(not self._runner.slots[seq.slot].drafting, seq.options.max_tokens)
+            sampling = seq.options.sampler.sampling.temperature_class if seq.options.sampler is not None else ""
+            seq.acceptance = self.policy.begin(not self._runner.slots[seq.slot].drafting, seq.options.max_tokens, sampling)
 
     def prefilled(self, seq: SequenceState) -> None:
         """``seq`` has its first token."""

@@ -121,6 +121,7 @@ class SpeculationPolicy:
     """``plans``: of all methods; ``costs``: milliseconds by plan for one slot, None to learn them from steps.
 
     Attributes:
+        priors: by method, and by method and class of sampling ("draft-mtp temperature 0.75").
         confidence: by method, of drafters that rate their draft tokens.
     """
 
@@ -134,6 +135,7 @@ class SpeculationPolicy:
         for plan in plans:
             if plan.draft_tokens:
                 most[plan.method] = max(plan.draft_tokens, most.get(plan.method, 0))
+        self._most = most
         self.priors = {method: AcceptancePrior(n) for method, n in most.items()}
         self.confidence: dict[str, Confidence] = {}
         self.changes = 0
@@ -173,11 +175,19 @@ class SpeculationPolicy:
             self._wait = min(2 * self._wait, MOST_WAIT)
         self._waited = 0
 
-    def begin(self, disabled: bool = False, tokens: int | None = None) -> SpeculationState:
-        """A sequence of at most so many ``tokens``; ``disabled``: without speculation, because it ``should_disable`` when it was admitted."""
+    def load_prior(self, name: str, known: AcceptancePrior) -> None:
+        """Continues from ``known``, of another policy's ``priors``; those of other methods are left out."""
+        if (positions := self._most.get(name.partition(" ")[0])) is not None:
+            self.priors.setdefault(name, AcceptancePrior(positions)).load(known)
+
+    def begin(self, disabled: bool = False, tokens: int | None = None, sampling: str = "") -> SpeculationState:
+        """A sequence of at most so many ``tokens``; ``disabled``: without speculation, because it ``should_disable`` when it was admitted.
+
+        ``sampling``: its class, as of ``Sampling.temperature_class``.
+        """
         self._learn_gain()
         self._waited += disabled
-        state = self._new(disabled, tokens)
+        state = self._new(disabled, tokens, sampling)
         if 1 in self._phases:
             self._phases[1] = _Phase()
         if 1 in self._calibrated and not disabled and len(self.plans) > 1:
@@ -187,8 +197,9 @@ class SpeculationPolicy:
             self._last = state
         return state
 
-    def _new(self, disabled: bool = False, tokens: int | None = None) -> SpeculationState:
-        return SpeculationState({m: AcceptanceTracker(prior) for m, prior in self.priors.items()}, disabled, tokens)
+    def _new(self, disabled: bool = False, tokens: int | None = None, sampling: str = "") -> SpeculationState:
+        priors = {m: self.priors.setdefault(f"{m} {sampling}".rstrip(), AcceptancePrior(n)) for m, n in self._most.items()}
+        return SpeculationState({m: AcceptanceTracker(prior) for m, prior in priors.items()}, disabled, tokens)
 
     # -- a step
 
@@ -238,7 +249,7 @@ class SpeculationPolicy:
         method = next(m for m in self.methods if any(plan.method == m for plan in affordable))
         self.methods.remove(method)
         self.methods.append(method)
-        hoped = AcceptanceTracker(AcceptancePrior(len(self.priors[method].tries))).tokens()
+        hoped = AcceptanceTracker(AcceptancePrior(self._most[method])).tokens()
         return max((p for p in affordable if p.method == method), key=lambda p: hoped[p.draft_tokens] / self.cost(slots, p))
 
     def _look(
@@ -274,7 +285,7 @@ class SpeculationPolicy:
             for method, tracker in s.acceptance.items():
                 tracker.observe(plan.tokens, n) if method == plan.method else tracker.pause()
             if plan.method:
-                self.priors[plan.method].observe(plan.tokens, n)
+                s.acceptance[plan.method].prior.observe(plan.tokens, n)
         if not drafting or phase.plan is None:
             return
         cost = 1.0
@@ -325,7 +336,7 @@ class SpeculationPolicy:
         """Expected tokens per millisecond."""
         drafting, speeds = [s for s in states if s is not None], {PLAIN_STEP: len(states) / self.costs[slots, PLAIN_STEP]}
         plain = len(states) - len(drafting)
-        for method in self.priors:
+        for method in self._most:
             curves = [s.acceptance[method].tokens() for s in drafting]
             sums = curves[0] if len(curves) == 1 else [sum(column) for column in zip(*curves)]
             for plan in self.plans:

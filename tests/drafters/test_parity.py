@@ -177,7 +177,7 @@ def one_more(field):
     return filled
 
 
-def largest_logit(self, g, hidden, block, slots, target):
+def largest_logit(self, g, hidden, block, slots, target, draws):
     logits = self.logits(g, hidden, target)
     return DraftOutput((self.choose(g, logits),), logits)
 

@@ -13,6 +13,7 @@ from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.kernels import Packed, levels, packed_shape
 from pyggml_spec.ggml.library import check, ffi, lib, new_err, text
+from pyggml_spec.sampling.sampler import Sampler, Sampling
 
 on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 RNG = np.random.default_rng
@@ -225,6 +226,37 @@ def test_argmax_and_sums(level):
         assert np.frombuffer(ffi.buffer(ids.data, 36), np.int32)[:7].tolist() == [5, 3, 63, 0, 8, 1036, 17]
     assert np.isfinite(sums[:, 0]).tolist() == [True, True, True, False, False, True, False, False, True]
     np.testing.assert_allclose(sums[[0, 1, 2, 5, 8], 0], x[[0, 1, 2, 5, 8]].sum(axis=1), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", [None, *LEVELS[:1]])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_drafts_are_drawn_as_the_samplers_tokens(level, mapped):
+    """Of the same logits, from the second row of options on; rows without a temperature take the first largest one."""
+    settings = [
+        {"temperature": 0}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 5, "top_p": 1.0, "min_p": 0.0}, {"temperature": 1.5, "top_p": 0.6},
+        {"temperature": 1.4, "top_p": 0.85, "samplers": ("top_k", "temperature", "top_p")}, {"temperature": 1.0, "min_p": 0.2, "top_k": 0},
+    ]  # fmt: skip
+    n, rows = 400, 8 * len(settings)
+    x = RNG(1).normal(0, 3, (rows, n)).astype(np.float32)
+    x[0, [7, 300]] = 30.0
+    tokens = (RNG(2).permutation(n) if mapped else np.arange(n)).astype(np.int64)
+    options, want = [np.zeros((1, 8), np.int32)], []
+    for row in range(rows):
+        sampler = Sampler(Sampling(seed=row, **settings[row % len(settings)]), None, n)
+        sampler.count = 3 * row
+        options.append(sampler.draft_options(1))
+        of_target = np.empty(n, np.float32)
+        of_target[tokens] = x[row]
+        want.append(sampler.choose(None, of_target))
+        sampler.close()
+    with bench(level, 2) as (graph, memory):
+        given = memory.tensor(np.concatenate(options), lib.GGML_TYPE_I32)
+        ids = graph.draw(memory.tensor(x), given, 1, memory.tensor(tokens, lib.GGML_TYPE_I64) if mapped else None)
+        graph.keep_output(ids)
+        compute(graph, graph.sum_rows(memory.tensor(x)))
+        got = tokens[np.frombuffer(ffi.buffer(ids.data, 4 * rows), np.int32)]
+    assert got[0] == (min(tokens[[7, 300]]) if not mapped else tokens[7])
+    assert got[1:].tolist() == want[1:]
 
 
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
