@@ -19,9 +19,10 @@
 // from which [history ; block] of every slot, and the next histories, are gathered by index. A step over some of the slots replays layer by layer, with a
 // copy that ggml-cuda fuses.
 //
-// More recurrences share all of this. KDA is the delta rule with g [S, H_v, w, L], and replays layer by layer. A Mamba-2 scan has states [d_state, head_size, H, L], B and C in place of q and k (both after the convolution,
-// so that `qk` is empty), and replays layer by layer from `convd` and `gates` (dt, and the layer's decay A). A row is switched off by a dt of -1e30, whose
-// softplus is 0. A short convolution has neither states nor blocks: its histories are all that is committed.
+// More recurrences share all of this. KDA is the delta rule with g [S, H_v, w, L], and replays layer by layer. A Mamba-2 scan has states [d_state,
+// head_size, H, L], B and C in place of q and k (both after the convolution, so that `qk` is empty), and replays layer by layer from `convd` and `gates` (dt,
+// and the layer's decay A). A row is switched off by a dt of -1e30, whose softplus is 0. A short convolution has neither states nor blocks: its histories are
+// all that is committed.
 #include "pgs.h"
 
 #include <math.h>

@@ -23,7 +23,7 @@ from ..gguf_io import GGUFFile
 from ..models import hparams
 from ..models.base import AttentionInputs, KVLayer, KVShape
 from ..models.decoder import Decoder
-from ..models.layers import attend, gated_ffn, head_product, product, project, softplus_gated, write_kv
+from ..models.layers import attend, gated_ffn, head_gated, head_product, product, project, write_kv
 from ..models.model import SCALED
 from ..models.rope import Rope
 from ..models.weights import MATMUL, ROWS, VECTOR, Spec
@@ -279,7 +279,7 @@ class DFlash(Drafter):
             k, v = self._keys_values(g, i, h, rows.positions)
             out = attend(g, q, k, v, rows.kv[i], AttentionInputs(rows.kv_rows, rows.masks[i], rows.kv_bucket), hp.attention_scale)
             if self._has(i, "attn_gate"):
-                out = softplus_gated(g, out, g.matmul(w[f"blk.{i}.attn_gate.weight"], h), hp.head_size)
+                out = head_gated(g, out, g.matmul(w[f"blk.{i}.attn_gate.weight"], h), hp.head_size, g.softplus)
             out = product(g, w.matrix(f"blk.{i}.attn_output.weight"), out)
             if hp.value_scale != 1.0:
                 out = g.scale(out, hp.value_scale)

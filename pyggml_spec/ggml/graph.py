@@ -241,6 +241,11 @@ class Graph:
             return self.gated(glu, self.slice(x, 0, 0, half), self.slice(x, 0, half, half))
         return (lib.ggml_swiglu if glu == "swiglu" else lib.ggml_geglu)(self.ctx, x)
 
+    def swiglu_limited(self, gate: Tensor, up: Tensor, limit: float) -> Tensor:
+        """min(silu(gate), limit) * clamp(up, -limit, limit), elementwise. Overwrites up."""
+        act = self.clamp(self.silu(gate if self.view_source(gate) == gate else self.cont(gate)), float("-inf"), limit)
+        return self.mul(act, self.clamp(up, -limit, limit))
+
     def _gates(self, gate: Tensor, up: Tensor) -> bool:
         """Whether the native gate kernel supports these operands."""
         return self.backend.level is not None and all(x.type == F32 and x.nb[0] == 4 and x.ne[2] == x.ne[3] == 1 for x in (gate, up))

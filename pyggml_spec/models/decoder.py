@@ -124,9 +124,10 @@ class Decoder(Model):
         if self.norm_biases:
             norms = ["output_norm", *(f"blk.{i}.{name}" for i, layer in enumerate(self.layers) for name in layer.norms)]
             out += [Spec(f"{name}.bias", embedding[:1], VECTOR) for name in norms]
-        rope = next((m.rope for m in (layer.mixer for layer in self.layers) if isinstance(m, Attention) and m.factors), None)
-        tables = (ROPE_LONG, ROPE_SHORT) if self.long_from else (ROPE_FREQS,)
-        return out + [Spec(name, (rope.n_rot // 2,), VECTOR) for name in tables if rope is not None and name in self.file.tensors]
+        attention = [m for m in (layer.mixer for layer in self.layers) if isinstance(m, Attention)]
+        n_rot = max((m.rope.n_rot for m in attention if m.rope is not None), default=0)  # layers that rotate less use the first ones
+        tables = [name for name in ((ROPE_LONG, ROPE_SHORT) if self.long_from else (ROPE_FREQS,)) if name in self.file.tensors]
+        return out + [Spec(name, (n_rot // 2,), VECTOR) for name in tables if any(m.factors for m in attention)]
 
     def is_long(self, n_ctx: int) -> bool:
         """Whether ROPE_LONG applies to contexts of ``n_ctx`` tokens."""

@@ -4,7 +4,7 @@ A part is a frozen value without weights. It lists its tensors (``tensors``), ma
 ``recurrent``), and adds nodes to a graph (``__call__``). The order of nodes and operands is llama.cpp's.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,10 +82,10 @@ def write_kv(g: Graph, k: Tensor, v: Tensor, kv: KVLayer, kv_rows: Tensor) -> No
     g.kv_write_rows(kv.v, v, kv_rows)
 
 
-def softplus_gated(g: Graph, out: Tensor, gate: Tensor, head_size: int) -> Tensor:
-    """out F32 [D * H, T] * softplus(gate); gate has one value per head, F32 [H, T], or one per output."""
+def head_gated(g: Graph, out: Tensor, gate: Tensor, head_size: int, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """out F32 [D * H, T] * act(gate); gate has one value per head, F32 [H, T], or one per output."""
     # a part of a fused product is a view, and ggml-cuda's unary kernels need contiguous tensors
-    gate = g.softplus(gate if g.view_source(gate) == gate else g.cont(gate))
+    gate = act(gate if g.view_source(gate) == gate else g.cont(gate))
     if gate.ne[0] == out.ne[0]:
         return g.mul(out, gate)
     heads, rows = gate.ne[0], out.ne[1]
@@ -237,7 +237,7 @@ class Attention(Part):
         out_bias: whether the output MAY or MUST have a bias.
         sliding: limited to the model's window.
         sinks: per-head scores without a value in the softmax.
-        gate: output gate: "sigmoid" or "softplus" of a further product, or the sigmoid of values "in q", interleaved with each head's.
+        gate: output gate: "sigmoid", "softplus" or, with a value per head, "sigmoid of heads" of a further product, or the sigmoid of values "in q", interleaved with each head's.
     """
 
     heads: int
@@ -270,7 +270,8 @@ class Attention(Part):
             matrices = {QKV: (n, wide + 2 * wide_kv)}
         if self._has_gate_matrix:
             shape = f.shape(f"{prefix}attn_gate.weight")  # one value per head, or one per output
-            matrices["attn_gate"] = (n, self.heads if self.gate == "softplus" and (shape is None or shape[-1] != wide) else wide)
+            of_heads = self.gate == "sigmoid of heads" or (self.gate == "softplus" and (shape is None or shape[-1] != wide))
+            matrices["attn_gate"] = (n, self.heads if of_heads else wide)
         matrices["attn_output"] = (wide, n)
         vectors = {"attn_sinks": self.heads} if self.sinks else {}
         norms = []
@@ -286,7 +287,7 @@ class Attention(Part):
 
     @property
     def _has_gate_matrix(self) -> bool:
-        return self.gate in ("sigmoid", "softplus")
+        return self.gate in ("sigmoid", "sigmoid of heads", "softplus")
 
     def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
         inputs = (QKV,) if self._is_packed(f, prefix) else ("attn_q", "attn_k", "attn_v")
@@ -316,9 +317,9 @@ class Attention(Part):
             k, v = c.name(k, "Kcur"), c.name(v, "Vcur")
         assert c.attention is not None
         out = attend(g, q, k, v, self.cache(c), c.attention, scale, c["attn_sinks"] if self.sinks else None, self.cap)
-        if self.gate == "softplus":
+        if self.gate in ("softplus", "sigmoid of heads"):
             assert gate is not None
-            out = softplus_gated(g, out, gate, size)
+            out = head_gated(g, out, gate, size, g.softplus if self.gate == "softplus" else g.sigmoid)
         elif self.gate == "in q":
             assert gate is not None
             out = g.sigmoid_gated(out, gate)
@@ -348,13 +349,15 @@ class Attention(Part):
 class GatedMLP(Part):
     """W_down (act(W_gate x) * W_up x) with ``n_ff`` hidden values.
 
-    ``act`` "silu" or "gelu"; ``suffix`` of the tensors' names; ``packed``: gate and up are one tensor, `ffn_up`.
+    ``act`` "silu" or "gelu"; ``suffix`` of the tensors' names; ``packed``: gate and up are one tensor, `ffn_up`; ``limit``: see ``Graph.swiglu_limited``, 0
+    for none.
     """
 
     n_ff: int
     act: str = "silu"
     suffix: str = ""
     packed: bool = False
+    limit: float = 0.0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -372,6 +375,9 @@ class GatedMLP(Part):
         glu = {"silu": "swiglu", "gelu": "geglu"}[self.act]
         if self.packed:
             return c.product(self.names[2], c.g.gated_halves(glu, c.product(self.names[1], x)))
+        if self.limit:
+            gate, up = c.project("ffn", x)
+            return c.product(self.names[2], c.g.swiglu_limited(gate, up, self.limit))
         return gated_ffn(c.g, glu, c.w.group(f"{c.prefix}ffn"), c.matrix(self.names[2]), x)
 
 

@@ -27,7 +27,7 @@ class Experts:
     Attributes:
         gating: SOFTMAX, SIGMOID or SOFTMAX_OF_CHOSEN.
         normalise, scale: divide the weights by their sum; multiply them.
-        glu: the method of ``Graph`` that combines gate and up, or of up alone unless ``gated``.
+        glu: the method of ``Graph`` that combines gate and up, or of up alone unless ``gated``; ``limit``: see ``Graph.swiglu_limited``, 0 for none.
         biased: `exp_probs_b` is added for the selection, not to the weights.
         biases: the router and all expert products have a bias.
         groups, groups_used: experts are limited to the best groups; 1 of 1 for no limit.
@@ -41,6 +41,7 @@ class Experts:
     scale: float = 1.0
     glu: str = "swiglu"
     gated: bool = True
+    limit: float = 0.0
     biased: bool = False
     biases: bool = False
     groups: int = 1
@@ -133,6 +134,8 @@ class Experts:
             if not gates:
                 return getattr(g, self.glu)(up)
             gate = gates[0]
+        if self.limit:
+            return g.swiglu_limited(gate, up, self.limit)
         # ggml's kernel, as for experts in host memory: the same bits on either side
         return g.gated(self.glu, gate, up, native=False)
 

@@ -128,9 +128,9 @@ class ExpertOptions:
         experts, layers = getattr(target, "experts", None), routed_layers(target)
         if experts is None or not layers:
             raise ModelError(f"{target.file.path.name} has no routed experts, so none can be in host memory")
-        if not experts.gated:
+        if any(part.experts and (part.experts.limit or not part.experts.gated) for layer in target.layers for part in layer.parts):
             raise ModelError(
-                f"{target.file.path.name} has experts without a gate, which cannot be in host memory; keep all of them on the device"
+                f"{target.file.path.name} has experts without a gate, or with limited values, which cannot be in host memory; keep all on the device"
             )
         if self.residency is not None and not 0.0 <= self.residency <= 1.0:
             raise ModelError(f"an expert residency of {self.residency:g} is impossible; give a fraction from 0 to 1")

@@ -85,15 +85,21 @@ KEYS: dict[str, dict[str, Any]] = {  # that a description has defaults for, and 
     "mistral3": TEMPERED | YARN | {"rope.scaling.yarn_beta_fast": 24.0, "rope.scaling.yarn_beta_slow": 2.0, "rope.scaling.yarn_log_multiplier": 0.7},
     "nemotron_h": {"attention.layer_norm_epsilon": 1e-5},
     "nemotron_h_moe": {"expert_count": 8, "expert_used_count": 3, "expert_weights_norm": True, "expert_weights_scale": 1.3, "moe_latent_size": 96},
+    "step35": {"expert_gating_func": 2, "expert_weights_scale": 1.3, "expert_shared_feed_forward_length": 96, "rope.freq_base_swa": 2e4},
     "phi3": {"rope.scaling.attn_factor": 1.2, "rope.scaling.original_context_length": 64},
     "phimoe": {"rope.scaling.attn_factor": 1.2, "rope.scaling.original_context_length": 4000},
 }  # fmt: skip
 FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 PACKED, BIASED = "blk.{i}.attn_qkv.weight", "blk.{i}.exp_probs_b.bias"
+GATED = (
+    "blk.{i}.attn_gate.weight",
+    "blk.0.attn_q_norm.weight",
+    *(f"blk.{i}.{name}" for i in range(1, 9) for name in ("ffn_gate_inp.weight", "exp_probs_b.bias")),
+)
 OPTIONAL = {  # tensors, of each layer i
     "bailingmoe2": (PACKED, BIASED), "dots1": (BIASED,), "ernie4_5-moe": (BIASED,), "exaone-moe": (BIASED,), "falcon-h1": ("blk.0.ssm_norm.weight", "blk.{i}.ffn_norm"),
     "glm4moe": ("blk.0.attn_q_norm.weight",),
-    "nemotron_h_moe": ("blk.1.ffn_latent_down.weight",), "phi3": (PACKED, *FACTORS), "phimoe": FACTORS,
+    "nemotron_h_moe": ("blk.1.ffn_latent_down.weight",), "phi3": (PACKED, *FACTORS), "phimoe": FACTORS, "step35": (*GATED, "rope_freqs.weight"),
 }  # fmt: skip
 WINDOWED = ("cohere2", "exaone-moe", "gemma2", "gemma3", "olmo2")
 TIED = ("cohere2", "command-r", "gemma", "gemma2")  # llama.cpp reads no head of theirs
@@ -118,6 +124,13 @@ def own_keys(arch: str, s: Shape) -> dict[str, Any]:
     if arch in HYBRID:
         kv_heads = 1 if arch == "kimi-linear" else s.n_head_kv
         keys["attention.head_count_kv"] = np.array([0 if i % 3 == 0 else kv_heads for i in range(s.n_layer)])
+    if arch == "step35":
+        keys |= {"attention.head_count": np.array([s.n_head * (1 + i % 2) for i in range(s.n_layer)])}
+        keys |= {
+            "attention.sliding_window": s.target_window or 32,
+            "attention.sliding_window_pattern": np.array([i % 2 for i in range(s.n_layer)]),
+        }
+        keys |= {"swiglu_clamp_exp": np.resize([0.3, 0, 0.4], s.n_layer), "swiglu_clamp_shexp": np.resize([0.2, 0.5, 0], s.n_layer)}
     if arch.startswith("nemotron_h"):  # Mamba-2, FFN, attention, FFN
         keys["attention.head_count_kv"] = np.array([s.n_head_kv if i % 4 == 2 else 0 for i in range(s.n_layer)])
         keys["feed_forward_length"] = np.array([s.n_ff if i % 2 else 0 for i in range(s.n_layer)])
