@@ -66,6 +66,9 @@ class Watched:
 
     def __init__(self, layers):
         self.rows, self._names = {}, {f"l_out-{v - 1}" if v else "embd": v for v in layers}
+        self._names |= {f"attn_norm_in-{v}": v for v in layers} | (
+            {"model.embed_tokens": 0} if 0 in layers else {}
+        )  # step35's, kimi-linear's
         self.callback = L.ggml_backend_sched_eval_callback(self._see)  # the context keeps the pointer only
 
     def _see(self, tensor, ask, _):
