@@ -283,7 +283,6 @@ def fill_draws(host: Host, key: GraphKey, items: Items, slots: Sequence[Slot], d
     """Sampled sequences draft with the noise that their tokens are drawn with, where a draft's distribution follows the drafts before it: the later
     rows of a parallel block hold averages over all of them, whose argmax is right more often."""
     draws, count, drafts = host["draft_draws"].reshape(-1, OPTIONS_PER_DRAW), key.slots.count, key.drafts
-    draws[:] = 0
     for at, slot in enumerate(key.slots.slots):
         options_of = slots[slot].draft_options
         if options_of is not None and isinstance(items.get(slot), Draft):

@@ -125,8 +125,10 @@ class InputBuilder:
     def _fill_drafter(self, host: dict[str, np.ndarray], batch: Batch) -> None:
         drafting = self._drafting[batch.method]
         drafting.fill(host, batch.key, batch.computed, self._slots)
-        if "draft_draws" in host:
-            fill_draws(host, batch.key, batch.computed, self._slots, drafting)
+        if (draws := host.get("draft_draws")) is not None:
+            draws[:] = 0
+            if any(self._slots[slot].draft_options is not None for slot in batch.rows):
+                fill_draws(host, batch.key, batch.computed, self._slots, drafting)
 
     def _drafts(self, host: dict[str, np.ndarray], batch: Batch) -> None:
         """What the drafter reads, and which of its ids belong to which row."""
