@@ -273,28 +273,41 @@ def nvcc(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def test_drivers_and_gpus(monkeypatch, nvcc):
+def test_an_old_driver_is_a_sentence(monkeypatch, nvcc):
     assert building.toolkit_version(nvcc) == (13, 0)
     monkeypatch.setattr(building, "driver_version", lambda: (12, 4))
     with pytest.raises(BuildError, match=r"driver knows CUDA 12\.4, and the compiler is CUDA 13\.0.*update the driver"):
         building.plan(cuda=True)
     monkeypatch.setattr(building, "driver_version", lambda: (13, 2))
     building.plan(cuda=True)
-    # A wheel that is kept as "native" would be given to a machine with other GPUs.
+
+
+def test_the_gpus_of_this_machine_are_named_by_number(monkeypatch, nvcc):
+    """A wheel that is kept as "native" would be given to a machine with other GPUs."""
     monkeypatch.setattr(building.ctypes, "CDLL", Driver)
     assert building.driver_version() == (13, 0) and building.gpu_architectures() == ("86", "90")
     for arch in (None, "native"):
         assert "-DCMAKE_CUDA_ARCHITECTURES=86;90" in building.plan(True, arch).options
-    # It took half an hour to find out that libcuda.so.1 is missing.
+
+
+def test_without_a_driver_only_a_wheel_for_others_is_built(monkeypatch, nvcc):
+    """It took half an hour to find out that libcuda.so.1 is missing."""
     monkeypatch.setattr(building, "driver_version", lambda: None)
     done = CliRunner().invoke(command, ["--cuda"])
     assert isinstance(done.exception, BuildError) and "no NVIDIA driver" in str(done.exception) and "--out" in str(done.exception)
+
+
+def test_architectures_are_named_or_found(monkeypatch, nvcc):
     monkeypatch.setattr(building, "driver_version", lambda: None)
     monkeypatch.setattr(building, "gpu_architectures", lambda: ())
     assert "-DCMAKE_CUDA_ARCHITECTURES=80;90a-real" in building.plan(True, "80;90a-real").options
     assert not [option for option in building.plan(True).options if "ARCHITECTURES" in option]  # those that ggml names
     for wrong in ("hopper", "90;", "-DX=1", "native"):
-        fails_with(BuildError, "no CUDA architecture|no NVIDIA GPU", building.plan, True, wrong)
+        with pytest.raises(BuildError, match="no CUDA architecture|no NVIDIA GPU"):
+            building.plan(True, wrong)
+
+
+def test_a_patched_build_is_named_by_its_patches(nvcc, monkeypatch):
     monkeypatch.setattr(building, "driver_version", lambda: None)
     plan = building.plan(cuda=True, patched=True)
     assert plan.key != building.plan(cuda=True).key and "0011-amx-tile-config" in plan.note["patches"]
@@ -357,9 +370,13 @@ def empty_cache(tmp_path, monkeypatch):
     (build_folder() / SDIST).symlink_to(sdist)
 
 
-def test_builds_without_a_compiler_or_that_fail(empty_cache, monkeypatch):
+def test_without_a_compiler_it_is_not_built(empty_cache, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    fails_with(BuildError, r"there is no C\+\+ compiler no-such-compiler", rpc_library.build)
+    with pytest.raises(BuildError, match=r"there is no C\+\+ compiler no-such-compiler"):
+        rpc_library.build()
+
+
+def test_a_build_that_fails_says_why_and_leaves_nothing(empty_cache, monkeypatch):
     monkeypatch.setenv("CXXFLAGS", "-DRPC_PROTO_MAJOR_VERSION=x -Werror -O0 -fmax-errors=1")
     with pytest.raises(BuildError, match=r"ggml's RPC backend could not be built: .*error: ") as raised:
         rpc_library.build()

@@ -15,7 +15,6 @@ from gguf_io.build import Model
 from random_gguf.archs import WRITERS
 from random_gguf.described import write_described
 from random_gguf.model import Shape
-from sessions import fails_with
 
 from pyggml_spec import patching as patches
 from pyggml_spec.cli.patches import command
@@ -33,18 +32,26 @@ def contents(tree: Path) -> dict[str, bytes]:
     return {str(path.relative_to(tree)): path.read_bytes() for path in tree.rglob("*") if path.is_file()}
 
 
-def test_trees_and_commands(tree, tmp_path):
+def test_every_prefix_of_the_series_applies(tree: Path):
     alone = {"PATH": os.environ["PATH"], "GIT_CEILING_DIRECTORIES": str(tree.parent)}
     for patch in SERIES:
         for options in (["--check"], []):
             done = subprocess.run(["git", "apply", *options, patch.path], cwd=tree, env=alone, capture_output=True, text=True)
             assert done.returncode == 0, f"{patch.path.name}: {done.stderr}"
+
+
+def test_trees_and_sdists_that_are_others(tree, tmp_path):
     subprocess.run(["git", "init", "-q", str(tree.parent)], check=True)
     patches.apply(tree)
     assert "llama_perf_counters" in (tree / "include" / "llama.h").read_text()
-    fails_with(PatchError, "no llama.cpp source tree", patches.check, tmp_path)
+    with pytest.raises(PatchError, match="no llama.cpp source tree"):
+        patches.check(tmp_path)
     (tmp_path / patches.SDIST).write_bytes(b"\x1f\x8b not an archive")
-    fails_with(PatchError, "cannot be unpacked", patches.unpack, tmp_path / patches.SDIST, tmp_path)
+    with pytest.raises(PatchError, match="cannot be unpacked"):
+        patches.unpack(tmp_path / patches.SDIST, tmp_path)
+
+
+def test_commands(tree: Path, tmp_path: Path):
     listed = CliRunner().invoke(command, ["list"])
     assert listed.exit_code == 0 and all(patch.path.name in listed.output for patch in SERIES)
     assert f"0 applied, {len(SERIES)} applicable" in CliRunner().invoke(command, ["check", str(tree)]).output
@@ -95,8 +102,14 @@ def test_patches_apply_or_nothing_does(tree):
     after = contents(tree)
     assert patches.n_applied(tree) == len(SERIES) and patches.apply(tree) == []
     assert contents(tree) == after
+
+
+def test_continues_a_tree_that_has_the_first_patches(tree):
     patches.apply(tree, SERIES[:1])
     assert patches.apply(tree) == SERIES[1:]
+
+
+def test_a_hunk_that_does_not_fit_is_named_and_nothing_is_written(tree):
     file = tree / "src" / "llama-memory-recurrent.cpp"
     file.write_text(file.read_text().replace("rollback <= (llama_pos) n_rs_seq", "rollback < (llama_pos) n_rs_seq"))
     before = contents(tree)

@@ -271,10 +271,11 @@ def test_values_that_a_type_cannot_hold(tmp_path, value, kind, names):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
-def test_files_are_replaced_whole_or_left(demo, tmp_path):
+def test_an_interrupt_leaves_no_file_and_an_existing_one_as_it_was(demo, tmp_path):
     out = tmp_path / "out.gguf"
     out.write_bytes(b"before")
-    fails_with(ConvertError, "`replace`", convert_drafter, demo, DEMO_TARGET, out)
+    with pytest.raises(ConvertError, match="`replace`"):
+        convert_drafter(demo, DEMO_TARGET, out)
 
     def interrupt(what, done, total):
         if done > total // 2:
@@ -283,7 +284,10 @@ def test_files_are_replaced_whole_or_left(demo, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         convert_drafter(demo, DEMO_TARGET, out, replace=True, progress=interrupt)
     assert out.read_bytes() == b"before" and list(tmp_path.iterdir()) == [out]
-    # `-o target.gguf --force` took the target's place.
+
+
+def test_files_are_replaced_whole(demo, tmp_path):
+    """`-o target.gguf --force` took the target's place."""
     (tmp_path / "target.gguf").symlink_to(DEMO_TARGET)
     for out in (tmp_path / "target.gguf", demo / "config.json", *demo.glob("*.safetensors")):
         with pytest.raises(ConvertError, match=rf"the output \S+{out.name} is also an input \(\S+{out.name}\)"):
