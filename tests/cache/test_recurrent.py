@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from architectures import params
 from engine.helpers import oracle, reference, run
 from pairs import write_pair
 from random_gguf.model import Shape
@@ -167,7 +168,10 @@ LONG_PROMPT = np.random.default_rng(1).integers(0, 256, 330).tolist()
 OTHER = np.random.default_rng(2).integers(0, 256, 400).tolist()
 
 
-@pytest.fixture(scope="module", params=["qwen35", "granitehybrid", "lfm2", "mtp", "eagle3", "assistant", "gemma4", "laguna", "qwen3"])
+@pytest.fixture(
+    scope="module",
+    params=params(["qwen35", "granitehybrid", "lfm2", "mtp", "eagle3", "assistant", "gemma4", "laguna", "qwen3"], ["qwen35", "mtp"]),
+)
 def engine(request, tmp_path_factory):
     """Chunks of 64 in a context that is longer than the sliding layers' ring of 256 rows."""
     folder = tmp_path_factory.mktemp(request.param)
