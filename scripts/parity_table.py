@@ -135,9 +135,11 @@ def main() -> None:
                 continue
             largest: dict[str, float] = {}
             for weight, k, v in cases:
-                if arch in ("deepseek2", "deepseek32", "glm-dsa", "mistral4") and k != v:  # K and V are one row
-                    continue
                 path = write(Path(folder) / "model.gguf", Shape(), weight)
+                with GGUFFile(path) as file:
+                    one_row = any(shape.latent for shape in open_target(file).kv_shapes())
+                if one_row and k != v:
+                    continue
                 results = [compare_logits(path, n, n, args.device, args.threads, "ggml", k, v) for n in lengths]
                 with GGUFFile(path) as file:
                     windowed = open_target(file).window > 0
