@@ -1,4 +1,4 @@
-"""mtp: the additional layer that qwen35, qwen35moe, qwen3next and glm4moe models were trained with, to predict one more token.
+"""mtp: the additional layer that qwen35, qwen3next, glm4moe and deepseek2 models, and their relatives, were trained with, to predict one more token.
 
 Its row at position p is the pair (x_p, h_{p-1}): a token, and the target's hidden state of the previous token, after output_norm.
     x = eh_proj [rms(E[x_p]; enorm) ; rms(h_{p-1}; hnorm)]
@@ -19,11 +19,12 @@ from ..gguf_io import GGUFFile
 from ..models.base import AttentionInputs, KVLayer, KVShape
 from ..models.decoder import ARCHITECTURES, Decoder
 from ..models.layers import QKV, Attention, LayerContext, head_product, product, write_kv
+from ..models.mla import MLA
 from ..models.model import ATTENTION, SCALED
 from ..models.weights import MATMUL, ROWS, VECTOR, Spec, Weights
 from .base import ChainInputs, ContextInputs, Drafter
 
-LAYERS = ("glm4moe", "qwen35", "qwen35moe", "qwen3next")  # architectures whose layer drafts here
+LAYERS = ("deepseek2", "deepseek32", "glm-dsa", "glm4moe", "qwen35", "qwen35moe", "qwen3next")  # architectures whose layer drafts here
 EMBEDDING, NORM, HEAD = "token_embd.weight", "output_norm.weight", "output.weight"
 SHARED_TENSORS = {EMBEDDING: "embed_tokens", NORM: "shared_head_norm", HEAD: "shared_head_head"}
 PIECE = 1 << 24  # bytes compared at a time
@@ -56,7 +57,9 @@ class MTP(Drafter):
         self.file, self.arch = file, arch
         self._model = ARCHITECTURES[arch](file)  # for the layer description
         f, layer = self._model.f, self._model.mtp
-        assert layer is not None and isinstance(layer.mixer, Attention)
+        if layer is None:
+            raise ModelError(f"{file.path} is a {arch} model whose MTP layers do not draft here")
+        assert isinstance(layer.mixer, (Attention, MLA))
         self._layer, self._attention, self.unscaled = layer, layer.mixer, self._model.unscaled
         self.n_embd, self.eps, count = f.n_embd, f.eps, f.n_block - f.n_layer
         if count != 1:
@@ -98,12 +101,16 @@ class MTP(Drafter):
         ends = (EMBEDDING, NORM, HEAD)
         theirs = [name for name in self.file.tensors if (name in ends if self.alone else not name.startswith(self.prefix))]
         mine = [f"{self.prefix}nextn.{name}.weight" for name in SHARED_TENSORS.values()]  # possibly equal to the target's
-        return super().unused() | {name: "the target's are used" for name in (*theirs, *mine) if name not in self._own.values()}
+        indexer = [name for name in self.file.tensors if name.startswith(f"{self.prefix}indexer.")]
+        out = super().unused() | dict.fromkeys(indexer, "the indexer of an MTP layer, which attends to all rows in llama.cpp, too")
+        return out | {name: "the target's are used" for name in (*theirs, *mine) if name not in self._own.values()}
 
     def groups(self) -> dict[str, tuple[str, ...]]:
         """k and v without q, because context rows need no q."""
         b = self.prefix
         own = {name: members for name, members in self._layer.groups(self._model.f, b).items() if name != f"{b}mixer"}
+        if isinstance(self._attention, MLA):
+            return own
         return {f"{b}kv": tuple(f"{b}{name}.weight" for name in ("attn_k", "attn_v")), **own}
 
     def kv_shapes(self) -> list[KVShape]:
@@ -126,6 +133,9 @@ class MTP(Drafter):
         assert rows.tokens is not None and rows.prev_hidden is not None
         c = self._context(g, rows.positions, None, kv)
         h = c.rms_norm(self._pair(g, rows.tokens, rows.prev_hidden, target), self._layer.mixer_norm)
+        if isinstance(self._attention, MLA):
+            g.kv_write_rows(kv[0].k, self._attention.stored(c, c.product("attn_kv_a_mqa", h)), rows.kv_rows)
+            return
         write_kv(g, *self._attention.keys_values(c, *c.project("kv", h)), kv[0], rows.kv_rows)
 
     def step(self, g: Graph, rows: ChainInputs, target: Decoder) -> tuple[Tensor, Tensor]:
@@ -134,12 +144,18 @@ class MTP(Drafter):
         x = self._pair(g, rows.tokens, rows.prev_hidden, target)
         h = c.rms_norm(x, self._layer.mixer_norm)
         g.expand_norm(h)
-        q = c.product("attn_q", h)
-        x = g.add(self._attention.attend(c, q, *c.project("kv", h)), x)
+        x = g.add(self._attend(c, h), x)
         assert self._layer.ffn is not None
         x = g.add(self._layer.ffn(c, c.rms_norm(x, self._layer.ffn_norm)), x)
         h = g.rms_norm(x, (self.weights if NORM in self._own else target.weights)[NORM], self.eps)
         return h, h
+
+    def _attend(self, c: LayerContext, h: Tensor) -> Tensor:
+        if not isinstance(self._attention, MLA):
+            return self._attention.attend(c, c.product("attn_q", h), *c.project("kv", h))
+        assert c.attention is not None
+        q = c.rms_norm(c.product("attn_q_a", h), "attn_q_a_norm")
+        return self._attention.attend(c, q, c.product("attn_kv_a_mqa", h), c.attention.mask)
 
     def _context(self, g: Graph, positions: Tensor, attention: AttentionInputs | None, kv: tuple[KVLayer, ...]) -> LayerContext:
         return LayerContext(g, self.weights, self.layer, self.eps, positions, attention, {self.layer: kv[0]})

@@ -65,6 +65,13 @@ class MLA(Part):
         q, row = c.project("mixer", x)
         return c.rms_norm(q, "attn_q_a_norm") if self.lora_q else q, row
 
+    def stored(self, c: LayerContext, row: Tensor) -> Tensor:
+        """[c ; p] F32 [latent + n_rot, T] -> the K rows, F32 [latent + n_rot, 1, T]."""
+        g = c.g
+        latent = c.rms_norm(g.slice(row, 0, 0, self.latent), "attn_kv_a_norm")
+        key = self._rotate(c, g.heads(row, self.rope.n_rot, 1, first=self.latent))
+        return g.concat([g.reshape(latent, self.latent, 1, latent.ne[1]), key])
+
     def attend(self, c: LayerContext, q: Tensor, row: Tensor, mask: Tensor) -> Tensor:
         """Attention output F32 [n_embd, T] from ``projected``, over the rows that ``mask`` shows."""
         g, kv, n_rot, attention = c.g, c.kv, self.rope.n_rot, c.attention
@@ -74,10 +81,9 @@ class MLA(Part):
         absorbed = g.permute(g.matmul(c["attn_k_b"], g.permute(plain, 0, 2, 1, 3)), 0, 2, 1, 3)
         q = g.concat([absorbed, self._rotate(c, turned)])
         q = q if c.q_scale is None else g.mul(q, c.q_scale)
-        latent = c.rms_norm(g.slice(row, 0, 0, self.latent), "attn_kv_a_norm")
-        key = self._rotate(c, g.heads(row, n_rot, 1, first=self.latent))
+        stored = self.stored(c, row)
         g.expand(q)
-        g.kv_write_rows(kv.k, g.concat([g.reshape(latent, self.latent, 1, latent.ne[1]), key]), attention.kv_rows)
+        g.kv_write_rows(kv.k, stored, attention.kv_rows)
         out = g.reshape(g.flash_attention(q, kv.k, kv.v, mask, 1, attention.kv_bucket, self.scale), self.latent, self.heads, row.ne[1])
         out = g.permute(g.matmul(c["attn_v_b"], g.permute(out, 0, 2, 1, 3)), 0, 2, 1, 3)
         return c.product("attn_output", g.cont_flat(out))

@@ -60,11 +60,21 @@ YARN = {
     "rope.scaling.attn_factor": 1.25,
 }
 TEMPERED = {"attention.temperature_scale": 0.3}
+LATENT = LEADING | {
+    "attention.key_length_mla": 80, "attention.value_length_mla": 40, "attention.kv_lora_rank": 64, "rope.dimension_count": 32,
+    "attention.key_length": 96, "attention.value_length": 64, "attention.head_count_kv": 1,
+}  # fmt: skip
+INDEXED = {
+    "attention.q_lora_rank": 48, "attention.indexer.key_length": 64, "attention.indexer.head_count": 3, "attention.indexer.top_k": 32,
+}  # fmt: skip
 KEYS: dict[str, dict[str, Any]] = {  # that a description has defaults for, and that its files differ by
     "bailingmoe": {"expert_shared_count": 2, "expert_weights_norm": True, "expert_weights_scale": 0.7},
     "bailingmoe2": LEADING | {"expert_shared_count": 2, "expert_shared_feed_forward_length": 96},
     "cohere2": {"logit_scale": 0.3},
     "command-r": {"logit_scale": 0.3},
+    "deepseek2": LATENT | {"attention.q_lora_rank": 48},
+    "deepseek32": LATENT | INDEXED,
+    "glm-dsa": LATENT | INDEXED,
     "deepseek": {"expert_shared_count": 2, "expert_weights_scale": 1.3, "leading_dense_block_count": 1},
     "dots1": LEADING,
     "ernie4_5-moe": {"leading_dense_block_count": 1, "interleave_moe_layer_step": 1},
@@ -97,7 +107,7 @@ GATED = (
     *(f"blk.{i}.{name}" for i in range(1, 9) for name in ("ffn_gate_inp.weight", "exp_probs_b.bias")),
 )
 OPTIONAL = {  # tensors, of each layer i
-    "bailingmoe2": (PACKED, BIASED), "dots1": (BIASED,), "ernie4_5-moe": (BIASED,), "exaone-moe": (BIASED,), "falcon-h1": ("blk.0.ssm_norm.weight", "blk.{i}.ffn_norm"),
+    "bailingmoe2": (PACKED, BIASED), "deepseek2": (BIASED,), "deepseek32": (BIASED,), "glm-dsa": (BIASED,), "dots1": (BIASED,), "ernie4_5-moe": (BIASED,), "exaone-moe": (BIASED,), "falcon-h1": ("blk.0.ssm_norm.weight", "blk.{i}.ffn_norm"),
     "glm4moe": ("blk.0.attn_q_norm.weight",),
     "nemotron_h_moe": ("blk.1.ffn_latent_down.weight",), "phi3": (PACKED, *FACTORS), "phimoe": FACTORS, "step35": (*GATED, "rope_freqs.weight"),
 }  # fmt: skip
@@ -205,7 +215,10 @@ def write_described(
 def _mtp_specs(target: Decoder, own: tuple[str, ...]) -> list[Spec]:
     n, b = target.n_embd, f"blk.{target.n_layer}."
     assert target.mtp is not None
-    out = [*target.mtp.tensors(target.f, b), Spec(f"{b}nextn.eh_proj.weight", (2 * n, n))]
+    indexer = [
+        spec for spec in target.layers[-1].tensors(target.f, b) if ".indexer." in spec.name
+    ]  # which llama.cpp requires and does not use
+    out = [*target.mtp.tensors(target.f, b), *indexer, Spec(f"{b}nextn.eh_proj.weight", (2 * n, n))]
     out += [Spec(f"{b}nextn.{name}.weight", (n,), VECTOR) for name in ("enorm", "hnorm", *(("shared_head_norm",) if "norm" in own else ()))]
     names = {"embedding": "embed_tokens", "head": "shared_head_head"}
     return out + [Spec(f"{b}nextn.{names[name]}.weight", (n, target.n_vocab)) for name in own if name in names]

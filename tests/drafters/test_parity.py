@@ -96,6 +96,12 @@ def cases(method):
             ("Q8_0", "qwen3next", {}, {}, 20, 20, 5),
             ("F32", "qwen3next", {}, {"apart": True}, 20, 20, 5),
             *((quant, "glm4moe", {}, {}, 20, 60, 5) for quant in QUANTS),
+            *((quant, "deepseek2", {}, {}, 20, 60, 5) for quant in QUANTS),
+            *(
+                ("F32", arch, {"own": own}, {}, 40, 13, 5)
+                for arch in ("deepseek2", "deepseek32", "glm-dsa")
+                for own in ((), ("norm", "head"))
+            ),
             ("F32", "glm4moe", {"own": ("norm", "head")}, {}, 40, 13, 5),
             *(
                 ("F32", "qwen35", {"own": own}, {}, 40, 13, 5)

@@ -16,6 +16,7 @@ from ..mla import MLA
 from ..model import EXPERT, FFN, SHARED
 from ..moe import SIGMOID, SOFTMAX
 from ..rope import Rope
+from .qwen35 import MTP_LAYERS
 
 SMALL = (26, 27)  # layer counts of models with a direct q projection
 KANANA = (48, 128256)  # the same: layers and vocabulary
@@ -29,7 +30,10 @@ def deepseek2(f: Hparams) -> Decoder:
     mixer = latent_attention(f, 0 if small else f.positive("attention.q_lora_rank"), multiplier(f))
     router = SIGMOID if f.n_layer in GLM_FLASH[0] and f.n_vocab == GLM_FLASH[1] else SOFTMAX
     layers = [Layer(mixer, ffn) for ffn in ffns(f, router)]
-    return Decoder(f, layers, temperature=f.temperature(), unscaled=("attn_q", "output", *FFN, *SHARED, *EXPERT))
+    drafts = f.arch == "deepseek2" and not small and isinstance(layers[-1].ffn, MoE)
+    mtp, why = (layers[-1], MTP_LAYERS) if drafts else (None, "MTP layers, which do not draft for this model here")
+    unscaled = ("attn_q", "output", *FFN, *SHARED, *EXPERT)
+    return Decoder(f, layers, temperature=f.temperature(), unscaled=unscaled, mtp=mtp, drafting_layers=why)
 
 
 def multiplier(f: Hparams) -> float:

@@ -23,6 +23,7 @@ from ..moe import SIGMOID
 from ..rope import Rope
 from ..weights import VECTOR, Spec
 from .deepseek2 import ffns, latent_attention, multiplier
+from .qwen35 import MTP_LAYERS
 
 NORM_EPS = {"glm-dsa": 0.0, "deepseek32": 1e-6}  # as in llama.cpp
 SIZES = (64, 128, 256, 512)  # row sizes of llama.cpp's Hadamard matrices
@@ -51,7 +52,8 @@ def glm_dsa(f: Hparams) -> Decoder:
     }  # fmt: skip
     layers = [Layer(mixers[one], ffn) for one, ffn in zip(full, ffns(f, SIGMOID if glm else None), strict=True)]
     # an indexer's attn_k has no scale
-    return Decoder(f, layers, scaled=tuple(name for name in SCALED if name not in ATTENTION), unscaled=("output",))
+    scaled, mtp = tuple(name for name in SCALED if name not in ATTENTION), Layer(attention, layers[-1].ffn)
+    return Decoder(f, layers, scaled=scaled, unscaled=("output",), mtp=mtp, drafting_layers=MTP_LAYERS)
 
 
 def _full(f: Hparams) -> tuple[bool, ...]:
