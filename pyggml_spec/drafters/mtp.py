@@ -31,9 +31,9 @@ PIECE = 1 << 24  # bytes compared at a time
 
 
 def has_layer(file: GGUFFile) -> bool:
-    """Whether the file has a supported MTP layer."""
+    """Whether the file has a supported MTP layer; targets whose layer was left out keep its key."""
     arch = file.get("general.architecture", str)
-    return arch in LAYERS and file.get(f"{arch}.nextn_predict_layers", int, 0) > 0
+    return arch in LAYERS and file.get(f"{arch}.nextn_predict_layers", int, 0) > 0 and any(".nextn." in name for name in file.tensors)
 
 
 def is_layer_alone(file: GGUFFile) -> bool:

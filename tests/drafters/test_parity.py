@@ -11,6 +11,7 @@ from engine.helpers import run
 from gguf_io.build import F32, STR, U32, Model
 from llama_oracle import LlamaEagle3
 from random_gguf.archs import WRITERS, write_gemma4, write_laguna, write_llama, write_qwen3
+from random_gguf.described import write_described
 from random_gguf.dflash2 import write_dflash2
 from random_gguf.eagle3 import write_eagle3
 from random_gguf.model import Shape, write_dflash, write_qwen35
@@ -670,6 +671,12 @@ def test_a_file_is_what_its_architecture_says_whatever_else_it_names(tmp_path, t
             with pytest.raises(ModelError, match=words):
                 use(file)
     assert "it has the architecture 'deepseek4', which does not run here yet" in inspect_file(path).verdict
+
+
+def test_a_target_whose_mtp_layer_was_left_out_loads(tmp_path):
+    path = write_described("glm4moe", tmp_path / "t.gguf", SHAPE, keys={"block_count": SHAPE.n_layer + 1, "nextn_predict_layers": 1})
+    with ps.load(path, device="CPU", threads=1, n_ctx=64) as session:
+        assert "draft-mtp" not in session.methods
 
 
 def test_a_target_with_mtp_layers_is_no_drafter(target):
