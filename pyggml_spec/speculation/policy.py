@@ -57,8 +57,7 @@ MOST_BUDGET = 6.0  # plain steps of that at most, and half of what a budget grow
 BUDGET_RATE = 0.005  # share of the time that is added to the budget
 MOST_REGRET = 0.05  # share of its time that a sequence may lose without budget, and that sequences have to gain for speculation to stay on
 MOST_WAIT = 8  # sequences in a row without speculation, at most; each try that gains nothing doubles the wait
-LOOK_EVERY = 12  # steps between looks at another method, of two steps each
-HOPED = 0.9  # acceptance of draft tokens that is hoped for of a method that is looked at
+HOPED = 0.9  # acceptance of draft tokens that is hoped for of a plan that is explored
 CATCH_UP = "catch up"  # key of the cost that blocks after plain steps add
 
 
@@ -113,7 +112,6 @@ class _Phase:
     plan: StepPlan | None = None  # in use
     plain: int = 0  # steps since the last block
     blocks: int = 0  # since the last plain step
-    since_look: int = 0
     probing: bool = False
 
 
@@ -229,9 +227,6 @@ class SpeculationPolicy:
         if phase.plan == PLAIN_STEP:
             phase.probing = True
             return self._probe(slots, affordable)
-        if (other := self._look(slots, len(states), phase, affordable, speeds)) is not None:
-            phase.probing = True
-            return other
         return phase.plan if phase.plan in affordable else max((PLAIN_STEP, *affordable), key=speeds.__getitem__)
 
     def _safe(self, slots: int, states: Sequence[SpeculationState | None], late: float) -> list[StepPlan]:
@@ -251,21 +246,6 @@ class SpeculationPolicy:
         self.methods.append(method)
         hoped = AcceptanceTracker(AcceptancePrior(self._most[method])).tokens()
         return max((p for p in affordable if p.method == method), key=lambda p: hoped[p.draft_tokens] / self.cost(slots, p))
-
-    def _look(
-        self, slots: int, sequences: int, phase: _Phase, affordable: Sequence[StepPlan], speeds: Mapping[StepPlan, float]
-    ) -> StepPlan | None:
-        """Another method's best plan, two steps in a row, unless it would be slower even if most of its draft tokens were accepted."""
-        assert phase.plan is not None
-        if len(self.methods) < 2:
-            return None
-        others = [plan for plan in affordable if plan.method != phase.plan.method]
-        phase.since_look = (phase.since_look + 1) % (LOOK_EVERY + 3)
-        if phase.since_look <= LOOK_EVERY or not others:
-            return None
-        hoped = AcceptanceTracker(AcceptancePrior(max(p.draft_tokens for p in others), HOPED)).tokens()
-        most = max(hoped[p.draft_tokens] / self.cost(slots, p) for p in others)
-        return max(others, key=speeds.__getitem__) if most > speeds[phase.plan] / sequences else None
 
     def observe(
         self, slots: int, plan: StepPlan, ms: float, states: Sequence[SpeculationState | None], matched: Sequence[int],
