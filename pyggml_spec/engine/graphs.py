@@ -313,6 +313,10 @@ class GraphBuilder:
             f.output("best_logits", "f32", values)
         return {"logits": logits}
 
+    def _inputs(self, states: Callable[[], RecurrentLayers | None], carry: int = 0) -> Callable[[], Inputs]:
+        """``carry``: rows whose last hidden states are kept, 0 for none."""
+        return lambda: Inputs(self.rows(), states(), self._carry(carry) if carry else None, self.f.tokens(self.key.total))
+
     # -- kinds
 
     def _prefill(self) -> dict:
@@ -334,13 +338,8 @@ class GraphBuilder:
             self.target.weights.streaming = False
 
     def _plain(self) -> dict:
-        def inputs() -> Inputs:
-            rows, recurrent = self.rows(), self._plain_states()
-            carry = self._carry(self.count) if self.hidden_states is None else None
-            return Inputs(rows, recurrent, carry, self.f.tokens(self.count))
-
         self.enter(0)
-        done = self.forward(inputs)
+        done = self.forward(self._inputs(self._plain_states, self.count if self.hidden_states is None else 0))
         out = self._emit(done.hidden)
         if self.key.drafting and self.hidden_states is not None:
             self._defer(done)
@@ -349,13 +348,8 @@ class GraphBuilder:
         return out
 
     def _verify(self) -> dict:
-        def inputs() -> Inputs:
-            rows, recurrent = self.rows(), self._block_states()
-            carry = None if self.key.deferred else self._carry(self.key.total + self.count)
-            return Inputs(rows, recurrent, carry, self.f.tokens(self.key.total))
-
         self.enter(0)
-        done = self.forward(inputs)
+        done = self.forward(self._inputs(self._block_states, 0 if self.key.deferred else self.key.total + self.count))
         out = self._emit(done.hidden)
         self._defer(done) if self.key.deferred else self._context(done, self._draft_caches())
         return out
@@ -429,12 +423,8 @@ class GraphBuilder:
         return None
 
     def _exact(self, capture: tuple[int, ...]) -> Done:
-        def inputs() -> Inputs:
-            rows, recurrent = self.rows(), self.chunk_states()
-            return Inputs(rows, recurrent, None, self.f.tokens(self.key.total))
-
         self.enter(0)
-        return self.forward(inputs, None, capture)
+        return self.forward(self._inputs(self.chunk_states), None, capture)
 
     def _logits(self) -> dict:
         logits = self.target.logits(self.g, self._exact(()).hidden)
