@@ -10,6 +10,7 @@ WARMUP, TRIES = 2, 4  # steps of a new graph that do not count (it is built, the
 CLAMP = 2.0  # a step counts as at most so many times the known cost, and at least the same part of it: stalls prove nothing
 SLOW_RATE = 0.02  # weight of a step beyond that: after long texts steps do take longer
 FORGET_EVERY, FORGET_RATE = 8, 0.15  # steps of a key, and how far costs of the others return to what was measured then
+COLD_RATE, COLD = 0.9, 0.9  # weight of a step with cold caches, and the part of the known cost that it has to stay below to count
 TOO_SLOW = 0.6  # measured costs are outdated where a quarter of the steps take less than this part of them
 
 
@@ -56,9 +57,11 @@ class CostModel(dict[Hashable, float]):
         self[key] = known + rate * (ms - known)
 
     def observe(self, key: Hashable, ms: float, cold: bool = False) -> None:
-        """A step. ``cold``: caches were, so that it says nothing of a cost that is known."""
+        """A step. ``cold``: caches were, so that it counts only where it is cheaper than known."""
         known = self.get(key)
         if cold and known is not None and self.known(key):
+            if ms < COLD * known:
+                self._set(key, known + COLD_RATE * (max(ms, known / CLAMP) - known))
             return
         self._steps[key] += 1
         n, measured = self._steps[key], self.measured.get(key)
