@@ -193,7 +193,7 @@ def test_a_copy_does_not_pay_for_a_drafter_that_rests(monkeypatch):
     one = "embedded pair, one core"
     alone = milliseconds("copy", one, monkeypatch, suffix=True)
     assert milliseconds("copy", one, monkeypatch, drafter=True, suffix=True, most=64) > 1.03 * alone
-    room = features.room(4 * 512 * 4, 1)  # as many rows as the embedded pair's ring has
+    room = features.MOST  # as many rows as the embedded pair's buffer has
     assert milliseconds("copy", one, monkeypatch, drafter=True, suffix=True, most=room) < 1.01 * alone
     assert milliseconds("copy", one, monkeypatch, suffix=True) < milliseconds("copy", one, monkeypatch) / 2.5
 
