@@ -22,6 +22,7 @@ from random_gguf.archs import (
     write_qwen3moe,
     write_qwen3next,
 )  # fmt: skip
+from random_gguf.described import FACTORS, write_described
 from random_gguf.model import Shape, write_dflash
 from sessions import fails_with
 
@@ -200,6 +201,22 @@ GEMMA = (
 )  # fmt: skip
 
 
+ROUTED = {"expert_count": 8, "expert_used_count": 3}
+KEYS = (
+    ("lfm2", {"attention.sliding_window": 24}),
+    ("granitehybrid", ROUTED | {"rope.scaling.finetuned": False}),
+    ("granitehybrid", ROUTED | {"expert_shared_feed_forward_length": 0}),
+    ("minicpm", ROUTED),
+    ("mistral3", ROUTED),
+    ("mistral3", {"rope.scaling.type": "none"}),
+    ("phi3", {"rope.dimension_count": 48}),
+    ("nemotron", {"rope.dimension_count": 32}),
+    ("falcon-h1", {"ssm.conv_kernel": 3, "ssm.group_count": 1}),
+    ("falcon-h1", {"ssm.inner_size": 384, "ssm.time_step_rank": 6, "ssm.state_size": 32}),
+    ("nemotron_h", {"ssm.group_count": 4, "ssm.inner_size": 256, "ssm.time_step_rank": 8, "ssm.state_size": 64}),
+    ("bailingmoe2", {"expert_group_count": 4, "expert_group_used_count": 2}),
+    ("step35", {"rope.dimension_count_swa": 32}),
+)
 # (architecture, type, tokens, shape, options): what files of an architecture differ in; yarn past the 64 tokens that the file claims to be trained on
 VARIANTS = [
     ("llama", "F32", 37, {}, {"factors": False}),
@@ -234,12 +251,19 @@ VARIANTS = [
     ("glm-dsa", "Q4_K", 290, {"n_ctx": 1 << 20}, {"full": None, "yarn": 0.0}),
     ("glm-dsa", "Q4_K", 290, {"n_dense": 4, "index_heads": 1}, {}),
     ("glm-dsa", "Q8_0", 1500, {"n_layer": 2, "index_heads": 1, **LEAN}, {}),  # three chunks; half the scores of one head are exactly 0
+    *((arch, "F32", 300, LEAN, {"keys": keys}) for arch, keys in KEYS),
+    *(
+        (arch, "F32", 37, LEAN, {"keys": {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": n}, "optional": FACTORS})
+        for arch in ("llama", "minicpm") for n in (64, 4000)
+    ),
+    ("command-r", "F32", 37, {"n_layer": 64, **LEAN}, {}),  # from which q and k are normalised
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("arch, quant, tokens, shape, options", VARIANTS)
 def test_variants_of_an_architecture(tmp_path, arch, quant, tokens, shape, options):
-    assert_equal(TARGETS[arch](tmp_path / "t.gguf", Shape(**shape), quant, **options), tokens)
+    write = partial(write_described, arch) if "keys" in options else TARGETS[arch]
+    assert_equal(write(tmp_path / "t.gguf", Shape(**shape), quant, **options), tokens)
 
 
 @pytest.mark.parametrize("arch, keys, words", [
