@@ -1,4 +1,4 @@
-"""Recurrent states of delta-net layers of N slots, and the part of each slot's last block that is not committed yet.
+"""Recurrent states of N slots (delta-nets, Mamba-2, short convolutions), and the part of each slot's last block that is not committed yet.
 
 The states are on the device (csrc/delta_net.c); this is the host side: the block width of the pools, and the accepted rows of each slot's last block.
 All slots share one block width, because the pools are compact per width. A slot without work in a step takes part with rows switched off: its
@@ -20,7 +20,7 @@ from ..models.base import RecurrentShape
 from .slots import SlotRange
 
 
-class DeltaSegment(NamedTuple):
+class RecurrentSegment(NamedTuple):
     """Recurrent states of consecutive layers: the ``segment`` of a split model, the number of ``layers``, and floats per projected ``row``."""
 
     segment: int
@@ -32,13 +32,13 @@ class DeltaSegment(NamedTuple):
 class _Pool(NamedTuple):
     """The states of one device: C's handle, the first of its layers, and the step field that selects the next histories."""
 
-    home: DeltaSegment
+    home: RecurrentSegment
     handle: Any
     first: int
     tail: str
 
 
-class DeltaState:
+class RecurrentState:
     """Owns the device pools, of a counting backend only their sizes. ``homes``: the placement of the layers, in order.
 
     Attributes:
@@ -49,7 +49,7 @@ class DeltaState:
         segments: those with states.
     """
 
-    def __init__(self, homes: Sequence[DeltaSegment], shape: RecurrentShape, max_width: int, slots: int = 1) -> None:
+    def __init__(self, homes: Sequence[RecurrentSegment], shape: RecurrentShape, max_width: int, slots: int = 1) -> None:
         self.shape, self.max_width, self.slots, self.inline = shape, max_width, slots, slots == 1
         self._err = new_err()
         self._pools: list[_Pool] = []
@@ -166,14 +166,14 @@ class DeltaState:
         self._pools = []
 
 
-class DeltaInputs:
+class RecurrentInputs:
     """The recurrent state as input of one graph (``models.base.RecurrentLayers``).
 
     ``width`` 0: prefill, with ``on`` F32 [1, T] 0 for padding rows and ``last`` I32 [d_conv - 1] the rows of the next history. ``take``: rows of
-    several slots, see ``DeltaState.fill_take``.
+    several slots, see ``RecurrentState.fill_take``.
     """
 
-    def __init__(self, state: DeltaState, width: int, uncommitted: bool, on: Any = None, last: Any = None, take: Any = None) -> None:
+    def __init__(self, state: RecurrentState, width: int, uncommitted: bool, on: Any = None, last: Any = None, take: Any = None) -> None:
         self.state, self.width = state, width
         self.mode = lib.PGS_DELTA_UNCOMMITTED if uncommitted else lib.PGS_DELTA_DIRECT
         self.inputs = [x or ffi.NULL for x in (on, last, take)]

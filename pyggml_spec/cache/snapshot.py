@@ -15,7 +15,7 @@ from ..ggml.library import Buffer, Context, Tensor, ffi, lib, new_context, read_
 from ..models.base import KVShape
 from .hidden import LastHiddenState
 from .kv import KVCache
-from .recurrent import DeltaState
+from .recurrent import RecurrentState
 
 
 class Pieces:
@@ -38,7 +38,7 @@ class Pieces:
             view = lib.ggml_view_2d(self._ctx, tensor, tensor.ne[0], count, tensor.nb[1], slot * tensor.nb[2] + first * tensor.nb[1])
             self.add_view(view, backend)
 
-    def add_state(self, delta: DeltaState, slot: int, layer: int) -> None:
+    def add_state(self, delta: RecurrentState, slot: int, layer: int) -> None:
         """State and convolution history of a recurrent layer."""
         *views, backend = delta.kept(self._ctx, slot, layer)
         for view in views:
@@ -132,7 +132,7 @@ class SequenceMemory:
     """
 
     def __init__(
-        self, kv: KVCache, draft_kv: KVCache | None, delta: DeltaState | None, shapes: Iterable[KVShape], window: int,
+        self, kv: KVCache, draft_kv: KVCache | None, delta: RecurrentState | None, shapes: Iterable[KVShape], window: int,
         last_hidden: LastHiddenState | None = None, first: tuple[int, int] | None = None
     ) -> None:  # fmt: skip
         self._kv, self._delta, self._window, self._last_hidden = kv, delta, window, last_hidden

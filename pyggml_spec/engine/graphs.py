@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 
 from ..cache.hidden import BATCH, HiddenStateBuffer
 from ..cache.kv import KV_BUCKET, KVCache, buckets_up_to, padded
-from ..cache.recurrent import DeltaInputs
+from ..cache.recurrent import RecurrentInputs
 from ..cache.slots import Slot, SlotRange
 from ..drafters.base import ContextInputs, Drafter
 from ..drafters.multi import AnyDrafter
@@ -176,12 +176,12 @@ class GraphBuilder:
         tail = self.f.input(pool.tail, "i32", *self.recurrent.tail_shape(self.key.slots, pool))
         self.recurrent.begin(self.g, self.key.slots, self.key.verify_len, next_len, keep, tail)
 
-    def _block_states(self) -> DeltaInputs | None:
+    def _block_states(self) -> RecurrentInputs | None:
         """The states under blocks that are left to commit."""
         if self.recurrent is None:
             return None
         self._replay(self.key.verify_len, True)
-        return DeltaInputs(self.recurrent, self.key.verify_len, True, take=self._take(self.key.verify_len))
+        return RecurrentInputs(self.recurrent, self.key.verify_len, True, take=self._take(self.key.verify_len))
 
     def _plain_states(self) -> RecurrentLayers | None:
         """The states under plain tokens. One slot's token lies after its history, as a block of one row does."""
@@ -189,7 +189,7 @@ class GraphBuilder:
             return None
         if self.recurrent.inline:
             self._replay(1, False)
-            return DeltaInputs(self.recurrent, 1, False)
+            return RecurrentInputs(self.recurrent, 1, False)
         return self.chunk_states(self._take(1))
 
     def chunk_states(self, take: Tensor | None = None) -> RecurrentLayers | None:
@@ -199,7 +199,7 @@ class GraphBuilder:
         on = self.f.input("on", "f32", 1, self.key.total)
         last = self.f.input("last", "i32", self.recurrent.history_rows, self.count)
         self.recurrent.begin(self.g, self.key.slots, 0, 0, None, None)
-        return DeltaInputs(self.recurrent, 0, False, on, last, take)
+        return RecurrentInputs(self.recurrent, 0, False, on, last, take)
 
     def _take(self, rows: int) -> Tensor | None:
         """Where [history ; block] of each of several slots is gathered from."""

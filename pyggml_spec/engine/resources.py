@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 from ..cache.hidden import HiddenStateBuffer, LastHiddenState
 from ..cache.kv import KVCache, KVTypes, check_types
-from ..cache.recurrent import DeltaSegment, DeltaState
+from ..cache.recurrent import RecurrentSegment, RecurrentState
 from ..cache.slots import Cursor, Slot
 from ..cache.snapshot import SequenceMemory
 from ..drafters.base import Drafter
@@ -89,13 +89,13 @@ class Resources:
         homes = [(s.backend, before(s.end)[0] - before(s.first)[0]) for s in self.segments]
         self.kv = self.cache(shapes, opt.kv, window, widest, homes=homes)
         self.draft_kv: KVCache | None = None
-        self.recurrent: DeltaState | None = None
+        self.recurrent: RecurrentState | None = None
         self.hidden_states: HiddenStateBuffer | None = None
         self.last_hidden: LastHiddenState | None = None
         if self.drafter is not None:
             self.draft_kv = self.cache(self.drafter.kv_shapes(), opt.draft_kv, draft=True)
         if shape is not None:
-            self.recurrent = self.own(DeltaState(self._delta_homes(), shape, opt.width, opt.slots))
+            self.recurrent = self.own(RecurrentState(self._delta_homes(), shape, opt.width, opt.slots))
         if self.drafter is not None and self.drafter.chained:
             self.last_hidden = self.own(LastHiddenState(self.backend, self.drafter.carry_size(self.target), opt.width, opt.slots))
         self.sequence = SequenceMemory(self.kv, self.draft_kv, self.recurrent, shapes, window, self.last_hidden)
@@ -120,14 +120,14 @@ class Resources:
         of_slot = ROW_BYTES * max(opt.chunk, opt.width) + tail + 4 * rings * self.kv.ring + 8 * MOST_CANDIDATES * opt.width
         return self.own(StepIO(self.backend, slots * of_slot + more, [segment.backend for segment in self.segments[:-1]], turns))
 
-    def _delta_homes(self) -> list[DeltaSegment]:
+    def _delta_homes(self) -> list[RecurrentSegment]:
         """Where the recurrent states are: with their layers."""
         homes, weights = [], self.target.weights
         for index, s in enumerate(self.segments):
             layers = self.target.caches_before(s.end)[1] - self.target.caches_before(s.first)[1]
             if layers:
                 weights.enter(index)
-                homes.append(DeltaSegment(index, s.backend, layers, self.target.recurrent_row(s.first)))
+                homes.append(RecurrentSegment(index, s.backend, layers, self.target.recurrent_row(s.first)))
         weights.enter(len(self.segments) - 1)
         return homes
 

@@ -80,7 +80,7 @@ class KVLayer(NamedTuple):
         return attended if self.indexer is None else (*attended, self.indexer)
 
 
-# the recurrent state as input of a graph (``cache.recurrent.DeltaInputs``), called with the graph, the index of the state, and tensors as in
+# the recurrent state as input of a graph (``cache.recurrent.RecurrentInputs``), called with the graph, the index of the state, and tensors as in
 # pgs_delta_inputs: adds a layer and returns F32 [head_size, H_v, T], without a recurrence [channels, T]
 RecurrentLayers = Callable[..., Tensor]
 

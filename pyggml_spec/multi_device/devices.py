@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from ..cache.kv import KVCache
-from ..cache.recurrent import DeltaInputs, DeltaSegment, DeltaState
+from ..cache.recurrent import RecurrentInputs, RecurrentSegment, RecurrentState
 from ..cache.slots import SlotRange, covering
 from ..cache.snapshot import SequenceMemory
 from ..checks import whole
@@ -73,7 +73,7 @@ class ChainBuilder(GraphBuilder):
         if states is None or own is None:
             return own
         states.begin(self.g, self.key.slots, 0, 0, None, None)
-        offloaded, first = DeltaInputs(states, 0, False, *cast(DeltaInputs, own).inputs), states.shape.layers
+        offloaded, first = RecurrentInputs(states, 0, False, *cast(RecurrentInputs, own).inputs), states.shape.layers
         return lambda g, index, *tensors, **more: (offloaded if index < first else own)(g, index, *tensors, **more)
 
     def forward(self, inputs: Callable[[], Inputs], now: Inputs | None = None, capture: tuple[int, ...] | None = None) -> Done:
@@ -338,9 +338,9 @@ class MultiDevice(Devices):
         delta = None
         if shape is not None and first[1]:
             weights.visit()
-            home = DeltaSegment(1, backend, first[1], r.target.recurrent_row(0))
+            home = RecurrentSegment(1, backend, first[1], r.target.recurrent_row(0))
             weights.enter(len(self.segments) - 1)
-            delta = r.own(DeltaState([home], replace(shape, layers=first[1]), opt.width, opt.slots))
+            delta = r.own(RecurrentState([home], replace(shape, layers=first[1]), opt.width, opt.slots))
         there = SequenceMemory(kv, None, delta, shapes, window, first=first)
         home_memory = SequenceMemory(r.kv, None, r.recurrent, shapes, window, first=first)
         return OffloadCache(kv, delta, there, home_memory, opt.slots)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..cache.kv import KVCache
-from ..cache.recurrent import DeltaState
+from ..cache.recurrent import RecurrentState
 from ..cache.slots import Cursor
 from ..cache.snapshot import Pieces, SequenceMemory
 from ..engine.runner import ModelRunner
@@ -97,7 +97,7 @@ class OffloadCache:
         brought, taken: bytes copied so far, to it and back.
     """
 
-    def __init__(self, kv: KVCache, delta: DeltaState | None, there: SequenceMemory, home: SequenceMemory, slots: int) -> None:
+    def __init__(self, kv: KVCache, delta: RecurrentState | None, there: SequenceMemory, home: SequenceMemory, slots: int) -> None:
         self.kv, self.delta, self._there, self._home = kv, delta, there, home
         self.brought = self.taken = 0
         self._there_is = [-1] * slots  # by slot, of how many tokens all is there that they left; -1: of none, not even of an empty sequence
