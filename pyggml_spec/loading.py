@@ -12,6 +12,7 @@ from .cache.kv import MOST_CONTEXT
 from .checks import path, whole
 from .context_size import LEAST_CONTEXT, default_context, room, rough_bytes, token_bytes
 from .drafters.base import Drafter
+from .drafters.model import ModelDrafter
 from .drafters.multi import AnyDrafter, combine
 from .drafters.pairs import drafters_for
 from .engine.devices import Segment
@@ -154,7 +155,10 @@ class Loader:
             remedy = "name it with `spec`, or leave the file out"
             raise PairError(f"{draft.name} drafts as {drafter.method}, which is not among what may draft; {remedy}")
         drafter.check_pair(self.target)
-        if difference := first_difference(file, draft_file, drafter.whole_model):
+        if isinstance(drafter, ModelDrafter):
+            if drafter.vocabulary is not None:
+                self.notes.append(f"{draft.name} has another vocabulary: {drafter.vocabulary.description()}")
+        elif difference := first_difference(file, draft_file):
             fitting = f"a drafter only fits the target it was made for: {drafters_for(file)}"
             raise PairError(f"{draft.name} cannot draft for {file.path.name}: {difference}; {fitting}")
         return drafter

@@ -9,10 +9,12 @@ from ..errors import PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
+from ..gguf_io.reader import StringArray
 from ..models.base import KVLayer, KVShape, TargetInputs
 from ..models.decoder import ARCHITECTURES, Decoder
 from ..models.weights import Spec, Weights
-from .base import ContextInputs, Drafter
+from .base import ContextInputs, Drafter, clamp_nan
+from .vocabulary import LEAST_COVERAGE, TOKENS, TokenTables, VocabularyMap, map_vocabulary
 
 
 class ModelDrafter(Drafter):
@@ -26,6 +28,9 @@ class ModelDrafter(Drafter):
         self.file, self.arch = file, file.get("general.architecture", str)
         self.model = m = ARCHITECTURES[self.arch](file)
         self.n_layer, self.n_embd, self.n_vocab, self.window = m.n_layer, m.n_embd, m.n_vocab, m.window
+        self.vocabulary: VocabularyMap | None = None
+        self._pair: GGUFFile | None = None  # the target's file that was checked
+        self.tables: TokenTables | None = None
         self.scaled, self.unscaled, self.biased, self.ggml_attention = m.scaled, m.unscaled, m.biased, m.ggml_attention
 
     @property
@@ -35,6 +40,7 @@ class ModelDrafter(Drafter):
     @weights.setter
     def weights(self, weights: Weights) -> None:
         self.model.weights = weights
+        self.tables = TokenTables(weights, self.vocabulary) if self.vocabulary is not None else None
 
     def tensors(self) -> list[Spec]:
         return self.model.tensors()
@@ -52,11 +58,20 @@ class ModelDrafter(Drafter):
         return self.model.kv_shapes()
 
     def check_pair(self, target: Decoder) -> None:
-        if self.n_vocab < target.n_vocab:
+        if self._pair is target.file:
+            return
+        pair, tokens = f"{self.file.path.name} cannot draft for {target.file.path.name}", self.file.metadata.get(TOKENS)
+        found = self.vocabulary = map_vocabulary(target.file, self.file)
+        known = len(tokens) if isinstance(tokens, StringArray) else target.n_vocab
+        if self.n_vocab < known:
+            raise PairError(f"{pair}: its embedding has {self.n_vocab} rows for {known} tokens")
+        if found is not None and found.coverage < LEAST_COVERAGE:
             raise PairError(
-                f"{self.file.path.name} cannot draft for {target.file.path.name}: its embedding has {self.n_vocab} tokens, the target's {target.n_vocab}"
+                f"{pair}: {found.description()}, and {100 * LEAST_COVERAGE:.0f} % are needed; use a small model of the target's family"
             )
-        self.draft_tokens = self.draft_tokens or (target.n_vocab if self.n_vocab > target.n_vocab else 0)
+        if found is None and self.n_vocab > target.n_vocab:
+            self.draft_tokens = self.draft_tokens or target.n_vocab
+        self._pair = target.file
 
     # -- graphs
 
@@ -64,7 +79,23 @@ class ModelDrafter(Drafter):
         """Only what K/V rows depend on: the last layer has neither attention nor FFN."""
         assert rows.tokens is not None and rows.attention is not None
         own = rows.attention
-        self.model.forward(g, TargetInputs(rows.kv_rows, own.mask, own.kv_bucket, rows.tokens, rows.positions, rows.sliding, kv, None))
+        self.model.forward(
+            g, TargetInputs(rows.kv_rows, own.mask, own.kv_bucket, self.own_tokens(g, rows.tokens), rows.positions, rows.sliding, kv, None)
+        )
+
+    def own_tokens(self, g: Graph, tokens: Tensor) -> Tensor:
+        """The drafter's ids of the target's tokens, I32 [T]."""
+        return tokens if self.tables is None else g.reshape(g.rows(self.tables.to_draft, tokens), tokens.ne[0])
+
+    def choose(self, g: Graph, logits: Tensor, draws: Tensor | None = None, first: int = 0) -> Tensor:
+        """Only tokens that the target has."""
+        if self.tables is None or self.vocabulary is None:
+            return super().choose(g, logits, draws, first)
+        count = logits.ne[0]
+        ids, mask = (g.slice(g.reshape(x, len(self.vocabulary.drafted)), 0, 0, count) for x in (self.tables.to_target, self.tables.mask))
+        logits = g.add(logits, mask)
+        chosen = g.argmax(clamp_nan(g, logits)) if draws is None else g.draw(logits, draws, first, ids)
+        return g.rows(self.tables.to_target, chosen)
 
     def hidden(self, g: Graph, rows: TargetInputs) -> Tensor:
         """F32 [n_embd, T], normalised for the head."""

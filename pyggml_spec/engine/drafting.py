@@ -235,13 +235,13 @@ class ModelDrafting(ChainDrafting):
             if first is not None:
                 near = g.kv_mask(self.kv.mask_base, seen, g.slice(first, 1, at, n), bucket, count)
                 sliding = AttentionInputs(of_rows, near, bucket)
-            own = TargetInputs(of_rows, mask, bucket, tokens, g.slice(positions, 0, at, n), sliding, kv, None)
+            own = TargetInputs(of_rows, mask, bucket, drafter.own_tokens(g, tokens), g.slice(positions, 0, at, n), sliding, kv, None)
             hidden = drafter.hidden(g, own)
             if not i:
                 hidden = g.slice(hidden, 1, 1, hidden.ne[1] - 1) if count == 1 else g.group_tails(hidden, 2, 1)
             logits = drafter.logits(g, hidden, self.target)
             ids.append(drafter.choose(g, logits, draws, i * count))
-            tokens = ids[-1]
+            tokens = g.reshape(ids[-1], count) if ids[-1].ne[0] != count else ids[-1]
         return Drafted(tuple(ids), hidden, logits)
 
     def fill(self, host: Host, key: GraphKey, items: Items, slots: Sequence[Slot]) -> None:

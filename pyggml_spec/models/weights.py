@@ -531,6 +531,12 @@ class Weights:
         self._owned.callback(lib.ggml_free, ctx)
         return ctx
 
+    def adopt(self, ctx: Context, buffer: Buffer) -> None:
+        """Counts these with the weights, and frees them."""
+        self._owned.callback(lib.ggml_free, ctx)
+        self._owned.callback(lib.ggml_backend_buffer_free, buffer)
+        self._buffers.append(buffer)
+
     # -- access
 
     def enter(self, segment: int) -> None:
