@@ -65,7 +65,7 @@ def test_which_drafter_and_which_quantisation():
     assert _chosen(["mmproj-a.gguf"], None, False) is None
 
 
-def test_pairs_and_models_in_several_files(hub, asked, pair, tmp_path):
+def test_a_pair_of_the_hub_runs_and_is_fetched_once(hub, asked, pair, tmp_path):
     named = ["-hf", "Some/Target-GGUF", "-hfd", "Some/Target-GGUF"]
     first, files = asked("run", *named, *CPU), asked("run", "-m", str(pair[0]), "-md", str(pair[1]), *CPU)
     assert first.returncode == 0 and first.stdout == files.stdout and "t-Q8_0.gguf" in first.stderr and "dflash-t.gguf" in first.stderr
@@ -79,13 +79,16 @@ def test_pairs_and_models_in_several_files(hub, asked, pair, tmp_path):
     assert offline.stdout == first.stdout and offline.stderr == ""
     hub.broken = True
     assert asked("run", *named, *CPU, "-q").stdout == first.stdout
+
+
+def test_a_model_in_several_files_is_fetched_whole(hub, asked, pair):
     done, file = asked("run", "-hf", "some/split", *CPU[:-2]), asked("run", "-m", str(pair[0]), *CPU[:-2])
     assert done.returncode == 0 and done.stdout == file.stdout, done.stderr
     assert len({line for line in hub.asked if line.startswith("GET") and "/resolve/" in line}) == 3
     assert asked("run", "-hf", "some/split", *CPU[:-2], "-q", HF_HUB_OFFLINE="1").stdout == done.stdout
 
 
-def test_python_fetches_and_closed_repositories(asked, hub, tmp_path):
+def test_the_python_api_fetches_too(asked, hub, tmp_path):
     script = (
         "import pyggml_spec as ps; seen = []\n"
         "path = ps.fetch('Some/Target-GGUF:q8_0', progress=lambda what, done, total: seen.append((what, done, total)))\n"
@@ -95,6 +98,9 @@ def test_python_fetches_and_closed_repositories(asked, hub, tmp_path):
     env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout == "True True\n" and done.stderr == "", done.stderr
+
+
+def test_a_closed_repository_an_absent_hub_and_an_absent_package(asked, hub, tmp_path):
     hub.closed.add("Some/Target-GGUF")
     assert "closed to you" in (done := asked("run", "-hf", "Some/Target-GGUF", *CPU)).stderr and done.returncode == 1
     away = asked("run", "-hf", "Some/Target-GGUF", *CPU, HF_ENDPOINT="http://127.0.0.1:9")

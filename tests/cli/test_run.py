@@ -529,11 +529,11 @@ def test_both_names_of_the_program_are_one():
 WHILE_LOADING = {
     "weights are loaded": """if True:
         from pyggml_spec.models.weights import Weights
-        upload = Weights.upload
+        upload = Weights._upload
         def slow(self, *args, **kwargs):
             ctrl_c()
             return upload(self, *args, **kwargs)
-        Weights.upload = slow
+        Weights._upload = slow
     """,
     # Its bytes in the file were still held when they were given back: a BufferError in place of the interrupt.
     "a tensor is copied": """if True:

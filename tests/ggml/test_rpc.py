@@ -341,7 +341,7 @@ def test_a_worker_that_dies_while_weights_are_sent(monkeypatch):
     from pyggml_spec.models import weights
 
     with Worker() as worker:
-        upload, left = weights.Weights.upload, [2]
+        upload, left = weights.Weights._upload, [2]  # noqa: SLF001
 
         def slow(self, *args, **kwargs):
             left[0] -= 1
@@ -349,7 +349,7 @@ def test_a_worker_that_dies_while_weights_are_sent(monkeypatch):
                 worker.kill()
             return upload(self, *args, **kwargs)
 
-        monkeypatch.setattr(weights.Weights, "upload", slow)
+        monkeypatch.setattr(weights.Weights, "_upload", slow)
         with pytest.raises(DeviceError, match=r"is lost: "), ps.load(device=worker.device, **OPTIONS) as session:
             session.generate(PROMPT, 4)
 

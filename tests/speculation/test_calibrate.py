@@ -178,7 +178,7 @@ def test_costs_are_of_steps_with_context(pair, monkeypatch):
             assert step_cost(engine, StepPlan.of("", width)) > 0 and behind[0] >= len(START) + len(FILL)
 
 
-def test_caches_that_cannot_be_written(pair, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_no_error(pair, tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("PYSPEC_CACHE", str(blocked / "below"))
@@ -189,7 +189,10 @@ def test_caches_that_cannot_be_written(pair, tmp_path, monkeypatch):
         assert why_nothing_is_kept() == "" and (tmp_path / "a" / "b").is_dir()
         monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
         assert "b cannot keep what was measured (it cannot be written)" in why_nothing_is_kept()
-    # An empty file stayed behind, one more with every load.
+
+
+def test_a_full_disk_is_left_as_it_was(pair, tmp_path, monkeypatch):
+    """An empty file stayed behind, one more with every load."""
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
 
     def full(*args):
