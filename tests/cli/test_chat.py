@@ -162,7 +162,7 @@ def test_names_of_the_template_and_full_contexts(talker):
     assert done.returncode == 1 and done.stderr.count("ended by: context") == 2
 
 
-def test_system_prompts_templates_foreign_bytes_and_errors(talker, tmp_path):
+def test_system_prompts_templates_and_foreign_bytes(talker, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ messages | length }}{{ messages[0].content }}")
     done = pyspec("chat", *talker, "-n", 2, "-sys", "Be brief.", "--chat-template-file", tmp_path / "t.jinja",
                   stdin=b"he\n/system\n/system -\n/system Now\n")  # fmt: skip
@@ -174,6 +174,9 @@ def test_system_prompts_templates_foreign_bytes_and_errors(talker, tmp_path):
     )
     messages = json.loads((tmp_path / "talk.json").read_text("utf-8"))["messages"]
     assert done.returncode == 0 and [m["content"] for m in messages][:2] == ["\ufffd", "\ufffd" * 2]
+
+
+def test_errors_in_a_turn_are_one_sentence_and_the_next_turn_works(talker, tmp_path):
     lines = "x" * 600 + "\n/unknown\n/save\n/save " + str(tmp_path / "no" / "f") + f"\n/save {tmp_path}\n/save ~nosuch/x\n/save a\0b\nhe\n"
     done = pyspec("chat", *talker, "-n", 2, "-q", stdin=lines.encode())
     said = done.stderr.splitlines()
