@@ -6,7 +6,7 @@ queues upload, graph and read, ``wait`` waits for them.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -125,7 +125,8 @@ class StepIO:
             self._free()
 
 
-class StepTimes(NamedTuple):
+@dataclass(slots=True)
+class StepTimes:
     """Host microseconds of a step: ``compute`` is the launch, ``read`` includes waiting."""
 
     upload: int
