@@ -6,7 +6,7 @@ Source of the formulae: llama.cpp, src/models/exaone.cpp, exaone4.cpp, exaone-mo
 
 from ..decoder import Decoder, register
 from ..hparams import Hparams
-from ..layers import HEAD, Attention, GatedMLP, Layer
+from ..layers import HEAD, Attention, GatedMLP, Layer, post_normed
 from ..model import ATTENTION, EXPERT, FFN, SHARED
 from .deepseek import ffns, shared_moe
 
@@ -25,17 +25,8 @@ def exaone4(f: Hparams) -> Decoder:
     size, large = f.head_dim(), f.n_layer == LAYERS_32B
     window, sliding = f.window(4, full_last=True) if large else (0, (False,) * f.n_layer)
     rope = f.whole_heads(f.rope(size, windowed=large), size)
-    layers = [
-        Layer(
-            Attention(f.heads, f.kv_heads, size, rope if s or not large else None, factors=True, norm=HEAD, sliding=s),
-            GatedMLP(f.ff),
-            mixer_norm="",
-            ffn_norm="",
-            post_mixer="post_attention_norm",
-            post_ffn="post_ffw_norm",
-        )
-        for s in sliding
-    ]
+    mixers = [Attention(f.heads, f.kv_heads, size, rope if s or not large else None, factors=True, norm=HEAD, sliding=s) for s in sliding]
+    layers = [post_normed(mixer, GatedMLP(f.ff), before=False) for mixer in mixers]
     return Decoder(f, layers, window=window, biased=ATTENTION, unscaled=FFN)
 
 

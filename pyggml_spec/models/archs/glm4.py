@@ -5,7 +5,7 @@ Source of the formulae: llama.cpp, src/models/glm4.cpp, glm4-moe.cpp.
 
 from ..decoder import Decoder, register
 from ..hparams import Hparams
-from ..layers import HEAD, Attention, GatedMLP, Layer, MoE
+from ..layers import HEAD, Attention, GatedMLP, Layer, MoE, post_normed
 from ..model import ATTENTION, EXPERT, FFN, SHARED
 from ..moe import SIGMOID
 from .qwen35 import MTP_LAYERS
@@ -15,7 +15,7 @@ from .qwen35 import MTP_LAYERS
 def glm4(f: Hparams) -> Decoder:
     size = f.head_dim()
     attention = Attention(f.heads, f.kv_heads, size, f.rope(size, neox=f.has_sections(size)))
-    layer = Layer(attention, GatedMLP(f.ff, packed=True), post_mixer="post_attention_norm", post_ffn="post_ffw_norm")
+    layer = post_normed(attention, GatedMLP(f.ff, packed=True))
     return Decoder(f, [layer] * f.n_layer, biased=ATTENTION, unscaled=FFN)
 
 
@@ -35,11 +35,5 @@ def glm4moe(f: Hparams) -> Decoder:
     moe = MoE(experts, GatedMLP(n_shared, suffix="_shexp") if n_shared else None)
     dense = f.leading_dense(0)
     layers = [Layer(attention, GatedMLP(f.ff) if i < dense else moe, ffn_norm="post_attention_norm") for i in range(f.n_layer)]
-    return Decoder(
-        f,
-        layers,
-        biased=ATTENTION,
-        unscaled=(*FFN, *EXPERT, *SHARED),
-        mtp=Layer(attention, moe, ffn_norm="post_attention_norm"),
-        drafting_layers=MTP_LAYERS,
-    )
+    mtp = Layer(attention, moe, ffn_norm="post_attention_norm")
+    return Decoder(f, layers, biased=ATTENTION, unscaled=(*FFN, *EXPERT, *SHARED), mtp=mtp, drafting_layers=MTP_LAYERS)
