@@ -452,19 +452,11 @@ class Layer:
     def parts(self) -> tuple[Part, ...]:
         return (self.mixer,) if self.ffn is None else (self.mixer, self.ffn)
 
-    @staticmethod
-    def _source(f: Hparams, name: str) -> str | None:
-        """The name of a norm that a converter left without the suffix."""
-        return name if name in f.file.tensors else None
-
     @property
     def norms(self) -> list[str]:
         """Names of the layer's norms."""
-        return [
-            name
-            for name in (self.mixer_norm, "" if self.parallel or not self.ffn else self.ffn_norm, self.post_mixer, self.post_ffn)
-            if name
-        ]
+        names = (self.mixer_norm, "" if self.parallel or not self.ffn else self.ffn_norm, self.post_mixer, self.post_ffn)
+        return [name for name in names if name]
 
     @property
     def reads_extra(self) -> bool:
@@ -472,7 +464,9 @@ class Layer:
         return self.mixer.reads_extra
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
-        norms = [Spec(f"{prefix}{name}.weight", (f.n_embd,), VECTOR, self._source(f, f"{prefix}{name}")) for name in self.norms]
+        names, tensors = [f"{prefix}{name}" for name in self.norms], f.file.tensors
+        # some converters leave norms without the suffix
+        norms = [Spec(f"{name}.weight", (f.n_embd,), VECTOR, name if name in tensors else None) for name in names]
         return norms + [s for part in self.parts for s in part.tensors(f, prefix)]
 
     def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
