@@ -373,13 +373,8 @@ class Graph:
         ``tokens``: I32 or I64 [n] or [n, T], the target's token of each logit; None where they are the same.
         """
         rows = logits.ne[1]
-        fits = (
-            logits.type == F32
-            and logits.nb[0] == 4
-            and draws.type == I32
-            and draws.ne[0] == OPTIONS_PER_DRAW
-            and first + rows <= draws.ne[1]
-        )
+        fits = logits.type == F32 and logits.nb[0] == 4 and draws.type == I32 and draws.ne[0] == OPTIONS_PER_DRAW
+        fits = fits and first + rows <= draws.ne[1]
         fits = fits and (tokens is None or (tokens.type in (I32, I64) and tokens.ne[0] == logits.ne[0] and tokens.ne[1] in (1, rows)))
         require(fits and self.backend.device.kind == "cpu", "draw", logits=logits, draws=draws, first=first)
         own = lib.ggml_view_2d(self.ctx, draws, OPTIONS_PER_DRAW, rows, draws.nb[1], first * draws.nb[1])

@@ -67,6 +67,8 @@ WRONG = {
              lambda g, t: g.pick(t.f32(64, 4, 5), 0, 0)],
     "rows": [lambda g, t: g.rows(t.f32(64, 10), t.f32(5)), lambda g, t: g.rows(t.f32(64, 10), t.i32(5, 2)), lambda g, t: g.rows(t.f32(64, 10, 2), t.i32(5))],
     "concat": [lambda g, t: g.concat([t.f32(64, 5), t.f32(64, 4)]), lambda g, t: g.concat([t.f32(64, 5), t.f16(64, 5)])],
+    "swiglu_limited": [lambda g, t: g.swiglu_limited(t.f32(64, 5), t.f32(33, 5), 7.0)],
+    "draw": [lambda g, t: g.draw(t.f16(64, 5), t.i32(8, 5), 0), lambda g, t: g.draw(t.f32(64, 5), t.i32(8, 5), 1), lambda g, t: g.draw(t.f32(64, 5), t.i32(8, 5), 0, t.i32(63))],
     "stack": [lambda g, t: g.stack([t.f32(64, 5), t.f32(63, 5)]), lambda g, t: g.stack([t.f32(64, 5), t.f16(64, 5)])],
     "top_k": [lambda g, t: g.top_k(t.f32(64, 5), 65), lambda g, t: g.top_k(t.f32(64, 5), 0)],
     "argmax": [lambda g, t: g.argmax(t.f16(64, 5)), lambda g, t: g.argmax(t.f32(64, 5, 2))],
