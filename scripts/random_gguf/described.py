@@ -68,6 +68,7 @@ INDEXED = {
     "attention.q_lora_rank": 48, "attention.indexer.key_length": 64, "attention.indexer.head_count": 3, "attention.indexer.top_k": 32,
 }  # fmt: skip
 KEYS: dict[str, dict[str, Any]] = {  # that a description has defaults for, and that its files differ by
+    "afmoe": LEADING | {"rope.freq_base_swa": 2e4},
     "bailingmoe": {"expert_shared_count": 2, "expert_weights_norm": True, "expert_weights_scale": 0.7},
     "bailingmoe2": LEADING | {"expert_shared_count": 2, "expert_shared_feed_forward_length": 96},
     "cohere2": {"logit_scale": 0.3},
@@ -111,7 +112,7 @@ OPTIONAL = {  # tensors, of each layer i
     "glm4moe": ("blk.0.attn_q_norm.weight",),
     "nemotron_h_moe": ("blk.1.ffn_latent_down.weight",), "phi3": (PACKED, *FACTORS), "phimoe": FACTORS, "step35": (*GATED, "rope_freqs.weight"),
 }  # fmt: skip
-WINDOWED = ("cohere2", "exaone-moe", "gemma2", "gemma3", "olmo2")
+WINDOWED = ("afmoe", "cohere2", "exaone-moe", "gemma2", "gemma3", "olmo2")
 TIED = ("cohere2", "command-r", "gemma", "gemma2")  # llama.cpp reads no head of theirs
 HYBRID = ("granitehybrid", "kimi-linear", "lfm2", "lfm2moe")  # every third layer is recurrent
 UNGROUPED = ("dots1", "olmoe")  # as many KV heads as query heads
@@ -129,7 +130,7 @@ def own_keys(arch: str, s: Shape) -> dict[str, Any]:
         keys |= {"expert_count": s.n_expert, "expert_used_count": s.n_used}
     if arch in ("qwen3vl", "qwen3vlmoe"):
         keys["rope.dimension_sections"] = np.array([(s.head_size // 2 + 2 - i) // 3 for i in range(3)] + [0])
-    if arch == "qwen2vl":
+    if arch in ("hunyuan_vl", "qwen2vl"):
         keys["rope.dimension_sections"] = np.array([s.head_size // 8, s.head_size // 4, s.head_size // 8, 0])
     if arch in HYBRID:
         kv_heads = 1 if arch == "kimi-linear" else s.n_head_kv

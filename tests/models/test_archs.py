@@ -144,7 +144,7 @@ def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
     """Of every layer and of the last one's output, bit for bit, at a position that was decoded plainly."""
     path = TARGETS[arch](tmp_path / "t.gguf", Shape(**LEAN))
     # layer 0's input is not scaled yet in llama.cpp's graphs of these
-    layers = (1, 2, 3) if arch in ("gemma", "gemma2", "gemma3") else (0, 1, 2, 3)
+    layers = (1, 2, 3) if arch in ("afmoe", "gemma", "gemma2", "gemma3") else (0, 1, 2, 3)
     draft = write_dflash(tmp_path / "d.gguf", Shape(target_layers=layers))
     tokens = np.random.default_rng(6).integers(0, 256, 128).tolist()
     oracle = closing(LlamaDFlash(path, draft, layers, 319, n_ctx=256))

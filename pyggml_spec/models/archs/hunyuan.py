@@ -1,4 +1,4 @@
-"""hunyuan-dense: q and k are normalised after the rotation. hunyuan-moe: routed experts plus a shared one.
+"""hunyuan-dense, hunyuan_vl (text): q and k are normalised after the rotation. hunyuan-moe: routed experts plus a shared one.
 
 Source of the formulae: llama.cpp, src/models/hunyuan-vl.cpp, hunyuan-moe.cpp.
 """
@@ -13,9 +13,10 @@ from ..layers import HEAD, Attention, GatedMLP, Layer, MoE
 from ..model import ATTENTION, EXPERT, FFN, SHARED
 
 
-@register("hunyuan-dense")
+@register("hunyuan-dense", "hunyuan_vl")
 def hunyuan(f: Hparams) -> Decoder:
     size = f.head_dim()
+    f.has_sections(size)  # of a picture's axes: NEOX pairs over text, if the sections cover them
     rope, alpha = f.whole_heads(f.rope(size), size), f.number("rope.scaling.alpha", 0.0)
     if alpha:
         rope = replace(rope, base=float(np.float32(rope.base) * np.float32(alpha) ** np.float32(size / (size - 2))))
