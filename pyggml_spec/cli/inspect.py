@@ -4,7 +4,7 @@ from collections import Counter
 
 import click
 
-from ..tools.inspect import inspect_file
+from ..tools.inspect import compare_vocabularies, inspect_file
 from .help import PATH, Command, flag, option
 from .names import in_options
 from .tables import json_line
@@ -15,17 +15,21 @@ WIDEST = 60  # longer names shift their own line only
 
 @click.command("inspect", cls=Command)
 @click.argument("file", type=PATH)
+@option("--target", "How well FILE, a small model, knows the vocabulary of this target.", type=PATH)
 @option("--tensors/--no-tensors", "List the tensors.", default=True)
 @flag("--json as_json", "One JSON object.")
-def command(file: str, tensors: bool, as_json: bool):
+def command(file: str, target: str | None, tensors: bool, as_json: bool):
     """Shows a GGUF's metadata and tensors, and how pyspec uses it."""
     seen = inspect_file(file)
+    vocabulary = {} if target is None else {"vocabulary": compare_vocabularies(target, file)}
     if as_json:
-        click.echo(json_line(seen.as_dict()))
+        click.echo(json_line(seen.as_dict() | vocabulary))
         return
     parts = f"{size(seen.nbytes)}, {len(seen.tensors)} tensors, {seen.parameters / 1e6:.1f}M parameters"
     click.echo(f"{seen.path}: GGUF version {seen.version}, {parts}")
     click.echo(in_options(seen.verdict))
+    for said in vocabulary.values():
+        click.echo(f"as a drafter of {target}: {said}")
     for why, count in Counter(seen.unused.values()).items():
         click.echo(f"not used: {count} tensor{'s' * (count > 1)}, {why}")
     for pair in seen.drafters:

@@ -4,6 +4,8 @@ from functools import partial
 
 import numpy as np
 
+from ..drafters.model import is_whole_model
+from ..drafters.vocabulary import LEAST_COVERAGE, TOKENS, map_vocabulary
 from ..ggml.device import Device, build_notes
 from ..ggml.library import FITNESS, GGML_VERSION, lib
 from ..gguf_io import GGUFFile
@@ -24,6 +26,12 @@ def tokenizer(target: GGUFFile, draft: GGUFFile) -> Check:
     remedy = "convert the drafter again with this target's tokenizer, or use the target that it was made for"
     if "tokenizer.ggml.tokens" not in draft.metadata:
         return check(NOT_APPLICABLE, "the drafter has no vocabulary of its own and uses the target's")
+    if is_whole_model(draft):
+        if (found := map_vocabulary(target, draft)) is None:
+            return check(OK, f"the target's {len(target.metadata[TOKENS])} tokens are the drafter's")
+        misfit = found.coverage < LEAST_COVERAGE
+        remedy = "use a small model of the target's family: tokens that it lacks are not drafted"
+        return check(FAIL if misfit else WARN if found.lost else OK, f"another vocabulary: {found.description()}", remedy)
     if difference := first_difference(target, draft):
         return check(FAIL, difference, remedy)
     for key in ("tokenizer.ggml.merges", "tokenizer.ggml.token_type"):

@@ -187,9 +187,9 @@ def other_work(backends: Sequence[Backend]) -> list[Check]:
 def _costs(engine: ModelRunner, base: Measured) -> dict[int, float]:
     """Step costs by width; measured twice, taking the minimum, before speculation is called unprofitable."""
     widths = candidate_widths(engine.options.width)
-    costs = step_costs(engine, widths)
+    costs = step_costs(engine, (1, *widths))
     if max(base.expected(w) * costs[1] / costs[w] for w in costs if w > 1) <= 1:
-        again = step_costs(engine, widths)
+        again = step_costs(engine, (1, *widths))
         costs = {w: min(costs[w], again[w]) for w in costs}
     return costs
 

@@ -14,7 +14,13 @@ from ..models.base import KVLayer, KVShape, TargetInputs
 from ..models.decoder import ARCHITECTURES, Decoder
 from ..models.weights import Spec, Weights
 from .base import ContextInputs, Drafter, clamp_nan
+from .mtp import has_layer
 from .vocabulary import LEAST_COVERAGE, TOKENS, TokenTables, VocabularyMap, map_vocabulary
+
+
+def is_whole_model(file: GGUFFile) -> bool:
+    """Whether a drafter's file is a model of its own."""
+    return file.metadata.get("general.architecture") in ARCHITECTURES and not has_layer(file)
 
 
 class ModelDrafter(Drafter):

@@ -8,9 +8,10 @@ from pathlib import Path
 from ..drafters.dialects import method
 from ..drafters.mtp import has_layer, is_layer_alone
 from ..drafters.pairs import Published, published
+from ..drafters.vocabulary import TOKENS, map_vocabulary
 from ..errors import PyspecError
 from ..gguf_io import GGUFFile
-from ..gguf_io.reader import brief
+from ..gguf_io.reader import StringArray, brief
 from ..models.registry import CHAINS, DRAFTERS, TARGETS, open_drafter, open_target, unsupported
 
 
@@ -71,6 +72,19 @@ def inspect_file(path: str | Path) -> Inspection:
             unused=unused or {},
             drafters=published(file),
         )
+
+
+def compare_vocabularies(target: str | Path, draft: str | Path) -> str:
+    """How many of the target's tokens a small model can draft, in one phrase.
+
+    Raises:
+        GGUFError: a file cannot be read.
+    """
+    with GGUFFile(target) as theirs, GGUFFile(draft) as ours:
+        if any(not isinstance(file.metadata.get(TOKENS), StringArray) for file in (theirs, ours)):
+            return "one of the files has no token list"
+        found = map_vocabulary(theirs, ours)
+        return "it has all of its tokens, with the same ids" if found is None else found.description()
 
 
 def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:

@@ -1,9 +1,11 @@
 """A whole small model as drafter: its rows after every kind of step, other vocabularies, and what is refused."""
 
+import json
 from contextlib import closing
 
 import numpy as np
 import pytest
+from cli.process import pyspec
 from ggml.kernel_graphs import LEVELS
 from gguf_io.build import ARR, I32, STR, U32, Model
 from random_gguf.archs import WRITERS, write_gemma4, write_llama, write_qwen3
@@ -11,6 +13,8 @@ from random_gguf.model import Shape, write_qwen35
 from random_gguf.mtp import write_mtp_target
 
 import pyggml_spec as ps
+from pyggml_spec.doctor import FAIL, OK, WARN, examine
+from pyggml_spec.doctor.files import tokenizer
 from pyggml_spec.drafters.vocabulary import map_vocabulary
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.options import EngineOptions
@@ -211,3 +215,17 @@ def test_it_stands_beside_an_mtp_layer_and_ngrams(tmp_path):
             engine.choose(last)
             assert engine.fused_step(4, drafter=method).tokens.tolist() == found
         assert session.generate(PROMPT * 3, 40)[0] == session.generate(PROMPT * 3, 40, mode="plain")[0]
+
+
+def test_inspect_and_doctor_say_what_the_vocabularies_share(files, tmp_path):
+    lost = set(range(256, 300))
+    draft = other_vocabulary(files[1], tmp_path / "d.gguf", np.arange(320)[::-1], drop=lost)
+    words = "it has 86.2 % of the target's first 320 tokens; the most frequent ones that it lacks: '  ', '<filler_0>'"
+    done = pyspec("inspect", draft, "--target", files[0], "--no-tensors")
+    assert f"as a drafter of {files[0]}: {words}" in done.stdout.decode()
+    assert json.loads(pyspec("inspect", draft, "--target", files[0], "--json").stdout)["vocabulary"].startswith(words)
+    with GGUFFile(files[0]) as target, GGUFFile(draft) as other, GGUFFile(files[1]) as same:
+        check = tokenizer(target, other)
+        assert (check.verdict, tokenizer(target, same).verdict) == (WARN, OK) and words in check.found
+    report = examine(files[0], files[1], device="CPU", threads=1)
+    assert not [check for check in report.checks if check.verdict == FAIL]
