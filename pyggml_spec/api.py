@@ -43,7 +43,7 @@ from .speculation.ngram import NgramMethod
 from .speculation.plan import skip_drafter_rows
 from .speculation.policy import NEVER_PAYS, AcceptancePrior, SpeculationPolicy, StepPlan, chain_plans, worth_keeping
 from .speculation.synthetic import SyntheticAcceptance
-from .text.stream import BlockText, stop_texts
+from .text.stream import TextStream, stop_texts
 from .text.tokenizer import Tokenizer
 
 GREEDY = Sampling(temperature=0)
@@ -265,7 +265,7 @@ class Session:
         thread is refused until it has been read to its end, closed or dropped, or its thread has ended.
         """
         self._check_own()
-        ids, text = self.prompt_ids(prompt, special), BlockText(self.tokenizer.piece, stop_texts(stop))
+        ids, text = self.prompt_ids(prompt, special), TextStream(self.tokenizer.piece, stop_texts(stop))
         jump_forward, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self.engine.drafts else PLAIN)
         options = GenerationOptions(
             max_tokens,
@@ -567,7 +567,7 @@ class Session:
             depth = behind
         steps = whole(steps, "the number of steps", 1, 1 << 20)
         depth = whole(depth, "the number of tokens before them", 0, 1 << 30)
-        text, stats = BlockText(self.tokenizer.piece, ()), self.new_stats()
+        text, stats = TextStream(self.tokenizer.piece, ()), self.new_stats()
         with self._lock.held():
             return plain_cost(self.engine, steps, depth, lambda block: StepEvent(text.take(block), tuple(block), stats.snapshot(), ()))
 

@@ -107,7 +107,7 @@ class Chat:
         ids = self.template.encode(self.session.tokenizer, self.as_messages(turn), thinking=self.thinking, variables=self.variables)
         if not ids:
             raise TemplateError("the chat template makes no text of this conversation; use another one")
-        answer, stats = _response(self.session, self.template, ids), self.session.new_stats()
+        answer, stats = _Response(self.template.form, self.session.tokenizer, ids), self.session.new_stats()
         events = self.session.steps(
             ids, max_tokens, sampling=self.sampling, stop=CONTINUE_STOP if self.continues else (), append=True,
             interrupted=interrupted, prefill_progress=prefill_progress, stats=stats,
@@ -146,28 +146,21 @@ class Chat:
 
 
 class _Response:
-    """A response: the text to show, and the message for later turns."""
+    """A response: the text to show, and the message for later turns. Reasoning is shown before the content, and separate in the message."""
 
-    def __init__(self) -> None:
-        self.content = ""
-
-    def take(self, event: StepEvent) -> StepEvent:
-        self.content += event.text
-        return event
-
-    def message(self) -> dict[str, str]:
-        return {"role": "assistant", "content": self.content}
-
-
-class _ReasoningResponse(_Response):
-    """A response with reasoning between control tokens: shown before the content, separate in the message."""
-
-    def __init__(self, form: Format, tokenizer: Tokenizer, thinks: bool) -> None:
-        super().__init__()
-        self.reasoning, self._parser = "", Parser(form, inside="reasoning" if thinks else "")
-        self._stream = TextStream(tokenizer.piece_with(form.markers()))
+    def __init__(self, form: Format, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
+        """``ids``: the prompt."""
+        self.content = self.reasoning = ""
+        self._parser: Parser | None = None
+        if form.channels is not None or tokenizer.control_tokens().keys() & set(form.think):
+            thinks = form.opened(tokenizer.decode(ids[-TAIL:], special=True))
+            self._parser = Parser(form, inside="reasoning" if thinks else "")
+            self._stream = TextStream(tokenizer.piece_with(form.markers()))
 
     def take(self, event: StepEvent) -> StepEvent:
+        if self._parser is None:
+            self.content += event.text
+            return event
         last = not event.tokens and event.prompt_read is None
         pieces = self._parser.push(self._stream.finish() if last else self._stream.push(*event.tokens))
         shown = ""
@@ -178,15 +171,7 @@ class _ReasoningResponse(_Response):
         return replace(event, text=shown)
 
     def message(self) -> dict[str, str]:
-        return super().message() | ({"reasoning_content": self.reasoning} if self.reasoning else {})
-
-
-def _response(session: Session, template: ChatTemplate, ids: Sequence[int]) -> _Response:
-    form, tokenizer = template.form, session.tokenizer
-    control = tokenizer.control_tokens()
-    if form.channels is None and not control.keys() & set(form.think):
-        return _Response()
-    return _ReasoningResponse(form, tokenizer, form.opened(tokenizer.decode(ids[-TAIL:], special=True)))
+        return {"role": "assistant", "content": self.content} | ({"reasoning_content": self.reasoning} if self.reasoning else {})
 
 
 def chat_template(session: Session, source: str | None = None, otherwise: str = CONTINUE) -> tuple[ChatTemplate, str]:

@@ -29,7 +29,7 @@ from .ggml.device import release_threads
 from .ggml.library import versions
 from .sampling.sampler import Sampler, Sampling
 from .speculation.synthetic import SyntheticAcceptance
-from .text.stream import ANY_LINES, BlockText, LineLimits, stop_texts
+from .text.stream import ANY_LINES, LineLimits, TextStream, stop_texts
 from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Handle:
         self,
         server: "ConcurrentSession",
         sequence: SequenceState,
-        text: BlockText,
+        text: TextStream,
         sampler: Sampler | None,
         progress: bool = False,
         sink: Callable[[StepEvent | End], object] | None = None,
@@ -344,7 +344,7 @@ class ConcurrentSession:
         engine = self.engine.runner
         ids, stop = self._prompt_ids(prompt, special), stop_texts(stop)
         jump_forward, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self.engine.drafts else PLAIN)
-        text = BlockText(self._tokenizer.piece, stop, lines)
+        text = TextStream(self._tokenizer.piece, stop, lines)
         options = GenerationOptions(
             max_tokens,
             mode,

@@ -82,13 +82,14 @@ def command(target, draft, options, host, api_key, api_key_file, queue_requests,
 
     -c is the context of each slot. Sampling options are the defaults of requests.
     """
-    from ..server import start
+    from ..server import missing
 
-    if (why := start.missing()) is not None:
+    if (why := missing()) is not None:
         raise PyspecError(why)
     from ..api import load
     from ..sampling.recommended import recommended
     from ..sampling.sampler import Sampling
+    from ..server import start
     from ..server.access import Hosts, Keys
     from ..server.sampling import Limits
     from ..server.served import NAMED, ServeOptions
@@ -138,7 +139,7 @@ class _Encrypted(Exception):
 def _check(hosts: Sequence[str], port: int, certificate: str | None, key: str | None) -> None:
     """Refuses, before a model is loaded, addresses and certificates that the start would refuse. Pipes are left for the start, which could not
     read them again."""
-    from ..server.sockets import listen
+    from ..server.start import listen
 
     if key is not None and certificate is None:
         raise click.UsageError("--ssl-key-file is the key of a certificate; name that with --ssl-cert-file")

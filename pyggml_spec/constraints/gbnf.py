@@ -92,11 +92,16 @@ class _Open:
 def parse(text: str) -> dict[str, Part]:
     """The rules of a grammar by name; the last definition of a name counts, as in llama.cpp. Raises SamplingError: invalid grammar, with
     line, column and what is expected."""
-    if len(text) > MAX_TEXT:
-        raise SamplingError(f"the grammar has {len(text)} characters, but at most {MAX_TEXT} are allowed; make it smaller")
-    if not text.strip() or "\0" in text:
-        raise SamplingError("the grammar is empty" if not text.strip() else "the grammar holds a NUL character; remove it")
+    check_text(text, "grammar")
     return _Reader(text).rules()
+
+
+def check_text(text: str, what: str) -> None:
+    """Raises SamplingError: too long, empty, or with a NUL."""
+    if len(text) > MAX_TEXT:
+        raise SamplingError(f"the {what} has {len(text)} characters, but at most {MAX_TEXT} are allowed; make it smaller")
+    if not text.strip() or "\0" in text:
+        raise SamplingError(f"the {what} {'holds a NUL character; remove it' if text.strip() else 'is empty'}")
 
 
 class _Reader:
@@ -109,16 +114,17 @@ class _Reader:
         while self.at < len(self.text):
             name = self._take(_NAME, "the name of a rule")[0]
             self._skip(_SPACE)
-            if not self.text.startswith("::=", self.at):
+            if not self._took("::="):
                 self._fail("expecting ::= after the name of a rule")
-            self.at += 3
             self._skip(_SPACE_OR_LINE)
             rules[name] = self._alternatives()
             self._take(_LINE_END, "a new line, or one of the parts that a rule is made of")
             self._skip(_SPACE_OR_LINE)
         if "root" not in rules:
             raise SamplingError("the grammar is wrong: it has no rule named root, which is where it begins; add one")
-        self._check_references(rules)
+        for part in (part for rule in rules.values() for part in _parts(rule)):
+            if isinstance(part, Reference) and part.name not in rules:
+                self._fail(f"there is no rule named {part.name[:100]!r}", part.at)
         return _that_end(rules)
 
     def _alternatives(self) -> Part:
@@ -126,54 +132,46 @@ class _Reader:
         stack = [_Open(self.at)]
         while True:
             here, nested = stack[-1], len(stack) > 1
-            space = _SPACE_OR_LINE if nested else _SPACE
             c = self.text[self.at : self.at + 1]
-            if c == "|":
-                here.end_alternative()
-                self.at += 1
-                space = _SPACE_OR_LINE
+            if c == "(" and len(stack) > MAX_DEPTH:
+                self._fail(f"more than {MAX_DEPTH} parentheses are open, name parts of it as rules")
             elif c == "(":
-                if len(stack) > MAX_DEPTH:
-                    self._fail(f"more than {MAX_DEPTH} parentheses are open, name parts of it as rules")
                 stack.append(_Open(self.at))
                 self.at += 1
-                space = _SPACE_OR_LINE
-            elif c == ")" and nested:
-                here.end_alternative()
-                self.at += 1
-                stack.pop()
-                space = _SPACE_OR_LINE if len(stack) > 1 else _SPACE
-                stack[-1].items.append(_choice(here.done))
-                stack[-1].repeatable = True
             elif c and c in "*+?{":
-                self._repeat(here, space)
+                self._repeat(here, _SPACE_OR_LINE if nested else _SPACE)
             elif (items := self._item(c)) is not None:
                 here.items += items
                 here.repeatable = bool(items)
-            elif nested:
-                self.at = here.begins if not c else self.at
-                self._fail("this parenthesis is never closed, expecting ')'" if not c else "expecting ')' or a part of a rule")
+            elif nested and c not in ("|", ")"):
+                self._fail(
+                    "expecting ')' or a part of a rule" if c else "this parenthesis is never closed, expecting ')'",
+                    None if c else here.begins,
+                )
             else:
                 here.end_alternative()
-                return _choice(here.done)
-            self._skip(space)
+                if c != "|" and not nested:
+                    return _choice(here.done)
+                self.at += 1
+                if c == ")":
+                    stack.pop()
+                    stack[-1].items.append(_choice(here.done))
+                    stack[-1].repeatable = True
+            self._skip(_SPACE_OR_LINE if len(stack) > 1 or c == "|" else _SPACE)
 
     def _item(self, c: str) -> list[Part] | None:
         """The item that starts with ``c``; [] for an empty literal or class; None if no item starts so."""
         begins = self.at
-        if c == '"':
-            self.at += 1
+        if self._took('"'):
             literal: list[Part] = []
             while self._peek(begins, "literal") != '"':
                 code = self._character()
                 literal.append(Characters(((code, code),)))
             self.at += 1
             return [Sequence(tuple(literal))] if len(literal) > 1 else literal
-        if c == "[":
-            self.at += 1
+        if self._took("["):
             return self._class(begins)
-        if c == ".":
-            self.at += 1
+        if self._took("."):
             return [Characters(_complement([]))]
         if c and c in "<!":
             self.at += c == "!"
@@ -189,23 +187,20 @@ class _Reader:
         self.at += negated
         ranges: list[tuple[int, int]] = []
         while self._peek(begins, "class") != "]":
-            here, first = self.at, self._character()
-            last = first
-            if self.text.startswith("-", self.at) and not self.text.startswith("-]", self.at):
-                self.at += 1
+            here = self.at
+            first = last = self._character()
+            if not self.text.startswith("-]", self.at) and self._took("-"):
                 self._peek(begins, "class")
                 last = self._character()
             if last < first:
-                self.at = here
-                self._fail("this range of characters runs backwards, swap its ends")
+                self._fail("this range of characters runs backwards, swap its ends", here)
             ranges.append((first, last))
         self.at += 1
         if not ranges:
             return []  # as in llama.cpp, an empty class is empty text
         kept = _complement(_complement(ranges)) if not negated else _complement(ranges)
         if not kept:
-            self.at = begins
-            self._fail("no character is in this class")
+            self._fail("no character is in this class", begins)
         return [Characters(kept)]
 
     def _repeat(self, here: _Open, space: re.Pattern) -> None:
@@ -224,25 +219,21 @@ class _Reader:
         least = self._count()
         most: int | None = least
         self._skip(space)
-        if self.text.startswith(",", self.at):
-            self.at += 1
+        if self._took(","):
             self._skip(space)
             most = self._count() if _NUMBER.match(self.text, self.at) else None
             self._skip(space)
-        if not self.text.startswith("}", self.at):
+        if not self._took("}"):
             self._fail("expecting '}' after the number of repetitions")
-        self.at += 1
         if most is not None and most < least:
-            self.at = begins
-            self._fail(f"repeat counts {{{least},{most}}}, and the second number is smaller, swap them")
+            self._fail(f"repeat counts {{{least},{most}}}, and the second number is smaller, swap them", begins)
         return least, most
 
     def _count(self) -> int:
         begins = self.at
         digits = self._take(_NUMBER, "a number of repetitions")[0].lstrip("0")
         if len(digits) > 9 or int(digits or "0") > MAX_REPEATS:
-            self.at = begins
-            self._fail(f"more than {MAX_REPEATS} repetitions, use * or +")
+            self._fail(f"more than {MAX_REPEATS} repetitions, use * or +", begins)
         return int(digits or "0")
 
     def _character(self) -> int:
@@ -265,18 +256,14 @@ class _Reader:
         self.at += 1
         return ord(_ESCAPES[kind])
 
-    def _check_references(self, rules: dict[str, Part]) -> None:
-        todo = list(rules.values())
-        while todo:
-            part = todo.pop()
-            if isinstance(part, Reference) and part.name not in rules:
-                self.at = part.at
-                self._fail(f"there is no rule named {part.name[:100]!r}")
-            todo += children(part)
+    def _took(self, sign: str) -> bool:
+        """Whether ``sign`` is next; it is passed."""
+        found = self.text.startswith(sign, self.at)
+        self.at += len(sign) * found
+        return found
 
     def _skip(self, pattern: re.Pattern) -> None:
-        match = pattern.match(self.text, self.at)
-        self.at = match.end() if match else self.at
+        self._take(pattern, "")
 
     def _take(self, pattern: re.Pattern, what: str) -> re.Match:
         match = pattern.match(self.text, self.at)
@@ -287,36 +274,28 @@ class _Reader:
 
     def _peek(self, begins: int, what: str) -> str:
         if self.at >= len(self.text):
-            self.at = begins
-            self._fail(f"unexpected end of input, this {what} is never closed")
+            self._fail(f"unexpected end of input, this {what} is never closed", begins)
         return self.text[self.at]
 
-    def _fail(self, what: str) -> NoReturn:
-        before = self.text[: self.at]
-        line, column = before.count("\n") + 1, self.at - (before.rfind("\n") + 1) + 1
-        found = self.text[self.at : self.at + 20]
-        shown = f"at {found!r}" if found else "at its end"
-        raise SamplingError(
-            f"the grammar is wrong in line {line}, column {column}, {shown}: {what}; see llama.cpp's grammars/README.md for the notation"
-        )
+    def _fail(self, what: str, at: int | None = None) -> NoReturn:
+        at = self.at if at is None else at
+        line, column = self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at)
+        found = self.text[at : at + 20]
+        where = f"in line {line}, column {column}, {f'at {found!r}' if found else 'at its end'}"
+        raise SamplingError(f"the grammar is wrong {where}: {what}; see llama.cpp's grammars/README.md for the notation")
 
 
 def _that_end(rules: dict[str, Part]) -> dict[str, Part]:
     """The rules without unproductive alternatives; the language is the same. Raises SamplingError: the start rule is unproductive."""
     needs: dict[str | int, tuple[int, tuple[str | int, ...]]] = {name: (1, (id(part),)) for name, part in rules.items()}
     for part in (part for rule in rules.values() for part in _parts(rule)):
-        if not isinstance(part, (Characters, Token)):
-            inside: tuple[str | int, ...] = (part.name,) if isinstance(part, Reference) else tuple(map(id, children(part)))
-            optional = isinstance(part, Repeat) and part.least == 0
-            needs[id(part)] = 0 if optional else 1 if isinstance(part, Choice) else len(inside), inside
-        else:
-            needs[id(part)] = 0, ()
+        inside: tuple[str | int, ...] = (part.name,) if isinstance(part, Reference) else tuple(map(id, children(part)))
+        optional = isinstance(part, Repeat) and part.least == 0
+        needs[id(part)] = 0 if optional else 1 if isinstance(part, Choice) else len(inside), inside
     ends = productive(needs)
     if "root" not in ends:
-        raise SamplingError(
-            'the grammar derives no finite text: rule root recurses without end, like root ::= "a" root; give one of its rules an '
-            "alternative that does not refer to itself"
-        )
+        why = 'rule root recurses without end, like root ::= "a" root; give one of its rules an alternative that does not refer to itself'
+        raise SamplingError(f"the grammar derives no finite text: {why}")
     return {name: _pruned(rule, ends) for name, rule in rules.items() if name in ends} if len(ends) < len(needs) else rules
 
 
@@ -365,18 +344,12 @@ def lark(rules: dict[str, Part], token_id: Callable[[str], int | None]) -> str:
     """The same language in llguidance's notation.
 
     A grammar without recursion becomes one regular expression. Otherwise terminals are single characters, and right recursion becomes a
-    repetition, because llguidance keeps one item per level of recursion.
-
-    Raises:
-        SamplingError: a token that is not in the vocabulary.
+    repetition, because llguidance keeps one item per level of recursion. Raises SamplingError: a token that is not in the vocabulary.
     """
-    order = _order(rules)
-    letter = "R" if order is not None and _expanded(rules, order) <= MOST_EXPANDED else "r"  # upper case: part of a terminal
+    letter = "R" if _expanded(rules) <= MOST_EXPANDED else "r"  # upper case: part of a terminal
     if letter == "r" and (times := _most_counted(rules)) > MOST_COUNTED:
-        raise SamplingError(
-            f"the grammar is refused: nested repetitions multiply to {times}, but at most {MOST_COUNTED} are possible "
-            "in a recursive grammar; use * or +"
-        )
+        most = f"at most {MOST_COUNTED} are possible in a recursive grammar"
+        raise SamplingError(f"the grammar is refused: nested repetitions multiply to {times}, but {most}; use * or +")
     writer = _Writer(letter, {name: f"{letter}{i}" for i, name in enumerate(rules)}, token_id)
     for name, part in rules.items():
         writer.add(writer.names[name], part if letter == "R" else _looped(name, part))
@@ -393,7 +366,7 @@ class _Writer:
         self._count = 0
 
     def add(self, name: str, part: Part) -> None:
-        self.lines.append(f"{name}: {self._text(part)}")
+        self._apart.append((name, part))
         while self._apart:
             name, part = self._apart.pop()
             self.lines.append(f"{name}: {self._text(part)}")
@@ -405,11 +378,14 @@ class _Writer:
             item, depth = todo.pop()
             if isinstance(item, str):
                 out.append(item)
-            elif isinstance(item, (Sequence, Choice, Repeat)):
-                inner = self._inner(item) if depth < MOST_NESTED else [self._set_apart(item)]
-                todo += [(piece, depth + 1) for piece in reversed(inner)]
-            else:
+            elif not isinstance(item, (Sequence, Choice, Repeat)):
                 out.append(self._leaf(item))
+            elif depth < MOST_NESTED:
+                todo += [(piece, depth + 1) for piece in reversed(self._inner(item))]
+            else:
+                self._count += 1
+                out.append(f"{self.letter}{'x' if self.letter == 'r' else 'X'}{self._count}")
+                self._apart.append((out[-1], item))
         return "".join(out)
 
     def _inner(self, item: Sequence | Choice | Repeat) -> list[Part | str]:
@@ -423,12 +399,6 @@ class _Writer:
             inner += [between, part]
         return ["(", *inner[1:], ")"] if inner else ['""']
 
-    def _set_apart(self, item: Part) -> str:
-        self._count += 1
-        name = f"{self.letter}x{self._count}" if self.letter == "r" else f"RX{self._count}"
-        self._apart.append((name, item))
-        return name
-
     def _leaf(self, item: Characters | Token | Reference) -> str:
         if isinstance(item, Reference):
             return self.names[item.name]
@@ -441,24 +411,22 @@ class _Writer:
         return f"<[^{number}]>" if item.negated else f"<[{number}]>"
 
 
-def _order(rules: dict[str, Part]) -> list[str] | None:
-    """The rules ``root`` needs in topological order; None if there is recursion or a token."""
-    finished: dict[str, bool] = {}  # False while in progress
-    order, todo = [], [("root", False)]
+def _expanded(rules: dict[str, Part]) -> int:
+    """Nodes of ``root`` with its references inlined; more than MOST_EXPANDED also where there is recursion or a token."""
+    sizes: dict[str, int] = {}  # 0 while in progress
+    todo = [("root", False)]
     while todo:
         name, left = todo.pop()
+        parts = list(_parts(rules[name])) if left or name not in sizes else []
         if left:
-            finished[name] = True
-            order.append(name)
-        elif name not in finished:
-            finished[name] = False
+            sizes[name] = min(MOST_EXPANDED + 1, sum(sizes[part.name] if isinstance(part, Reference) else 1 for part in parts))
+        elif name not in sizes:
+            sizes[name] = 0
             todo.append((name, True))
-            for part in _parts(rules[name]):
-                if isinstance(part, Token) or (isinstance(part, Reference) and not finished.get(part.name, True)):
-                    return None
-                if isinstance(part, Reference):
-                    todo.append((part.name, False))
-    return order
+            if any(isinstance(part, Token) or (isinstance(part, Reference) and sizes.get(part.name) == 0) for part in parts):
+                return MOST_EXPANDED + 1
+            todo += [(part.name, False) for part in parts if isinstance(part, Reference)]
+    return sizes["root"]
 
 
 def _parts(part: Part) -> Iterator[Part]:
@@ -470,33 +438,20 @@ def _parts(part: Part) -> Iterator[Part]:
         todo += children(part)
 
 
-def _expanded(rules: dict[str, Part], order: list[str]) -> int:
-    sizes: dict[str, int] = {}
-    for name in order:
-        sizes[name] = min(MOST_EXPANDED + 1, sum(sizes[part.name] if isinstance(part, Reference) else 1 for part in _parts(rules[name])))
-    return sizes["root"]
-
-
 def _most_counted(rules: dict[str, Part]) -> int:
-    """The largest product of nested repetition counts, across references."""
+    """The largest product of nested repetition counts, across three levels of references."""
     counts = dict.fromkeys(rules, 1)
-    for _ in range(3):  # each round follows one more level of references
-        for name, part in rules.items():
-            counts[name] = max(counts[name], _counted(part, counts))
+    for name, rule in [*rules.items()] * 3:
+        todo = [(rule, 1)]
+        while todo:
+            part, times = todo.pop()
+            if isinstance(part, Repeat):
+                times *= max(1, part.least, part.most or 0)
+            elif isinstance(part, Reference) and times > 1:
+                times *= counts[part.name]
+            counts[name] = max(counts[name], min(times, 1 << 40))
+            todo += [(inner, times) for inner in children(part)]
     return max(counts.values())
-
-
-def _counted(part: Part, counts: dict[str, int]) -> int:
-    most, todo = 1, [(part, 1)]
-    while todo:
-        part, times = todo.pop()
-        if isinstance(part, Repeat):
-            times *= max(1, part.least, part.most or 0)
-        elif isinstance(part, Reference) and times > 1:
-            times *= counts[part.name]
-        most = max(most, min(times, 1 << 40))
-        todo += [(inner, times) for inner in children(part)]
-    return most
 
 
 def _looped(name: str, part: Part) -> Part:

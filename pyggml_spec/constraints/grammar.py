@@ -4,26 +4,31 @@ Every kind is translated to an llguidance grammar; a matcher returns the mask of
 Masks slower than SLOW_S are computed by a worker thread; meanwhile the scheduler skips the sequence (``late``).
 """
 
+import os
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from functools import cache, cached_property
+from queue import SimpleQueue
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
+from ..cancel import Work
 from ..errors import ConstraintError, EngineError, SamplingError
 from ..large_stack import on_large_stack
 from ..text.tokenizer import Tokenizer
 from . import gbnf, json_schema, lark_rules
-from .mask_thread import MaskJob, consume
+from .productive import TokenTable
 
 T = TypeVar("T")
+THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))  # for slow masks; leaves cores to the steps
 KINDS = {"grammar": "grammar", "json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
-MAX_TEXT = 1 << 17  # characters of a regular expression or Lark grammar
 STACK = 256 << 20  # bytes of stack; 20,000 chained rules take 100 MiB to compile
 KEPT = 64  # compiled grammars per vocabulary
 MASKS = 8192  # per compiled grammar; the lexer keeps 1.5 kB per state
@@ -62,6 +67,17 @@ class _Compiled:
     masks: int = 0
 
 
+class Columns:
+    """A vocabulary's tokens sorted by length, longest first, as byte columns. ``counts``: how many are longer than k bytes."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        lengths = np.fromiter(map(len, pieces), np.int32, len(pieces))
+        self.order = np.argsort(-lengths, kind="stable").astype(np.int32)
+        self.at = (np.cumsum(lengths) - lengths)[self.order]
+        self.flat = np.frombuffer(b"".join(pieces), np.uint8)
+        self.counts = [int(np.searchsorted(-lengths[self.order], -k)) for k in range(int(lengths.max(initial=0)))]
+
+
 class Vocabulary:
     """A tokenizer's vocabulary for llguidance, and a cache of compiled grammars. One per tokenizer, see ``of``.
     Construction takes seconds for 250,000 tokens; compiling a grammar takes milliseconds."""
@@ -79,12 +95,17 @@ class Vocabulary:
             raise SamplingError(f"{tokenizer.path.name} has no end token, which every grammar ends with")
         # jump-forward uses the tokenizer's own tokens, if encoding is byte-exact (some tokenizers insert a space)
         self.canonical = b"".join(pieces[i] for i in tokenizer.encode(_PROBE, bos=False)) == _PROBE
-        special = sorted({*self.ends, *tokenizer.control_tokens().values()})
-        self._special = frozenset(special)
-        self._ll = LLTokenizer(TokenizerWrapper(_Tokens(pieces, self.ends[0], special, self)), eos_token=self.ends)
+        self.special = frozenset({*self.ends, *tokenizer.control_tokens().values()})
+        this = weakref.ref(self)  # llguidance keeps the table
+
+        def encode(text: bytes | str) -> list[int]:
+            return vocabulary.encode(text) if (vocabulary := this()) is not None else []
+
+        table = TokenTable(pieces, self.ends[0], sorted(self.special), encode)
+        self._ll = LLTokenizer(TokenizerWrapper(table), eos_token=self.ends)
         self.compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()
         self._compiling = threading.Lock()
-        self._any: LLMatcher | None = None
+        self.lazy: OrderedDict[tuple, Any] = OrderedDict()  # what lazy constraints have in common
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
@@ -122,11 +143,14 @@ class Vocabulary:
         self._raise()  # re-raised in the calling thread
         return matcher, slow
 
+    @cached_property
+    def columns(self) -> Columns:
+        return Columns(self.pieces)
+
+    @cached_property
     def permissive_matcher(self) -> LLMatcher:
-        """A matcher that accepts any token, needed as a second one by ``consume``."""
-        if self._any is None:
-            self._any = LLMatcher(self._ll, "start: /(?s:.*)/\n", log_level=0)
-        return self._any.deep_copy()
+        """A matcher that accepts any token, needed as a second one by ``consume``; to be copied."""
+        return LLMatcher(self._ll, "start: /(?s:.*)/\n", log_level=0)
 
     def count_mask(self, kind: str, text: str) -> None:
         """Counts a mask; after MASKS of them the next request compiles the grammar again, which frees the lexer's states."""
@@ -145,11 +169,9 @@ class Vocabulary:
         if kind == "grammar":  # as in llama.cpp, every tokenisation of the text is allowed
             return free + gbnf.lark(gbnf.parse(text), self._token_id)
         if kind == "json_schema":
-            return json_schema.grammar(text) if not free else f"{free}start: %json {json_schema.checked(text)}\n"
-        if len(text) > MAX_TEXT:
-            raise SamplingError(f"the {KINDS[kind]} has {len(text)} characters, but at most {MAX_TEXT} are allowed; make it smaller")
-        if not text.strip() or "\0" in text:
-            raise SamplingError(f"the {KINDS[kind]} {'holds a NUL character; remove it' if text.strip() else 'is empty'}")
+            schema = json_schema.checked(text)
+            return f"{free}start: %json {schema}\n" if free else LLMatcher.grammar_from_json_schema(schema)
+        gbnf.check_text(text, KINDS[kind])
         if kind == "regex":
             return f"{free}start: /{regex_to_lark(text, use_ascii='d')}/\n"
         json_schema.check_embedded(text)
@@ -159,10 +181,6 @@ class Vocabulary:
     def tokens_of(self, text: bytes) -> list[int]:
         """Tokens with these bytes; no control tokens."""
         return list(self._ll.tokenize_bytes(text))
-
-    def is_special(self, token: int) -> bool:
-        """Whether ``token`` is an end or control token, which matches no text."""
-        return token in self._special
 
     def _token_id(self, text: str) -> int | None:
         ids = self._encoded(text, special=True)
@@ -227,18 +245,13 @@ class Mask:
 
 
 class Grammar(Mask):
-    """State of one generation in a constraint.
-
-    Attributes:
-        ended: an end token was accepted.
-        slow: masks are computed by a worker thread.
-    """
+    """State of one generation in a constraint. ``ended``: an end token was accepted; ``slow``: masks are computed by a worker thread."""
 
     def __init__(self, kind: str, text: str, tokenizer: Tokenizer) -> None:
         """``kind``: one of KINDS. Raises SamplingError: the text is invalid; with position."""
         self.kind, self._text, self._vocabulary = kind, text, Vocabulary.of(tokenizer)
         self._matcher, self.slow = self._vocabulary.compile(kind, text)
-        self._job: MaskJob | None = None
+        self._job: Work | None = None
         self._bits: np.ndarray | None = None  # mask of the next token, if computed
         self.ended = False
 
@@ -259,17 +272,16 @@ class Grammar(Mask):
     @property
     def pending(self) -> bool:
         """Whether the mask is being computed by a thread."""
-        return self._job is not None and not self._job.done
+        return self._job is not None and not self._job.done()
 
     def late(self, patience: float = 0.0) -> bool:
         """Whether the mask is not ready after ``patience`` seconds. Raises ConstraintError: it takes longer than DEADLINE_S."""
-        if self._job is None or self._job.wait(patience):
+        if (job := self._job) is None or wait([job], patience).done:
             return False
-        if self._job.running_s > DEADLINE_S:
+        if job.began and time.monotonic() - job.began > DEADLINE_S:
             self._vocabulary.forget(self.kind, self._text)
-            raise ConstraintError(
-                f"the {KINDS[self.kind]} cannot continue: the mask of the next token took more than {DEADLINE_S:g} s, most likely because {_AMBIGUOUS}"
-            )
+            why = f"the mask of the next token took more than {DEADLINE_S:g} s, most likely because {_AMBIGUOUS}"
+            raise ConstraintError(f"the {KINDS[self.kind]} cannot continue: {why}")
         return True
 
     def fits(self, tokens: Sequence[int]) -> int:
@@ -319,9 +331,8 @@ class Grammar(Mask):
         for end in self._vocabulary.ends:
             bits[end >> 3] = bits[end >> 3] & (255 ^ 1 << (end & 7)) | whole << (end & 7)
         if not bits.any():
-            raise ConstraintError(
-                f"the {KINDS[self.kind]} cannot continue: no token is allowed, and the text cannot end here; allow one of the two"
-            )
+            why = "no token is allowed, and the text cannot end here; allow one of the two"
+            raise ConstraintError(f"the {KINDS[self.kind]} cannot continue: {why}")
         return bits
 
     def _walk(self, follow: Callable[[np.ndarray], int | None], most: int | None = None) -> tuple[list[int], list[np.ndarray]]:
@@ -374,20 +385,20 @@ class Grammar(Mask):
 
         def work() -> None:
             for token in tokens:
-                self._checked(consume(self._matcher, token, self._vocabulary.permissive_matcher()))
+                self._checked(_consume(self._matcher, token, self._vocabulary.permissive_matcher.deep_copy()))
             self._bits = self.compute_bits()
 
-        self._job = MaskJob(work)
+        self._job = _submitted(Work(work))
 
     def _synchronize(self) -> None:
         """Waits for the worker thread."""
-        if self._job is None:
+        if (job := self._job) is None:
             return
         try:
-            self._job.finish()
+            job.result()
         finally:
-            if self._job.done:  # not done after an interrupt: the matcher still belongs to the thread
-                self.slow, self._job = self._job.seconds > QUICK_S, None
+            if job.done():  # not done after an interrupt: the matcher still belongs to the thread
+                self.slow, self._job = job.seconds > QUICK_S, None
 
     def _checked(self, result: T) -> T:
         try:
@@ -418,19 +429,6 @@ def first_set(bits: np.ndarray, most: int = 64) -> list[int]:
     return [8 * int(byte) + bit for byte in filled for bit in range(8) if bits[byte] >> bit & 1]
 
 
-class _Tokens:
-    """A vocabulary as llguidance needs it; the reference back is weak, because llguidance keeps this object."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: list[bytes], end: int, special: list[int], vocabulary: Vocabulary) -> None:
-        self.tokens, self.eos_token_id, self.special_token_ids, self._vocabulary = tokens, end, special, weakref.ref(vocabulary)
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        vocabulary = self._vocabulary()
-        return vocabulary.encode(text) if vocabulary is not None else []
-
-
 def _reason(message: str) -> str:
     """llguidance's message as part of one sentence."""
     for known, words in _CLEARER.items():
@@ -438,3 +436,40 @@ def _reason(message: str) -> str:
             return words
     lines = [line.strip() for line in message.split("<state>", maxsplit=1)[0].splitlines()]
     return " ".join(line for line in lines if line)[:400].removeprefix("parser error: ").rstrip(".")
+
+
+# -- threads for slow masks, so that the step loop never waits for one
+
+
+def _submitted(work: Work) -> Work:
+    """Gives ``work`` to a thread."""
+    _queue().put(work)
+    return work
+
+
+def _consume(matcher: LLMatcher, token: int, other: LLMatcher) -> bool:
+    """``matcher.consume_token(token)`` without the GIL, which llguidance releases for two matchers but not for one."""
+    return bool(_executor().consume_token_par([(matcher, token), (other, token)])[0])
+
+
+@cache
+def _executor() -> LLExecutor:
+    return LLExecutor(THREADS)
+
+
+@cache
+def _queue() -> "SimpleQueue[Work]":
+    works: SimpleQueue[Work] = SimpleQueue()
+
+    def work_off() -> None:
+        while True:
+            works.get().run()
+
+    for _ in range(THREADS):
+        threading.Thread(target=work_off, name="pyggml_spec masks", daemon=True).start()
+    return works
+
+
+for made in (_queue, _executor):
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=made.cache_clear)  # a forked child has no threads

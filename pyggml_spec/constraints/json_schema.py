@@ -1,24 +1,33 @@
-"""JSON schemas: keywords that cannot be guaranteed are refused by name, because llguidance ignores unknown ones."""
+"""JSON schemas: keywords that cannot be guaranteed are refused by name, because llguidance ignores unknown ones; parts that no finite document matches
+are removed.
+
+llguidance detects most contradictions. It misses infinite recursion by ``$ref``, and pattern keys of which only named ones remain.
+"""
 
 import json
 import math
+import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NoReturn
 
+import numpy as np
 from llguidance import LLMatcher
 
 from ..errors import SamplingError
-from .closed_objects import resolve
-from .json_productive import dead_end, without_dead_ends
+from ..text.values import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMA_ONES, Path, pointer, resolve, subschemas, with_subschemas
+from .closed_objects import as_list
+from .productive import byte_matcher, productive
 
 MAX_TEXT = 1 << 17  # characters
 MOST_PATTERNS = 100  # 300 take five seconds
 MOST_MULTIPLE = 1000  # multiples of n need n states; 10,000 take a second
-_ONE = ("items", "additionalItems", "additionalProperties")  # keywords whose value is a schema
-_LIST = ("prefixItems", "anyOf", "oneOf", "allOf")
-_MAP = ("properties", "patternProperties", "$defs", "definitions")
+TRIES, MOST_BYTES = 16, 300  # random documents per schema, bytes of each
+Part = tuple[Path, str]  # a schema, or one of the requirements of it
+ROOT: Path = ()
+# names against patterns; schemas compiled alone. Beyond that a part counts as productive
+MOST_MATCHED, MOST_TRIED = 2000, 64
 _VALUES = ("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _OTHER = (
     "type", "$ref", "required", "minItems", "maxItems",
@@ -27,7 +36,7 @@ _OTHER = (
 _ANNOTATIONS = (
     "$schema", "$id", "id", "$anchor", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
 )  # fmt: skip
-KEYWORDS = {*_ONE, *_LIST, *_MAP, *_VALUES, *_OTHER, *_ANNOTATIONS}
+KEYWORDS = {*SCHEMA_ONES, *SCHEMA_LISTS, *SCHEMA_MAPS, *_VALUES, *_OTHER, *_ANNOTATIONS}
 _DATE = (
     r"(?:(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|"
     r"(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))|"
@@ -47,14 +56,9 @@ _OPTIONS = {"whitespace_pattern": _WHITESPACE, "lenient": False, "coerce_one_of"
 _EMBEDDED = re.compile(r"%json\s*(?=[{\[\"]|true|false)")
 
 
-def grammar(text: str) -> str:
-    """llguidance's grammar of the documents that a JSON schema allows. Raises SamplingError: invalid JSON, or a keyword, format or value
-    that cannot be guaranteed; with its place."""
-    return LLMatcher.grammar_from_json_schema(checked(text))
-
-
 def checked(text: str) -> str:
-    """The schema for llguidance, with whitespace options. Raises as ``grammar``."""
+    """The schema for llguidance, with whitespace options. Raises SamplingError: invalid JSON, or a keyword, format or value that cannot be
+    guaranteed; with its place."""
     if len(text) > MAX_TEXT:
         raise SamplingError(f"the JSON schema has {len(text)} characters, but at most {MAX_TEXT} are allowed; make it smaller")
     try:
@@ -64,18 +68,15 @@ def checked(text: str) -> str:
     _check(schema)
     try:
         if (kept := without_dead_ends(schema)) is False and schema is not False:
-            raise SamplingError(
-                "the JSON schema has no finite document: each contains another one by $ref; make one of them optional, or give it an "
-                "alternative in anyOf"
-            )
+            what = "make one of them optional, or give it an alternative in anyOf"
+            raise SamplingError(f"the JSON schema has no finite document: each contains another one by $ref; {what}")
         schema = kept
         if isinstance(schema, bool):
             schema = {} if schema else {"anyOf": [False]}
         made = json.dumps({**schema, "x-guidance": _OPTIONS})
         if begun := dead_end(made):
-            raise SamplingError(
-                f"the JSON schema has a dead end after {begun[:60]!r}; put properties and patternProperties that belong together into one object"
-            )
+            what = "put properties and patternProperties that belong together into one object"
+            raise SamplingError(f"the JSON schema has a dead end after {begun[:60]!r}; {what}")
         return made
     except RecursionError:
         raise SamplingError("the JSON schema is nested too deeply; give its parts names under $defs") from None
@@ -91,10 +92,8 @@ def check_embedded(lark: str) -> None:
         before = json.dumps(schema)
         _check(schema)
         if json.dumps(without_dead_ends(schema)) != before:
-            raise SamplingError(
-                "a JSON schema in the Lark grammar has $schema, deprecated, uniqueItems, a format of times or names, or a part that no document matches; leave that "
-                "out there"
-            )
+            what = "$schema, deprecated, uniqueItems, a format of times or names, or a part that no document matches"
+            raise SamplingError(f"a JSON schema in the Lark grammar has {what}; leave that out there")
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -105,46 +104,34 @@ def _check(schema: Any) -> None:
     """Refuses what cannot be guaranteed; removes annotations that llguidance does not know."""
     if not isinstance(schema, (dict, bool)):
         raise SamplingError(f'the JSON schema is {json.dumps(schema)[:60]}, but it has to be an object like {{"type": "object"}}')
-    known: dict[int, str] = {}  # subschemas and their places
+    known: set[int] = set()  # subschemas
     references: list[tuple[str, str]] = []
     anchors: set[str] = set()
     multiples: list[Any] = []
-    todo: list[tuple[Any, str]] = [(schema, "#")]
-    while todo:
-        node, at = todo.pop()
-        known[id(node)] = at
+    for path, node in _schemas(schema):
+        at = "/".join(("#", *path))
+        known.add(id(node))
         if isinstance(node, bool):
             continue
         if not isinstance(node, dict):
             _refuse(at, f"is {json.dumps(node)[:60]}, which is no schema")
-        inside = list(_inside(node, at))
+        for key, value in node.items():
+            if key in SCHEMA_LISTS and not isinstance(value, list):
+                _refuse(at, f"has a {key} that is no list of schemas")
+            if key in SCHEMA_MAPS and not isinstance(value, dict):
+                _refuse(at, f"has {key} that are no object")
         multiples.append(node.get("multipleOf", 1))
         _check_keywords(node, at)
         if isinstance(node.get("$ref"), str):
             references.append((node["$ref"], at))
         if isinstance(node.get("$anchor"), str):
             anchors.add("#" + node["$anchor"])
-        todo += inside
     _check_multiples(multiples)
     for reference, at in references:
         if not reference.startswith("#"):
             _refuse(at, f"refers to {reference[:100]!r}; only references into the schema itself (#/...) are followed")
         if reference not in anchors and id(resolve(schema, reference)) not in known:
             _refuse(at, f"refers to {reference[:100]!r}, where there is no schema")
-
-
-def _inside(node: dict, at: str) -> Iterator[tuple[Any, str]]:
-    for key, value in node.items():
-        if key in _LIST or (key == "items" and isinstance(value, list)):
-            if not isinstance(value, list):
-                _refuse(at, f"has a {key} that is no list of schemas")
-            yield from ((part, f"{at}/{key}/{i}") for i, part in enumerate(value))
-        elif key in _MAP:
-            if not isinstance(value, dict):
-                _refuse(at, f"has {key} that are no object")
-            yield from ((part, f"{at}/{key}/{name}") for name, part in value.items())
-        elif key in _ONE:
-            yield value, f"{at}/{key}"
 
 
 def _check_keywords(node: dict, at: str) -> None:
@@ -162,9 +149,8 @@ def _check_keywords(node: dict, at: str) -> None:
         if key in _VALUES:
             _check_numbers(value, key, at)
     if len(node.get("patternProperties", ())) > MOST_PATTERNS:
-        _refuse(
-            at, f"has {len(node['patternProperties'])} patternProperties, but at most {MOST_PATTERNS} are possible; every two are compared"
-        )
+        count = len(node["patternProperties"])
+        _refuse(at, f"has {count} patternProperties, but at most {MOST_PATTERNS} are possible; every two are compared")
     if "additionalItems" in node and not isinstance(node.get("items"), list):
         _refuse(at, "has additionalItems without a list of items, where they mean nothing; use items")
     if "prefixItems" in node and ("additionalItems" in node or isinstance(node.get("items"), list)):
@@ -199,3 +185,153 @@ def _check_multiples(values: list[Any]) -> None:
 
 def _refuse(at: str, what: str) -> NoReturn:
     raise SamplingError(f"the JSON schema {'' if at == '#' else f'at {at[:200]} '}{what}")
+
+
+# -- unproductive parts
+
+
+def without_dead_ends(schema: Any) -> Any:
+    """``schema`` without unproductive parts; False if nothing is left."""
+    if isinstance(schema, bool):
+        return schema
+    schemas = dict(_schemas(schema))
+    for path, node in schemas.items():
+        if isinstance(node, dict) and node.get("additionalProperties") is False and node.get("patternProperties"):
+            _name_keys(node)
+            schemas[path] = node
+    references = {node["$ref"] for node in schemas.values() if isinstance(node, dict) and isinstance(node.get("$ref"), str)}
+    if not references:  # no recursion
+        return schema
+    schemas = dict(_schemas(schema))
+    anchors = {f"#{node['$anchor']}": path for path, node in schemas.items() if isinstance(node, dict) and "$anchor" in node}
+    at = {reference: anchors.get(reference, pointer(reference)) for reference in references}
+    needs: dict[Part, tuple[int, Sequence[Part]]] = {}
+    impossible = _impossible(schemas)
+    for path, node in schemas.items():
+        needs |= _needs(False if path in impossible else node, path, at)
+    return _without(schema, ROOT, {path for path, what in productive(needs) if not what})
+
+
+def _impossible(schemas: dict[Path, Any]) -> list[Path]:
+    """Schemas without references that llguidance reports as unsatisfiable."""
+    plain = {path: text for path, node in schemas.items() if isinstance(node, dict) and '"$ref"' not in (text := json.dumps(node))}
+    tops = [path for path in plain if path and path[:-1] not in plain and (len(path) < 2 or path[:-2] not in plain)]
+    return [path for path in tops[:MOST_TRIED] if "Unsatisfiable schema" in _matcher(plain[path]).get_error()]
+
+
+def _name_keys(node: dict) -> None:
+    """Replaces ``patternProperties`` by names where the patterns match no other key; llguidance would search for others."""
+    patterns, known = node["patternProperties"], node.get("properties", {})
+    names = dict.fromkeys([*known, *(name for name in as_list(node, "required") if isinstance(name, str))])
+    none, every = dict.fromkeys(names, False), dict.fromkeys(patterns, True)
+    matcher = _matcher(json.dumps({"type": "object", "properties": none, "patternProperties": every, "additionalProperties": False}))
+    if matcher.is_error() or (matcher.consume_tokens(list(b'{"')) and any(matcher.compute_bitmask()) and not matcher.is_error()):
+        return
+    node["properties"] = {}
+    for name in names:
+        parts = [part for part in (known.get(name), *(patterns[p] for p in _matching(patterns, name))) if part is not None]
+        if name in known or parts:
+            node["properties"][name] = parts[0] if len(parts) == 1 else {"allOf": parts}
+    del node["patternProperties"]
+
+
+def dead_end(schema: str) -> str:
+    """The start of a document after which nothing is allowed, found by random tries; "" if none. Tried only where ``patternProperties`` are
+    combined with the keys of other parts, which llguidance merges into one object."""
+    if '"patternProperties"' not in schema or not any(f'"{key}"' in schema for key in ("allOf", "anyOf", "oneOf", "$ref")):
+        return ""
+    begin = _matcher(schema)
+    if begin.is_error():  # reported elsewhere
+        return ""
+    for seed in range(TRIES):
+        choices, matcher, text = random.Random(seed), begin.deep_copy(), bytearray()
+        while len(text) < MOST_BYTES and not matcher.is_accepting():
+            mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), count=256, bitorder="little").nonzero()[0].tolist()
+            if matcher.is_error() or not mask:
+                return text.decode(errors="replace")
+            ends = [byte for byte in b'"}],' if byte in mask]
+            byte = choices.choice(ends if ends and choices.random() < 0.8 else mask)
+            matcher.consume_token(byte)
+            text.append(byte)
+    return ""
+
+
+def _matching(patterns: Iterable[str], name: str) -> list[str]:
+    """The patterns that match ``name``."""
+    text = list(json.dumps(name, ensure_ascii=False).encode("utf-8", "replace"))
+
+    def accepts(m: LLMatcher) -> bool:
+        return not m.is_error() and m.validate_tokens(text) == len(text) and m.consume_tokens(text) and m.is_accepting()
+
+    return [pattern for pattern in patterns if accepts(_matcher(json.dumps({"type": "string", "pattern": pattern})))]
+
+
+def _matcher(schema: str) -> LLMatcher:
+    return byte_matcher(LLMatcher.grammar_from_json_schema(schema))
+
+
+def _schemas(schema: Any) -> Iterator[tuple[Path, Any]]:
+    todo: list[tuple[Path, Any]] = [(ROOT, schema)]
+    while todo:
+        path, node = todo.pop()
+        todo += [((*path, *at), part) for at, part in subschemas(node)]  # before the node is changed
+        yield path, node
+
+
+def _needs(node: Any, path: Path, at: dict[str, Path]) -> dict[Part, tuple[int, Sequence[Part]]]:
+    """What must be productive for a schema and for its alternatives."""
+    if node is False:
+        return {(path, ""): (1, ())}
+    if not isinstance(node, dict):
+        return {(path, ""): (0, ())}
+    out: dict[Part, tuple[int, Sequence[Part]]] = {}
+    all_of: list[Part] = [((*path, "allOf", str(i)), "") for i in range(len(as_list(node, "allOf")))]
+    if node.get("$ref") in at:
+        all_of.append((at[node["$ref"]], ""))
+    for key in ("anyOf", "oneOf"):
+        if key in node:
+            all_of.append((path, key))
+            out[path, key] = 1, [((*path, key, str(i)), "") for i in range(len(as_list(node, key)))]
+    kinds = node.get("type", ())
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    if kinds and set(kinds) <= {"object", "array"}:  # other types have no parts
+        all_of.append((path, "kinds"))
+        out[path, "kinds"] = 1, [(path, kind) for kind in kinds]
+        members, items = _members(node, path), _items(node, path)
+        out |= {(path, "object"): (len(members), members), (path, "array"): (len(items), items)}
+    out[path, ""] = len(all_of), all_of
+    return out
+
+
+def _members(node: dict, path: Path) -> list[Part]:
+    """Schemas of the required properties."""
+    known, patterns = node.get("properties", {}), node.get("patternProperties", {})
+    required = dict.fromkeys(name for name in as_list(node, "required") if isinstance(name, str))
+    few = len(required) * len(patterns) <= MOST_MATCHED
+    out: list[Part] = []
+    for name in required:
+        matching = _matching(patterns, name) if few else []
+        out += [((*path, "patternProperties", pattern), "") for pattern in matching]
+        if name in known:
+            out.append(((*path, "properties", name), ""))
+        elif not matching and "additionalProperties" in node:
+            out.append(((*path, "additionalProperties"), ""))
+    return out
+
+
+def _items(node: dict, path: Path) -> list[Part]:
+    """Schemas of the required items."""
+    least = node.get("minItems", 0)
+    least = least if isinstance(least, int) else 0
+    first = "items" if isinstance(node.get("items"), list) else "prefixItems"
+    rest = "additionalItems" if first == "items" else "items"
+    out: list[Part] = [((*path, first, str(i)), "") for i in range(min(least, len(as_list(node, first))))]
+    if least > len(as_list(node, first)) and rest in node:
+        out.append(((*path, rest), ""))
+    return out
+
+
+def _without(node: Any, path: Path, ends: set[Path]) -> Any:
+    if path not in ends:
+        return False
+    return with_subschemas(node, lambda at, part: _without(part, (*path, *at), ends)) if isinstance(node, dict) else node

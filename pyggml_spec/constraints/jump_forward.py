@@ -9,17 +9,10 @@ DRAFTER_DECAY = 0.9  # of the drafter's accepted tokens, per step
 
 
 class JumpForward:
-    """One sequence's choice between jump-forward tokens and other drafts.
-
-    Attributes:
-        drafted, matched: jump-forward tokens that were verified, and accepted.
-    """
+    """One sequence's choice between jump-forward tokens and other drafts. ``drafted``, ``matched``: of the former, those verified and accepted."""
 
     def __init__(self, sampler: Sampler, widths: Sequence[int]) -> None:
-        """
-        Args:
-            widths: verify lengths that there are graphs for.
-        """
+        """``widths``: verify lengths that there are graphs for."""
         self._sampler, self._widths = sampler, sorted(width for width in widths if width > 1)
         self._drafter = 0.0  # mean accepted tokens of other drafts
         self.drafted = self.matched = 0

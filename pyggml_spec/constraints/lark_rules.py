@@ -35,22 +35,16 @@ def check(text: str) -> None:
                 todo.append(name)
     endless = next((name for name in reader.named if name in reached and name not in ends), None)
     if endless is not None:
-        raise SamplingError(
-            f"the Lark grammar is refused: the rule {endless[:100]!r} derives no finite text, because it always refers to itself; give it an alternative that does "
-            "not, or leave it out"
-        )
-    if any(sign in reader.signs for sign in "&~"):
-        _check_terminals(text, [name for name in reader.named if name in reached and name.isupper()])
-
-
-def _check_terminals(text: str, names: list[str]) -> None:
-    """Intersections and complements may be empty; llguidance would enter a rule before it notices."""
+        why = f"the rule {endless[:100]!r} derives no finite text, because it always refers to itself"
+        raise SamplingError(f"the Lark grammar is refused: {why}; give it an alternative that does not, or leave it out")
+    if not any(sign in reader.signs for sign in "&~"):
+        return
+    # intersections and complements may be empty; llguidance would enter a rule before it notices
     rest = re.sub(r"(?m)^([?!]*)start(?=\s*(?:\[[^\]\n]*\])?\s*:)", r"\1start_of_all", text)
-    for name in names[:MOST_TERMINALS]:
+    for name in [name for name in reader.named if name in reached and name.isupper()][:MOST_TERMINALS]:
         if "NoExtensionBias" in byte_matcher(f"{rest}\nstart: {name}\n").get_error():
-            raise SamplingError(
-                f"the Lark grammar is refused: the terminal {name[:100]!r} matches nothing; leave it out, or let it match something"
-            )
+            why = f"the terminal {name[:100]!r} matches nothing; leave it out, or let it match something"
+            raise SamplingError(f"the Lark grammar is refused: {why}")
 
 
 def _tokens(text: str) -> list[tuple[str, str]]:
@@ -116,7 +110,9 @@ class _Reader:
             self._at += 1
             if token in ("(", "["):
                 part = self._choice()
-                self._expect(")" if token == "(" else "]")
+                if self._tokens[self._at][1] != (")" if token == "(" else "]"):
+                    raise _Unknown
+                self._at += 1
                 part = self._part(0, (part,)) if token == "[" else part
             elif kind == "text":
                 part = self._part(0, ())
@@ -136,8 +132,3 @@ class _Reader:
         self._at += 1
         digits = re.search(r"\d+", token.split(",")[0])
         return self._part(0, (part,)) if token in ("?", "*") or (kind == "count" and (digits is None or int(digits[0]) == 0)) else part
-
-    def _expect(self, sign: str) -> None:
-        if self._tokens[self._at][1] != sign:
-            raise _Unknown
-        self._at += 1

@@ -3,6 +3,7 @@
 Back-references, look-ahead and word boundaries are refused by name. A dot or a class is one byte.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,9 @@ _SETS = {"d": _DIGIT, "D": _ALL ^ _DIGIT, "w": _WORD, "W": _ALL ^ _WORD, "s": _S
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 MARKS = 8
 BYTE, CHOICE, MARK, BEGIN, END, MATCH = range(6)
+_COUNTS = re.compile(r"([0-9]+)(,?)([0-9]*)\}")
 Captures = tuple[int, ...]  # position per capture, -1 where unset
+Thread = tuple[int, Captures]  # place in the program
 
 
 @dataclass(frozen=True)
@@ -74,17 +77,14 @@ class _Reader:
     def either(self, depth: int = 0) -> _Node:
         if depth > DEEPEST:
             raise self.wrong(f"groups lie in each other more than {DEEPEST} deep")
-        threads = [self.row(depth)]
-        while self.peek() == "|":
-            self.take()
-            threads.append(self.row(depth))
-        return threads[0] if len(threads) == 1 else _Node("either", threads)
-
-    def row(self, depth: int) -> _Node:
-        parts = []
-        while (c := self.peek()) and c not in "|)":
-            parts.append(self.repeated(self.one(depth)))
-        return _Node("all", parts)
+        rows = [_Node("all")]
+        while (c := self.peek()) and c != ")":
+            if c == "|":
+                self.take()
+                rows.append(_Node("all"))
+            else:
+                rows[-1].parts.append(self.repeated(self.one(depth)))
+        return rows[0] if len(rows) == 1 else _Node("either", rows)
 
     def one(self, depth: int) -> _Node:
         c = self.take()
@@ -93,44 +93,38 @@ class _Reader:
         if c == ".":
             return _Node("set", bits=_ALL ^ (1 << 10) ^ (1 << 13))
         if c == "(":
-            return self.group(depth)
+            number = 0
+            if self.peek() != "?":
+                self.groups += 1
+                number = self.groups
+            elif self.text[self.at : self.at + 2] != "?:":
+                raise self.wrong("look-ahead and named groups are not supported; use ( ) or (?: )")
+            else:
+                self.at += 2
+            inside = self.either(depth + 1)
+            if self.take() != ")":
+                raise self.wrong("a group has no end; add a )")
+            return _Node("group", [inside], number=number)
         if c == "[":
             return _Node("set", bits=self.members())
+        if c == "\\" and (kind := self.peek()) and kind in _SETS:
+            self.take()
+            return _Node("set", bits=_SETS[kind])
         if c == "\\":
-            return self.escaped()
+            return _literal(self.character())
         if c in "*+?{":
             raise self.wrong(f"there is nothing that {c!r} could repeat; write \\{c} for the character")
         return _literal(c)
-
-    def group(self, depth: int) -> _Node:
-        number = 0
-        if self.peek() == "?":
-            if self.text[self.at : self.at + 2] != "?:":
-                raise self.wrong("look-ahead and named groups are not supported; use ( ) or (?: )")
-            self.at += 2
-        else:
-            self.groups += 1
-            number = self.groups
-        inside = self.either(depth + 1)
-        if self.take() != ")":
-            raise self.wrong("a group has no end; add a )")
-        return _Node("group", [inside], number=number)
-
-    def escaped(self) -> _Node:
-        c = self.peek()
-        if c in _SETS and c:
-            self.take()
-            return _Node("set", bits=_SETS[c])
-        return _literal(self.character())
 
     def character(self) -> str:
         """The character after a backslash."""
         c = self.take()
         if c in ("x", "u"):
-            digits = self.text[self.at : self.at + (2 if c == "x" else 4)]
-            if len(digits) != (2 if c == "x" else 4) or any(d not in "0123456789abcdefABCDEF" for d in digits):
-                raise self.wrong(f"\\{c} takes {2 if c == 'x' else 4} hexadecimal digits")
-            self.at += len(digits)
+            count = 2 if c == "x" else 4
+            digits = self.text[self.at : self.at + count]
+            if len(digits) != count or any(d not in "0123456789abcdefABCDEF" for d in digits):
+                raise self.wrong(f"\\{c} takes {count} hexadecimal digits")
+            self.at += count
             if 0xD800 <= int(digits, 16) < 0xE000:
                 raise self.wrong("halves of a surrogate pair are no characters; write the character itself")
             return chr(int(digits, 16))
@@ -190,21 +184,15 @@ class _Reader:
 
     def counts(self) -> tuple[int, int | None]:
         """The counts after a "{"."""
-        inside, end, _ = self.text[self.at :].partition("}")
-        low, comma, high = inside.partition(",")
-        if not end or not (low.isascii() and low.isdecimal()) or not (not high or (high.isascii() and high.isdecimal())):
+        if (found := _COUNTS.match(self.text, self.at)) is None:
             raise self.wrong("{ begins a count, like {2} or {1,3}; write \\{ for the character")
-        least, most = _count(low), _count(high) if high else None if comma else _count(low)
+        low, comma, high = found.groups()
+        least, last = (int(digits.lstrip("0")[:4] or "0") for digits in (low, high))  # a longer one is too large all the same
+        most = last if high else None if comma else least
         if least > MOST_REPEATS or (most or 0) > MOST_REPEATS or (most is not None and most < least):
             raise self.wrong(f"counts go up from 0 to {MOST_REPEATS}")
-        self.at += len(inside) + 1
+        self.at = found.end()
         return least, most
-
-
-def _count(digits: str) -> int:
-    """The count, or MOST_REPEATS + 1 if it is larger."""
-    digits = digits.lstrip("0")
-    return MOST_REPEATS + 1 if len(digits) > 3 else int(digits or "0")
 
 
 def _literal(c: str) -> _Node:
@@ -213,11 +201,7 @@ def _literal(c: str) -> _Node:
 
 
 class Budget:
-    """Budget of one call for all its patterns: instructions executed, where copying MARKS captures counts as one.
-
-    Attributes:
-        spent: instructions so far.
-    """
+    """Budget of one call for all its patterns: instructions executed, where copying MARKS captures counts as one. ``spent``: so far."""
 
     def __init__(self, most: int | None = None) -> None:
         self.spent, self._most = 0, most
@@ -230,11 +214,8 @@ class Budget:
 
 
 class Program:
-    """A compiled expression; immutable.
-
-    Attributes:
-        code: (op, a, b): a byte set and the next instruction, two alternatives by preference, a capture and the next instruction, ...
-    """
+    """A compiled expression; immutable. ``code``: (op, a, b): a byte set and the next instruction, two alternatives by preference, a capture and
+    the next instruction, ..."""
 
     def __init__(self, pattern: Pattern) -> None:
         """Raises SamplingError: invalid, unsupported or too large, or it matches the empty text."""
@@ -254,21 +235,19 @@ class Program:
         self.code: list[tuple[int, int, int]] = [(MATCH, 0, 0)]
         self.first = self._mark(0, self._emit(node, 0))
         self.none: Captures = (-1,) * len(self.marks)
-        begin: list[tuple[int, Captures]] = []
+        begin: list[Thread] = []
         budget = Budget()  # MOST_PARTS at most
-        if self.follow(begin, set(), self.first, self.none, 0, budget, True) is not None or self.at_end(begin, 0, budget) is not None:
-            raise SamplingError(
-                f"the pattern {text[:80]!r} matches the empty text, so nothing would be unconstrained; leave out grammar_lazy"
-            )
+        if self.follow(begin, set(), self.first, self.none, 0, budget, BEGIN) is not None or self.at_end(begin, 0, budget) is not None:
+            why = "matches the empty text, so nothing would be unconstrained; leave out grammar_lazy"
+            raise SamplingError(f"the pattern {text[:80]!r} {why}")
         self.begin = tuple(begin)
 
     def _emit(self, node: _Node, following: int) -> int:
         """Index of the code of ``node``, followed by ``following``."""
         self._n_nodes += 1
         if self._n_nodes > 4 * MOST_PARTS or len(self.code) > MOST_PARTS:
-            raise SamplingError(
-                f"the pattern {self.text[:80]!r} has more than {MOST_PARTS} parts once its counts are written out; make it smaller"
-            )
+            why = f"has more than {MOST_PARTS} parts once its counts are written out; make it smaller"
+            raise SamplingError(f"the pattern {self.text[:80]!r} {why}")
         if node.kind == "set":
             return self._add(BYTE, node.bits, following)
         if node.kind in ("begin", "end"):
@@ -309,17 +288,10 @@ class Program:
         return len(self.code) - 1
 
     def follow(
-        self,
-        out: list[tuple[int, Captures]],
-        seen: set[int],
-        at: int,
-        captures: Captures,
-        place: int,
-        budget: Budget,
-        begin: bool = False,
-        end: bool = False,
+        self, out: list[Thread], seen: set[int], at: int, captures: Captures, place: int, budget: Budget, edge: int | None = None
     ) -> Captures | None:
-        """Epsilon closure of ``at`` in order of preference; returns the captures of a match, which cuts off lower preferences."""
+        """Epsilon closure of ``at`` in order of preference; returns the captures of a match, which cuts off lower preferences. ``edge``: BEGIN or END,
+        where ``place`` is one."""
         stack, parts, matched = [(at, captures)], 0, None
         while stack:
             at, captures = stack.pop()
@@ -336,21 +308,18 @@ class Program:
             elif what == MARK:
                 parts += len(captures) // MARKS
                 stack.append((b, (*captures[:a], place, *captures[a + 1 :])))
-            elif what == BEGIN:
-                if begin:
-                    stack.append((a, captures))
-            elif what == END and end:
+            elif what == edge:
                 stack.append((a, captures))
-            else:
+            elif what != BEGIN:
                 out.append((at, captures))
         budget.spend(parts)
         return matched
 
     def step(
-        self, threads: Sequence[tuple[int, Captures]], byte: int, place: int, matched: Captures | None, budget: Budget
-    ) -> tuple[list[tuple[int, Captures]], Captures | None]:
+        self, threads: Sequence[Thread], byte: int, place: int, matched: Captures | None, budget: Budget
+    ) -> tuple[list[Thread], Captures | None]:
         """Advances all threads by ``byte``; starts a new match at ``place`` while none is found."""
-        out: list[tuple[int, Captures]] = []
+        out: list[Thread] = []
         seen: set[int] = set()
         budget.spend(len(threads))
         for at, captures in threads:
@@ -361,13 +330,13 @@ class Program:
             matched = self.follow(out, seen, self.first, self.none, place, budget)
         return out, matched
 
-    def at_end(self, threads: Sequence[tuple[int, Captures]], place: int, budget: Budget) -> Captures | None:
+    def at_end(self, threads: Sequence[Thread], place: int, budget: Budget) -> Captures | None:
         """Captures of the first thread that matches at the end of the text."""
         seen: set[int] = set()
         budget.spend(len(threads))
         for at, captures in threads:
             if self.code[at][0] == END:
-                found = self.follow([], seen, at, captures, place, budget, end=True)
+                found = self.follow([], seen, at, captures, place, budget, END)
                 if found is not None:
                     return found
         return None

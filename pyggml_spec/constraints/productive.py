@@ -1,6 +1,6 @@
 """Productive symbols of a grammar: those that derive a finite text. Others are infinite recursion and must never be entered."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -28,18 +28,25 @@ def productive(parts: Mapping[K, tuple[int, Sequence[K]]]) -> set[K]:
     return done
 
 
-class _Bytes:
-    """A vocabulary of single bytes."""
+class TokenTable:
+    """A vocabulary as llguidance takes it. ``encode``: a text's tokens."""
 
-    tokens, bos_token_id, eos_token_id, special_token_ids = (*(bytes([i]) for i in range(256)), b"<end>"), None, 256, (256,)
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], end: int, special: Sequence[int], encode: Callable[[bytes | str], list[int]]) -> None:
+        self.tokens, self.eos_token_id, self.special_token_ids, self._encode = tokens, end, special, encode
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
+        return self._encode(text)
 
 
 @cache
 def _bytes() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Bytes()))
+    """A vocabulary of single bytes."""
+    tokens = [*(bytes([i]) for i in range(256)), b"<end>"]
+    return LLTokenizer(
+        TokenizerWrapper(TokenTable(tokens, 256, [256], lambda text: list(text.encode() if isinstance(text, str) else text)))
+    )
 
 
 def byte_matcher(grammar: str) -> LLMatcher:

@@ -51,7 +51,8 @@ def recommended(metadata: Mapping) -> tuple[dict, list[str]]:
             refused.append(f"{key} {brief(given)}")
     refused += [f"{key} {brief(value)}" for key in _ELSEWHERE if (value := metadata.get(f"general.sampling.{key}"))]
     if (order := metadata.get("general.sampling.sequence")) is not None:
-        names = [_canonical(name) for name in (order.split(";") if isinstance(order, str) else [""])]
+        plain = [name.strip().lower().replace("-", "_") for name in (order.split(";") if isinstance(order, str) else [""])]
+        names = [_ALIASES.get(name) or next((s for s in (*KNOWN, *_OFF) if name == s.replace("_", "")), name) for name in plain]
         samplers = tuple(name for name in names if name not in _OFF)
         try:
             Sampling(samplers=samplers)
@@ -59,8 +60,3 @@ def recommended(metadata: Mapping) -> tuple[dict, list[str]]:
         except SamplingError:
             refused.append(f"the order {brief(order)}")
     return values, refused
-
-
-def _canonical(name: str) -> str:
-    plain = name.strip().lower().replace("-", "_")
-    return _ALIASES.get(plain) or next((s for s in (*KNOWN, *_OFF) if plain == s.replace("_", "")), plain)

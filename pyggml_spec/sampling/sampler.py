@@ -49,19 +49,10 @@ LONGEST_FILLED = 512  # bytes per token; libllama aborts on longer ones
 RANDOM_SEED = lib.LLAMA_DEFAULT_SEED
 _ROUND = 32  # candidate counts are multiples of this, to limit the number of graphs
 _RANGES = {
-    "temperature": (0, 1e4),
-    "top_k": (0, 1 << 30),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "typical_p": (0, 1),
-    "repeat_penalty": (1e-3, 1e3),
-    "repeat_last_n": (0, 1 << 24),
-    "presence_penalty": (-1e3, 1e3),
-    "frequency_penalty": (-1e3, 1e3),
-    "min_keep": (0, 1 << 30),
-    "seed": (0, RANDOM_SEED - 1),
-    "logprobs": (0, MOST_CANDIDATES),
-}
+    "temperature": (0, 1e4), "top_k": (0, 1 << 30), "top_p": (0, 1), "min_p": (0, 1), "typical_p": (0, 1),
+    "repeat_penalty": (1e-3, 1e3), "repeat_last_n": (0, 1 << 24), "presence_penalty": (-1e3, 1e3), "frequency_penalty": (-1e3, 1e3),
+    "min_keep": (0, 1 << 30), "seed": (0, RANDOM_SEED - 1), "logprobs": (0, MOST_CANDIDATES),
+}  # fmt: skip
 _WHOLE = ("top_k", "repeat_last_n", "min_keep", "seed", "logprobs")
 
 
@@ -128,21 +119,31 @@ class Sampling:
             if not right or not low <= value <= high:
                 raise SamplingError(f"{name} is {value!r}, but it has to be a {kind} from {low:.10g} to {high:.10g}")
         if self.logprobs_after not in (True, False) or (self.logprobs_after and self.logprobs is None):
-            raise SamplingError(
-                f"logprobs_after is {self.logprobs_after!r} and logprobs {self.logprobs!r}; give True or False, and with True how many logprobs"
-            )
+            what = f"logprobs_after is {self.logprobs_after!r} and logprobs {self.logprobs!r}"
+            raise SamplingError(f"{what}; give True or False, and with True how many logprobs")
         for name, words in KINDS.items():
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise SamplingError(f"the {words} is of the type {type(getattr(self, name)).__name__}; give its text")
-        self._check_triggers()
+        right = len(self.triggers) <= MOST_TRIGGERS and all(
+            (isinstance(t, str) and 0 < len(t) <= MOST_WORD) or (type(t) is int and t >= 0) or isinstance(t, Pattern) for t in self.triggers
+        )
+        if not right:
+            what = f"at most {MOST_TRIGGERS} words of 1 to {MOST_WORD} characters, token ids, or patterns"
+            raise SamplingError(f"the triggers are {self.triggers!r}; give {what}")
+        if self.triggers and not self.constrained:
+            raise SamplingError("there are triggers but no constraint; give one")
         if not isinstance(self.logit_bias, Mapping):
             raise SamplingError(f"the logit bias is {self.logit_bias!r}; give a number by token id, like {{42: -1.5}}")
         wrong = next((name for name in self.samplers if name not in KNOWN or self.samplers.count(name) > 1), None)
         if wrong is not None:
-            raise SamplingError(
-                f"the samplers {'; '.join(self.samplers)} are no order: each of {', '.join(KNOWN)} may appear once{meant(wrong, set(KNOWN) - {wrong})}"
-            )
-        self._check_infill()
+            order = f"each of {', '.join(KNOWN)} may appear once{meant(wrong, set(KNOWN) - {wrong})}"
+            raise SamplingError(f"the samplers {'; '.join(self.samplers)} are no order: {order}")
+        if INFILL in self.samplers:
+            if "top_k" not in self.samplers[: self.samplers.index(INFILL)] or not 0 < self.top_k <= MOST_FILLED:
+                why = f"it needs a top_k from 1 to {MOST_FILLED} before it; the order is {'; '.join(self.samplers)}, and top_k is {self.top_k}"
+                raise SamplingError(f"the sampler infill compares each token with each, so {why}")
+            if self.constrained:
+                raise SamplingError("the sampler infill may end the text anywhere, and a constraint may not; leave one of them out")
         if self.temperature == 0 and "temperature" not in self.samplers:
             raise SamplingError("a temperature of 0 has no effect without temperature in the order of samplers; add it")
         if len(given := [words for name, words in KINDS.items() if getattr(self, name) is not None]) > 1:
@@ -157,36 +158,13 @@ class Sampling:
         neutral = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
         return "penalties" in self.samplers and self.repeat_last_n > 0 and not neutral
 
-    def _check_infill(self) -> None:
-        if INFILL not in self.samplers:
-            return
-        if "top_k" not in self.samplers[: self.samplers.index(INFILL)] or not 0 < self.top_k <= MOST_FILLED:
-            raise SamplingError(
-                f"the sampler infill compares each token with each, so it needs a top_k from 1 to {MOST_FILLED} before it; the order is "
-                f"{'; '.join(self.samplers)}, and top_k is {self.top_k}"
-            )
-        if self.constrained:
-            raise SamplingError("the sampler infill may end the text anywhere, and a constraint may not; leave one of them out")
-
-    def _check_triggers(self) -> None:
-        right = len(self.triggers) <= MOST_TRIGGERS and all(
-            (isinstance(t, str) and 0 < len(t) <= MOST_WORD) or (type(t) is int and t >= 0) or isinstance(t, Pattern) for t in self.triggers
-        )
-        if not right:
-            raise SamplingError(
-                f"the triggers are {self.triggers!r}; give at most {MOST_TRIGGERS} words of 1 to {MOST_WORD} characters, token ids, or patterns"
-            )
-        if self.triggers and not self.constrained:
-            raise SamplingError("there are triggers but no constraint; give one")
-
     @property
     def constraint(self) -> tuple[str, str] | None:
         """(one of ``grammar.KINDS``, its text), or None."""
-        kind = next((name for name in KINDS if getattr(self, name) is not None), None)
-        if kind is None:
-            return None
-        text = getattr(self, kind)
-        return kind, closed_text(text) if kind == "json_schema" and not self.additional_properties else text
+        for kind in KINDS:
+            if (text := getattr(self, kind)) is not None:
+                return kind, closed_text(text) if kind == "json_schema" and not self.additional_properties else text
+        return None
 
     @property
     def constrained(self) -> bool:
@@ -222,11 +200,8 @@ class Sampling:
         if self.constrained and self.is_allowed_argmax:
             return 0
         raising = min(self.presence_penalty, self.frequency_penalty) < 0 or self.repeat_penalty < 1
-        if (
-            (self.logprobs is not None and not self.logprobs_after)
-            or max(self.logit_bias.values(), default=0) > 0
-            or (self.penalises and raising)
-        ):
+        raises = max(self.logit_bias.values(), default=0) > 0 or (self.penalises and raising)
+        if raises or (self.logprobs is not None and not self.logprobs_after):
             return None
         first = self.samplers[: self.samplers.index("top_k")] if "top_k" in self.samplers else self.samplers
         sums = (self.top_p < 1 and "top_p" in first) or (self.typical_p < 1 and "typ_p" in first)  # need all tokens
@@ -381,33 +356,28 @@ class Sampler:
         Raises:
             EngineError: a logit is NaN or Inf, or no token is left.
         """
-        self._check_finite(logits)
-        if self.grammar is not None and self.sampling.is_allowed_argmax and ids is None:
-            token = self._largest(logits, self.grammar.mask())
+        grammar = self.grammar
+        if not math.isfinite(float(logits.sum())):
+            raise EngineError("the target's logits hold NaN or Inf: the weights are damaged or overflow on this device")
+        if grammar is not None and self.sampling.is_allowed_argmax and ids is None:
+            mask = grammar.mask()
+            token = int(np.where(mask, logits, np.float32(-np.inf)).argmax())
+            if not mask[token]:
+                raise self._nothing_left()
         else:
             token = self._draw(ids, logits)
-            if self.grammar is not None and not self.grammar.allows(
-                token
-            ):  # llama.cpp's order: sample first, mask only if the token is not allowed
-                token = self._draw_allowed(self.grammar, ids, logits, allowed)
+            if grammar is not None and not grammar.allows(token):  # llama.cpp's order: sample first, mask only what is not allowed
+                if ids is None:
+                    token = self._draw(None, logits, grammar.mask(), redraw=1)
+                elif allowed is None:
+                    raise EngineError("a constrained choice among candidates needs `allowed`")
+                else:
+                    token = self._draw(*allowed(grammar.bits()), redraw=1)
         self.take(token)
         if self.sampling.logprobs is not None:
             count = self.sampling.logprobs
             self.logprobs.append(self.logprob_after(token, count) if self.sampling.logprobs_after else _logprob(token, logits, count))
         return token
-
-    def _largest(self, logits: np.ndarray, allowed: np.ndarray) -> int:
-        token = int(np.where(allowed, logits, np.float32(-np.inf)).argmax())
-        if not allowed[token]:
-            raise self._nothing_left()
-        return token
-
-    def _draw_allowed(self, grammar: Grammar | LazyGrammar, ids: np.ndarray | None, logits: np.ndarray, allowed: Allowed | None) -> int:
-        if ids is None:
-            return self._draw(None, logits, grammar.mask(), redraw=1)
-        if allowed is None:
-            raise EngineError("a constrained choice among candidates needs `allowed`")
-        return self._draw(*allowed(grammar.bits()), redraw=1)
 
     def accepts_argmax(self, token: int | None) -> bool:
         """Accepts ``token``, the argmax of the (allowed) logits, if it is certainly the choice, so that no logits need to be read."""
@@ -433,10 +403,6 @@ class Sampler:
             self.grammar.accept(token)
         lib.llama_sampler_accept(self._chain, token)
         self.count += 1
-
-    def _check_finite(self, logits: np.ndarray) -> None:
-        if not math.isfinite(float(logits.sum())):
-            raise EngineError("the target's logits hold NaN or Inf: the weights are damaged or overflow on this device")
 
     def _draw(self, ids: np.ndarray | None, logits: np.ndarray, allowed: np.ndarray | None = None, redraw: int = 0) -> int:
         tokens = self.tokens[: logits.size]
@@ -492,9 +458,8 @@ def _filled(tokenizer: Tokenizer | None) -> Any:
     if max(lib.llama_vocab_eot(tokenizer.vocab), lib.llama_vocab_eos(tokenizer.vocab)) < 0:
         raise SamplingError("the sampler infill needs a token that ends the text, and the vocabulary has none; leave it out")
     if tokenizer.longest_piece > LONGEST_FILLED:
-        raise SamplingError(
-            f"the vocabulary has a token of {tokenizer.longest_piece} bytes, and the sampler infill takes {LONGEST_FILLED} at most; leave it out"
-        )
+        what = f"a token of {tokenizer.longest_piece} bytes, and the sampler infill takes {LONGEST_FILLED} at most"
+        raise SamplingError(f"the vocabulary has {what}; leave it out")
     return tokenizer.vocab
 
 

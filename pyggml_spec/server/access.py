@@ -54,11 +54,8 @@ class Keys:
         self._keys = {key: f"key-{blake2s(key, digest_size=16).hexdigest()}" for key in keys}
 
     def check(self, headers: Mapping[str, str]) -> str:
-        """The name of a request's key, which stays the same when the file is read anew; "" where there are no keys.
-
-        Raises:
-            ApiError: none, or a wrong one.
-        """
+        """The name of a request's key, which stays the same when the file is read anew; "" where there are no keys. Raises ApiError: none, or a
+        wrong one."""
         if not self._keys:
             return ""
         text = headers.get("x-api-key") or headers.get("authorization", "").partition(" ")[2]
@@ -67,9 +64,8 @@ class Keys:
             if hmac.compare_digest(key, sent) | hmac.compare_digest(_latin(key), sent):
                 found = name
         if not found:
-            raise ApiError(
-                401, 'Invalid API Key: send one as "Authorization: Bearer KEY" or "X-Api-Key: KEY"', headers={"www-authenticate": "Bearer"}
-            )
+            sentence = 'Invalid API Key: send one as "Authorization: Bearer KEY" or "X-Api-Key: KEY"'
+            raise ApiError(401, sentence, headers={"www-authenticate": "Bearer"})
         return found
 
 
@@ -77,11 +73,8 @@ def _lines(data: bytes) -> list[bytes]:
     """The keys of a file, in UTF-8: comments, spaces around them and a byte order mark are left out."""
     for mark, encoding in _BOMS:
         if data.startswith(mark):
-            data = (
-                data[len(mark) :]
-                .decode(encoding, "surrogateescape" if mark == codecs.BOM_UTF8 else "replace")
-                .encode("utf-8", "surrogateescape")
-            )
+            text = data[len(mark) :].decode(encoding, "surrogateescape" if mark == codecs.BOM_UTF8 else "replace")
+            data = text.encode("utf-8", "surrogateescape")
     return [line.strip() for line in data.splitlines() if line.strip() and not line.startswith(b"#")]
 
 
@@ -98,11 +91,8 @@ class Hosts:
     could read everything by DNS rebinding."""
 
     def __init__(self, text: str = "", bound: Sequence[str] = ()) -> None:
-        """``text``: names with commas between them, "*.example.com" for all below one, "*" for any; ``bound``: what the server listens at.
-
-        Raises:
-            PyspecError: one of them is no name.
-        """
+        """``text``: names with commas between them, "*.example.com" for all below one, "*" for any; ``bound``: what the server listens at. Raises
+        PyspecError: one of them is no name."""
         given = [part.strip() for part in text.split(",") if part.strip()]
         self._any = "*" in given
         self._below = tuple(f".{plain_host(name[2:])}" for name in given if name.startswith("*."))
@@ -110,9 +100,7 @@ class Hosts:
         if wrong := [name for name in names if "*" in name or (host_of(name) is None and not _is_address(name))]:
             raise PyspecError(f"`allowed_hosts` has {wrong[0]!r}, which is no name of a host; give names without http:// and paths, or *")
         here = {plain_host(name) for name in bound}
-        self._addresses = any(
-            _is_address(name) and ipaddress.ip_address(name).is_unspecified for name in here
-        )  # any address may be this machine's
+        self._addresses = any(_is_address(name) and ipaddress.ip_address(name).is_unspecified for name in here)  # any may be this machine's
         self._names = {"localhost", *here, *(host_of(name) or plain_host(name) for name in given)}
         if self._addresses:
             self._names.add(plain_host(socket.gethostname()))
@@ -130,15 +118,10 @@ class Hosts:
             name = host_of(text) if len(text) < MAX_NAME else None
             if name is None:
                 raise ApiError(400, f"the Host {text[:100]!r} is no name or address of a host")
-            if not self._allows(name):
-                raise ApiError(
-                    403, f"this server is not {name[:100]}; start it by pyspec serve --allowed-hosts {name[:100]} if it should be"
-                )
-
-    def _allows(self, name: str) -> bool:
-        if name in self._names or name.endswith(self._below or "\n"):
-            return True
-        return _is_address(name) and (self._addresses or ipaddress.ip_address(name).is_loopback)
+            ours = _is_address(name) and (self._addresses or ipaddress.ip_address(name).is_loopback)
+            if not ours and name not in self._names and not name.endswith(self._below or "\n"):
+                start = f"pyspec serve --allowed-hosts {name[:100]}"
+                raise ApiError(403, f"this server is not {name[:100]}; start it by {start} if it should be")
 
 
 @lru_cache(256)
@@ -178,12 +161,8 @@ class Origins:
 
     def cors(self) -> dict[str, Any]:
         """Options of Starlette's CORSMiddleware."""
-        return {
-            "allow_origin_regex": self._pattern,
-            "allow_credentials": True,
-            "allow_methods": ("GET", "POST", "DELETE", "OPTIONS"),
-            "allow_headers": ("*",),
-        }
+        methods = ("GET", "POST", "DELETE", "OPTIONS")
+        return {"allow_origin_regex": self._pattern, "allow_credentials": True, "allow_methods": methods, "allow_headers": ("*",)}
 
     def check(self, scope: Scope) -> None:
         """Raises ApiError: a page of another site, which need not be able to read the response, requests what computes or changes something."""
@@ -191,18 +170,12 @@ class Origins:
         origins, site = headers.getlist("origin"), headers.get("sec-fetch-site", "")
         if scope["method"] in SAFE_METHODS or site == "same-origin":
             return
-        foreign = [o for o in origins if not self._allowed.fullmatch(o) and not _is_at(o, headers.get("host", ""))]
+        here = _authority(f"//{headers.get('host', '')}")  # pages of this server itself
+        foreign = [o for o in origins if not self._allowed.fullmatch(o) and not (_authority(o) == here != ("", None))]
         if foreign or (site in ("cross-site", "same-site") and not origins and not self._allowed.fullmatch("*")):
             page = foreign[0][:100] if foreign else "another site"
-            raise ApiError(
-                403,
-                f"pages of {page} may not use this server; start it by pyspec serve --cors-origins {page if foreign else '*'} if they should",
-            )
-
-
-def _is_at(origin: str, host: str) -> bool:
-    """Whether a page of ``origin`` came from ``host``, this server."""
-    return _authority(origin) == _authority(f"//{host}") != ("", None)
+            start = f"pyspec serve --cors-origins {page if foreign else '*'}"
+            raise ApiError(403, f"pages of {page} may not use this server; start it by {start} if they should")
 
 
 def _authority(url: str) -> tuple[str, int | None]:

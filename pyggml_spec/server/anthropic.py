@@ -15,7 +15,7 @@ from .errors import ApiError
 from .http import PING, Request, Response, event, json_response
 from .output import Delta, Output
 from .reading import Context, ResponseEncoder, count_prompt, respond_to_chat
-from .sampling import SCHEMA_METADATA, check_members
+from .sampling import MISPLACED, SCHEMA_METADATA, check_members
 
 _SHARED = tuple((field_names(Messages) & field_names(Chat)) - {"messages", "tools", "tool_choice"})
 _SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_")
@@ -38,15 +38,9 @@ async def count_tokens(context: Context, request: Request) -> Response:
     return json_response({"input_tokens": await count_prompt(context, request, body, names)})
 
 
-# -- requests
-
-
 def to_chat(given: Messages) -> tuple[Chat, dict[str, str]]:
-    """The request as a chat, and the client's names of fields by those of chats, for ``translated``.
-
-    Raises:
-        ApiError: no messages, or a format or a tool that is not supported.
-    """
+    """The request as a chat, and the client's names of fields by those of chats, for ``translated``. Raises ApiError: no messages, or a format or
+    a tool that is not supported."""
     if not isinstance(given.messages, list):
         raise ApiError(400, NO_MESSAGES, param="messages")
     system = _system(given.system)
@@ -66,8 +60,7 @@ def to_chat(given: Messages) -> tuple[Chat, dict[str, str]]:
         if not isinstance(effort, str):
             raise wrong("output_config.effort", effort, "a text")
         body.reasoning_effort = effort
-    if misplaced := next((name for name in ("type", "schema", "json_schema") if name in config), None):
-        raise ApiError(400, f"output_config has no {json.dumps(misplaced)}; a schema goes there like this: {_PLACE}", param="output_config")
+    check_members({name: config[name] for name in MISPLACED if name in config}, "output_config", (), _PLACE)
     for at, form in (("output_config.format", config.get("format")), ("output_format", given.output_format)):
         if form is None:
             continue
@@ -144,9 +137,6 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
         raise ApiError(501, f"{what}, which Anthropic's own servers run; give tools of yours", param="tools")
     functions = ({"name": t["name"], "description": t.get("description") or "", "parameters": t.get("input_schema") or {}} for t in tools)
     return [{"type": "function", "function": function} for function in functions]
-
-
-# -- responses
 
 
 class Encoder(ResponseEncoder):

@@ -1,14 +1,19 @@
 """The ASGI application: routes, and what all requests have in common.
 
-    Accounting > Checked(hosts) > CORSMiddleware > Checked(origins, keys) > Router > Endpoint > handler
+    accounted > checked(hosts) > CORSMiddleware > checked(origins, keys) > Router > Endpoint > handler
 
 Requests are refused by their heads, before a body is read. Bodies are read by ``Endpoint``, not by Starlette: it has no time limits, no limit on all
 bodies together, and does not count values.
 """
 
+import asyncio
+import ctypes
+import gc
 import logging
 import secrets
+import sys
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -24,7 +29,6 @@ from . import anthropic, infill, native, openai, responses
 from .access import Hosts, Keys, Origins
 from .bodies import HEADER, shown
 from .errors import ApiError, api_error
-from .heap import Heap
 from .http import MAX_VALUES, BodyLimits, Refusal, Request, read_body, unless_disconnected
 from .metrics import CONTENT_TYPE, Metrics
 from .page import PATHS, page
@@ -87,16 +91,40 @@ UNSUPPORTED = {  # what llama.cpp's server and OpenAI have
     "/v1/moderations": "moderation",
 }
 PUBLIC = (*PATHS, "/health", "/v1/health", "/ready", "/models", "/v1/models")  # need no key
+TRIM_SECONDS = 0.5
+_ARENAS, _M_ARENA_MAX = 2, -8  # each arena keeps what its threads have freed; threads come and go here
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
-class Accounting:
+def _libc() -> Any:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def prepare_heap() -> None:
+    """Few arenas, and a frozen heap: a full garbage collection takes 50 ms otherwise."""
+    if hasattr(libc := _libc(), "mallopt"):
+        libc.mallopt(_M_ARENA_MAX, _ARENAS)
+    gc.collect()
+    gc.freeze()
+
+
+class Heap:
+    """Gives memory back, at most once in ``TRIM_SECONDS``, in a thread."""
+
+    def __init__(self) -> None:
+        self._trim, self._due = getattr(_libc(), "malloc_trim", None), 0.0
+
+    def shrink(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._trim is not None and self._due <= loop.time():
+            self._due = loop.time() + TRIM_SECONDS
+            loop.call_at(self._due, loop.run_in_executor, None, self._trim, 0)
+
+
+def accounted(app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> ASGIApp:
     """Counts responses, and adds the headers that all of them have."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
-        self.app, self.metrics, self.paths = app, metrics, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         given, path = Headers(scope=scope), scope["path"]
         identifier = given.get("x-request-id", "")[:200] or f"req_{secrets.token_hex(12)}"
         added = [(b"x-request-id", identifier.encode("latin-1")), (b"server", b"pyspec")]
@@ -105,26 +133,27 @@ class Accounting:
 
         async def account(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.metrics.requests[path if path in self.paths else "other", message["status"]] += 1
+                metrics.requests[path if path in paths else "other", message["status"]] += 1
                 message["headers"] = [*message["headers"], *added]
             await send(message)
 
-        await self.app(scope, receive, account)
+        await app(scope, receive, account)
+
+    return respond
 
 
-class Checked:
+def checked(app: ASGIApp, check: Callable[[Scope], None]) -> ASGIApp:
     """Refuses what ``check`` refuses."""
 
-    def __init__(self, app: ASGIApp, check: Callable[[Scope], None]) -> None:
-        self.app, self.check = app, check
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self.check(scope)
+            check(scope)
         except ApiError as error:
             await Refusal(scope, error)(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return respond
 
 
 class Endpoint:
@@ -142,9 +171,9 @@ class Endpoint:
                 request.check_type()
                 request.data = await read_body(request, receive, limits)
             if not await unless_disconnected(receive, self._respond(context, request, receive, send)):
-                context.queue.counts.disconnected += 1
+                context.queue.disconnected += 1
         except OSError:
-            context.queue.counts.disconnected += 1
+            context.queue.disconnected += 1
         finally:
             request.end()
             if request.large:
@@ -167,19 +196,14 @@ class Endpoint:
         await response(request.scope, receive, send)
 
 
-def _unsupported(what: str) -> Callable[[StarletteRequest], Awaitable[Response]]:
-    async def refuse(request: StarletteRequest) -> Response:
-        raise ApiError(501, f"{what} are not supported: this server generates text")
-
-    return refuse
-
-
 async def _refused(request: StarletteRequest, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # of Starlette's router
         if request.method == "OPTIONS":  # outside of CORS too, as llama-server
             return Response()
         path = request.scope["path"]
         error = ApiError(404, f"there is nothing at {path[:200]}; docs/server.md lists what there is")
+        if path in UNSUPPORTED:
+            error = ApiError(501, f"{UNSUPPORTED[path]} are not supported: this server generates text")
         if "route" in request.scope:
             allowed = [method for method in METHODS if method in request.scope["route"].methods]
             sentence = f"{path} takes {' and '.join(allowed)}, not {request.method}"
@@ -198,14 +222,13 @@ def create_app(context: Context, metrics: Metrics, keys: Keys, origins: Origins,
 
     table: dict[str, Handlers] = {**ROUTES, **{path: {"GET": page} for path in PATHS if context.served.options.page}}
     routes = [Route(path, Endpoint(handlers), methods=list(handlers)) for path, handlers in table.items()]
-    routes += [Route(path, _unsupported(what), methods=METHODS) for path, what in UNSUPPORTED.items()]
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(Accounting, metrics=metrics, paths=frozenset(route.path for route in routes)),
-            Middleware(Checked, check=hosts.check),
+            Middleware(accounted, metrics=metrics, paths=frozenset({*table, *UNSUPPORTED})),
+            Middleware(checked, check=hosts.check),
             Middleware(CORSMiddleware, **origins.cors()),
-            Middleware(Checked, check=admit),
+            Middleware(checked, check=admit),
         ],
         exception_handlers={ApiError: _refused, HTTPException: _refused},
     )

@@ -28,6 +28,7 @@ Count = Annotated[int, Meta(ge=1, le=64)]
 Logprobs = Annotated[int, Meta(ge=0, le=1024)]
 Int31 = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
 Stops = str | Annotated[list[str], Meta(max_length=256)]
+_JSON = json.JSONEncoder(default=str)
 
 
 class Fields(Struct, kw_only=True):
@@ -102,10 +103,6 @@ class Generation(Fields, kw_only=True):
     def choices(self) -> int:
         """Sequences per prompt."""
         return self.n_cmpl or self.n or 1
-
-    @property
-    def reports_progress(self) -> bool:
-        return self.return_progress and self.stream
 
 
 class Completion(Generation, kw_only=True):
@@ -227,18 +224,14 @@ def parse(request: Request, kind: type[F]) -> F:
     for name in request.unknown:
         if name not in _logged and len(_logged) < MAX_LOGGED:
             _logged.add(name)
-            log.warning(
-                "requests at %s have the field %.80r, which means nothing here; responses name it in %s", request.path, name, HEADER
-            )
+            sentence = "requests at %s have the field %.80r, which means nothing here; responses name it in %s"
+            log.warning(sentence, request.path, name, HEADER)
     return convert(body, kind)
 
 
 def unknown_fields(body: Mapping[str, Any], kind: type[F]) -> list[str]:
-    """Fields without a meaning, and limits of the thinking, which are not enforced.
-
-    Raises:
-        ApiError: one that would change the response, and is not supported.
-    """
+    """Fields without a meaning, and limits of the thinking, which are not enforced. Raises ApiError: one that would change the response, and is
+    not supported."""
     known, unknown = field_names(kind), []
     for name, value in body.items():
         if name in BUDGETS:  # -1 is no limit, 0 is obeyed where there is thinking
@@ -265,34 +258,28 @@ def field_names(kind: type[Fields]) -> frozenset[str]:
     return frozenset(kind.__struct_fields__) - kind.hidden
 
 
-# -- types
-
-
 def convert(body: Mapping[str, Any], kind: type[F]) -> F:
     """The fields of ``body``. Raises ApiError: one has a wrong type or value, which is named."""
     types, hidden = _types(kind), getattr(kind, "hidden", ())
     whole = {  # 8.0 is a whole number of JSON
-        name: int(value) if type(value) is float and value.is_integer() and _takes_int(types.get(name)) else value
+        name: int(value) if type(value) is float and value.is_integer() and any(isinstance(t, inspect.IntType) for t in types.get(name, ())) else value
         for name, value in body.items()
         if name not in hidden
-    }
+    }  # fmt: skip
     try:
         return msgspec.convert(whole, kind)
     except msgspec.ValidationError as error:
         path = re.split(r"[`\[]", str(error).partition("`$.")[2])[0]
         value: Any = body
-        wanted: Any = None
+        wanted: list[Any] = []
         for name in path.split("."):
             value, wanted = value[name], types[name]
-            types = _types(_struct(wanted)) if _struct(wanted) is not None else {}
-        raise wrong(path, value, _described(wanted)) from None
+            types = next((_types(t.cls) for t in wanted if isinstance(t, inspect.StructType)), {})
+        raise wrong(path, value, " or ".join(map(_described, wanted))) from None
 
 
 def wrong(name: str, value: Any, right: str) -> ApiError:
     return ApiError(400, f"{name} is {_shown(value)}, but it has to be {right}", param=name)
-
-
-_JSON = json.JSONEncoder(default=str)
 
 
 def _shown(value: Any) -> str:
@@ -306,30 +293,16 @@ def _shown(value: Any) -> str:
 
 
 @cache
-def _types(kind: type[Struct]) -> dict[str, inspect.Type]:
+def _types(kind: type[Struct]) -> dict[str, list[Any]]:
+    """The types that its fields take, without None."""
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
-    return {field.name: field.type for field in info.fields}
+    either = {f.name: f.type.types if isinstance(f.type, inspect.UnionType) else (f.type,) for f in info.fields}
+    return {name: [t for t in types if not isinstance(t, inspect.NoneType)] for name, types in either.items()}
 
 
-def _parts(kind: inspect.Type | None) -> list[Any]:
-    return [t for t in kind.types if not isinstance(t, inspect.NoneType)] if isinstance(kind, inspect.UnionType) else [kind]
-
-
-def _struct(kind: inspect.Type) -> Any:
-    return next((part.cls for part in _parts(kind) if isinstance(part, inspect.StructType)), None)
-
-
-def _takes_int(kind: inspect.Type | None) -> bool:
-    return any(isinstance(part, inspect.IntType) for part in _parts(kind))
-
-
-def _described(kind: inspect.Type) -> str:
+def _described(kind: Any) -> str:
     """What a value has to be, as an error message ends."""
-    return " or ".join(map(_one_described, _parts(kind)))
-
-
-def _one_described(kind: Any) -> str:
     match kind:
         case inspect.BoolType():
             return "true or false"

@@ -5,21 +5,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..text.formats import GEMMA, JSON, NAMED, Calls, Format, Tags
-from ..text.values import kinds, resolved, with_implied_types
+from ..text.values import kinds, resolve, with_implied_types
 from .errors import ApiError
 
 Control = Mapping[str, int]
 """Texts of control tokens, and the tokens."""
+_OF_TAGGED = {"type", "properties", "required", "additionalProperties", "description", "title", "$schema", "$defs", "definitions"}
+_OF_TEXTS = {"type", "description", "title", "default", "examples"}
 
 
 def calls_grammar(
     form: Format, tools: Sequence[dict[str, Any]], several: bool, control: Control
 ) -> tuple[str, tuple[str | int, ...]] | None:
     """Lark text of one call between its markers, or of ``several``, and the triggers at which it begins; None for formats that are only parsed.
-
-    Raises:
-        ApiError: the grammar cannot hold what the tools' schemas ask for.
-    """
+    Raises ApiError: the grammar cannot hold what the tools' schemas ask for."""
     if form.channels is not None or not form.calls or form.calls[0].arguments == GEMMA:
         return None
     call, more = form.calls[0], "(SPACE call)*" if several else ""
@@ -35,6 +34,10 @@ def calls_grammar(
     return text, (control.get(begin, begin),)
 
 
+def _refused(sentence: str) -> ApiError:
+    return ApiError(400, sentence, param="tools")
+
+
 def _mark(marker: str, control: Control) -> str:
     """A marker in Lark: a control token matches no text."""
     return f"<[{control[marker]}]>" if marker in control else json.dumps(marker, ensure_ascii=False)
@@ -47,7 +50,7 @@ def _named_calls(tools: Sequence[dict[str, Any]], call: Calls, control: Control)
     for i, tool in enumerate(tools):
         name = tool["function"]["name"]
         if set('<>"\n') & set(name):
-            raise ApiError(400, f"{name!r} is a name that cannot stand in tags", param="tools")
+            raise _refused(f"{name!r} is a name that cannot stand in tags")
         head = [json.dumps(call.name[0] + call.prefix + name)] + ([f"/{call.index}/"] if call.index else [])
         head += [_mark(call.name[1], control)] if call.name[1] else []
         if call.arguments == JSON:
@@ -65,23 +68,15 @@ def _named_calls(tools: Sequence[dict[str, Any]], call: Calls, control: Control)
     return "\n".join([f"inside: {' | '.join(names)}", *rules, ""])
 
 
-_OF_TAGGED = {"type", "properties", "required", "additionalProperties", "description", "title", "$schema", "$defs", "definitions"}
-_OF_TEXTS = {"type", "description", "title", "default", "examples"}
-
-
 def _tagged(rules: list[str], i: int, function: dict[str, Any], tags: Tags) -> str:
     """The part after the name: arguments in the order of their schema; those that are not required may be left out. A text goes on to its end tag,
     other values are JSON. Rules for them are added to ``rules``."""
     schema = with_implied_types(function.get("parameters") or {"type": "object"})
     if not isinstance(schema, dict) or not set(schema) <= _OF_TAGGED or schema.get("type") != "object":
-        raise ApiError(
-            400, f"the parameters of {function['name']!r} are more than the arguments of a call in tags can be held to", param="tools"
-        )
+        raise _refused(f"the parameters of {function['name']!r} are more than the arguments of a call in tags can be held to")
     known, required = schema.get("properties", {}), schema.get("required", [])
     if not set(required) <= set(known) or any(set('<>"\n') & set(name) for name in known):
-        raise ApiError(
-            400, f"{function['name']!r} has names that cannot stand in tags, or requires what it does not describe", param="tools"
-        )
+        raise _refused(f"{function['name']!r} has names that cannot stand in tags, or requires what it does not describe")
     parts = []
     for j, (name, wanted) in enumerate(known.items()):
         value = f"SPACE {json.dumps(tags.value)} " if tags.value else ""
@@ -100,9 +95,7 @@ def _value(wanted: Any, root: dict[str, Any], tags: Tags, name: str) -> str:
         return "TEXT"
     if choices and all(text.strip() == text and "<" not in text for text in choices):
         return f"SPACE ({' | '.join(map(json.dumps, choices))}) SPACE {json.dumps(tags.end)}"
-    raise ApiError(
-        400, f"the argument {name!r} is a text that a call in tags cannot be held to; give it as any text or as an enum", param="tools"
-    )
+    raise _refused(f"the argument {name!r} is a text that a call in tags cannot be held to; give it as any text or as an enum")
 
 
 def _choices(wanted: Any, root: dict[str, Any], depth: int = 0) -> list[str] | None:
@@ -113,7 +106,7 @@ def _choices(wanted: Any, root: dict[str, Any], depth: int = 0) -> list[str] | N
     if isinstance(listed, list):
         return [value if isinstance(value, str) else json.dumps(value) for value in listed]
     if "$ref" in wanted and depth < 32:
-        return _choices(resolved(wanted, root), root, depth + 1)
+        return _choices(resolve(root, wanted["$ref"]), root, depth + 1)
     either = next((wanted[place] for place in ("anyOf", "oneOf") if isinstance(wanted.get(place), list)), None)
     if either is None and isinstance(wanted.get("type"), list):
         either = [{**wanted, "type": kind} for kind in wanted["type"]]
@@ -127,11 +120,8 @@ def _choices(wanted: Any, root: dict[str, Any], depth: int = 0) -> list[str] | N
 
 
 def call_schema(tools: Sequence[dict[str, Any]]) -> str:
-    """The JSON schema of a call of one of ``tools``, as {"name": .., "arguments": ..}. Definitions of their parameters move to its root.
-
-    Raises:
-        ApiError: two tools define different things under one name.
-    """
+    """The JSON schema of a call of one of ``tools``, as {"name": .., "arguments": ..}. Definitions of their parameters move to its root. Raises
+    ApiError: two tools define different things under one name."""
     shared: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     either = []
     for tool in tools:
@@ -141,7 +131,7 @@ def call_schema(tools: Sequence[dict[str, Any]]) -> str:
             for place, known in shared.items():
                 for name, schema in (parameters.pop(place, None) or {}).items():
                     if known.setdefault(name, schema) != schema:
-                        raise ApiError(400, f"two tools define {name!r} differently in their parameters; rename one", param="tools")
+                        raise _refused(f"two tools define {name!r} differently in their parameters; rename one")
         call = {"name": {"const": tool["function"]["name"]}, "arguments": parameters}
         either.append({"type": "object", "properties": call, "required": ["name", "arguments"], "additionalProperties": False})
     return json.dumps({"anyOf": either, **{place: known for place, known in shared.items() if known}})

@@ -1,17 +1,21 @@
 """A chat request as task requests for the engine. The other chat dialects are translated to ``bodies.Chat`` first."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
 
+from ..cancel import check
 from ..constraints.closed_objects import closed as closed_schema
+from ..constraints.grammar import Grammar
+from ..constraints.lazy import LazyGrammar
 from ..errors import SamplingError
 from ..text.formats import BARE
 from ..text.parse import Parser
+from ..text.stream import LineLimits
 from ..text.values import with_implied_types
 from . import sampling
 from .bodies import Chat, Generation, wrong
@@ -35,12 +39,19 @@ def task_requests(
     """The sequences of one prompt. ``triggers``: None for those of the body. Raises ApiError, SamplingError."""
     triggers = sampling.triggers(body, served.tokenizer, constraint) if triggers is None else triggers
     chosen = sampling.sampling(body, served.limits, served.tokenizer, n_probs, constraint, triggers)
-    served.check_constraint(chosen.constraint if constraint is not None else None, triggers)
+    check()
+    if chosen.constraint is not None and triggers:  # compiled before the request waits, and cached for it
+        LazyGrammar(*chosen.constraint, triggers, served.tokenizer)
+    elif constraint is not None and chosen.constraint is not None:
+        Grammar(*chosen.constraint, served.tokenizer)
     if body.ignore_eos and constraint is not None:
         raise ApiError(400, "a constraint ends with an end token, and ignore_eos ignores it; give one of the two", param="ignore_eos")
+    stop = tuple(text for text in ([body.stop] if isinstance(body.stop, str) else body.stop) if text)
+    lines = LineLimits(body.n_indent, max(0, body.t_max_predict_ms) / 1000)  # 0 of either is no limit
+    mode = "plain" if served.drafter and not body.speculative else None
     request = TaskRequest(
-        ids, sampling.max_tokens(body, served.limits), chosen, sampling.stop_texts(body.stop), sampling.line_limits(body), body.ignore_eos,
-        sampling.mode(body, served.drafter), body.cache_prompt, body.reports_progress, body.speculation, body.priority, key,
+        ids, sampling.max_tokens(body, served.limits), chosen, stop, lines, body.ignore_eos, mode, body.cache_prompt,
+        body.return_progress and body.stream, body.speculation, body.priority, key,
     )  # fmt: skip
     if body.choices == 1:
         return [request]
@@ -49,16 +60,8 @@ def task_requests(
 
 
 def read_chat(served: Served, body: Chat, key: str, names: Mapping[str, str]) -> tuple[list[TaskRequest], Callable[[], Parser | None]]:
-    """Renders, encodes and checks; in a thread of the pool. Returns the sequences, one per choice, and what makes the parser of each.
-
-    Args:
-        names: the client's names of fields by those of ``Chat``, where it is a translation.
-
-    Raises:
-        ApiError: a field is wrong.
-        TemplateError: the template refuses the conversation.
-        SamplingError: a constraint is wrong.
-    """
+    """Renders, encodes and checks; in a thread of the pool. Returns the sequences, one per choice, and what makes the parser of each. ``names``: the
+    client's names of fields by those of ``Chat``, where that is a translation. Raises ApiError: a field, a constraint or the conversation is wrong."""
     with translated(names):
         return _read_chat(served, body, key)
 
@@ -79,10 +82,8 @@ def _read_chat(served: Served, body: Chat, key: str) -> tuple[list[TaskRequest],
     prompt = served.chat_ids(_rendering(served, body, called, closed=constraint is not None and not body.grammar_lazy))
     requests: list[TaskRequest] | None = None
     template = served.template_for(called)
-    may_think = (
-        template.form.think[1] in template.source and _template_arguments(served, body)[0] is not False
-    )  # where a call's marker means nothing
-    if called and not forced and not may_think:
+    may_think = template.form.think[1] in template.source and _template_arguments(served, body)[0] is not False
+    if called and not forced and not may_think:  # in reasoning the marker of a call means nothing
         is_open = served.limits.sampling.additional_properties if body.additional_properties is None else body.additional_properties
         held = called if is_open else [_closed(tool) for tool in called]
         with suppress(ApiError, SamplingError):  # a call that no grammar can hold is read from the text
@@ -125,7 +126,7 @@ def _rendering(served: Served, body: Chat, tools: Sequence[dict[str, Any]], clos
     open_turn = body.add_generation_prompt is not False
     continues = body.continue_final_message
     if continues and body.add_generation_prompt:
-        raise ApiError(400, "add_generation_prompt and continue_final_message cannot both be true", param="continue_final_message")
+        raise _cannot_continue("add_generation_prompt and continue_final_message cannot both be true")
     last = messages[-1] if messages else {}
     if continues is None:
         continues = served.options.prefill_assistant and last.get("role") == "assistant" and not last.get("tool_calls") and open_turn
@@ -141,24 +142,29 @@ def _rendering(served: Served, body: Chat, tools: Sequence[dict[str, Any]], clos
             messages = [{**messages[0], "content": f"{_joined_text(messages[0].get('content'))}\n\n{about}"}, *messages[1:]]
         else:
             messages = [{"role": "system", "content": about}, *messages]
-    return Rendering(messages, tools, False if closed else thinking, variables, open_turn, prefill)
+    thinking = False if closed else thinking
+    options = {"add_generation_prompt": open_turn, "thinking": thinking, "tools": tools or None, "variables": variables}
+    return Rendering(messages, options, prefill)
 
 
 def _prefill(messages: list[dict[str, Any]], continues: bool | str, closed: bool) -> Prefill:
     """The last message as the beginning of the response. Raises ApiError: it cannot be continued."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant":
-        raise ApiError(400, "continue_final_message needs a last message of the assistant; send one", param="continue_final_message")
+        raise _cannot_continue("continue_final_message needs a last message of the assistant; send one")
     if last.get("tool_calls"):
         raise ApiError(400, "an assistant's message that calls tools cannot be continued; send the tools' results", param="messages")
     if len(messages) > 1 and messages[-2].get("role") == "assistant":
         raise ApiError(400, "two messages of the assistant stand at the end of the list; join them", param="messages")
     reasoning, content = last.get("reasoning_content") or "", _joined_text(last.get("content"))
     if continues == "reasoning_content" and content:
-        sentence = "continue_final_message is reasoning_content, but the last message has content after it; leave it out"
-        raise ApiError(400, sentence, param="continue_final_message")
+        raise _cannot_continue("continue_final_message is reasoning_content, but the last message has content after it; leave it out")
     thinks = continues == "reasoning_content" or (continues is True and reasoning and not content)
     return Prefill(reasoning, None if thinks and not closed else content)
+
+
+def _cannot_continue(sentence: str) -> ApiError:
+    return ApiError(400, sentence, param="continue_final_message")
 
 
 def _joined_text(content: Any) -> str:
@@ -192,40 +198,36 @@ def read_messages(body: Chat) -> list[dict[str, Any]]:
     if not isinstance(body.messages, list):  # an empty one is up to the template, as in llama-server
         raise ApiError(400, NO_MESSAGES, param="messages")
     for i, message in enumerate(body.messages):
-        if (fault := _message_fault(message, f"messages[{i}]")) is not None:
+        if fault := next(_faults(message, f"messages[{i}]"), None):
             raise ApiError(400, fault, param="messages")
     return body.messages
 
 
-def _message_fault(message: Any, at: str) -> str | None:
+def _faults(message: Any, at: str) -> Iterator[str]:
+    """What is wrong with a message."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return f"{at} is no object with a role"
+        yield f"{at} is no object with a role"
+        return
     content, calls = message.get("content"), message.get("tool_calls")
     if content is None and not (message["role"] == "assistant" and {"content", "tool_calls", "reasoning_content"} & set(message)):
-        return f"{at} has no content"
+        yield f"{at} has no content"
     if not isinstance(message.get("reasoning_content"), (str, type(None))):
-        return f"the reasoning_content of {at} is no text"
+        yield f"the reasoning_content of {at} is no text"
     if not isinstance(content, (list, str, type(None))):
-        return f"the content of {at} is neither a text nor a list of parts"
-    if isinstance(content, list) and (fault := next(filter(None, (_part_fault(part, at) for part in content)), None)) is not None:
-        return fault
-    if calls is not None and not (
-        isinstance(calls, list) and all(isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls)
+        yield f"the content of {at} is neither a text nor a list of parts"
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("image_url", "image", "input_audio", "input_video", "video_url"):
+            what = "audio" if "audio" in str(kind) else "video" if "video" in str(kind) else "image"
+            yield f"{what} input is not supported: this server runs text models; send text alone"
+        if kind == "refusal" and isinstance(part.get("refusal"), str):  # of an assistant's message
+            part |= {"type": "text", "text": part["refusal"]}
+        elif kind not in ("text", "thinking", "reasoning") or not isinstance(part.get("text", part.get("thinking")), str):
+            yield f'a part of {at} is no text; send {{"type": "text", "text": ...}}'
+    if not isinstance(calls, (list, type(None))) or not all(
+        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls or ()
     ):
-        return f"the tool_calls of {at} are no list of calls with a function each"
-    return None
-
-
-def _part_fault(part: Any, at: str) -> str | None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("image_url", "image", "input_audio", "input_video", "video_url"):
-        what = "audio" if "audio" in str(kind) else "video" if "video" in str(kind) else "image"
-        return f"{what} input is not supported: this server runs text models; send text alone"
-    if kind == "refusal" and isinstance(part.get("refusal"), str):  # of an assistant's message
-        part |= {"type": "text", "text": part["refusal"]}
-    elif kind not in ("text", "thinking", "reasoning") or not isinstance(part.get("text", part.get("thinking")), str):
-        return f'a part of {at} is no text; send {{"type": "text", "text": ...}}'
-    return None
+        yield f"the tool_calls of {at} are no list of calls with a function each"
 
 
 # -- tools

@@ -16,14 +16,8 @@ _ANTHROPIC = {413: "request_too_large", 500: "api_error", 501: "invalid_request_
 
 
 class ApiError(Exception):
-    """The error that a request gets. ``message`` is a sentence with the remedy.
-
-    Attributes:
-        status: of HTTP.
-        param: the field that is wrong, if one is.
-        headers: of the response.
-        more: further members of the error object.
-    """
+    """The error that a request gets. ``message`` is a sentence with the remedy, ``param`` the field that is wrong, if one is; ``headers`` are those of
+    the response, ``more`` further members of the error object."""
 
     def __init__(
         self, status: int, message: str, *, kind: str | None = None, param: str | None = None, headers: Mapping[str, str] | None = None,

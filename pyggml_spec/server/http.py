@@ -17,7 +17,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from .errors import ApiError
-from .heap import LARGE
 
 encode = msgspec.json.Encoder().encode
 PING = b":\n\n"  # a comment, which keeps connections of silent streams open
@@ -39,6 +38,7 @@ VERSION = version("pyggml_spec")
 FINGERPRINT = f"b0-pyspec-{VERSION}"
 JSON_TYPE = "application/json; charset=utf-8"
 STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+LARGE = 256 << 10  # bytes of a request, or of its response, after which memory is given back
 ANTHROPIC = ("/v1/messages", "/messages")
 
 
@@ -73,10 +73,7 @@ class Request(StarletteRequest):
 
     def check_type(self) -> None:
         """Checks the headers alone. A body without a type is taken for JSON: scripts leave it out, and pages of other sites are refused before.
-
-        Raises:
-            ApiError: the type or the charset of its body is not that of JSON, or it is compressed.
-        """
+        Raises ApiError: the type or the charset of its body is not that of JSON, or it is compressed."""
         if not self.has_body:
             return
         coding = self.headers.get("content-encoding", "").strip().lower()
@@ -86,20 +83,15 @@ class Request(StarletteRequest):
         kind, _, parameters = self.headers.get("content-type", "").lower().partition(";")
         kind = kind.strip()
         if kind and kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-            sentence = (
-                f"the body has the type {kind[:100]}; send JSON, with the header Content-Type: application/json, which curl takes with -H"
-            )
-            raise ApiError(415, sentence)
+            remedy = "send JSON, with the header Content-Type: application/json, which curl takes with -H"
+            raise ApiError(415, f"the body has the type {kind[:100]}; {remedy}")
         charset = dict(part.strip().partition("=")[::2] for part in parameters.split(";")).get("charset", "").strip("\"' ")
         if charset not in ("", "utf-8", "utf8", "us-ascii"):
             raise ApiError(415, f"the body is in {charset[:60]}; JSON is sent in UTF-8")
 
     def json_object(self) -> dict[str, Any]:
-        """The body, without members that are null: absent and null have one meaning everywhere.
-
-        Raises:
-            ApiError: it is no object, or has a field that is too long.
-        """
+        """The body, without members that are null: absent and null have one meaning everywhere. Raises ApiError: it is no object, or has a field
+        that is too long."""
         if self._object is not None:
             return self._object
         text = self.data.removeprefix(codecs.BOM_UTF8)
@@ -220,12 +212,8 @@ class _ValueCounter:
 
 
 async def read_body(request: Request, receive: Receive, limits: BodyLimits) -> bytes:
-    """The whole body. It counts in ``limits`` until the caller gives it back.
-
-    Raises:
-        ApiError: too long, too late, with too many values, or there are too many of others.
-        ConnectionResetError: the client has disconnected.
-    """
+    """The whole body. It counts in ``limits`` until the caller gives it back. Raises ApiError: too long, too late, with too many values, or there
+    are too many of others; ConnectionResetError: the client has disconnected."""
     request.scope["body_state"] = "reading"
     too_long = ApiError(413, f"the body is longer than the {limits.max_bytes} bytes that this server takes; send less")
     if request.length is not None and request.length > limits.max_bytes:

@@ -5,8 +5,9 @@ REPOSITORY myproject  (FILE name  text) of each extra file  FILE filename  PREFI
 
 from collections.abc import Sequence
 from itertools import chain
-from types import NoneType
 from typing import Any
+
+import msgspec
 
 from ..cancel import check
 from ..text.tokenizer import Fim
@@ -25,6 +26,11 @@ RESERVED_OUTPUT = 128  # tokens, where max_tokens has no limit
 MIN_RESERVED = 8  # for the model's own tokens, and one of the output
 EDGE_TOKENS = 64  # encoded beyond what is kept: the cut changes tokens near it
 SNIPPET = "\n\n--- snippet ---\n\n"  # between files, where the vocabulary has no token for that
+
+
+class File(msgspec.Struct):
+    text: str
+    filename: str | None = None
 
 
 async def infill(context: Context, request: Request) -> Response:
@@ -75,17 +81,16 @@ def _cut(served: Served, parts: Sequence[int | str], most: int, last: bool) -> l
 
 def _files(given: Any, fim: Fim) -> list[int | str]:
     """The other files, and the name of this one."""
-    right = isinstance(given, list) and all(
-        isinstance(chunk, dict) and isinstance(chunk.get("text"), str) and isinstance(chunk.get("filename"), (str, NoneType))
-        for chunk in given
-    )
-    if not right:
-        raise ApiError(400, 'input_extra is no list of files; send a list like [{"filename": "a.h", "text": "..."}]', param="input_extra")
+    try:
+        files = msgspec.convert(given, list[File])
+    except msgspec.ValidationError:
+        sentence = 'input_extra is no list of files; send a list like [{"filename": "a.h", "text": "..."}]'
+        raise ApiError(400, sentence, param="input_extra") from None
     parts: list[int | str] = [fim.repository, "myproject\n"] if fim.repository is not None else []
-    for chunk in given:
-        name = chunk.get("filename")
-        parts += [SNIPPET] if fim.file is None else [fim.file, f"{'tmp' if name is None else name}\n"]
-        parts.append(chunk["text"])
+    for file in files:
+        parts += (
+            [SNIPPET, file.text] if fim.file is None else [fim.file, f"{'tmp' if file.filename is None else file.filename}\n", file.text]
+        )
     return parts + ([fim.file, "filename\n"] if fim.file is not None else [])
 
 

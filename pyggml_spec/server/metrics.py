@@ -2,7 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as CONTENT_TYPE
@@ -46,10 +48,8 @@ class Metrics:
         self.started = time.time()
         self.totals = Counter(dict.fromkeys(_TOTALS, 0.0))
         self.max_tokens = 0
-        self.accepted_at: Counter[int] = Counter()
-        self.finished: Counter[str] = Counter()
-        self.widths: Counter[int] = Counter()
-        self.requests: Counter[tuple[str, int]] = Counter()
+        self.accepted_at, self.widths, self.finished = Counter[int](), Counter[int](), Counter[str]()
+        self.requests = Counter[tuple[str, int]]()
         self._registry = CollectorRegistry()
         self._histograms = {
             name: Histogram(f"pyspec:{name}", f"{text}.", buckets=bounds, registry=self._registry)
@@ -82,26 +82,19 @@ class Metrics:
 
     def text(self, queue: Queue) -> bytes:
         """The page of /metrics."""
-        return generate_latest(_Page([*self._registry.collect(), *self._families(queue)]))
+        page = SimpleNamespace(collect=lambda: [*self._registry.collect(), *self._families(queue)])
+        return generate_latest(page)
 
     def _families(self, queue: Queue) -> Iterator[Metric]:
         batch, totals = queue.engine.stats, self.totals
+        rate = lambda count, seconds: totals[count] / totals[seconds] if totals[seconds] else 0.0  # noqa: E731
         decoding = dict(batch.decoding)  # a copy: the engine's thread goes on
         busy = sum(sequences * count for sequences, count in decoding.items())
         steps = sum(count for sequences, count in decoding.items() if sequences)
-        counters: list[tuple[str, str, float]] = [(f"llamacpp:{name}", text, totals[name]) for name, text in _TOTALS.items()]
-        counters.append(("llamacpp:n_decode", "Forward passes", batch.steps))
-        counters.append(("pyspec:disconnected", "Clients that disconnected before their response was complete", queue.counts.disconnected))
-        for name, text, value in counters:
-            yield CounterMetricFamily(name, f"{text}.", value=value)
-        gauges: list[tuple[str, str, float]] = [
+        for name, text, value in (
             ("llamacpp:n_tokens_max", "Most tokens of a sequence", self.max_tokens),
-            ("llamacpp:prompt_tokens_seconds", "Prompt tokens per second", _rate(totals, "prompt_tokens", "prompt_seconds")),
-            (
-                "llamacpp:predicted_tokens_seconds",
-                "Tokens per second of a sequence",
-                _rate(totals, "tokens_predicted", "tokens_predicted_seconds"),
-            ),
+            ("llamacpp:prompt_tokens_seconds", "Prompt tokens per second", rate("prompt_tokens", "prompt_seconds")),
+            ("llamacpp:predicted_tokens_seconds", "Tokens per second of a sequence", rate("tokens_predicted", "tokens_predicted_seconds")),
             ("llamacpp:requests_processing", "Sequences that have a slot", len(queue.processing)),
             ("llamacpp:requests_deferred", "Sequences that wait", queue.waiting),
             ("llamacpp:n_busy_slots_per_decode", "Sequences per decoding step", busy / (steps or 1)),
@@ -109,30 +102,20 @@ class Metrics:
             ("pyspec:prefix_bytes", "Device bytes of cached prompt prefixes", queue.engine.prefix_bytes),
             ("pyspec:longest_wait_seconds", "Longest time between two steps of a decoding sequence", batch.longest_wait),
             ("pyspec:last_step_age_seconds", "Seconds since a step ended, while there is work", queue.step_age()),
-        ]
-        for name, text, value in gauges:
+        ):
             yield GaugeMetricFamily(name, f"{text}.", value=value)
-        for name, text, labels, counts in (
+        counters: tuple[tuple[str, str, tuple[str, ...], Mapping[Any, float]], ...] = (
+            *((f"llamacpp:{name}", text, (), {(): totals[name]}) for name, text in _TOTALS.items()),
+            ("llamacpp:n_decode", "Forward passes", (), {(): batch.steps}),
+            ("pyspec:disconnected", "Clients that disconnected before their response was complete", (), {(): queue.disconnected}),
             ("llamacpp:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position", ("position",), self.accepted_at),
             ("pyspec:sequences", "Sequences by why they ended", ("finish_reason",), self.finished),
             ("pyspec:steps_by_width", "Steps of sequences by verified tokens", ("width",), self.widths),
-            ("pyspec:rejected", "Requests that were refused, by cause", ("cause",), queue.counts.rejected),
+            ("pyspec:rejected", "Requests that were refused, by cause", ("cause",), queue.rejected),
             ("pyspec:requests", "Responses by path and status", ("path", "status"), self.requests),
-        ):
+        )
+        for name, text, labels, counts in counters:
             family = CounterMetricFamily(name, f"{text}.", labels=labels)
             for key, count in sorted(dict(counts).items(), key=str):
                 family.add_metric(tuple(map(str, key)) if isinstance(key, tuple) else (str(key),), count)
             yield family
-
-
-class _Page(CollectorRegistry):
-    def __init__(self, families: list[Metric]) -> None:
-        super().__init__()
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        return iter(self._families)
-
-
-def _rate(totals: Counter[str], count: str, seconds: str) -> float:
-    return totals[count] / totals[seconds] if totals[seconds] else 0.0

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -12,24 +13,11 @@ from msgspec import Meta, Struct
 
 from ..cancel import check
 from ..ggml.library import lost_reason
-from . import sampling
+from . import http, sampling
 from .bodies import Chat, Completion, OpenAICompletion, convert, parse, wrong
 from .conversation import render_chat, task_requests
 from .errors import ApiError
-from .http import (
-    FINGERPRINT,
-    STREAM_HEADERS,
-    VERSION,
-    LongLists,
-    Pauses,
-    Request,
-    Response,
-    Stream,
-    encode,
-    event,
-    event_stream,
-    json_response,
-)
+from .http import LongLists, Pauses, Request, Response, Stream, encode, event, event_stream, json_response
 from .output import Delta, Output, metrics, progress, speculation, timings
 from .reading import Context, ResponseEncoder, respond
 from .resumable import HEADER, ResumableStream, key_of
@@ -40,9 +28,7 @@ LIVE_SECONDS, MAX_WATCHERS = 0.2, 16  # between states of the slots; pages that 
 IDLE = {"tokens_per_step": 0, "predicted_per_second": 0}  # timings of a free slot
 MAX_CHARACTERS = 1 << 20  # that /tokenize takes, or 16 for each token of the context
 _STOP_TYPES = {"end": "eos", "stop": "word", "length": "limit", "context": "limit"}
-
-
-# -- /completion
+_VERBOSE = Completion()
 
 
 async def completion(context: Context, request: Request) -> Response:
@@ -106,9 +92,6 @@ def probabilities(output: Output, lists: LongLists) -> Any:
     return lists.add((encode(output.probability(p)) for p in output.logprobs), sum(1 + len(p.top) for p in output.logprobs))
 
 
-_VERBOSE = Completion()
-
-
 def native_result(context: Context, output: Output, lists: LongLists, body: Completion = _VERBOSE) -> dict[str, Any]:
     """The whole output of one sequence; in a stream without what came before."""
     served, stats, request = context.served, output.stats, output.task.request
@@ -147,16 +130,15 @@ def native_result(context: Context, output: Output, lists: LongLists, body: Comp
 def settings(context: Context, request: TaskRequest, seed: int | None = None) -> dict[str, Any]:
     """Settings by llama.cpp's names; samplers that are not supported have their neutral values. ``seed``: the one that was drawn."""
     s = request.sampling or context.served.limits.sampling
-    bias = [{"token": i, "bias": b if b > -1e30 else None} for i, b in s.logit_bias.items()]
+    biases = [*s.logit_bias.items(), *((i, -math.inf) for i in (context.served.ends if request.ignore_end else ()))]
+    bias = [{"token": i, "bias": b if b > -1e30 else None} for i, b in biases]
     n = -1 if request.max_tokens is None else request.max_tokens
     return {
-        "seed": seed if seed is not None else s.seed if s.seed is not None else (1 << 32) - 1,
-        "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p, "typical_p": s.typical_p,
-        "repeat_last_n": s.repeat_last_n, "repeat_penalty": s.repeat_penalty, "presence_penalty": s.presence_penalty,
-        "frequency_penalty": s.frequency_penalty, "min_keep": s.min_keep, "samplers": list(s.samplers),
+        **{name: getattr(s, name) for name in sampling.SETTINGS},
+        "seed": seed if seed is not None else s.seed if s.seed is not None else (1 << 32) - 1, "samplers": list(s.samplers),
         "dynatemp_range": 0.0, "xtc_probability": 0.0, "top_n_sigma": -1.0, "dry_multiplier": 0.0, "mirostat": 0, "adaptive_target": -1.0,
         "adaptive_decay": 0.0, "stop": list(request.stop), "max_tokens": n, "n_predict": n, "ignore_eos": request.ignore_end,
-        "logit_bias": bias + (context.served.end_bias() if request.ignore_end else []), "n_probs": s.logprobs or 0, "post_sampling_probs": s.logprobs_after,
+        "logit_bias": bias, "n_probs": s.logprobs or 0, "post_sampling_probs": s.logprobs_after,
         "grammar": s.grammar or "", "grammar_lazy": bool(s.triggers),
         "grammar_triggers": [sampling.shown_trigger(t) for t in s.triggers], "json_schema": json.loads(s.json_schema) if s.json_schema else None, "cache_prompt": request.reuse,
         "speculative.types": ",".join(context.served.session.methods) or "none" if request.mode is None else "none",
@@ -251,9 +233,9 @@ async def props(context: Context, request: Request) -> Response:
         "model_alias": served.name, "model_path": served.path, "modalities": {"vision": False, "audio": False},
         **({"chat_template_tool_use": served.tool_template.source} if served.tool_template is not None else {}),
         "chat_template": served.template.source, "bos_token": _token_text(context, served.tokenizer.bos), "eos_token": _token_text(context, served.eos),
-        "build_info": FINGERPRINT, "is_sleeping": False,
+        "build_info": http.FINGERPRINT, "is_sleeping": False,
         "pyspec": {
-            "version": VERSION, "drafter": configuration.drafter, "device": configuration.device, "threads": configuration.threads, "width": configuration.width,
+            "version": http.VERSION, "drafter": configuration.drafter, "device": configuration.device, "threads": configuration.threads, "width": configuration.width,
             "widths": configuration.widths, "kv_type": configuration.kv_type, "kernels": configuration.kernels, "memory": queue.engine.memory(), "notes": configuration.notes,
             "prefix_bytes": queue.engine.prefix_bytes, "graph_bytes": queue.engine.graph_bytes, "queue": {"requests": queue.limits.requests, "tokens": queue.limits.tokens},
         },
@@ -296,7 +278,7 @@ def slot_list(context: Context) -> list[dict[str, Any]]:
 async def live(context: Context, request: Request) -> Response:
     """/pyspec/live: the state of every slot, five times a second, for the page."""
     if request.method == "HEAD":  # the states have no end
-        return Response(headers=STREAM_HEADERS)
+        return Response(headers=http.STREAM_HEADERS)
     if context.watchers >= MAX_WATCHERS:
         raise ApiError(429, f"{MAX_WATCHERS} pages watch this server already; close one of them", headers={"retry-after": "30"})
     context.watchers += 1

@@ -36,6 +36,7 @@ class Encoder(ResponseEncoder):
 
     def __init__(self, context: Context, request: Request, body: Any) -> None:
         super().__init__(context, request, body)
+        self._calls: dict[int, int] = {}  # of each sequence of a chat; none before its first event
         self._begin = {
             "id": self.prefix + secrets.token_urlsafe(24).replace("-", "x").replace("_", "y"), "object": self.kinds[body.stream],
             "created": int(time.time()), "model": context.served.name, "system_fingerprint": FINGERPRINT,
@@ -101,10 +102,6 @@ class ChatEncoder(Encoder):
     kinds = ("chat.completion", "chat.completion.chunk")
     prefix = "chatcmpl-"
 
-    def __init__(self, context: Context, request: Request, body: Any) -> None:
-        super().__init__(context, request, body)
-        self._calls: dict[int, int] = {}  # how many calls each sequence has; none before its first event
-
     def delta(self, output: Output, delta: Delta, last: bool) -> bytes:
         index = output.task.index
         if delta.prompt_read is not None:
@@ -163,9 +160,6 @@ def _legacy_logprobs(output: Output, logprobs: Sequence[TokenLogprob], lists: Lo
         "top_logprobs": lists.add((encode({output.token_text(t): max(p, MIN_LOGPROB) for t, p in each.top}) for each in logprobs), size),
         "text_offset": [0, *accumulate(map(len, tokens[:-1]))] if tokens else [],
     }
-
-
-# -- models, counts
 
 
 async def models(context: Context, request: Request) -> Response:

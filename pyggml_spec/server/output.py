@@ -57,7 +57,6 @@ class Output:
         self.calls: list[Call] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
-        self.keeps_logprobs = True  # False in streams
         self.stats: Stats = task.stats
         self.prompt_read: int | None = None  # of the latest event; the engine is further
         self._shown = codecs.getincrementaldecoder("utf-8")("replace")
@@ -68,7 +67,7 @@ class Output:
         if not event.tokens:
             return []
         self.tokens += event.tokens
-        if self.keeps_logprobs:
+        if not self.task.stream.streams:
             self.logprobs += event.logprobs
         if self._stream is None:
             return [Delta(self._parsed(event.text), event.tokens, event.logprobs, event.drafts)]
@@ -103,8 +102,6 @@ class Output:
     def shown(self, tokens: Sequence[int]) -> list[str]:
         """Tokens one by one as text; a character whose bytes are in several is the last one's. To be called once for each token, in order."""
         return [self._shown.decode(self._tokenizer.piece(t)) for t in tokens]
-
-    # -- at its end
 
     @property
     def finish_reason(self) -> str:

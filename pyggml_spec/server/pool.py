@@ -9,10 +9,9 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
 from typing import Any
 
-from ..cancel import cancelled_by
+from ..cancel import Work
 
 SHORT, LONG = 2, 2  # threads of each lane
 MAX_THREADS = 10
@@ -20,48 +19,29 @@ SHORT_SHARE, LONG_SHARE = 4, 1  # threads of one client, those that overrun incl
 OVERRUN_SECONDS = 0.05
 
 
-@dataclass(eq=False)
-class Work:
-    """One call. ``cancel`` removes it from its lane, or ends it at its next ``cancel.check``."""
+class PoolWork(Work):
+    """``cancel`` removes it from its lane, too."""
 
-    call: Callable[[], Any]
-    client: str
-    long: bool
-    future: Future[Any] = field(default_factory=Future)
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    began: float = 0.0
-
-    def cancel(self) -> None:
-        self.cancelled.set()
-        self.future.cancel()
-
-    def run(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            with cancelled_by(self.cancelled):
-                result = self.call()
-        except BaseException as error:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
+    def __init__(self, call: Callable[[], Any], client: str, long: bool) -> None:
+        super().__init__(call)
+        self.client, self.long = client, long
 
 
 class Pool(Executor):
     """Threads are started when they are needed, and are daemons: the process can exit at any time."""
 
     def __init__(self) -> None:
-        self._waiting: tuple[OrderedDict[str, deque[Work]], ...] = (OrderedDict(), OrderedDict())
-        self._running: set[Work] = set()
+        self._waiting: tuple[OrderedDict[str, deque[PoolWork]], ...] = (OrderedDict(), OrderedDict())
+        self._running: set[PoolWork] = set()
         self._lock, self._threads, self._free, self._closed = threading.Lock(), 0, 0, False
         self._more, self._done = threading.Condition(self._lock), threading.Condition(self._lock)  # of work
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self.start(lambda: function(*args, **kwargs)).future
+        return self.start(lambda: function(*args, **kwargs))
 
-    def start(self, call: Callable[[], Any], client: str = "", long: bool = False) -> Work:
+    def start(self, call: Callable[[], Any], client: str = "", long: bool = False) -> PoolWork:
         """Raises RuntimeError: it is shut down."""
-        work = Work(call, client, long)
+        work = PoolWork(call, client, long)
         with self._lock:
             if self._closed:
                 raise RuntimeError("this pool is shut down; make another one")
@@ -110,7 +90,7 @@ class Pool(Executor):
             self._threads += 1
             threading.Thread(target=self._work, name="pyspec prepares", daemon=True).start()
 
-    def _next(self) -> Work | None:
+    def _next(self) -> PoolWork | None:
         """The next work, round robin over clients."""
         now = time.monotonic()
         for long, limit in ((False, SHORT), (True, LONG)):

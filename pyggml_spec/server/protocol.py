@@ -146,18 +146,15 @@ class Connection(asyncio.Protocol):
 
     # -- of the parser
 
-    def on_message_begin(self) -> None:
-        self._url = b""
-
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_headers_complete(self) -> None:
         self._stop_timer(self._head_too_late)
-        httptools.parse_url(self._url).path.decode("ascii")  # raises what it raises in uvicorn
-        whole_url = not self._url.startswith(b"/")  # its host counts instead of the header's
-        authority = self._url.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0].decode("latin-1") if whole_url else None
-        self._authorities.append(authority)
+        url, self._url = self._url, b""
+        httptools.parse_url(url).path.decode("ascii")  # raises what it raises in uvicorn
+        authority = url.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0].decode("latin-1")
+        self._authorities.append(None if url.startswith(b"/") else authority)  # that of a whole URL counts instead of the header's
         self._open_requests += 1
         self._progress, self._whole = True, False
 
@@ -283,12 +280,3 @@ class Server(uvicorn.Server):
 
     def _busy(self) -> list[Connection]:
         return [c for c in self.server_state.connections if isinstance(c, Connection) and c.busy]
-
-
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's loop where it is installed, None for asyncio's own."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
@@ -20,7 +20,7 @@ from .output import Delta, Output
 from .pool import Pool
 from .resumable import HEADER, Streams, key_of
 from .served import Served
-from .tasks import MAX_KEPT, Queue, TaskRequest
+from .tasks import MAX_KEPT, Queue, ResponseStream, TaskRequest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,6 +30,7 @@ COMPILED = {"grammar", "regex", "lark", "json_schema", "response_format", "gramm
 """Fields whose compilation may take a second."""
 LONG = 16 << 10  # bytes of a request for the long lane of the pool
 Names = Mapping[str, str]
+Item = tuple[Output, Delta, bool] | None
 
 
 class Context:
@@ -43,11 +44,7 @@ class Context:
     async def in_pool(self, request: Request, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """``function`` in a thread: the event loop goes on with other streams. It is cancelled when the client disconnects."""
         work = self._pool.start(lambda: function(*args, **kwargs), request.key or request.peer, len(request.data) > LONG)
-        try:
-            return await asyncio.wrap_future(work.future)
-        except asyncio.CancelledError:
-            work.cancel()
-            raise
+        return await asyncio.wrap_future(work)
 
     async def prepared(self, request: Request, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """``function``, which prepares a request: in a thread if that could take long, else here, where the first token comes sooner."""
@@ -103,78 +100,62 @@ async def respond(
     parser: Callable[[], Parser | None] = lambda: None,
 ) -> Response:  # fmt: skip
     """The response, whole or as a stream. ``parser``: makes one for each sequence. Raises ApiError."""
-    made, reader = encoder(context, request, body), Reader(context, request, body, requests, parser)
-    made.outputs = reader.outputs
-    if body.stream:
-        await reader.begin()
-        return event_stream(_events(reader, made))
-    async for _ in reader.deltas():
+    events, made = enter(context, request, body, requests), encoder(context, request, body)
+    made.outputs = [Output(task, context.served.tokenizer, parser()) for task in events.tasks]
+    deltas = _deltas(events, made.outputs)
+    if body.stream:  # the first delta is waited for: a request that fails at once gets an ordinary error
+        return event_stream(_encoded(await anext(deltas, None), deltas, made))
+    async for _ in deltas:
         pass
     return await made.whole()
 
 
-async def _events(reader: "Reader", encoder: ResponseEncoder) -> AsyncIterator[bytes]:
+def enter(context: Context, request: Request, body: Fields, requests: Sequence[TaskRequest]) -> ResponseStream:
+    """Queues a request; its ``on_end`` cancels what is left. Raises ApiError: the queue is full, or the id of its stream too long."""
+    key = key_of(request, request.headers.get(HEADER, "")) if body.stream else None
+    reported = [(r.max_tokens, r.sampling.logprobs) for r in requests if r.sampling is not None] if not body.stream else []
+    total = sum(min(most, context.served.n_ctx) * (1 + n) for most, n in reported if most is not None and n is not None)
+    if total > MAX_KEPT:
+        sentence = f"the response could have {total} log probabilities, and {MAX_KEPT} are the most; request fewer, for fewer tokens, or for a stream"
+        raise ApiError(400, sentence)
+    events = context.queue.enter([replace(r, client=request.peer) for r in requests])
+    events.streams = body.stream
+    if key is not None:  # at once: this request may wait for the slot of the stream before
+        context.streams.end(key)
+    events.ping_seconds = float(body.sse_ping_interval) if body.sse_ping_interval > 0 else math.inf
+    request.on_end.append(events.cancel)
+    return events
+
+
+async def _deltas(events: ResponseStream, outputs: Sequence[Output]) -> AsyncGenerator[Item, None]:
+    """Each output with its next delta and whether that was the last; None after a long silence. Raises ApiError."""
+    left = len(outputs)
+    while left:
+        if (item := await events.read()) is None:
+            yield None
+            continue
+        output, step = outputs[item[0].index], item[1]
+        if isinstance(step, End):
+            left -= 1
+            if step.error is not None:
+                raise api_error(step.error)
+        elif step.prompt_read is not None:
+            output.stats, output.prompt_read = step.stats, step.prompt_read
+            yield output, Delta(prompt_read=step.prompt_read), False
+        elif not step.tokens:
+            yield output, output.finish(step), True
+        else:
+            for delta in output.take(step):
+                yield output, delta, False
+
+
+async def _encoded(first: Item, deltas: AsyncGenerator[Item, None], encoder: ResponseEncoder) -> AsyncIterator[bytes]:
+    encoded = lambda item: encoder.ping if item is None else encoder.delta(*item)  # noqa: E731
     try:
         yield encoder.begin()
-        async for item in reader.deltas():
-            yield encoder.ping if item is None else encoder.delta(*item)
+        yield encoded(first)
+        async for item in deltas:
+            yield encoded(item)
         yield encoder.end()
     except Exception as error:
         yield encoder.error(api_error(error))
-
-
-class Reader:
-    """The outputs of one request. Making it enters the queue; the request's ``on_end`` cancels what is left."""
-
-    def __init__(
-        self, context: Context, request: Request, body: Fields, requests: Sequence[TaskRequest], parser: Callable[[], Parser | None]
-    ) -> None:
-        """Raises ApiError: the queue is full, or the id of its stream too long."""
-        key = key_of(request, request.headers.get(HEADER, "")) if body.stream else None
-        reported = [(r.max_tokens, r.sampling.logprobs) for r in requests if r.sampling is not None] if not body.stream else []
-        total = sum(min(most, context.served.n_ctx) * (1 + n) for most, n in reported if most is not None and n is not None)
-        if total > MAX_KEPT:
-            sentence = f"the response could have {total} log probabilities, and {MAX_KEPT} are the most; request fewer, for fewer tokens, or for a stream"
-            raise ApiError(400, sentence)
-        self._events = context.queue.enter([replace(r, client=request.peer) for r in requests])
-        self._events.streams = body.stream
-        if key is not None:  # at once: this request may wait for the slot of the stream before
-            context.streams.end(key)
-        self._events.ping_seconds = float(body.sse_ping_interval) if body.sse_ping_interval > 0 else math.inf
-        request.on_end.append(self._events.cancel)
-        self.outputs = [Output(task, context.served.tokenizer, parser()) for task in self._events.tasks]
-        for output in self.outputs:
-            output.keeps_logprobs = not body.stream
-        self._left = len(self.outputs)
-        self._first: list[tuple[Output, Delta, bool] | None] = []
-
-    async def begin(self) -> None:
-        """Waits for the first event, so that a request that fails at once gets an ordinary error. Raises ApiError."""
-        self._first = await self._next()
-
-    async def deltas(self) -> AsyncIterator[tuple[Output, Delta, bool] | None]:
-        """Each output with its next delta and whether that was the last; None after a long silence. Raises ApiError."""
-        while True:
-            items, self._first = self._first or await self._next(), []
-            for item in items:
-                yield item
-            if not self._left:
-                return
-
-    async def _next(self) -> list[tuple[Output, Delta, bool] | None]:
-        item = await self._events.read()
-        if item is None:
-            return [None]
-        task, step = item
-        output = self.outputs[task.index]
-        if isinstance(step, End):
-            self._left -= 1
-            if step.error is not None:
-                raise api_error(step.error)
-            return []
-        if step.prompt_read is not None:
-            output.stats, output.prompt_read = step.stats, step.prompt_read
-            return [(output, Delta(prompt_read=step.prompt_read), False)]
-        if not step.tokens:
-            return [(output, output.finish(step), True)]
-        return [(output, delta, False) for delta in output.take(step)]

@@ -1,9 +1,8 @@
 """OpenAI's /v1/responses, without state: every request has its whole conversation. Requests are translated to ``bodies.Chat`` first."""
 
-import json
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 from ..text.values import Call
@@ -12,10 +11,13 @@ from .errors import ApiError
 from .http import Request, Response, event, json_response
 from .output import Delta, Output, progress, speculation, usage
 from .reading import Context, ResponseEncoder, count_prompt, respond_to_chat
-from .sampling import SCHEMA_METADATA, check_members
+from .sampling import MISPLACED, SCHEMA_METADATA, check_members
 
 _SHARED = tuple((field_names(Responses) & field_names(Chat)) - {"tools"})
-_STATEFUL = ("previous_response_id", "conversation")
+_STATEFUL = {
+    **dict.fromkeys(("previous_response_id", "conversation"), "responses; send the whole conversation"), "background": "responses",
+    "prompt": "prompts; send its text as instructions and input",
+}  # fmt: skip
 _NESTED = {"reasoning": ("effort",), "text": ("format",)}  # members with a meaning
 _NAMES = {
     "messages": "input", "the messages": "the input", "max_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort", "response_format": "text.format",
@@ -31,35 +33,23 @@ async def create(context: Context, request: Request) -> Response:
     for name, known in _NESTED.items():
         request.unknown += [f"{name}.{inner}" for inner in getattr(given, name) if inner not in known]
     request.unknown += [f"tools: {tool.get('type')}" for tool in given.tools if tool.get("type") != "function"]
-    body, names = to_chat(given, frozenset(request.json_object()))
+    body, names = to_chat(given, request.json_object())
     return await respond_to_chat(context, request, body, Encoder, names)
 
 
 async def input_tokens(context: Context, request: Request) -> Response:
     sent = request.json_object()
-    body, names = to_chat(convert(sent, Responses), frozenset(sent))
+    body, names = to_chat(convert(sent, Responses), sent)
     count = await count_prompt(context, request, body, names)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
-# -- requests
-
-
-def to_chat(given: Responses, sent: Collection[str]) -> tuple[Chat, dict[str, str]]:
-    """The request as a chat, and the client's names of fields by those of chats, for ``translated``. ``sent``: names of its fields.
-
-    Raises:
-        ApiError: no input, or one that needs the state of an earlier response.
-    """
-    for name in _STATEFUL:
-        if getattr(given, name) is not None:
-            raise ApiError(400, f"{name} is not supported: this server keeps no responses; send the whole conversation", param=name)
-    if "prompt" in sent:
-        raise ApiError(
-            400, "prompt is not supported: this server keeps no prompts; send its text as instructions and input", param="prompt"
-        )
-    if given.background:
-        raise ApiError(400, "background is not supported: this server keeps no responses", param="background")
+def to_chat(given: Responses, sent: Mapping[str, Any]) -> tuple[Chat, dict[str, str]]:
+    """The request as a chat, and the client's names of fields by those of chats, for ``translated``. ``sent``: its fields. Raises
+    ApiError: no input, or one that needs the state of an earlier response."""
+    for name, why in _STATEFUL.items():
+        if name in sent and sent[name] not in (None, False):
+            raise ApiError(400, f"{name} is not supported: this server keeps no {why}", param=name)
     body = Chat(**{name: getattr(given, name) for name in _SHARED})
     body.messages, places = _messages(given)
     if given.max_output_tokens is not None:
@@ -107,8 +97,7 @@ def _messages(given: Responses) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _set_format(given: Responses, body: Chat) -> None:
     """``text.format`` as ``response_format``. Raises ApiError."""
-    if misplaced := next((name for name in ("type", "schema", "json_schema") if name in given.text), None):
-        raise ApiError(400, f"text has no {json.dumps(misplaced)}; a schema goes there like this: {_PLACE}", param="text")
+    check_members({name: given.text[name] for name in MISPLACED if name in given.text}, "text", (), _PLACE)
     form = given.text.get("format") or {}
     if not isinstance(form, dict):
         raise wrong("text.format", form, "an object")
@@ -164,9 +153,6 @@ def _texts(content: Any, i: int) -> Any:
         else:
             raise ApiError(400, f'a part of input[{i}] is no text; send {{"type": "input_text", "text": ...}}', param="input")
     return content if not isinstance(content, list) else out[0]["text"] if len(out) == 1 and "text" in out[0] else out
-
-
-# -- responses
 
 
 class Encoder(ResponseEncoder):

@@ -3,49 +3,48 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..cancel import check
 from ..constraints.pattern import Pattern
 from ..errors import SamplingError
 from ..sampling.sampler import KNOWN, Sampling
-from ..text.stream import LineLimits
 from ..text.tokenizer import Tokenizer
 from ..text.values import with_implied_types
 from .bodies import Fields, Generation, wrong
 from .errors import ApiError
 
 MAX_NUMBER = 1e300
-MAX_CACHED = 64
 Constraint = tuple[str, str]  # kind, text
 Trigger = str | int | Pattern
+Triggers = tuple[Trigger, ...]
+SETTINGS = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty", "min_keep", "seed",
+)  # fmt: skip
 FIELDS = {  # field: of Sampling
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n")},
-    **{name: name for name in ("presence_penalty", "frequency_penalty", "min_keep", "seed")},
+    **{name: name for name in SETTINGS},
     "typ_p": "typical_p",
     "repetition_penalty": "repeat_penalty",
 }
 UNSUPPORTED = {  # samplers, and the values that turn them off
-    "dynatemp_range": (0,),
-    "xtc_probability": (0,),
-    "top_n_sigma": (-1, 0),
-    "dry_multiplier": (0,),
-    "mirostat": (0,),
-    "adaptive_target": (-1,),
-}
+    "dynatemp_range": (0,), "xtc_probability": (0,), "top_n_sigma": (-1, 0), "dry_multiplier": (0,), "mirostat": (0,), "adaptive_target": (-1,),
+}  # fmt: skip
 _SAMPLER_NAMES = {"typical_p": "typ_p", "typ-p": "typ_p", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "temp": "temperature"}
 _SAMPLERS_OFF = ("dry", "top_n_sigma", "xtc", "adaptive_p")
+PLACE = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
+MISPLACED = ("type", "schema", "json_schema")  # members that clients put one level too high
+SCHEMA_METADATA = ("name", "description", "strict")  # they constrain nothing
+_TRIGGER = '{"type": "word", "token", "pattern" or "pattern_full", "value": ...}'
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Defaults of requests: the server's own options. ``cached``: what was made of them, since requests are alike and one takes 30 us."""
+    """Defaults of requests: the server's own options."""
 
     sampling: Sampling
     max_tokens: int | None
     n_ctx: int
-    cached: dict[str, Sampling] = field(default_factory=dict, compare=False)
 
 
 def max_tokens(body: Generation, limits: Limits) -> int | None:
@@ -54,36 +53,11 @@ def max_tokens(body: Generation, limits: Limits) -> int | None:
     return given if given >= 0 else limits.max_tokens
 
 
-def stop_texts(given: str | Sequence[str]) -> tuple[str, ...]:
-    return tuple(text for text in ([given] if isinstance(given, str) else given) if text)
-
-
-def line_limits(body: Generation) -> LineLimits:
-    """0 of either is no limit, and neither are -1 milliseconds."""
-    return LineLimits(body.n_indent, max(0, body.t_max_predict_ms) / 1000)
-
-
-def mode(body: Fields, drafter: bool) -> str | None:
-    return "plain" if drafter and not body.speculative else None
-
-
 def sampling(
-    body: Generation,
-    limits: Limits,
-    tokenizer: Tokenizer,
-    n_probs: int | None,
-    constraint: Constraint | None,
-    triggers: tuple[Trigger, ...] = (),
+    body: Generation, limits: Limits, tokenizer: Tokenizer, n_probs: int | None, constraint: Constraint | None, triggers: Triggers = ()
 ) -> Sampling:
-    """How this request's tokens are chosen.
-
-    Args:
-        n_probs: log probabilities that are reported of each token; None: none.
-        triggers: at which the constraint begins.
-
-    Raises:
-        ApiError: a value out of range, or a sampler that is not supported.
-    """
+    """How this request's tokens are chosen. ``n_probs``: log probabilities that are reported of each token; ``triggers``: at which the constraint
+    begins. Raises ApiError: a value out of range, or a sampler that is not supported."""
     values: dict[str, Any] = {means: value for name, means in FIELDS.items() if (value := getattr(body, name)) is not None}
     if values.get("seed") in (-1, (1 << 32) - 1):
         values["seed"] = None
@@ -104,20 +78,12 @@ def sampling(
         values |= dict.fromkeys(("grammar", "json_schema", "regex", "lark")) | {constraint[0]: constraint[1], "triggers": triggers}
     if body.additional_properties is not None:
         values["additional_properties"] = body.additional_properties
-    key = repr(values) if constraint is None and body.logit_bias is None else ""
-    if (known := limits.cached.get(key)) is not None:
-        return known
     try:
-        made = replace(limits.sampling, **values)
+        return replace(limits.sampling, **values)
     except SamplingError as error:
         given = next((n for n, means in FIELDS.items() if getattr(body, n) is not None and str(error).startswith(f"{means} is ")), None)
         message = str(error) if given is None else given + str(error).removeprefix(FIELDS[given])
         raise ApiError(400, message, param=given) from None
-    if key:
-        if len(limits.cached) >= MAX_CACHED:
-            limits.cached.clear()
-        limits.cached[key] = made
-    return made
 
 
 def _samplers(value: Any) -> tuple[str, ...]:
@@ -152,10 +118,6 @@ def logit_bias(value: Any, tokenizer: Tokenizer) -> dict[int, float]:
         ids = [token] if isinstance(token, int) else tokenizer.encode(token, special=True, bos=False)
         out |= {i: float(bias) for i in ids if 0 <= i < tokenizer.n_vocab}
     return out
-
-
-PLACE = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
-SCHEMA_METADATA = ("name", "description", "strict")  # they constrain nothing
 
 
 def check_members(form: Mapping[str, Any], at: str, known: Sequence[str], place: str) -> None:
@@ -198,15 +160,9 @@ def _schema(value: Any, name: str) -> str:
     return json.dumps(with_implied_types(value) if value != {} else {"type": "object"})
 
 
-_TRIGGER = '{"type": "word", "token", "pattern" or "pattern_full", "value": ...}'
-
-
-def triggers(body: Fields, tokenizer: Tokenizer, constraint: Constraint | None) -> tuple[Trigger, ...]:
-    """Of ``grammar_lazy``: the words, tokens or patterns at which the constraint begins; none without it.
-
-    Raises:
-        ApiError: there are none, or one is no trigger.
-    """
+def triggers(body: Fields, tokenizer: Tokenizer, constraint: Constraint | None) -> Triggers:
+    """Of ``grammar_lazy``: the words, tokens or patterns at which the constraint begins; none without it. Raises ApiError: there are none, or one
+    is no trigger."""
     if not body.grammar_lazy:
         return ()
     given = body.grammar_triggers if body.grammar_triggers is not None else []

@@ -9,13 +9,11 @@ from ..api import Session
 from ..cancel import check
 from ..chat import chat_template, tool_template
 from ..concurrent import ConcurrentSession
-from ..constraints.grammar import Grammar
-from ..constraints.lazy import LazyGrammar
 from ..text.formats import IN_JSON, TAIL, Format
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .errors import ApiError
-from .sampling import Limits, Trigger
+from .sampling import Limits
 
 CHATML = (
     "{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' -}}{%- endfor -%}"
@@ -34,6 +32,7 @@ COMMAND_R = (
 NAMED = {"chatml": CHATML, "command-r": COMMAND_R, "llama3": LLAMA3}
 MAX_PROMPT_TOKENS = 1 << 19  # of all prompts of one request
 CHARACTERS = 12  # per token of the context: the beginning of a text that is encoded first
+ANSWER = 256  # tokens of output, for which a sufficient context is named
 
 
 @dataclass
@@ -71,43 +70,22 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Rendering:
-    """A conversation, and how the template renders it."""
+    """A conversation, and ``options`` of ``ChatTemplate.render`` and ``encode`` for it."""
 
     messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    thinking: bool | None = None
-    variables: Mapping[str, Any] | None = None
-    open_turn: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
     prefill: Prefill | None = None
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Of ``ChatTemplate.render`` and ``encode``."""
-        return {
-            "add_generation_prompt": self.open_turn,
-            "thinking": self.thinking,
-            "tools": self.tools or None,
-            "variables": self.variables,
-        }
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation as tokens.
-
-    Attributes:
-        inside: "reasoning" or "content", where the prompt has opened it; "" where the output opens one.
-        goes_on: whether the prompt ends within a text of the assistant's.
-        form: the format of outputs.
-    """
+    """A conversation as tokens. ``inside``: "reasoning" or "content", where the prompt has opened it, else ""; ``goes_on``: whether it ends within a
+    text of the assistant's; ``form``: the format of outputs."""
 
     ids: list[int]
     inside: str
     goes_on: bool
     form: Format
-
-
-ANSWER = 256  # tokens of output, for which a sufficient context is named
 
 
 class Served:
@@ -125,6 +103,7 @@ class Served:
         path = session.target.file.path
         self.path = str(path)
         self.names = options.names or (path.name,)
+        self.name = self.names[0]
         self.template, where = chat_template(session, template, CHATML)
         self.note = where if self.template.source == CHATML and template is None else ""
         self.tool_template = tool_template(session) if template is None else None
@@ -134,20 +113,10 @@ class Served:
         eos = session.target.file.metadata.get("tokenizer.ggml.eos_token_id")
         self.eos = eos if isinstance(eos, int) else None
         self.longest_piece = self.tokenizer.longest_piece  # bytes
-        self._ends = [i for i in range(self.tokenizer.n_vocab) if self.tokenizer.is_end(i)]
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    # -- prompts
+        self.ends = [i for i in range(self.tokenizer.n_vocab) if self.tokenizer.is_end(i)]
 
     def prompts(self, prompt: Any, name: str = "prompt") -> list[Any]:
-        """Prompts of /completion: a text, tokens, both mixed, or a list of such.
-
-        Raises:
-            ApiError: there are none.
-        """
+        """Prompts of /completion: a text, tokens, both mixed, or a list of such. Raises ApiError: there are none."""
         if isinstance(prompt, list) and not any(isinstance(part, int) for part in prompt):
             if not prompt:
                 raise ApiError(400, f"the {name} is an empty list; give a text", param=name)
@@ -155,37 +124,27 @@ class Served:
         return [prompt]
 
     def text_ids(self, prompts: Sequence[Any], name: str = "prompt") -> list[list[int]]:
-        """Their tokens; control tokens in texts count.
-
-        Raises:
-            ApiError: one is something else, or empty, or all are too long together.
-        """
+        """Their tokens; control tokens in texts count. Raises ApiError: one is something else, or empty, or all are too long together."""
         out: list[list[int]] = []
         most = left = max(MAX_PROMPT_TOKENS, self.n_ctx)
         for prompt in prompts:
             check()
-            out.append(self._one_prompt(prompt, name))
+            if isinstance(prompt, dict):
+                if prompt.get("multimodal_data"):
+                    raise ApiError(400, "this model takes no images, sound or video; send text alone", param=name)
+                prompt = prompt.get("prompt_string")
+            if (parts := texts_and_ids(prompt)) is None:
+                raise ApiError(400, f"the {name} has to be a text, a list of token ids, or a list of such", param=name)
+            ids: list[int] = []
+            for i, part in enumerate(parts):
+                ids += [part] if isinstance(part, int) else self.encoded(part, name, special=True, bos=i == 0)
+                if len(ids) > 2 * self.n_ctx:  # the rest cannot make it fit
+                    break
+            out.append(self.checked(ids, name))
             left -= len(out[-1])
             if left < 0:
                 raise ApiError(400, f"the prompts have more than {most} tokens together; send several requests", param=name)
         return out
-
-    def _one_prompt(self, prompt: Any, name: str) -> list[int]:
-        if isinstance(prompt, dict):
-            if prompt.get("multimodal_data"):
-                raise ApiError(400, "this model takes no images, sound or video; send text alone", param=name)
-            prompt = prompt.get("prompt_string")
-        if (parts := texts_and_ids(prompt)) is None:
-            raise ApiError(400, f"the {name} has to be a text, a list of token ids, or a list of such", param=name)
-        ids: list[int] = []
-        for i, part in enumerate(parts):
-            if isinstance(part, int):
-                ids.append(part)
-                continue
-            ids += self.encoded(part, name, special=True, bos=i == 0)
-            if len(ids) > 2 * self.n_ctx:  # the rest cannot make it fit
-                break
-        return self.checked(ids, name)
 
     def encoded(self, text: str, name: str, special: bool, bos: bool) -> list[int]:
         """Tokens of a text that can fit. Raises ApiError, as ``check_length``."""
@@ -193,11 +152,7 @@ class Served:
         return self.tokenizer.encode(text, special, bos)
 
     def check_length(self, text: str, name: str) -> None:
-        """Encodes the beginning of a long text first: nothing interrupts the encoding of megabytes.
-
-        Raises:
-            ApiError: it cannot fit the context.
-        """
+        """Encodes the beginning of a long text first: nothing interrupts the encoding of megabytes. Raises ApiError: it cannot fit the context."""
         self.check_bytes(len(text), name)
         head = CHARACTERS * self.n_ctx
         while head < len(text):
@@ -220,11 +175,7 @@ class Served:
             raise self._too_many(f"at least {least}", least, name)
 
     def checked(self, ids: list[int], name: str = "prompt") -> list[int]:
-        """The ids themselves, if they are tokens and fit.
-
-        Raises:
-            ApiError: none, outside of the vocabulary, or too many.
-        """
+        """The ids themselves, if they are tokens and fit. Raises ApiError: none, outside of the vocabulary, or too many."""
         if not ids:
             raise ApiError(400, f"the {name} is empty; give some text", param=name)
         if len(self.known(ids, name)) >= self.n_ctx:
@@ -245,23 +196,22 @@ class Served:
             f"server with more: `pyspec serve -c {need}` for the prompt and {ANSWER} tokens of output", kind="exceed_context_size_error", param=name, n_prompt_tokens=count, n_ctx=self.n_ctx,
         )  # fmt: skip
 
-    def template_for(self, tools: Sequence[Any]) -> ChatTemplate:
+    def template_for(self, tools: Sequence[Any] | None) -> ChatTemplate:
         """The template of a conversation: files may have another one for those with tools."""
         return self.tool_template if tools and self.tool_template is not None else self.template
-
-    def form_for(self, tools: Sequence[Any]) -> Format:
-        """The format of outputs; with a template that knows no tools, calls are requested in words."""
-        template = self.template_for(tools)
-        return template.form if not tools or "tools" in template.source else replace(template.form, calls=(IN_JSON, *template.form.calls))
 
     def chat_ids(self, chat: Rendering) -> Prompt:
         """A conversation as the model's template writes it. Errors as of ``ChatTemplate.encode``."""
         said = [m["content"] for m in chat.messages if m.get("role") != "assistant" and isinstance(m.get("content"), str)]
         self.check_bytes(sum(map(len, said)), "messages")
-        template, form = self.template_for(chat.tools), self.form_for(chat.tools)
+        tools = chat.options.get("tools")
+        template = self.template_for(tools)
+        form = template.form
+        if tools and "tools" not in template.source:  # calls are requested in words
+            form = replace(form, calls=(IN_JSON, *form.calls))
         fits = lambda text: self.check_length(text, "messages")  # noqa: E731
-        ids = template.encode(self.tokenizer, chat.messages, fits, **chat.arguments)
-        opened = chat.open_turn and form.opened(self.tokenizer.decode(ids[-TAIL:], special=True))
+        ids = template.encode(self.tokenizer, chat.messages, fits, **chat.options)
+        opened = chat.options.get("add_generation_prompt", True) and form.opened(self.tokenizer.decode(ids[-TAIL:], special=True))
         for text, marks in _begun(template, opened, chat.prefill):
             ids = ids + self.tokenizer.encode(text, special=marks, bos=False)
         inside, continued = "reasoning" if opened else "", False
@@ -271,23 +221,9 @@ class Served:
 
     def rendered(self, chat: Rendering) -> str:
         """The same as text."""
-        template = self.template_for(chat.tools)
-        text = template.render(chat.messages, **chat.arguments)
+        template = self.template_for(chat.options.get("tools"))
+        text = template.render(chat.messages, **chat.options)
         return text + "".join(part for part, _ in _begun(template, template.form.opened(text), chat.prefill))
-
-    def check_constraint(self, constraint: tuple[str, str] | None, triggers: tuple[Trigger, ...] = ()) -> None:
-        """Compiles it before the request waits; it is cached for its request. Raises SamplingError."""
-        check()
-        if constraint is not None and triggers:
-            LazyGrammar(*constraint, triggers, self.tokenizer)
-        elif constraint is not None:
-            Grammar(*constraint, self.tokenizer)
-
-    def end_bias(self) -> list[dict[str, Any]]:
-        """``ignore_eos`` as logit biases, as /completion shows it."""
-        return [{"token": i, "bias": None} for i in self._ends]
-
-    # -- list of models
 
     def model_entry(self) -> dict[str, Any]:
         target = self.session.target

@@ -1,51 +1,46 @@
-"""Starting and ending the server: session, event loop, signals."""
+"""Starting and ending the server: listening sockets, session, event loop, signals."""
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import os
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import uvicorn
 
 from ..api import Session
 from ..errors import PyspecError
 from ..load_options import LoadOptions
 from ..speculation.synthetic import SyntheticAcceptance
-from .sockets import address, is_path, listen
-
-if TYPE_CHECKING:
-    from .access import Keys
-    from .sampling import Limits
-    from .served import ServeOptions
+from .access import Hosts, Keys, Origins
+from .app import create_app, prepare_heap
+from .metrics import Metrics
+from .pool import Pool
+from .protocol import Server, guard
+from .reading import Context
+from .sampling import Limits
+from .served import Served, ServeOptions
+from .tasks import Queue, QueueLimits
 
 log = logging.getLogger("pyspec.serve")
-LIBRARIES = {  # of the extra `serve`: their modules
-    "uvicorn": "uvicorn", "httptools": "httptools", "msgspec": "msgspec", "starlette": "starlette", "prometheus-client": "prometheus_client",
-}  # fmt: skip
+BACKLOG = 2048  # connections that wait to be accepted
 SWITCH_SECONDS = 0.0005  # that the event loop may keep the interpreter from the engine's thread
 ERROR_SECONDS = 0.9  # that readers have for the error that ends what was cut off
 STEP_SECONDS = 1.0  # that a running step may take when all readers have gone
 FILE_SECONDS = 30.0  # the same where prefixes are still written to files
 
 
-def missing() -> str | None:
-    """The sentence about libraries of the extra that are not installed; None if all are."""
-    absent = [name for name, module in LIBRARIES.items() if importlib.util.find_spec(module) is None]
-    if not absent:
-        return None
-    return f"the server needs {' and '.join(absent)}: run: pip install {' '.join(LIBRARIES)}"
-
-
 @dataclass
 class Settings:
     """Where and how to serve. ``load``: context and prefix cache of the slots. ``report``: takes the lines about what the server does."""
 
-    keys: "Keys"
+    keys: Keys
     hosts: tuple[str, ...] = ("127.0.0.1",)
     port: int = 8080
     slots: int = 8
@@ -65,22 +60,13 @@ class Settings:
     report: Callable[[str], None] = field(default=lambda line: None)
 
 
-def serve(session: Session, settings: Settings, limits: "Limits", options: "ServeOptions", template: str | None) -> int:
-    """Serves until a signal ends it; the exit status.
-
-    Args:
-        limits: defaults of requests.
-        template: Jinja text of the chat template; None takes the model's.
-
-    Raises:
-        PyspecError: an address, or caches that do not fit.
-    """
-    from .protocol import loop_factory
-
+def serve(session: Session, settings: Settings, limits: Limits, options: ServeOptions, template: str | None) -> int:
+    """Serves until a signal ends it; the exit status. ``limits``: defaults of requests; ``template``: Jinja text of the chat template, None for the
+    model's. Raises PyspecError: an address, or caches that do not fit."""
     sockets = listen(settings.hosts, settings.port)
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
             return runner.run(_Service(session, settings).run(limits, options, template, sockets))
     finally:
         for sock in sockets:
@@ -96,19 +82,7 @@ class _Service:
         self.exit_status = 0
         self.ending: asyncio.Task[None] | None = None
 
-    async def run(self, limits: "Limits", options: "ServeOptions", template: str | None, sockets: list[socket.socket]) -> int:
-        import uvicorn
-
-        from . import heap
-        from .access import Hosts, Origins
-        from .app import create_app
-        from .metrics import Metrics
-        from .pool import Pool
-        from .protocol import Server, guard
-        from .reading import Context
-        from .served import Served
-        from .tasks import Queue, QueueLimits
-
+    async def run(self, limits: Limits, options: ServeOptions, template: str | None, sockets: list[socket.socket]) -> int:
         settings, metrics = self.settings, Metrics()
         bound = [h for host, sock in zip(settings.hosts, sockets) if not is_path(host) for h in (host, sock.getsockname()[0])]
         hosts = Hosts(settings.allowed_hosts, bound)
@@ -129,7 +103,7 @@ class _Service:
                 loop="none", timeout_keep_alive=30, timeout_graceful_shutdown=5, proxy_headers=False, ssl_certfile=settings.certificate,
                 ssl_keyfile=settings.certificate_key,
             )))  # fmt: skip
-            heap.prepare()
+            prepare_heap()
             signals: dict[int, Callable[[], None]] = {signal.SIGTERM: self.end, signal.SIGINT: self.end}
             if hasattr(signal, "SIGHUP"):
                 signals[signal.SIGHUP] = self._read_keys
@@ -139,9 +113,8 @@ class _Service:
             try:
                 scheme = "https" if settings.certificate else "http"
                 for host, sock in zip(settings.hosts, sockets):
-                    self.report(
-                        f"serving {served.name} at {address(scheme, host, sock)} with {settings.slots} slots of {served.n_ctx} tokens"
-                    )
+                    where = address(scheme, host, sock)
+                    self.report(f"serving {served.name} at {where} with {settings.slots} slots of {served.n_ctx} tokens")
                 await self.server.serve(sockets=sockets)
             finally:
                 watching.cancel()
@@ -225,3 +198,92 @@ def log_to_stderr(verbose: bool) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO if verbose and name == "pyspec.serve" else logging.WARNING)
+
+
+def listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
+    """A listening socket per address; what ends with ".sock" is the path of a unix socket. Raises PyspecError: an address cannot be had."""
+    made: list[socket.socket] = []
+    try:
+        for host in hosts:
+            sock = _listen_unix(host) if is_path(host) else _listen_tcp(host, port)
+            made.append(sock)
+            sock.listen(BACKLOG)
+            sock.setblocking(False)
+            port = port if is_path(host) else port or sock.getsockname()[1]
+    except BaseException:
+        for sock in made:
+            sock.close()
+        raise
+    return made
+
+
+class _UnixListener(socket.socket):
+    """It removes its file when it is closed."""
+
+    _file: tuple[str, int] | None = None
+
+    def bind(self, path: Any) -> None:
+        super().bind(path)
+        self._file = path, os.stat(path).st_ino
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        with contextlib.suppress(OSError):
+            if file is not None and os.stat(file[0]).st_ino == file[1]:
+                os.unlink(file[0])
+        super().close()
+
+
+def is_path(host: str) -> bool:
+    return host.endswith(".sock")
+
+
+def address(scheme: str, host: str, sock: socket.socket) -> str:
+    """Where to request, as it is shown."""
+    if is_path(host):
+        return f"unix:{host}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}/"
+
+
+def _listen_tcp(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise PyspecError(f"{host}:{port} cannot be listened at: {why}; choose another `port` or `host`") from None
+
+
+def _listen_unix(path: str) -> socket.socket:
+    """The file is for its user, and for the group if the umask allows that; one that a killed server left is replaced."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise PyspecError(f"{path} is the path of a unix socket, which this system does not have; give `host` an address")
+    sock = _UnixListener(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_abandoned(path)
+        sock.bind(path)
+        os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & 0o660)  # before it listens
+        return sock
+    except OSError as error:
+        sock.close()
+        raise PyspecError(f"{path} cannot be listened at: {error.strerror or error}; choose another `host`") from None
+
+
+def _remove_abandoned(path: str) -> None:
+    """Raises OSError: another server listens there, or it is no socket."""
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise OSError("there is a file of this name, which is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except PermissionError:
+            raise
+        except OSError:
+            pass
+    raise OSError("another server listens there")

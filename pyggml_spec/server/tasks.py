@@ -3,7 +3,7 @@
     enter -> waiting (round robin over keys or connections, then priority, then age) -> submitted to the engine -> events -> End
 
 The engine gets what starts soon, ``AHEAD`` more than it has slots, so that order, limits and cancellation stay here. All of this runs in the event
-loop's thread, but for ``_EventBridge.put`` and ``Queue._submit``.
+loop's thread, but for ``Queue._put`` and ``Queue._submit``.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..concurrent import ConcurrentSession, Handle
@@ -61,6 +61,7 @@ class Task:
 
     def __init__(self, request: TaskRequest, index: int, stream: "ResponseStream", client: str = "") -> None:
         self.request, self.index, self.stream, self.client = request, index, stream, client
+        self.turn = 0  # of its client, among those that wait
         self.number = next(Task._numbers)
         self.entered = time.perf_counter()
         self.started: float | None = None  # when it was submitted to the engine
@@ -96,7 +97,7 @@ class ResponseStream:
         self.tasks = [Task(request, i, self, client) for i, request in enumerate(requests)]
         self._queue = queue
         self._items: deque[tuple[Task, StepEvent | End]] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._more = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._latest = self._loop.time()  # when an item came
         self._timer: asyncio.TimerHandle | None = None
@@ -109,11 +110,8 @@ class ResponseStream:
         if not self._items:
             if self._timer is None and self.ping_seconds < math.inf:
                 self._timer = self._loop.call_later(self.ping_seconds, self._check_silence)
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            self._more.clear()
+            await self._more.wait()
             if not self._items:
                 return None
         task, item = self._items.popleft()
@@ -132,11 +130,7 @@ class ResponseStream:
             self._timer = self._loop.call_later(due, self._check_silence)
             return
         self._latest, self._timer = self._loop.time(), None
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._more.set()
 
     def put(self, task: Task, item: StepEvent | End) -> None:
         if isinstance(item, StepEvent):
@@ -146,26 +140,25 @@ class ResponseStream:
             if self._kept > MAX_KEPT or self._queue.kept > MAX_KEPT_TOTAL:
                 self._end_too_large()
                 return
-        joins = len(self._items) >= MAX_UNREAD and not task.request.every_step and self._items[-1][0] is task
-        if joins and isinstance(item, StepEvent) and item.tokens:
-            before = self._items[-1][1]
-            if isinstance(before, StepEvent) and before.tokens:
-                self._items[-1] = task, _joined(before, item)
+            last, a = self._items[-1] if len(self._items) >= MAX_UNREAD and not task.request.every_step else (None, None)
+            if last is task and isinstance(a, StepEvent) and a.tokens and item.tokens:
+                joined = replace(
+                    item, text=a.text + item.text, tokens=a.tokens + item.tokens, logprobs=a.logprobs + item.logprobs, drafts=()
+                )
+                self._items[-1] = task, joined
                 return
         self._items.append((task, item))
         self._latest = self._loop.time()
-        self._wake()
+        self._more.set()
 
     def _end_too_large(self) -> None:
         """Ends all of it; what was not read is dropped."""
+        error = ApiError(400, f"the response has more than {MAX_KEPT} log probabilities; request fewer, for fewer tokens, or for a stream")
         if self._kept <= MAX_KEPT:
             sentence = "the responses of all requests have too many log probabilities together; try again"
             error = ApiError(503, sentence, headers={"retry-after": "5"})
         elif self.streams:
             sentence = f"more than {MAX_KEPT} tokens and log probabilities of this stream were not read; read faster, or request fewer"
-            error = ApiError(400, sentence)
-        else:
-            sentence = f"the response has more than {MAX_KEPT} log probabilities; request fewer, for fewer tokens, or for a stream"
             error = ApiError(400, sentence)
         log.warning("a request was ended: %s", error.message)
         self._items.clear()
@@ -192,31 +185,6 @@ def _size(item: StepEvent | End) -> int:
     return len(item.tokens) + (sum(1 + len(p.top) for p in item.logprobs) if item.logprobs else 0)
 
 
-def _joined(a: StepEvent, b: StepEvent) -> StepEvent:
-    return replace(b, text=a.text + b.text, tokens=a.tokens + b.tokens, logprobs=a.logprobs + b.logprobs, drafts=())
-
-
-class _EventBridge:
-    """Brings events of the engine's thread to the event loop: one call per step, whatever the number of slots."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[Task, StepEvent | End], None]) -> None:
-        self._loop, self._take, self._lock = loop, take, threading.Lock()
-        self._items: list[tuple[Task, StepEvent | End]] = []
-
-    def put(self, task: Task, item: StepEvent | End) -> None:
-        with self._lock:
-            self._items.append((task, item))
-            if len(self._items) > 1:
-                return
-        _call_in(self._loop, self._drain)
-
-    def _drain(self) -> None:
-        with self._lock:
-            items, self._items = self._items, []
-        for task, item in items:
-            self._take(task, item)
-
-
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
     try:
         loop.call_soon_threadsafe(function, *arguments)
@@ -231,14 +199,6 @@ class QueueLimits:
     requests: int | None = None
     tokens: int | None = None
     seconds: float | None = None
-
-
-@dataclass
-class Counts:
-    """For /metrics."""
-
-    rejected: dict[str, int] = field(default_factory=lambda: {"requests": 0, "tokens": 0, "time": 0, "draining": 0})
-    disconnected: int = 0
 
 
 class Queue:
@@ -256,14 +216,16 @@ class Queue:
             synthetic: makes the acceptance of a task from its seed, or its number where it has none, for benchmarks.
             shares: whether prefixes that one key's requests left are used for another's.
         """
-        self._concurrent, self.slots, self.limits, self._pool, self._ended, self._broken = concurrent, slots, limits, pool, ended, broken
+        self.engine, self.slots, self.limits, self._pool, self._ended, self._broken = concurrent, slots, limits, pool, ended, broken
         self._synthetic, self._shares = synthetic, shares
         self._ahead = AHEAD if limits.requests is None else min(AHEAD, limits.requests)
         self._loop = asyncio.get_running_loop()
-        self._bridge = _EventBridge(self._loop, self._take)
-        self._waiting: OrderedDict[str, list[Task]] = OrderedDict()  # by client, in round-robin order
+        self._arrived: list[tuple[Task, StepEvent | End]] = []  # from the engine's thread
+        self._lock = threading.Lock()
+        self._queued: list[Task] = []  # which the engine has not got
+        self._turns = itertools.count()
         self.running: set[Task] = set()
-        self.counts = Counts()
+        self.rejected, self.disconnected = {"requests": 0, "tokens": 0, "time": 0, "draining": 0}, 0  # for /metrics
         self.kept = 0  # tokens and log probabilities that response streams hold
         self.draining = False
         self._seconds = 1.0  # moving average of a sequence's time in the engine
@@ -276,16 +238,9 @@ class Queue:
     # -- state
 
     @property
-    def engine(self) -> ConcurrentSession:
-        return self._concurrent
-
-    @property
     def waiting(self) -> int:
         """Sequences without a slot."""
-        return self._count_waiting() + sum(task.slot < 0 for task in self.running)
-
-    def _count_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+        return len(self._queued) + sum(task.slot < 0 for task in self.running)
 
     @property
     def processing(self) -> list[Task]:
@@ -294,15 +249,14 @@ class Queue:
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(len(task.request.ids) for tasks in self._waiting.values() for task in tasks)
+        return sum(len(task.request.ids) for task in self._queued)
 
     def step_age(self) -> float:
         """Seconds since a step ended, while there is work; 0 where there is none."""
-        steps, since = self._last_step
         now = time.monotonic()
-        if self._concurrent.stats.steps != steps or not self.running:
-            self._last_step, since = (self._concurrent.stats.steps, now), now
-        return now - since
+        if self.engine.stats.steps != self._last_step[0] or not self.running:
+            self._last_step = self.engine.stats.steps, now
+        return now - self._last_step[1]
 
     @property
     def stuck(self) -> bool:
@@ -317,39 +271,35 @@ class Queue:
     @property
     def retry_after(self) -> int:
         """Whole seconds until a place is likely free, from the time of recent sequences."""
-        ahead = self._count_waiting() + len(self.running)
-        return min(60, max(1, math.ceil(self._seconds * ahead / self.slots)))
+        return min(60, max(1, math.ceil(self._seconds * (len(self._queued) + len(self.running)) / self.slots)))
 
     # -- entering and leaving
 
     def enter(self, requests: Sequence[TaskRequest], client: str | None = None) -> ResponseStream:
-        """Queues the sequences of one request. ``client``: the unit of round robin; None: its key or its connection.
-
-        Raises:
-            ApiError: they do not fit the queue, or the server ends.
-        """
+        """Queues the sequences of one request. ``client``: the unit of round robin; None: its key or its connection. Raises ApiError: they do not
+        fit the queue, or the server ends."""
         if self.draining:
-            self.counts.rejected["draining"] += 1
+            self.rejected["draining"] += 1
             raise ApiError(503, "the server is ending and takes no more requests; send this one to another", headers={"retry-after": "5"})
         self.check_count(len(requests))
         if client is None:
             client = requests[0].key or requests[0].client if requests else ""
         free = max(0, self.slots + self._ahead - len(self.running))
-        waiting, beyond = self._count_waiting(), max(0, len(requests) - free)
+        waiting, beyond = len(self._queued), max(0, len(requests) - free)
         most = self.limits.requests
         if most is not None and beyond and waiting + beyond > most and not self._may_overfill(client, len(requests), waiting):
             full = f"{waiting} requests wait already, and this server's queue holds {most}"
-            self._reject("requests", full if most else "every slot is taken, and nothing waits at this server")
+            raise self._full("requests", full if most else "every slot is taken, and nothing waits at this server")
         tokens = sum(len(request.ids) for request in requests)
         if self.limits.tokens is not None and waiting and self.waiting_tokens + tokens > self.limits.tokens:
-            self._reject("tokens", f"the prompts that wait have {self.waiting_tokens} tokens, and the queue holds {self.limits.tokens}")
+            raise self._full("tokens", f"the prompts that wait have {self.waiting_tokens} tokens, and the queue holds {self.limits.tokens}")
         stream = ResponseStream(requests, self, client)
+        turn = next((task.turn for task in self._queued if task.client == client), next(self._turns))
         for task in stream.tasks:
-            self._waiting.setdefault(client, []).append(task)
+            task.turn = turn
+            self._queued.append(task)
             if self.limits.seconds is not None:
                 task.timer = self._loop.call_later(self.limits.seconds, self._too_late, task)
-        if requests:
-            self._waiting[client].sort(key=lambda t: (-t.request.priority, t.number))
         self._idle.clear()
         self._pump()
         return stream
@@ -357,8 +307,8 @@ class Queue:
     def _may_overfill(self, client: str, count: int, waiting: int) -> bool:
         """Whether one sequence of a client that has none waiting comes into a full queue, because others have several in it: one client must not fill
         it for others. It holds twice its limit then, at most."""
-        several = any(len(tasks) > 1 for tasks in self._waiting.values())
-        return count == 1 and several and client not in self._waiting and waiting < 2 * (self.limits.requests or 0)
+        clients = {task.client for task in self._queued}
+        return count == 1 and len(clients) < waiting and client not in clients and waiting < 2 * (self.limits.requests or 0)
 
     def check_count(self, count: int) -> None:
         """Before tasks are made. Raises ApiError: so many sequences of one request never have a place."""
@@ -367,38 +317,25 @@ class Queue:
             sentence = f"the request has {count} sequences, and this server takes {most} at once, those that wait included"
             raise ApiError(400, f"{sentence}; request fewer, or start it with a larger `queue`")
 
-    def _reject(self, why: str, sentence: str) -> None:
-        self.counts.rejected[why] += 1
-        raise self._full(sentence)
-
-    def _full(self, sentence: str) -> ApiError:
+    def _full(self, why: str, sentence: str) -> ApiError:
+        self.rejected[why] += 1
         wait = self.retry_after
         return ApiError(429, f"{sentence}; try again in about {wait} s", headers={"retry-after": str(wait)})
 
     def _too_late(self, task: Task) -> None:
         if waits := task in self.running and task.handle is not None and task.slot < 0:
             task.handle.cancel()
-        if self._remove_waiting(task) or waits:
-            self.counts.rejected["time"] += 1
-            self._finish(task, End(self._full(f"the request waited for {self.limits.seconds:g} s and no slot became free")))
+        if task in self._queued or waits:
+            self._finish(task, End(self._full("time", f"the request waited for {self.limits.seconds:g} s and no slot became free")))
 
     def cancel(self, task: Task) -> None:
         if task.over or task.cancelled:
             return
         task.cancelled = True
-        if self._remove_waiting(task):
+        if task in self._queued:
             self._finish(task, End(None))
         elif task.handle is not None:
             task.handle.cancel()
-
-    def _remove_waiting(self, task: Task) -> bool:
-        tasks = self._waiting.get(task.client, [])
-        if task not in tasks:
-            return False
-        tasks.remove(task)
-        if not tasks:
-            del self._waiting[task.client]
-        return True
 
     async def drain(self, seconds: float) -> bool:
         """Takes no more requests and waits until all have ended; after ``seconds`` the rest is cancelled, without waiting for a step. Whether all
@@ -413,7 +350,7 @@ class Queue:
 
     def cancel_all(self, why: str) -> None:
         """Ends everything; readers get an error with ``why``."""
-        for task in [*self.running, *(task for tasks in self._waiting.values() for task in tasks)]:
+        for task in [*self.running, *self._queued]:
             if not task.over and not task.cancelled:
                 task.stream.put(task, End(ApiError(503, f"{why}: this response was cut off", headers={"retry-after": "5"})))
                 self.cancel(task)
@@ -421,43 +358,43 @@ class Queue:
     # -- running
 
     def _pump(self) -> None:
-        while self._waiting and len(self.running) < self.slots + self._ahead and self._repairing is None:
-            # the next key in round-robin order; connections without a key go by the highest priority first
-            client, tasks = max(self._waiting.items(), key=lambda item: 0 if item[1][0].request.key else item[1][0].request.priority)
-            task = tasks.pop(0)
-            del self._waiting[client]
-            if tasks:
-                self._waiting[client] = tasks  # at the end of the order
+        def order(task: Task) -> tuple[int, int, int, int]:
+            """Keys by their turns; connections without a key go by priority first."""
+            request = task.request
+            return 0 if request.key else -request.priority, task.turn, -request.priority, task.number
+
+        while self._queued and len(self.running) < self.slots + self._ahead and self._repairing is None:
+            task = min(self._queued, key=order)
+            self._queued.remove(task)
+            turn = next(self._turns)
+            for other in self._queued:
+                if other.client == task.client:
+                    other.turn = turn
             self.running.add(task)
             task.started = time.perf_counter()
-            if task.request.sampling is None or task.request.sampling.is_greedy:  # no sampler to make
-                if (handle := self._handle(task)) is not None:
-                    self._submitted(task, handle)
-            else:
+            if task.request.sampling is None or task.request.sampling.is_greedy:
+                self._submit(task)
+            else:  # making a sampler may take milliseconds
                 self._loop.run_in_executor(self._pool, self._submit, task)
 
     def _submit(self, task: Task) -> None:
-        """In a thread of the pool: making a sampler may take milliseconds."""
+        """Gives it to the engine; what comes of that is taken in the event loop's next iteration."""
+        request, concurrent = task.request, self.engine
+        seed = request.sampling.seed if request.sampling is not None else None
         if task.cancelled:
             _call_in(self._loop, self._finish, task, End(None))
             return
-        if (handle := self._handle(task)) is not None:
-            _call_in(self._loop, self._submitted, task, handle)
-
-    def _handle(self, task: Task) -> Handle | None:
-        """Submits it to the engine; an error ends it in the event loop's next iteration."""
-        request, concurrent = task.request, self._concurrent
-        seed = request.sampling.seed if request.sampling is not None else None
         try:
             synthetic = self._synthetic(task.number if seed is None else seed) if self._synthetic is not None else None
-            return concurrent.submit(
+            handle = concurrent.submit(
                 request.ids, request.max_tokens, mode=request.mode, sampling=request.sampling, stop=request.stop, lines=request.lines,
                 ignore_end=request.ignore_end, reuse=request.reuse, owner="" if self._shares else request.key, progress=request.progress,
-                synthetic=synthetic, sink=lambda item: self._bridge.put(task, item),
+                synthetic=synthetic, sink=lambda item: self._put(task, item),
             )  # fmt: skip
         except BaseException as error:
             _call_in(self._loop, self._finish, task, End(error))
-            return None
+        else:
+            _call_in(self._loop, self._submitted, task, handle)
 
     def _submitted(self, task: Task, handle: Handle) -> None:
         task.handle = handle
@@ -465,6 +402,20 @@ class Queue:
             handle.cancel()
         early, task.early = task.early, []
         for item in early:
+            self._take(task, item)
+
+    def _put(self, task: Task, item: StepEvent | End) -> None:
+        """In the engine's thread: one call of the event loop per step, whatever the number of slots."""
+        with self._lock:
+            self._arrived.append((task, item))
+            if len(self._arrived) > 1:
+                return
+        _call_in(self._loop, self._take_arrived)
+
+    def _take_arrived(self) -> None:
+        with self._lock:
+            items, self._arrived = self._arrived, []
+        for task, item in items:
             self._take(task, item)
 
     def _take(self, task: Task, item: StepEvent | End) -> None:
@@ -490,12 +441,12 @@ class Queue:
         task.over = True
         if task.timer is not None:
             task.timer.cancel()
+        if task in self._queued:
+            self._queued.remove(task)
         if task in self.running:
             self.running.remove(task)
             self._seconds += 0.2 * (time.perf_counter() - (task.started or task.entered) - self._seconds)
-        if (
-            end.error is not None and self._concurrent.ended and self._repairing is None
-        ):  # whatever the error: an ended session takes no task
+        if end.error is not None and self.engine.ended and self._repairing is None:  # whatever the error: it takes no task any more
             self._repairing = self._loop.create_task(self._repair(end.error))
         for note in task.stats.notes:
             if note not in self._logged:
@@ -504,7 +455,7 @@ class Queue:
         task.stream.put(task, end)
         self._ended(task)
         self._pump()
-        if not self.running and not self._waiting:
+        if not self.running and not self._queued:
             self._idle.set()
 
     async def _repair(self, error: BaseException) -> None:
@@ -514,5 +465,5 @@ class Queue:
             self.draining = True
             self.cancel_all("the engine has failed")
             return
-        self._concurrent = made
+        self.engine = made
         self._pump()

@@ -11,11 +11,8 @@ from ..gguf_io.reader import brief
 
 MAX_DEPTH = 100  # of lists and mappings in a message
 _MARK, _THOUGHT = "words to be found again", "thoughts before them"
-_TOOL = {
-    "name": "known",
-    "description": "x",
-    "parameters": {"type": "object", "properties": {"arg": {"type": "string", "description": "x"}}},
-}
+_PARAMETERS = {"type": "object", "properties": {"arg": {"type": "string", "description": "x"}}}
+_TOOL = {"name": "known", "description": "x", "parameters": _PARAMETERS}
 _TOOLS = [{"type": "function", "function": _TOOL}]
 _USER, _RESULT = {"role": "user", "content": "x"}, {"role": "tool", "content": "x", "tool_call_id": "call00001", "name": "known"}
 

@@ -9,16 +9,17 @@ Markers and notations are those of a ``Format``. Calls of unknown tools, and tru
 import re
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from . import values
 from .formats import BARE, GEMMA, GEMMA_QUOTE, JSON, NAMED, Calls, Channels, Format, Tags
+from .stream import begins_at
 from .values import Call
 
 BoolReader = Generator[None, None, bool]
 TextReader = Generator[None, None, str | None]
 
 _MOST_HEADER = 512  # characters
+_NAME = re.compile(r"\s*[^\s<{]*")
 _PLAIN, _TEXT = re.compile(r"[\s\w.+:,-]*"), re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 
 
@@ -43,13 +44,7 @@ class Parser:
     """
 
     def __init__(
-        self,
-        form: Format = BARE,
-        *,
-        inside: str = "",
-        continued: bool = False,
-        tools: Sequence[dict[str, Any]] = (),
-        reasoning: bool = True,
+        self, form: Format = BARE, *, inside: str = "", continued: bool = False, tools: Sequence[dict] = (), reasoning: bool = True
     ) -> None:
         self.form = form
         self._tools = {t["function"]["name"]: t["function"] for t in tools}
@@ -63,18 +58,17 @@ class Parser:
 
     def push(self, text: str) -> list[Piece]:
         self._pending += text
-        next(self._moves, None)
-        return self._drain()
+        return self._run()
 
     def finish(self, cut: bool = False) -> list[Piece]:
         """Remaining output. ``cut``: the text was truncated by a limit, so an unfinished call is none."""
         self._final, self._cut = True, cut
-        next(self._moves, None)
-        if self._blank and self._kind == "content":
-            self._out.append(Piece(content=self._blank))
-        return self._drain()
+        return self._run()
 
-    def _drain(self) -> list[Piece]:
+    def _run(self) -> list[Piece]:
+        next(self._moves, None)
+        if self._final and self._blank and self._kind == "content":
+            self._out.append(Piece(content=self._blank))
         out, self._out = self._out, []
         return out
 
@@ -265,7 +259,10 @@ class Parser:
         if after:
             text = yield from self._to(after)
         else:  # up to a character that no name contains
-            text = yield from self._while(r"\s*[^\s<{]*")
+            while (match := _NAME.match(self._pending, self._at)) and match.end() == len(self._pending) and not self._final:
+                yield
+            text = match[0] if match is not None else ""
+            self._at += len(text)
         if text is None:
             return None
         text = text.strip()
@@ -361,15 +358,6 @@ class Parser:
         self._at = at + len(marker)
         return self._pending[start:at]
 
-    def _while(self, pattern: str) -> TextReader:
-        """The match of ``pattern``, once it ends before the text does."""
-        while True:
-            match = re.compile(pattern).match(self._pending, self._at)
-            if match is None or match.end() < len(self._pending) or self._final:
-                self._at = match.end() if match is not None else self._at
-                return match[0] if match is not None else None
-            yield
-
     def _json(self) -> TextReader:
         """The text of the next JSON object; None at the first character that JSON does not allow outside of strings."""
         if (yield from self._next("{")) is None:
@@ -427,19 +415,16 @@ class Parser:
             found = min(((at, -len(m), m) for m in markers if (at := self._pending.find(m)) >= 0), default=None)
             at = found[0] if found is not None else len(self._pending)
             if not self._final:  # another marker may start earlier or be longer
-                at = min(at, _beginning(self._pending, markers))
+                at = min(at, begins_at(self._pending, markers))
             self._emit(kind, self._pending[:at])
             self._pending = self._pending[at:]
-            if found is not None and found[0] == at and not self._longer(found[2], markers):
+            longer = [m for m in markers if found is not None and len(m) > len(found[2]) and m.startswith(self._pending)]
+            if found is not None and found[0] == at and (self._final or not longer):
                 self._pending = self._pending[len(found[2]) :]
                 return found[2]
             if self._final:
                 return ""
             yield
-
-    def _longer(self, marker: str, markers: Sequence[str]) -> bool:
-        """Whether the pending text may still become a longer marker."""
-        return not self._final and any(len(m) > len(marker) and m.startswith(self._pending) for m in markers)
 
     def _emit(self, kind: str, text: str) -> None:
         """Emits text; trailing whitespace is held back where a marker may follow. Without ``kind`` nothing is emitted."""
@@ -452,11 +437,3 @@ class Parser:
         self._lead, self._blank, self._kind = self._lead and not text, text[len(body) :], kind
         if body:
             self._out.append(Piece(reasoning=body) if kind == "reasoning" else Piece(content=body))
-
-
-def _beginning(text: str, markers: Sequence[str]) -> int:
-    """Start of the longest suffix of ``text`` that is a prefix of a marker."""
-    for n in range(min(max(map(len, markers), default=1) - 1, len(text)), 0, -1):
-        if any(m.startswith(text[-n:]) for m in markers):
-            return len(text) - n
-    return len(text)

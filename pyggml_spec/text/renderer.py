@@ -28,6 +28,7 @@ LARGE = 1 << 14
 PLACES = 8  # templates cached in the process
 AT_ONCE = 1 << 16  # bytes of a ``nonblocking`` request, which fit the socket buffer
 WATCHED = sys.platform != "linux"  # elsewhere RLIMIT_AS is unreliable: the parent polls the child's memory
+_SILENT = f"no reply in {WALL_SECONDS:.0f} s"
 
 
 class Stopped(Exception):
@@ -60,7 +61,7 @@ class _Child:
                 raise
         self.socket, self.ready = ours, False
         self.outstanding = False  # a reply is outstanding that no caller waits for
-        self._slots: list[str] = []  # templates sent, by slot: 18 KB per request took 0.2 ms
+        self.slots: list[str] = []  # templates sent, by slot: 18 KB per request took 0.2 ms
         self._n_sent = 0
         self._line = bytearray()  # partial reply
 
@@ -70,18 +71,10 @@ class _Child:
         self.process.kill()
         return self.process.wait()
 
-    def forget(self) -> None:
-        """Detaches from the child in a forked copy of this process."""
-        self.socket.close()
-        self.process.returncode = 0
-
-    def has(self, source: str) -> bool:
-        return source in self._slots
-
     def request(self, limits: dict, source: str, body: bytes, patience: float | None = None) -> dict:
         watched = limits["memory"] if WATCHED else None
-        new = source not in self._slots
-        place = self._n_sent % PLACES if new else self._slots.index(source)
+        new = source not in self.slots
+        place = self._n_sent % PLACES if new else self.slots.index(source)
         header = json.dumps(
             limits | {"place": place} | ({"source": source} if new else {}) | ({"memory": None} if WATCHED else {})
         ).encode()
@@ -93,7 +86,7 @@ class _Child:
         except TimeoutError:
             raise Stopped(_SILENT) from None
         if new:
-            self._slots[place : place + 1] = [source]
+            self.slots[place : place + 1] = [source]
             self._n_sent += 1
         if patience is None:
             return self.receive(WALL_SECONDS, watched)
@@ -102,12 +95,6 @@ class _Child:
         except Stopped:
             self.outstanding = True
             raise WouldBlock from None
-
-    def drain(self) -> None:
-        """Reads and discards the outstanding reply. Raises ConnectionError or Stopped if none comes."""
-        if self.outstanding:
-            self.receive(WALL_SECONDS, None)
-            self.outstanding = False
 
     def receive(self, seconds: float, watched: int | None) -> dict:
         line, deadline = self._line, time.monotonic() + seconds
@@ -138,9 +125,6 @@ def resident(pid: int) -> int:
     except OSError as error:
         raise TemplateError(f"the memory of a chat template cannot be watched without `ps` ({error}); install it") from None
     return int(header) * 1024 if header.isdigit() else 0
-
-
-_SILENT = f"no reply in {WALL_SECONDS:.0f} s"
 
 
 def _memory(size: int) -> str:
@@ -178,62 +162,45 @@ class Renderer:
             del self.patience.seconds
 
     def render(self, request: dict, *, seconds: float, memory: int, characters: int) -> dict:
-        """The reply of sandbox.py.
-
-        Args:
-            seconds: CPU time.
-            memory: bytes beyond the idle process.
-            characters: length of the rendering.
-
-        Raises:
-            Stopped: a limit was exceeded.
-            TemplateError: the process cannot start, or died.
-            WouldBlock: only in ``nonblocking``.
-        """
+        """The reply of sandbox.py. ``seconds``: CPU time; ``memory``: bytes beyond the idle process; ``characters``: length of the rendering. Raises
+        Stopped: a limit was exceeded; TemplateError: the process cannot start, or died; WouldBlock: only in ``nonblocking``."""
         source = request["source"]
         body = json.dumps({k: v for k, v in request.items() if k != "source"}, ensure_ascii=False).encode("utf-8", "surrogatepass")
         limits = {"seconds": seconds, "memory": memory, "characters": characters}
-        if (patience := getattr(self.patience, "seconds", None)) is not None:
-            return self._request_nonblocking(limits, source, body, patience)
-        while not self.lock.acquire(timeout=CANCEL_SECONDS):
-            check()
+        if (patience := getattr(self.patience, "seconds", None)) is None:
+            while not self.lock.acquire(timeout=CANCEL_SECONDS):
+                check()
+        elif WATCHED or len(body) > AT_ONCE or self._last_seconds > patience or not self.lock.acquire(blocking=False):
+            raise WouldBlock
         try:
+            child = self.child
+            if patience is not None and (child is None or not child.ready or child.outstanding or source not in child.slots):
+                raise WouldBlock
             for attempt in (1, 2):  # the child may have been killed since the last rendering
                 try:
-                    return self._request(limits, source, body)
+                    reply = self._request(limits, source, body, patience)
+                    if patience is not None and self._last_seconds > patience:
+                        raise WouldBlock
+                    return reply
                 except _Died as died:
+                    if patience is not None:
+                        raise WouldBlock from None
                     if attempt == 2:
                         raise Stopped(f"it ends the process that renders it ({died})") from None
             raise AssertionError
         finally:
             self.lock.release()
 
-    def _request_nonblocking(self, limits: dict, source: str, body: bytes, patience: float) -> dict:
-        if WATCHED or len(body) > AT_ONCE or self._last_seconds > patience or not self.lock.acquire(blocking=False):
-            raise WouldBlock
-        try:
-            if self.child is None or not self.child.ready or self.child.outstanding or not self.child.has(source):
-                raise WouldBlock
-            reply = self._request(limits, source, body, patience)
-            if self._last_seconds > patience:
-                raise WouldBlock
-            return reply
-        except _Died:  # killed from outside
-            raise WouldBlock from None
-        finally:
-            self.lock.release()
-
-    def _idle_child(self) -> _Child:
-        """The child, without outstanding replies."""
+    def _request(self, limits: dict, source: str, body: bytes, patience: float | None) -> dict:
         child = self._started()
         try:
-            child.drain()
+            if child.outstanding:
+                child.receive(WALL_SECONDS, None)
+                child.outstanding = False
         except (ConnectionError, Stopped):  # died before it replied
             self.stop()
-        return self._started()
-
-    def _request(self, limits: dict, source: str, body: bytes, patience: float | None = None) -> dict:
-        child, began, self._last_seconds = self._idle_child(), time.monotonic(), math.inf
+            child = self._started()
+        began, self._last_seconds = time.monotonic(), math.inf
         try:
             reply = child.request(limits, source, body, patience)
             self._last_seconds = time.monotonic() - began if len(reply.get("text", "")) <= MUCH else math.inf
@@ -248,10 +215,8 @@ class Renderer:
             if status == os.EX_OSERR:
                 raise Stopped(_memory(limits["memory"])) from None
             if not child.ready:
-                raise TemplateError(
-                    f"the process that renders chat templates exits at start ({_status(status)}); "
-                    f"check that `{sys.executable} -I` runs and that jinja2 is installed"
-                ) from None
+                remedy = f"check that `{sys.executable} -I` runs and that jinja2 is installed"
+                raise TemplateError(f"the process that renders chat templates exits at start ({_status(status)}); {remedy}") from None
             raise _Died(_status(status)) from None
         except BaseException:  # including Ctrl-C: a pending reply must not answer the next request
             self.stop()
@@ -265,9 +230,8 @@ class Renderer:
             try:
                 self.child = _Child()
             except OSError as error:
-                raise TemplateError(
-                    f"the process that renders chat templates cannot be started from {sys.executable!r} ({error}); free processes or files"
-                ) from None
+                why = f"cannot be started from {sys.executable!r} ({error}); free processes or files"
+                raise TemplateError(f"the process that renders chat templates {why}") from None
         return self.child
 
     def stop(self) -> int:
@@ -277,7 +241,8 @@ class Renderer:
     def _forget(self) -> None:
         self.lock = threading.Lock()
         if self.child is not None:
-            self.child.forget()
+            self.child.socket.close()
+            self.child.process.returncode = 0
             self.child = None
 
 

@@ -40,6 +40,9 @@ class TooLong(Exception):
     """The rendering exceeds its length limit."""
 
 
+FAILURES = {TemplateSyntaxError: "syntax", SecurityError: "security", Refusal: "refuses", TooLong: "long", UndefinedError: "undefined"}
+
+
 class Generation(Extension):
     """{% generation %} ... {% endgeneration %}, used in training: only the contents count."""
 
@@ -111,8 +114,7 @@ class Compiled:
 
 def answer(request: dict, limit: int, compiled: dict[str, Compiled]) -> dict:
     """The rendering, or how the template failed; without "values" it is compiled only."""
-    source, failed, line = request["source"], "fails", 0
-    what: object
+    source, failed = request["source"], "fails"
     try:
         if source not in compiled:
             failed = "compile"
@@ -124,19 +126,13 @@ def answer(request: dict, limit: int, compiled: dict[str, Compiled]) -> dict:
         return {"text": compiled[source].render(request["values"], request["now"], limit) if "values" in request else ""}
     except MemoryError:
         raise
-    except TemplateSyntaxError as error:
-        failed, line, what = "syntax", error.lineno, error.message
-    except SecurityError as error:
-        failed, what = "security", error
-    except Refusal as error:
-        failed, what = "refuses", error
-    except TooLong as error:
-        failed, what = "long", error
-    except UndefinedError as error:
-        failed, what = "undefined", error
     except Exception as error:  # any exception of an expression, and of Python's compiler at extreme nesting
-        what = error if failed == "compile" else f"{type(error).__name__} {error}"
-    return {"failed": failed, "line": line, "what": str(what)[:1000]}
+        known = next((name for kind, name in FAILURES.items() if isinstance(error, kind)), None)
+        what = str(error) if known or failed == "compile" else f"{type(error).__name__} {error}"
+        line = 0
+        if isinstance(error, TemplateSyntaxError):
+            line, what = error.lineno, str(error.message)
+        return {"failed": known or failed, "line": line, "what": what[:1000]}
 
 
 class Memory:

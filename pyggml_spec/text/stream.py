@@ -38,8 +38,12 @@ ANY_LINES = LineLimits()
 
 
 class TextStream:
-    """Detokenises incrementally: ``push`` returns text that may be shown, ``finish`` the rest.
-    Text that may be the start of a stop string is held back; ``stopped`` is set at a complete stop string, and the text ends before it."""
+    """Detokenises incrementally: ``push`` returns text that may be shown, ``finish`` the rest. Text that may be the start of a stop string is held back;
+    ``stopped`` is set at a complete stop string, and the text ends before it.
+
+    With stop strings or line limits ``completes`` detokenises each token before the next is sampled, and returns why the text ends with it: STOP, LENGTH
+    or ""; else it is None. ``take`` returns the text of the next block of tokens either way.
+    """
 
     def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = (), lines: LineLimits = ANY_LINES):
         self._piece = piece
@@ -48,51 +52,42 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False
+        self._completed: deque[str] = deque()  # text of tokens passed to ``completes`` and not yet taken
+        self.completes = self._completes if self.stops or lines else None
 
-    @property
-    def ended(self) -> str:
-        """Why the text ended: STOP, LENGTH (line limits), or "" if it has not."""
+    def _completes(self, token: int) -> str:
+        self._completed.append(self.push(token))
         return "" if not self.stopped else LENGTH if self._lines is not None and self._lines.over else STOP
 
+    def take(self, block: Sequence[int]) -> str:
+        return self.push(*block) if self.completes is None else "".join(self._completed.popleft() for _ in block)
+
     def push(self, *tokens: int) -> str:
-        if self.stopped:
-            return ""
-        self._held += self._decoder.decode(b"".join(map(self._piece, tokens)))
-        return self._within(self._release(final=False))
+        return self._more(b"".join(map(self._piece, tokens)))
 
     def finish(self) -> str:
+        return self._more(b"", final=True)
+
+    def _more(self, data: bytes, final: bool = False) -> str:
         if self.stopped:
             return ""
-        self._held += self._decoder.decode(b"", final=True)
-        return self._within(self._release(final=True))
-
-    def _within(self, text: str) -> str:
-        if self._lines is None:
-            return text
-        text = self._lines.cut(text)
-        self.stopped |= self._lines.over
+        text = self._held + self._decoder.decode(data, final)
+        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        self.stopped = bool(found)
+        end = min(found) if found else len(text) if final else begins_at(text, self.stops)
+        text, self._held = text[:end], "" if found else text[end:]
+        if self._lines is not None:
+            text = self._lines.cut(text)
+            self.stopped |= self._lines.over
         return text
 
-    def _release(self, final: bool) -> str:
-        if not self.stops:
-            out, self._held = self._held, ""
-            return out
-        found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            out, self._held = self._held[: min(found)], ""
-            return out
-        keep = 0 if final else self._possible_stop()
-        out, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return out
 
-    def _possible_stop(self) -> int:
-        """Length of the longest suffix that is a prefix of a stop string."""
-        longest = max((len(s) for s in self.stops), default=0)
-        for n in range(min(longest - 1, len(self._held)), 0, -1):
-            if any(s.startswith(self._held[-n:]) for s in self.stops):
-                return n
-        return 0
+def begins_at(text: str, markers: Sequence[str]) -> int:
+    """Start of the longest suffix of ``text`` that one of ``markers`` may begin with."""
+    for n in range(min(max(map(len, markers), default=1) - 1, len(text)), 0, -1):
+        if any(m.startswith(text[-n:]) for m in markers):
+            return len(text) - n
+    return len(text)
 
 
 class _Lines:
@@ -117,31 +112,3 @@ class _Lines:
             self._indent = 0 if character == "\n" else -1
             self.over |= character == "\n" and now > self._until
         return text
-
-
-class BlockText:
-    """Detokenises a sequence block by block. With stop strings or line limits ``completes`` detokenises each token before the next is
-    sampled; otherwise ``take`` does it per block.
-
-    Attributes:
-        completes: (token) -> why the text ends with it, STOP, LENGTH or ""; None if nothing can end it.
-    """
-
-    def __init__(self, piece: Callable[[int], bytes], stops: Sequence[str] = (), lines: LineLimits = ANY_LINES):
-        self._text = TextStream(piece, stops, lines)
-        self._completed: deque[str] = deque()  # text of tokens passed to ``completes`` and not yet taken
-        self.completes = self._completes if self._text.stops or lines else None
-
-    def _completes(self, token: int) -> str:
-        self._completed.append(self._text.push(token))
-        return self._text.ended
-
-    def take(self, block: Sequence[int]) -> str:
-        """Text that may be shown after the next ``block`` of tokens."""
-        if self.completes is None:
-            return self._text.push(*block)
-        return "".join(self._completed.popleft() for _ in block)
-
-    def finish(self) -> str:
-        """The text held back."""
-        return self._text.finish()

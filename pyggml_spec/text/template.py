@@ -120,9 +120,8 @@ class ChatTemplate:
         given = {"enable_thinking": thinking is not False, "add_generation_prompt": add_generation_prompt, **plain(variables or {})}
         if "messages" in given:
             raise TemplateError("the variables of a chat template name its messages; pass them as such")
-        return self._text(
-            self._answer(adapt(messages, self._supports, "<|channel|>" in self.source), told, given, now or datetime.now().astimezone())
-        )
+        adapted = adapt(messages, self._supports, "<|channel|>" in self.source)
+        return self._text(self._answer(adapted, told, given, now or datetime.now().astimezone()))
 
     def _probe(self, messages: list[dict], tools: list[dict]) -> tuple[str, bool]:
         answer = self._answer(messages, tools, {"enable_thinking": True, "add_generation_prompt": True}, _PROBED)
@@ -154,9 +153,8 @@ class ChatTemplate:
     def _text(answer: dict) -> str:
         if "text" in answer:
             return answer["text"]
-        raise TemplateError(
-            f"the chat template {_SENTENCES[answer['failed']].format(line=answer['line'], what=brief(answer['what'], 300))}"
-        )
+        sentence = _SENTENCES[answer["failed"]].format(line=answer["line"], what=brief(answer["what"], 300))
+        raise TemplateError(f"the chat template {sentence}")
 
     @property
     def thinking(self) -> tuple[str, str]:
@@ -225,9 +223,7 @@ class _Guard:
     """Inserts ``mark`` into control-token texts of messages, and at edges that could complete one with adjacent text."""
 
     def __init__(self, names: _Names, *texts: Any) -> None:
-        taken: set[str] = set()
-        for text in texts:
-            _characters(text, taken)
+        taken = set(json.dumps(texts, ensure_ascii=False))
         self.mark = next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in taken)
         self._names = names
 
@@ -261,15 +257,3 @@ def _length(value: Any) -> int:
     if isinstance(value, dict):
         return sum(_length(key) + _length(item) for key, item in value.items())
     return sum(map(_length, value)) if isinstance(value, list) else len(value) if isinstance(value, str) else 1
-
-
-def _characters(value: Any, out: set) -> None:
-    if isinstance(value, str):
-        out.update(value)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _characters(key, out)
-            _characters(item, out)
-    elif isinstance(value, Sequence):
-        for item in value:
-            _characters(item, out)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from ..large_stack import on_large_stack
 
 _MODELS = ("gpt2", "llama", "gemma4")  # llama.cpp has more types, which assert more
 _ID_KEYS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
+_CONTROL = 3  # in tokenizer.ggml.token_type
 _SHORT_TEXT, _STACK_PER_BYTE = 4096, 512
 
 
@@ -46,34 +47,24 @@ def check_vocabulary(file: GGUFFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is not None and embedding.shape[-1] != len(tokens):
         raise GGUFError(f"{file.path} has {len(tokens)} tokens, but token_embd.weight has {embedding.shape[-1]} rows; {damaged}")
-    _check_tokens(file, model, tokens)
-    return len(tokens)
-
-
-def _check_tokens(file: GGUFFile, model: str, tokens: StringArray) -> None:
-    """Token texts are distinct, and every byte has a token."""
     seen: dict[bytes, int] = {}
     for i, raw in enumerate(tokens.raws()):
-        name = raw.split(b"\0", 1)[0] or b"[EMPTY_%d]" % i  # llama.cpp reads C strings and renames empty ones
-        if (first := seen.setdefault(name, i)) != i:
+        text = raw.split(b"\0", 1)[0] or b"[EMPTY_%d]" % i  # llama.cpp reads C strings and renames empty ones
+        if (first := seen.setdefault(text, i)) != i:
             raise GGUFError(f"{file.path}: the tokens {first} and {i} are both {brief(tokens[i])}; the file is damaged")
     if model == "llama":
         missing = next((b for b in range(256) if b"<0x%02X>" % b not in seen and bytes([b]) not in seen), None)
         if missing is not None:
             raise GGUFError(f"{file.path} has no token for the byte {missing:#04x}, without which text cannot be encoded; convert it again")
+    return len(tokens)
 
 
 def vocabulary_note(file: GGUFFile) -> str | None:
     """A warning about a usable vocabulary, or None."""
     if file.metadata.get("tokenizer.ggml.model") == "gpt2" and not file.metadata.get("tokenizer.ggml.pre"):
-        return (
-            f"{file.path.name} names no pre-tokenizer (tokenizer.ggml.pre): llama.cpp's default is used, which "
-            "may differ from training and degrade answers; convert it again"
-        )
+        what = "llama.cpp's default is used, which may differ from training and degrade answers"
+        return f"{file.path.name} names no pre-tokenizer (tokenizer.ggml.pre): {what}; convert it again"
     return None
-
-
-_CONTROL = 3  # in tokenizer.ggml.token_type
 
 
 class Fim(NamedTuple):
@@ -85,6 +76,15 @@ class Fim(NamedTuple):
     middle: int | None
     repository: int | None
     file: int | None
+
+
+def _filled(kind: str, size: int, fill: Callable[[Any, int], int]) -> Any:
+    """The values that ``fill`` writes; it returns their number, negative where ``size`` is not enough."""
+    out = ffi.new(kind, size)
+    if (n := fill(out, size)) < 0:
+        out = ffi.new(kind, -n)
+        n = fill(out, -n)
+    return ffi.unpack(out, n)
 
 
 class Tokenizer:
@@ -105,17 +105,10 @@ class Tokenizer:
         types = file.metadata.get("tokenizer.ggml.token_type")
         self._file_control = np.flatnonzero(types == _CONTROL).tolist() if isinstance(types, np.ndarray) else []
         self._pieces = lru_cache(1 << 14)(self._piece)  # 0.2 us instead of 1.7
-        try:
-            self._check_added()
-        except BaseException:
-            self.close()
-            raise
-
-    def _check_added(self) -> None:
-        """llama.cpp asserts that tokens added to every text exist."""
-        for name in ("bos", "eos"):
+        for name in ("bos", "eos"):  # llama.cpp asserts that tokens added to every text exist
             adds, token = (getattr(lib, f"llama_vocab_{part}{name}")(self.vocab) for part in ("get_add_", ""))
             if adds and not 0 <= token < self.n_vocab:
+                self.close()
                 raise GGUFError(f"{self.path} adds a {name} token to every text, but tokenizer.ggml.{name}_token_id is invalid")
 
     @property
@@ -143,24 +136,15 @@ class Tokenizer:
         data = text.encode("utf-8", "replace")
         if len(data) <= _SHORT_TEXT:
             return self._encode(data, special, bos)
-        return self._encode_on_large_stack(data, special, bos)
-
-    def _encode(self, data: bytes, special: bool, bos: bool) -> list[int]:
-        capacity = len(data) + 8
-        out = ffi.new("llama_token[]", capacity)
-        n = lib.llama_tokenize(self.vocab, data, len(data), out, capacity, bos, special)
-        if n < 0:
-            out = ffi.new("llama_token[]", -n)
-            n = lib.llama_tokenize(self.vocab, data, len(data), out, -n, bos, special)
-        return ffi.unpack(out, n)
-
-    def _encode_on_large_stack(self, data: bytes, special: bool, bos: bool) -> list[int]:
-        """llama.cpp's pre-tokenizers use std::regex, with up to 335 bytes of stack per character."""
-        size = (1 << 20) + _STACK_PER_BYTE * len(data)
-        try:
-            return on_large_stack(size, lambda: self._encode(data, special, bos))
+        try:  # llama.cpp's pre-tokenizers use std::regex, with up to 335 bytes of stack per character
+            return on_large_stack((1 << 20) + _STACK_PER_BYTE * len(data), lambda: self._encode(data, special, bos))
         except RuntimeError:
             raise ContextError(f"a text of {len(data)} bytes cannot be encoded: there is no memory for it; shorten the prompt") from None
+
+    def _encode(self, data: bytes, special: bool, bos: bool) -> list[int]:
+        return _filled(
+            "llama_token[]", len(data) + 8, lambda out, size: lib.llama_tokenize(self.vocab, data, len(data), out, size, bos, special)
+        )
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """Bytes of one token; control tokens are empty unless ``special``. A character may span several tokens."""
@@ -175,12 +159,7 @@ class Tokenizer:
     def _piece(self, token: int, special: bool) -> bytes:
         if not 0 <= token < self.n_vocab:
             return b""  # llama.cpp would abort
-        out = ffi.new("char[]", 256)  # one per call, for thread safety
-        n = lib.llama_token_to_piece(self.vocab, token, out, len(out), 0, special)
-        if n < 0:
-            out = ffi.new("char[]", -n)
-            n = lib.llama_token_to_piece(self.vocab, token, out, len(out), 0, special)
-        return ffi.unpack(out, n)
+        return _filled("char[]", 256, lambda out, size: lib.llama_token_to_piece(self.vocab, token, out, size, 0, special))
 
     def pieces(self) -> list[bytes]:
         """``piece`` of every token, control tokens by name; one shared buffer halves the time."""

@@ -1,17 +1,19 @@
-"""Tool-call arguments as models write them, converted to JSON."""
+"""Tool-call arguments as models write them, converted to JSON by their schemas."""
 
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from .formats import GEMMA_QUOTE
 
 KINDS = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 _MOST_DIGITS = 308  # longer integers exceed a double
 _HALVES = re.compile("[\ud800-\udfff]")
+_WORD = re.compile(rf'{re.escape(GEMMA_QUOTE)}(.*?){re.escape(GEMMA_QUOTE)}|([^\s:{{}}\[\],"<][^:{{}}\[\],"<]*)(:)?', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -36,59 +38,80 @@ def loads(text: str) -> Any:
     """JSON that may contain control characters in strings. Numbers beyond a double, NaN and Infinity stay text. Raises ValueError: invalid
     JSON."""
     try:
-        return json.loads(text, strict=False, parse_constant=str, parse_float=_float, parse_int=_int)
+        return json.loads(
+            text, strict=False, parse_constant=str, parse_float=lambda t: v if math.isfinite(v := float(t)) else t,
+            parse_int=lambda t: int(t) if len(t) <= _MOST_DIGITS else t,
+        )  # fmt: skip
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _float(text: str) -> float | str:
-    return value if math.isfinite(value := float(text)) else text
+# -- JSON schemas
 
-
-def _int(text: str) -> int | str:
-    return int(text) if len(text) <= _MOST_DIGITS else text
-
-
-# -- types allowed by a schema
-
+SCHEMA_LISTS, SCHEMA_MAPS = ("allOf", "anyOf", "oneOf", "prefixItems"), ("properties", "patternProperties", "$defs", "definitions")
+SCHEMA_ONES = ("items", "additionalItems", "additionalProperties")
 _TYPE_KEYWORDS = ("type", "anyOf", "oneOf", "allOf", "$ref", "enum", "const", "not")
 _OF_OBJECTS, _OF_ARRAYS = ("properties", "required", "additionalProperties", "patternProperties"), ("items", "prefixItems")
-_DEEPEST = 64
+DEEPEST = 64
+Path = tuple[str, ...]
+
+
+def subschemas(schema: Any) -> Iterator[tuple[Path, Any]]:
+    """The schemas in the keywords of ``schema``, and their places in it."""
+    for key, value in schema.items() if isinstance(schema, dict) else ():
+        if isinstance(value, list) and (key in SCHEMA_LISTS or key == "items"):
+            yield from (((key, str(i)), part) for i, part in enumerate(value))
+        elif isinstance(value, dict) and key in SCHEMA_MAPS:
+            yield from (((key, name), part) for name, part in value.items())
+        elif key in SCHEMA_ONES:
+            yield (key,), value
+
+
+def with_subschemas(schema: dict[str, Any], change: Callable[[Path, Any], Any]) -> dict[str, Any]:
+    """A copy whose subschemas are what ``change`` returns for their places and themselves."""
+    out: dict[str, Any] = {key: value.copy() if isinstance(value, (list, dict)) else value for key, value in schema.items()}
+    for (key, *name), part in subschemas(schema):
+        changed = change((key, *name), part)
+        if not name:
+            out[key] = changed
+        else:
+            out[key][int(name[0]) if isinstance(out[key], list) else name[0]] = changed
+    return out
 
 
 def with_implied_types(schema: Any, depth: int = 0) -> Any:
     """``schema`` with implied types, as in llama.cpp: "properties" implies an object, "items" an array."""
-    if isinstance(schema, list) and depth < _DEEPEST:
-        return [with_implied_types(part, depth + 1) for part in schema]
-    if not isinstance(schema, dict) or depth >= _DEEPEST:
+    if not isinstance(schema, dict) or depth >= DEEPEST:
         return schema
-    out = dict(schema)
+    out = with_subschemas(schema, lambda _, part: with_implied_types(part, depth + 1))
     if not any(name in schema for name in _TYPE_KEYWORDS):
         if any(name in schema for name in _OF_OBJECTS):
             out["type"] = "object"
         elif isinstance(schema.get("items"), list):  # tuple syntax of older drafts
-            out |= {"type": "array", "prefixItems": schema["items"], "items": False, "minItems": len(schema["items"])}
+            out |= {"type": "array", "prefixItems": out["items"], "items": False, "minItems": len(out["items"])}
         elif any(name in schema for name in _OF_ARRAYS):
             out["type"] = "array"
-    for name in ("items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties"):
-        if name in out:
-            out[name] = with_implied_types(out[name], depth + 1)
-    for name in ("properties", "patternProperties", "$defs", "definitions"):
-        if isinstance(out.get(name), dict):
-            out[name] = {key: with_implied_types(part, depth + 1) for key, part in out[name].items()}
     return out
 
 
-def resolved(schema: Any, root: Any) -> Any:
-    """The target of a ``$ref`` within ``root``; True (any value) if there is none."""
-    ref = schema["$ref"]
-    if not isinstance(ref, str) or not ref.startswith("#"):
-        return True
-    at = root
-    for part in ref[1:].strip("/").split("/") if ref != "#" else ():
-        part = part.replace("~1", "/").replace("~0", "~")
-        at = at.get(part, True) if isinstance(at, Mapping) else True
-    return at
+def resolve(root: Any, reference: Any) -> Any:
+    """The target of a JSON pointer in a URI fragment (RFC 6901), or None."""
+    if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
+        return None
+    node = root
+    for name in pointer(reference):
+        if isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            node = node[int(name)]
+        elif isinstance(node, dict) and name in node:
+            node = node[name]
+        else:
+            return None
+    return node
+
+
+def pointer(reference: str) -> Path:
+    """The names of a JSON pointer."""
+    return tuple(part.replace("~1", "/").replace("~0", "~") for part in unquote(reference).split("/")[1:])
 
 
 def kind_of(value: Any) -> str:
@@ -106,7 +129,7 @@ def kinds(schema: Any, root: Any, seen: tuple[int, ...] = ()) -> frozenset[str]:
         return KINDS
     out = KINDS
     if "$ref" in schema:
-        target = resolved(schema, root)
+        target = resolve(root, schema["$ref"])
         out &= frozenset() if id(target) in seen else kinds(target, root, (*seen, id(target)))
     if isinstance(schema.get("enum"), list):
         out &= {kind_of(value) for value in schema["enum"]}
@@ -136,8 +159,6 @@ def typed(text: str, schema: Any, root: Any) -> Any:
 
 
 # -- Gemma 4's notation
-
-_WORD = re.compile(rf'{re.escape(GEMMA_QUOTE)}(.*?){re.escape(GEMMA_QUOTE)}|([^\s:{{}}\[\],"<][^:{{}}\[\],"<]*)(:)?', re.DOTALL)
 
 
 def gemma(text: str) -> Any:

@@ -19,7 +19,6 @@ from sessions import fails_with, loaded
 
 import pyggml_spec as ps
 from pyggml_spec.constraints import grammar as grammars
-from pyggml_spec.constraints import lazy as lazy_module
 from pyggml_spec.constraints.gbnf import MAX_DEPTH, MAX_TEXT, Characters, parse
 from pyggml_spec.constraints.grammar import Grammar, Vocabulary
 from pyggml_spec.constraints.jump_forward import JumpForward
@@ -458,7 +457,7 @@ def test_what_a_trigger_forbids_is_found_once(tokenizer, monkeypatch):
     assert np.array_equal(first.mask(), brute) and not brute.all()
     for text in texts:
         LazyGrammar("grammar", text, ["{"], tokenizer)
-    assert len(lazy_module.known_states[Vocabulary.of(tokenizer)]) == KEPT
+    assert len(Vocabulary.of(tokenizer).lazy) == KEPT
 
 
 def test_long_triggers(tokenizer):

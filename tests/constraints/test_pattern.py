@@ -8,9 +8,8 @@ import pytest
 from sessions import fails_with
 
 from pyggml_spec.constraints.grammar import Vocabulary
-from pyggml_spec.constraints.lazy import LazyGrammar
+from pyggml_spec.constraints.lazy import MOST_PATTERNS, MOST_WORK, LazyGrammar, Search
 from pyggml_spec.constraints.pattern import MOST_PARTS, Budget, Pattern, Program
-from pyggml_spec.constraints.search import MOST_PATTERNS, MOST_WORK, Search
 from pyggml_spec.errors import EngineError, SamplingError
 
 
@@ -122,10 +121,10 @@ def generate(lazy, ids):
 
 
 def test_what_ends_a_pattern(tokenizer, monkeypatch):
-    monkeypatch.setattr("pyggml_spec.constraints.search.MOST_MASKS", 20)
+    monkeypatch.setattr("pyggml_spec.constraints.lazy.MOST_MASKS", 20)
     lazy = LazyGrammar("grammar", 'root ::= "y"+', [Pattern("[^x]{250}y")], tokenizer)
     fails_with(EngineError, "more than 20 different places", lambda: generate(lazy, tokenizer.encode("abc " * 40, bos=False)))
-    monkeypatch.setattr("pyggml_spec.constraints.search.MOST_WORK", 50)
+    monkeypatch.setattr("pyggml_spec.constraints.lazy.MOST_WORK", 50)
     with pytest.raises(SamplingError, match="more than 50 steps"):
         LazyGrammar("grammar", 'root ::= "x"+', [Pattern("(a.{60}|b.{80})+x")], tokenizer)
 
@@ -205,7 +204,7 @@ def test_what_one_request_looks_at_is_not_another_ones(tokenizer, monkeypatch, c
     one, other = (LazyGrammar("grammar", 'root ::= "x" [a-z]+', [Pattern("(a.{60}|b.{80})+x")], tokenizer) for _ in range(2))
     ids = tokenizer.encode("aa ab aaa b", bos=False)
     with monkeypatch.context() as small:
-        small.setattr("pyggml_spec.constraints.search.MOST_WORK", 3)
+        small.setattr("pyggml_spec.constraints.lazy.MOST_WORK", 3)
         fails_with(EngineError, "more than 3 steps", call, one, ids)
     for _ in range(3):
         call(other, ids)

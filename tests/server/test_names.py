@@ -15,7 +15,7 @@ from pyggml_spec.sampling.sampler import Sampling
 from pyggml_spec.server import anthropic, bodies, responses
 from pyggml_spec.server.conversation import _allowed, _template_arguments
 from pyggml_spec.server.errors import ApiError
-from pyggml_spec.server.reading import Reader
+from pyggml_spec.server.reading import enter
 from pyggml_spec.server.sampling import logit_bias
 from pyggml_spec.server.tasks import ResponseStream
 
@@ -194,8 +194,8 @@ async def test_silence_is_as_long_as_it_was_asked_for(server):
             return types.SimpleNamespace(tasks=[], cancel=None, ping_seconds=None)
 
     for body, want in (({}, 30.0), ({"sse_ping_interval": 5}, 5.0), ({"sse_ping_interval": -1}, math.inf)):
-        reader = Reader(types.SimpleNamespace(queue=Queue()), request_of(), bodies.convert(body, bodies.Completion), [], lambda task: None)
-        assert reader._events.ping_seconds == want
+        entered = enter(types.SimpleNamespace(queue=Queue()), request_of(), bodies.convert(body, bodies.Completion), [])
+        assert entered.ping_seconds == want
     assert server.post("/completion", prompt="x", n_predict=1, sse_ping_interval="5").json()["error"]["param"] == "sse_ping_interval"
     assert server.ok("/completion", prompt="x", n_predict=1, sse_ping_interval=-1)["stop"]
 

@@ -20,7 +20,7 @@ from pyggml_spec.errors import PyspecError
 from pyggml_spec.server import http, protocol
 from pyggml_spec.server.errors import ApiError
 from pyggml_spec.server.http import BodyLimits, Refusal, Request, Response, json_response, read_body
-from pyggml_spec.server.sockets import listen
+from pyggml_spec.server.start import listen
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: localhost\r\n"
 LONG = b"a" * 50_000
@@ -277,7 +277,7 @@ async def test_work_ends_with_its_client_and_no_other_way():
 
 def both_loops(make):
     """``make()`` in asyncio's loop, and in uvloop's where it is installed."""
-    with asyncio.Runner(loop_factory=protocol.loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
         return asyncio.run(make()), runner.run(make())
 
 

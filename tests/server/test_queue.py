@@ -17,10 +17,9 @@ import pytest
 from cli.process import pyspec
 from server.running import Running, posted, request_of, serving, wait_for
 
-from pyggml_spec.server import http, native, resumable
+from pyggml_spec.server import http, native, reading, resumable
 from pyggml_spec.server.bodies import Completion
 from pyggml_spec.server.errors import ApiError
-from pyggml_spec.server.reading import Reader
 from pyggml_spec.server.resumable import ResumableStream, Streams
 
 pytestmark = pytest.mark.slow
@@ -426,7 +425,7 @@ async def test_a_stream_makes_room_for_its_successor():
         return types.SimpleNamespace(tasks=[], cancel=lambda: None)
 
     def enter(name, stream):
-        Reader(Full, request_of(b"", (b"x-conversation-id", name.encode())), Completion(stream=stream), [], None)
+        reading.enter(Full, request_of(b"", (b"x-conversation-id", name.encode())), Completion(stream=stream), [])
 
     Full.queue.enter = queued
     gate, ended = asyncio.Event(), []

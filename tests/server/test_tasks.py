@@ -150,7 +150,7 @@ async def test_limits_of_the_queue():
             with pytest.raises(ApiError) as raised:
                 queue.enter(requests)
             assert raised.value.status == 429 and int(raised.value.headers["retry-after"]) >= 1
-        assert queue.counts.rejected["tokens"] == queue.counts.rejected["requests"] == 1
+        assert queue.rejected["tokens"] == queue.rejected["requests"] == 1
         with pytest.raises(ApiError, match="has 6 sequences, and this server takes 5 at once") as never:  # however long it waits
             queue.enter([TaskRequest([1])] * 6)
         assert never.value.status == 400
@@ -164,7 +164,7 @@ async def test_without_a_queue_nothing_waits():
         held = queue.enter([TaskRequest([1])])
         with pytest.raises(ApiError, match="every slot is taken, and nothing waits") as full:
             queue.enter([TaskRequest([1])])
-        assert full.value.status == 429 and int(full.value.headers["retry-after"]) >= 1 and queue.counts.rejected["requests"] == 1
+        assert full.value.status == 429 and int(full.value.headers["retry-after"]) >= 1 and queue.rejected["requests"] == 1
         with pytest.raises(ApiError, match="this server takes 1 at once"):
             queue.enter([TaskRequest([1])] * 2)
         await asyncio.sleep(0)
@@ -247,7 +247,7 @@ async def test_one_that_is_left_while_its_sampler_is_made_is_not_computed():
     """It was cancelled before there was anything to cancel."""
     submitting = threading.Event()
     async with queued(hangs) as queue:
-        queue._concurrent = engine = Held(0, submitting)
+        queue.engine = engine = Held(0, submitting)
         got = queue.enter([TaskRequest([1], sampling=Sampling(temperature=0.7))])
         assert await asyncio.to_thread(engine.asked.wait, 60)
         got.cancel()
@@ -402,8 +402,8 @@ def work():
 def test_short_work_does_not_wait_for_long_work(work):
     threads, hold = work
     held = [threads.start(hold, f"client {i}", long=True) for i in range(20)]
-    assert threads.start(lambda: "done", "another").future.result(60) == "done"
-    assert sum(w.future.running() for w in held) == pool.LONG
+    assert threads.start(lambda: "done", "another").result(60) == "done"
+    assert sum(w.running() for w in held) == pool.LONG
 
 
 def test_short_work_that_takes_long_holds_up_nothing(work):
@@ -411,7 +411,7 @@ def test_short_work_that_takes_long_holds_up_nothing(work):
     threads, hold = work
     for _ in range(20):
         threads.start(hold, "one")
-    assert threads.start(lambda: "done", "another").future.result(60) == "done"
+    assert threads.start(lambda: "done", "another").result(60) == "done"
     assert threads.submit(lambda: "done").result(60) == "done"
 
 
@@ -433,7 +433,7 @@ def test_one_client_has_its_share_of_the_threads(work, long, most):
         threads.start(lambda i=i: (begun.append(i), hold()), "one", long)
     wait_for(lambda: len(begun) == most)
     time.sleep(4 * most * pool.OVERRUN_SECONDS)
-    assert len(begun) == most and threads.start(lambda: "done", "another", long).future.result(60) == "done"
+    assert len(begun) == most and threads.start(lambda: "done", "another", long).result(60) == "done"
 
 
 def test_what_is_cancelled_ends_and_what_waits_is_never_begun(work):
@@ -454,7 +454,7 @@ def test_what_is_cancelled_ends_and_what_waits_is_never_begun(work):
     assert began.wait(60)
     waits.cancel()
     runs.cancel()
-    assert isinstance(runs.future.exception(60), Cancelled) and waits.future.cancelled()
+    assert isinstance(runs.exception(60), Cancelled) and waits.cancelled()
     threads.shutdown()
     assert ended == [True]
 
@@ -470,6 +470,6 @@ def test_the_end_waits_for_nothing_that_can_be_cancelled():
     assert began.wait(60)
     waits = [threads.start(never, "one", long=True) for _ in range(50)]
     threads.shutdown(wait=False, cancel_futures=True)
-    assert not threads.idle(0.05) and threads.idle(60) and sum(w.future.cancelled() for w in waits) >= 49
+    assert not threads.idle(0.05) and threads.idle(60) and sum(w.cancelled() for w in waits) >= 49
     with pytest.raises(RuntimeError, match="shut down"):
         threads.start(never)

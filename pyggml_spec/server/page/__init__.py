@@ -1,6 +1,5 @@
 """The page at /: three files of this folder, which load nothing from elsewhere."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,4 @@ _HEADERS = {
 
 async def page(context: Any, request: Request) -> Response:
     name, kind = _FILES[request.scope["path"]]
-    return Response(_read(name), headers=_HEADERS, media_type=kind)
-
-
-@cache
-def _read(name: str) -> bytes:
-    return (Path(__file__).parent / name).read_bytes()
+    return Response((Path(__file__).parent / name).read_bytes(), headers=_HEADERS, media_type=kind)
