@@ -374,7 +374,8 @@ def test_clients_that_get_429_come_again(small, who, openai, anthropic):
         with pytest.raises((openai.RateLimitError, anthropic.RateLimitError)) as raised:
             answered()
         assert 1 <= int(raised.value.response.headers["retry-after"]) <= 60 and rejected() == before + 1
-        client, late = client.with_options(max_retries=30), pool.submit(answered)
+        client = client.with_options(max_retries=30)
+        late = pool.submit(answered)  # with this client, not with the one before
         wait_for(lambda: rejected() > before + 1)
         holding.close()
         assert late.result(120) <= 2
