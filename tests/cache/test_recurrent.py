@@ -56,9 +56,14 @@ def test_replay_of_the_first_rows_is_the_state_after_them(session, rows):
         engine.plain_step()
         engine.accept(1, 0)
     _commit(engine)
-    # one row at a time and sixteen at once are different matrix kernels, so nearly equal; the wrong row count is off by 1e-1
-    want = engine.recurrent.read()
-    assert np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
+    # of ggml, one row at a time and sixteen at once are different matrix kernels: nearly equal, the random models but qwen35 amplify rounding; the
+    # wrong row count is off by 1e-1
+    want, native, delta = (
+        engine.recurrent.read(),
+        session.backend.level is not None,
+        session.target.recurrent_shape().recurrence is Recurrence.DELTA,
+    )
+    assert np.abs(got - want).max() <= (0 if native else 2e-5 if delta else 1e-3) * np.abs(want).max()
 
 
 @pytest.mark.slow
