@@ -187,8 +187,8 @@ class Batch:
         rows: rows that count, by slot.
         is_block: whether some rows may turn out wrong.
         context: tokens of the longest sequence before the step.
-        computed: the items as the graph computes them: drafts that ``ModelRunner.propose`` made are given ones.
-        proposed: by slot, whether the drafts that ``propose`` made are finite; ``drafted``: K/V rows that a whole model wrote meanwhile.
+        computed: the items as the graph computes them: drafts that the host has read are given ones.
+        proposed: by slot, whether drafts that the host has read are finite; ``drafted``: K/V rows that a whole model wrote meanwhile.
         slots, kind, verify_len, kv_bucket, method, n_drafts, streamed, deferred, drafting, candidates, keep_logits (masked), layers: as of ``GraphKey``.
         kv_from: fewest tokens that ``kv_bucket`` is the bucket of.
         key: of the graph, once all of these are known.
