@@ -24,6 +24,11 @@ AT_ONCE = 512  # rows of all slots per catch-up graph, which bounds its memory
 MEMORY, MOST = 16 << 20, 2048  # bytes of all rings with more than BATCH rows, and rows of the largest ring
 
 
+def room(row_bytes: int, slots: int) -> int:
+    """Rows of each ring: as many as fit into MEMORY, at least BATCH, whatever the context and the slots."""
+    return max(BATCH, min(MOST, MEMORY // max(row_bytes * slots, 1)))
+
+
 def batch_of(slots: int) -> int:
     """Rows per slot of the widest catch-up graph: BATCH, or AT_ONCE divided by the slots."""
     return max(FEW, min(BATCH, AT_ONCE // slots // FEW * FEW))
@@ -105,7 +110,7 @@ class HiddenStateBuffer(_Tables):
     def __init__(
         self, backend: Backend, n_embd: int, count: int, width: int, slots: int, methods: Iterable[str], whole_model: str = ""
     ) -> None:
-        self.most = max(BATCH, min(MOST, MEMORY // max(4 * n_embd * count * slots, 1)))
+        self.most = room(4 * n_embd * count, slots)
         self.batch = batch_of(slots)
         between = BETWEEN if backend.device.kind == "cpu" else ()
         self.catch_ups = tuple(sorted({FEW, *(n for n in between if n < self.batch), self.batch}))
