@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from drafters.parity import LAST, UB, WRITE, assert_blocks_equal, both, disagreement, write_files
+from engine.helpers import oracle, run
 from engine.helpers import reference as plain
-from engine.helpers import run
 from gguf_io.build import F32, STR, U32, Model
 from llama_oracle import LlamaEagle3
 from random_gguf.archs import WRITERS, write_gemma4, write_laguna, write_llama, write_qwen3
@@ -671,6 +671,18 @@ def test_a_file_is_what_its_architecture_says_whatever_else_it_names(tmp_path, t
             with pytest.raises(ModelError, match=words):
                 use(file)
     assert "it has the architecture 'deepseek4', which does not run here yet" in inspect_file(path).verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["glm4moe", "deepseek2", "deepseek32", "glm-dsa"])
+def test_text_with_mtp_layers_is_plain(tmp_path, arch):
+    """Blocks are forced, which the policy would not draft with random layers; then drafts are rejected at every position."""
+    path, prompt = write_mtp_target(tmp_path / "t.gguf", SHAPE, "Q8_0", arch=arch), np.random.default_rng(5).integers(0, 256, 230).tolist()
+    with ps.load(path, device="CPU", threads=1, n_ctx=512, spec=["draft-mtp"], draft_width=8) as session:
+        text = plain(session.runner, prompt, 100, width=8)
+        assert run(session.runner, prompt, 100, width=8)[0] == text
+        tokens, stats = run(session.runner, prompt, 100, width=8, drafts=oracle(prompt, text, wrong_at=lambda step: step % 8))
+        assert tokens == text and set(stats.block_sizes) == set(range(1, 9))
 
 
 def test_a_target_whose_mtp_layer_was_left_out_loads(tmp_path):
