@@ -14,7 +14,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 LAYERS = (
     {"cli"},
     {"server"},
-    {"tools", "doctor", "chat", "concurrent", "api", "session", "configuration", "loading", "load_options", "context_size"},
+    {"tools", "doctor", "chat", "concurrent", "api", "session", "configuration", "loading", "load_options"},
     {"engine", "speculation", "multi_device", "constraints", "sampling", "text"},
     {"models", "drafters", "cache"},
     {"ggml", "gguf_io"},

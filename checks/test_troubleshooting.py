@@ -8,7 +8,7 @@ import pytest
 
 from pyggml_spec import doctor
 from pyggml_spec.cli.doctor import command
-from pyggml_spec.cli.names import in_options
+from pyggml_spec.cli.options import in_options
 
 ROOT = Path(__file__).parents[1]
 PAGE = " ".join((ROOT / "docs" / "troubleshooting.md").read_text("utf-8").replace("*", "").split())

@@ -4,7 +4,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, Self, Unpack, cast
@@ -12,28 +12,26 @@ from typing import Any, ParamSpec, Protocol, Self, Unpack, cast
 from .arguments import GenerateOptions, RequestOptions
 from .cache.prefix import PrefixCache, Reuse, layout_of
 from .cache.prefix_files import PrefixFiles
-from .checks import path, token_ids, whole
-from .concurrent import ConcurrentSession
+from .checks import token_ids, whole
+from .concurrent import ConcurrentSession, request_options
 from .configuration import Configuration, configuration_of
-from .context_size import default_context, room, rough_bytes
-from .drafters.base import Drafter
 from .drafters.multi import AnyDrafter
 from .engine.devices import GROUPS
 from .engine.engine import Engine
-from .engine.lock import ENDED, EngineLock
+from .engine.lock import ENDED, EngineLock, Hold
 from .engine.memory import SHARED, count_memory
 from .engine.options import candidate_widths
 from .engine.resources import Closable, P
 from .engine.runner import ModelRunner
-from .engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
+from .engine.sequence import SPECULATIVE
 from .engine.stats import Stats
 from .errors import ContextError, EngineError, PyspecError, SamplingError
 from .events import StepEvent
 from .folders import why_nothing_is_kept
 from .ggml.device import Backend, disable_graph_replay, free_bytes, present, release_threads
 from .ggml.library import versions
-from .load_options import AUTO, MOST_BYTES, LoadOptions
-from .loading import Loader, Progress, files_to_load, silent
+from .load_options import AUTO, LoadOptions
+from .loading import Loader, Progress, default_context, files_to_load, room, rough_bytes, silent
 from .models.decoder import Decoder
 from .sampling.recommended import chosen
 from .sampling.sampler import Sampler, Sampling
@@ -85,9 +83,8 @@ class Session:
         self.lookup: NgramMethod | None = None  # n-gram drafting
         self.costs: dict[int, float] | None = None  # milliseconds per step by width, of the first drafter; None where the width is pinned
         self._verify_costs: dict[int, float] = {}  # of steps that verify given ids, by rows; where a drafter reports confidence
-        self.other_costs: dict[
-            StepPlan, float
-        ] = {}  # of other kinds of steps: further drafters, and graphs of more rows than there are drafts
+        # of other kinds of steps: further drafters, and graphs of more rows than there are drafts
+        self.other_costs: dict[StepPlan, float] = {}
         self.costs_cached = False
         self._known_drafts: Mapping[str, AcceptancePrior] = {}  # acceptance of each drafter, of earlier sessions at first
         self._drafts_count = False  # whether this session's acceptance is to be stored
@@ -118,13 +115,16 @@ class Session:
             if not self.batch_invariant:
                 self.notes.append(NOT_BATCH_INVARIANT)
         elif loader.ngram is not None:
-            self.lookup = self._lookup_control(loader.ngram)
+            costs, cached = self._given_costs()
+            self.lookup = NgramMethod(loader.ngram, costs)
+            self.lookup.set_condition(self.runner.threads.quiet if cached else self.runner.threads.condition)
         self.engine = Engine(self.runner, width, ngram=self.lookup)
         if self.drafter is not None and options.draft_width is None:
             self._measure_costs()
             self._known_drafts, self._drafts_count = known_drafts(self.runner), True
         self.engine.policy = self.new_policy()
-        self.prefix = self._own(self._prefix_cache(options, progress))
+        files = self._prefix_files(self.runner, options, progress)
+        self.prefix = self._own(PrefixCache(self.runner, self._prefix_memory(options.prefix_memory), files))
         exact = self.batch_invariant and not any(member.weights.other_matrix_bytes for member in loader.drafters)
         self._rows_stay = exact and not self.runner.sequence.stateful and self.prefix.files is None  # files have whole chunks
         self.load_seconds = time.perf_counter() - started
@@ -141,34 +141,19 @@ class Session:
         models = tuple(member.method for member in self.drafter.methods) if self.drafter is not None else ()
         return models if self.lookup is None else (*models, self.lookup.method)
 
-    def _prefix_cache(self, options: LoadOptions, progress: Progress) -> PrefixCache:
-        files = self._prefix_files(self.runner, options.prefix_cache, options.prefix_disk, progress)
-        return PrefixCache(self.runner, self._prefix_memory(options.prefix_memory), files)
-
     def _prefix_files(
-        self, engine: ModelRunner, folder: str | Path | None, disk: int | None, progress: Progress = silent, shared: bool = False
-    ) -> PrefixFiles | None:  # fmt: skip
-        disk = PREFIX_DISK if disk is None else whole(disk, "the space for the prefix cache's files", 0, MOST_BYTES, PyspecError)
-        if folder is None:
+        self, engine: ModelRunner, options: LoadOptions, progress: Progress = silent, shared: bool = False
+    ) -> PrefixFiles | None:
+        if options.prefix_cache is None:
             return None
-        folder = path(folder, "the folder of the prefix cache (`prefix_cache`)")
         layout = layout_of(engine, versions(), lambda what, done, total: progress(f"identity of the {what}", done, total), shared)
-        files = PrefixFiles(folder, layout, disk)
+        files = PrefixFiles(Path(options.prefix_cache), layout, PREFIX_DISK if options.prefix_disk is None else options.prefix_disk)
         self.notes += [note for note in files.notes if note not in self.notes]
         return files
 
     def _prefix_memory(self, nbytes: int | None) -> int:
         """Bytes for copies of prompts; by default of what is free now."""
-        if nbytes is None:
-            return min(PREFIX_MEMORY, free_bytes(present(self.backend.device)) // 8)
-        return whole(nbytes, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
-
-    def _lookup_control(self, method: str) -> NgramMethod:
-        """Of this session's sequences; what verifying costs is measured, or known from an earlier session."""
-        costs, cached = self._given_costs()
-        control = NgramMethod(method, costs)
-        control.set_condition(self.runner.threads.quiet if cached else self.runner.threads.condition)
-        return control
+        return min(PREFIX_MEMORY, free_bytes(present(self.backend.device)) // 8) if nbytes is None else nbytes
 
     def _given_costs(self) -> tuple[dict[int, float], bool]:
         """Milliseconds by rows of steps that verify given ids, and whether they were known."""
@@ -180,7 +165,11 @@ class Session:
         widths, (first, *_) = candidate_widths(self.runner.options.width), self.drafter.methods
         self.costs, self.costs_cached = cached_costs(self.runner, tuple(w for w in widths if w <= first.block_size), fresh)
         self._costs_under = self.runner.threads.quiet if self.costs_cached else self.runner.threads.condition
-        kinds = [kind for member in self.drafter.methods for kind in _kinds_of(member, widths)]
+        kinds = []
+        for member in self.drafter.methods:
+            fitting = [width for width in widths if width <= member.block_size]
+            chains = member.chained or member.whole_model
+            kinds += chain_plans(member.method, fitting) if chains else [StepPlan.of(member.method, width) for width in fitting]
         if not self.costs_cached and (why := why_nothing_is_kept()) and why not in self.notes:
             self.notes.append(why)
         known = {StepPlan.of(first.method, width): ms for width, ms in self.costs.items() if width > 1}
@@ -266,24 +255,14 @@ class Session:
         """
         self._check_own()
         ids, text = self.prompt_ids(prompt, special), TextStream(self.tokenizer.piece, stop_texts(stop))
-        jump_forward, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self.engine.drafts else PLAIN)
-        options = GenerationOptions(
-            max_tokens,
-            mode,
-            self.runner.options.width,
-            self.tokenizer.is_end,
-            ignore_end,
-            synthetic,
-            completes=text.completes,
-            jump_forward=jump_forward,
-        )
+        options = request_options(self.engine, self.tokenizer, text, max_tokens, mode, ignore_end=ignore_end, synthetic=synthetic)
         options.check(self.drafter or self.lookup)
         hold, sampler = self._lock.acquire(), None
         self._drafts_count = self._drafts_count and synthetic is None
         try:
             sampler, started = self._sampler(sampling, ignore_end), time.perf_counter()
             stats = self.new_stats() if stats is None else stats
-            reuse, held = self._begin(ids, mode, append, stats)
+            reuse, held = self._begin(ids, options.mode, append, stats)
             stats.seconds["prefill"] = time.perf_counter() - started  # restoring rows included
             if sampler is not None:
                 stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
@@ -472,31 +451,36 @@ class Session:
             DeviceError: their caches do not fit the device.
         """
         self._check_open()
-        hold = self._lock.acquire(MANY)
-        try:
-            scheduler = self._scheduler_of(slots, n_ctx, prefix_memory, groups=groups)
-        except BaseException:
-            self._lock.release(hold)
-            raise
+        with self._reserved() as hold:
+            scheduler = self._scheduler_of(slots, n_ctx, {"prefix_memory": prefix_memory}, groups)
         hold.ended = lambda: scheduler.runner.graphs.closed
         return scheduler
 
-    def _scheduler_of(
-        self, slots: int, n_ctx: int | None, prefix_memory: int, folder: str | Path | None = None, disk: int | None = None,
-        groups: int | str = 1,
-    ) -> Engine:  # fmt: skip
+    @contextmanager
+    def _reserved(self) -> Iterator[Hold]:
+        """Takes this session's lock for an engine of many requests; gives it back if none is made."""
+        hold = self._lock.acquire(MANY)
+        try:
+            yield hold
+        except BaseException:
+            self._lock.release(hold)
+            raise
+
+    def _scheduler_of(self, slots: int, n_ctx: int | None, prefixes: dict[str, Any], groups: int | str) -> Engine:
+        """``prefixes``: fields of LoadOptions."""
         self._check_open()
         wanted = None if groups == AUTO else whole(groups, f"`groups`, if it is not {AUTO!r},", 1, GROUPS)
         context = self.slots_context(slots) if n_ctx is None else n_ctx
         options = replace(self.runner.options, slots=slots, n_ctx=context, groups=wanted != 1)
-        memory = whole(prefix_memory, "the memory for the prefix cache", 0, MOST_BYTES, PyspecError)
-        if folder is not None and not memory:
+        kept = replace(self.options, **{"prefix_cache": None, "prefix_disk": None, **prefixes})
+        memory = self._prefix_memory(kept.prefix_memory)
+        if kept.prefix_cache is not None and not memory:
             raise PyspecError(
                 "a prefix cache on disk is filled from memory, and `prefix_memory` is 0: give it more, or leave the folder out"
             )
         engine = ModelRunner(self.backend, self.target, self.drafter, options)
         try:
-            files = self._prefix_files(engine, folder, disk, shared=True)
+            files = self._prefix_files(engine, kept, shared=True)
         except BaseException:
             engine.close()
             raise
@@ -533,24 +517,16 @@ class Session:
         if self._concurrent is not None and self._concurrent.ended and self._concurrent in self._parts:
             self._concurrent.close()  # it failed, and its thread may not have ended yet
             self._parts.remove(self._concurrent)
-        hold = self._lock.acquire(MANY)
-        try:
-            if only:
-                self._give_up_own_caches()
-            memory = self._prefix_memory(prefix_memory)
-            scheduler = self._scheduler_of(slots, n_ctx, memory, prefix_cache, prefix_disk, groups)
+        with self._reserved() as hold:
+            for part in (self.prefix, self.runner) if only else ():
+                part.close()
+                if part in self._parts:
+                    self._parts.remove(part)
+            prefixes = {"prefix_memory": prefix_memory, "prefix_cache": prefix_cache, "prefix_disk": prefix_disk}
+            scheduler = self._scheduler_of(slots, n_ctx, prefixes, groups)
             made = self._concurrent = self._own(ConcurrentSession(scheduler, self.tokenizer, self.prompt_ids, self._sampler))
-        except BaseException:
-            self._lock.release(hold)
-            raise
         hold.ended = lambda: made.closed
         return made
-
-    def _give_up_own_caches(self) -> None:
-        for part in (self.prefix, self.runner):
-            part.close()
-            if part in self._parts:
-                self._parts.remove(part)
 
     def calibrate_plain(self, steps: int = 36, depth: int = 0, *, behind: int | None = None) -> float:
         """Milliseconds per token of plain decoding, host time included: the mean of at most ``steps`` steps. Forgets the sequence.
@@ -611,12 +587,6 @@ class Session:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _kinds_of(member: Drafter, rows: Sequence[int]) -> list[StepPlan]:
-    """Kinds of steps in which this drafter drafts, for graphs of these rows."""
-    fitting = [r for r in rows if r <= member.block_size]
-    return chain_plans(member.method, fitting) if member.chained or member.whole_model else [StepPlan.of(member.method, r) for r in fitting]
 
 
 F = ParamSpec("F")

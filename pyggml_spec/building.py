@@ -52,24 +52,6 @@ def find_compilers() -> None:
             raise BuildError(f"there is no {language} compiler {compiler}; install one (Debian and Ubuntu: g++), or name it in {variable}")
 
 
-def find_nvcc() -> Path:
-    """CUDA's compiler: ``CUDACXX``, on PATH, or at its default place. Raises BuildError without one."""
-    named = os.environ.get("CUDACXX")
-    found = shutil.which(named or "nvcc") or (None if named else shutil.which("/usr/local/cuda/bin/nvcc"))
-    if found is None:
-        missing = f"there is no CUDA compiler {named or 'nvcc'} on PATH or in /usr/local/cuda/bin"
-        raise BuildError(f"{missing}; install NVIDIA's CUDA toolkit, or name it in CUDACXX")
-    return Path(found)
-
-
-def toolkit_version(nvcc: Path) -> tuple[int, int]:
-    """(major, minor) of the toolkit. Raises BuildError if the compiler does not report it."""
-    found = re.search(r"release (\d+)\.(\d+)", captured([nvcc, "--version"]).stdout)
-    if not found:
-        raise BuildError(f"{nvcc} --version names no release; is it CUDA's compiler? Name the right one in CUDACXX")
-    return int(found[1]), int(found[2])
-
-
 def driver_version() -> tuple[int, int] | None:
     """The CUDA version of the installed NVIDIA driver; None without one."""
     version = ctypes.c_int()
@@ -95,15 +77,6 @@ def gpu_architectures() -> tuple[str, ...]:
     return tuple(map(str, sorted(found)))
 
 
-def check_driver(toolkit: tuple[int, int], driver: tuple[int, int] | None) -> None:
-    """Raises BuildError if the driver is older than the toolkit's major version. Without a driver the build may be for another machine."""
-    if driver is not None and driver[0] < toolkit[0]:
-        raise BuildError(
-            f"the NVIDIA driver knows CUDA {driver[0]}.{driver[1]}, and the compiler is CUDA {toolkit[0]}.{toolkit[1]}: what it builds would not "
-            f"start here; update the driver, or name a compiler of CUDA {driver[0]} in CUDACXX"
-        )
-
-
 def cuda_options(arch: str | None) -> tuple[str, ...]:
     """CMake's options of a CUDA build, after checks of compiler and driver.
 
@@ -113,8 +86,20 @@ def cuda_options(arch: str | None) -> tuple[str, ...]:
     Raises:
         BuildError: no compiler, an old driver, or "native" without a GPU.
     """
-    nvcc = find_nvcc()
-    check_driver(toolkit_version(nvcc), driver_version())
+    named = os.environ.get("CUDACXX")
+    nvcc = shutil.which(named or "nvcc") or (None if named else shutil.which("/usr/local/cuda/bin/nvcc"))
+    if nvcc is None:
+        missing = f"there is no CUDA compiler {named or 'nvcc'} on PATH or in /usr/local/cuda/bin"
+        raise BuildError(f"{missing}; install NVIDIA's CUDA toolkit, or name it in CUDACXX")
+    found = re.search(r"release (\d+)\.(\d+)", captured([nvcc, "--version"]).stdout)
+    if not found:
+        raise BuildError(f"{nvcc} --version names no release; is it CUDA's compiler? Name the right one in CUDACXX")
+    driver = driver_version()  # without one the build may be for another machine
+    if driver is not None and driver[0] < int(found[1]):
+        raise BuildError(
+            f"the NVIDIA driver knows CUDA {driver[0]}.{driver[1]}, and the compiler is CUDA {found[1]}.{found[2]}: what it builds would not "
+            f"start here; update the driver, or name a compiler of CUDA {driver[0]} in CUDACXX"
+        )
     here = gpu_architectures()
     if arch == "native" and not here:
         raise BuildError("there is no NVIDIA GPU that a driver knows here; name the architecture of one, like 90 for an H100 or H200")

@@ -14,10 +14,11 @@ limit. To stop early, call ``cancel``, leave the handle's ``with`` block, or can
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Self
 
 from .engine.engine import Engine
 from .engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
@@ -42,48 +43,50 @@ class _Mailbox:
     """Items from the step thread to one reader, in a thread or an event loop."""
 
     def __init__(self) -> None:
-        self._items: deque[StepEvent | End] = deque()
-        self._not_empty = threading.Condition()
+        self._items: SimpleQueue[StepEvent | End] = SimpleQueue()
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
 
     def put(self, *items: StepEvent | End) -> None:
-        with self._not_empty:
-            self._items.extend(items)
-            waiter, self._waiter = self._waiter, None
-            self._not_empty.notify_all()
+        for item in items:
+            self._items.put(item)
+        waiter, self._waiter = self._waiter, None
         if waiter is not None:
-            loop, future = waiter
-            try:
-                loop.call_soon_threadsafe(_wake, future)
-            except RuntimeError:  # the loop is closed
-                pass
+            with suppress(RuntimeError):  # the loop is closed
+                waiter[0].call_soon_threadsafe(_wake, waiter[1])
 
     def take(self, timeout: float | None = None) -> StepEvent | End:
         """The oldest item; the end stays. Raises TimeoutError."""
-        with self._not_empty:
-            if not self._not_empty.wait_for(lambda: self._items, timeout):
-                raise TimeoutError
-            return self._take()
+        try:
+            item = self._items.get(timeout=timeout)
+        except Empty:
+            raise TimeoutError from None
+        if isinstance(item, End):
+            self._items.put(item)
+        return item
 
     async def take_async(self) -> StepEvent | End:
         import asyncio
 
-        while True:
-            with self._not_empty:
-                if self._items:
-                    return self._take()
-                loop = asyncio.get_running_loop()
-                future = loop.create_future()
-                self._waiter = loop, future
-            await future
-
-    def _take(self) -> StepEvent | End:
-        return self._items[0] if isinstance(self._items[0], End) else self._items.popleft()
+        while self._items.empty():
+            loop = asyncio.get_running_loop()
+            self._waiter = loop, loop.create_future()
+            if self._items.empty():  # an item that comes from here on wakes this
+                await self._waiter[1]
+        return self.take()
 
 
 def _wake(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
+
+
+def request_options(
+    engine: Engine, tokenizer: Tokenizer, text: TextStream, max_tokens: int | None, mode: str | None, **more: Any
+) -> GenerationOptions:
+    """Options of a generation; without a ``mode`` it drafts if anything can."""
+    jump_forward, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if engine.drafts else PLAIN)
+    width = engine.runner.options.width
+    return GenerationOptions(max_tokens, mode, width, tokenizer.is_end, completes=text.completes, jump_forward=jump_forward, **more)
 
 
 class Handle:
@@ -143,7 +146,8 @@ class Handle:
         return self._whole(item)
 
     def _whole(self, end: End) -> tuple[str, Stats]:
-        self._check(end)
+        if end.error is not None:
+            raise end.error
         return "".join(self._parts), self.stats
 
     async def _read_async(self) -> StepEvent | End:
@@ -169,13 +173,8 @@ class Handle:
 
     def _next(self, item: StepEvent | End, stop: type[Exception]) -> StepEvent:
         if isinstance(item, End):
-            self._check(item)
-            raise stop
+            raise item.error or stop
         return item
-
-    def _check(self, end: End) -> None:
-        if end.error is not None:
-            raise end.error
 
     def __enter__(self) -> Self:
         return self
@@ -189,11 +188,13 @@ class Handle:
         """Makes events of new tokens; False once the sequence has ended."""
         try:
             if self._reported < self.sequence.computed and self.sequence.slot >= 0:
-                self._reported = self.sequence.computed
-                self._urgent = True
+                self._reported, self._urgent = self.sequence.computed, True
                 self._pending.append(StepEvent("", (), self.stats.snapshot(), prompt_read=self._reported))
             while self.sequence.ready:
-                self._put(next(self.sequence))
+                block = next(self.sequence)
+                logprobs = self._sampler.take_logprobs() if self._sampler is not None else ()
+                drafts = tuple(self.sequence.drafts)
+                self._pending.append(StepEvent(self.text_events.take(block), tuple(block), self.stats.snapshot(), logprobs, drafts))
             return True
         except StopIteration:
             self._pending.append(StepEvent(self.text_events.finish(), (), self.stats))
@@ -222,12 +223,6 @@ class Handle:
             self._sink = None
             self.mail.put(End(error))
 
-    def _put(self, block: list[int]) -> None:
-        logprobs = self._sampler.take_logprobs() if self._sampler is not None else ()
-        self._pending.append(
-            StepEvent(self.text_events.take(block), tuple(block), self.stats.snapshot(), logprobs, tuple(self.sequence.drafts))
-        )
-
     def _end(self, error: BaseException | None) -> None:
         """Delivers the last events and the end."""
         if self._sampler is not None:
@@ -242,7 +237,10 @@ class ConcurrentSession:
 
     Attributes:
         engine: runs the steps.
+        graph_bytes: bytes of host memory of the graphs (``KEEP_ALL`` in engine/graph_cache.py).
     """
+
+    graph_bytes: int
 
     def __init__(
         self,
@@ -257,11 +255,7 @@ class ConcurrentSession:
         self._delays = not engine.runner.prebuilder.overlaps  # the step thread computes: events wait
         self._delivered = self._stepped = 0.0  # times of the last delivery, and of the last step's end
         self._failure: BaseException | None = None  # that ended the session
-        self._sizes: tuple[int, dict[str, int], int] = (
-            -1,
-            {},
-            0,
-        )  # changes of the graphs, bytes by purpose, and host bytes of the graphs
+        self._changes, self._memory = -1, dict[str, int]()  # of the graphs; bytes by purpose
         self._measure()
         self.thread = threading.Thread(target=self._run, name="pyggml_spec steps", daemon=True)
         self.thread.start()
@@ -283,20 +277,15 @@ class ConcurrentSession:
 
     def memory(self) -> dict[str, int]:
         """Bytes on the device by purpose, without the prefix cache; empty once it is closed."""
-        return {} if self.engine.runner.graphs.closed else dict(self._sizes[1])
-
-    @property
-    def graph_bytes(self) -> int:
-        """Bytes of host memory of the graphs (``KEEP_ALL`` in engine/graph_cache.py)."""
-        return self._sizes[2]
+        return {} if self.engine.runner.graphs.closed else dict(self._memory)
 
     def _measure(self) -> None:
         """Reads sizes between steps: while a graph is planned, no other thread may."""
-        engine = self.engine.runner
-        stores = engine.all_graphs
+        stores = self.engine.runner.all_graphs
         changes = sum(store.changes for store in stores)
-        if self._sizes[0] != changes:
-            self._sizes = changes, engine.memory(), sum(store.host_bytes for store in stores)
+        if self._changes != changes:
+            self._changes, self._memory = changes, self.engine.runner.memory()
+            self.graph_bytes = sum(store.host_bytes for store in stores)
 
     @property
     def ended(self) -> bool:
@@ -341,25 +330,12 @@ class ConcurrentSession:
             SamplingError: the sampling names tokens that do not exist, or a wrong grammar.
             EngineError: closed, ended by an error in a step, or speculative mode without a drafter.
         """
-        engine = self.engine.runner
-        ids, stop = self._prompt_ids(prompt, special), stop_texts(stop)
-        jump_forward, mode = mode in (None, SPECULATIVE), mode or (SPECULATIVE if self.engine.drafts else PLAIN)
-        text = TextStream(self._tokenizer.piece, stop, lines)
-        options = GenerationOptions(
-            max_tokens,
-            mode,
-            engine.options.width,
-            self._tokenizer.is_end,
-            ignore_end,
-            synthetic,
-            completes=text.completes,
-            jump_forward=jump_forward,
-            reuse=reuse,
-            owner=owner,
-        )
+        ids, text = self._prompt_ids(prompt, special), TextStream(self._tokenizer.piece, stop_texts(stop), lines)
+        more = {"ignore_end": ignore_end, "synthetic": synthetic, "reuse": reuse, "owner": owner}
+        options = request_options(self.engine, self._tokenizer, text, max_tokens, mode, **more)
         sampler = self._make_sampler(sampling, ignore_end)
         options = replace(options, sampler=sampler)
-        stats = Stats(device=engine.backend.device.name, versions=versions())  # complete before the first step
+        stats = Stats(device=self.engine.runner.backend.device.name, versions=versions())  # complete before the first step
         if sampler is not None:
             stats.seed, stats.sampling = sampler.seed, sampler.sampling.describe()
         try:

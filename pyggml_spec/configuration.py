@@ -36,32 +36,28 @@ class Configuration:
 
 def configuration_of(session: Any) -> Configuration:
     """What this ``Session`` uses."""
-    engine, drafter, segments = session.runner, session.drafter, session.target.weights.segments
-    options = engine.options
-    same = drafter is None or options.kv == options.draft_kv
+    runner, drafter, weights = session.runner, session.drafter, session.target.weights
+    options, costs, busy = runner.options, session.costs, []
+    others = {plan.tokens for plan, ms in session.other_costs.items() if plan.tokens * costs[1] > ms} if costs else ()
+    runner.threads.refresh()
+    now, most = runner.threads.now, runner.threads.most
+    if now != most:
+        busy.append(f"other work has the processor: {now} of {most} threads compute now, and all of them when it ends")
     return Configuration(
         target=session.target.file.path.name,
         drafter=drafter.title if drafter is not None else None,
         lookup=session.lookup.method if session.lookup is not None else None,
-        device=", ".join(map(str, segments)) if segments else session.backend.device.name,
+        device=", ".join(map(str, weights.segments)) if weights.segments else session.backend.device.name,
         threads=max(backend.threads for backend in session.backends),
         width=options.width if drafter is not None else 1,
-        widths=_widths(session),
+        widths=tuple(sorted({*useful_widths(costs), *others})) if costs else (),
         n_ctx=options.n_ctx,
         context=session.context_from,
-        kv_type=str(options.kv) if same else f"{options.kv}, drafter {options.draft_kv}",
+        kv_type=str(options.kv) if drafter is None or options.kv == options.draft_kv else f"{options.kv}, drafter {options.draft_kv}",
         kernels=_kernels(session),
-        memory={} if engine.graphs.closed else engine.memory(),
-        notes=(*session.notes, *_busy(session)),
+        memory={} if runner.graphs.closed else runner.memory(),
+        notes=(*session.notes, *busy),
     )
-
-
-def _widths(session: Any) -> tuple[int, ...]:
-    costs = session.costs
-    if not costs:
-        return ()
-    others = {plan.tokens for plan, ms in session.other_costs.items() if plan.tokens * costs[1] > ms}
-    return tuple(sorted({*useful_widths(costs), *others}))
 
 
 def _kernels(session: Any) -> str:
@@ -69,18 +65,8 @@ def _kernels(session: Any) -> str:
     level = next((backend.level for backend in session.backends if backend.level is not None), None)
     if level is None:
         return "ggml"
-    methods = session.drafter.methods if session.drafter is not None else ()
-    loaded = [session.target.weights, *(method.weights for method in methods)]
+    loaded = [session.target.weights, *(method.weights for method in (session.drafter.methods if session.drafter is not None else ()))]
     native, rest = sum(w.native_bytes for w in loaded), sum(w.other_matrix_bytes for w in loaded)
     share = f" for {100 * native / (native + rest):.0f} % of the weights" if rest else ""
     reason = session.target.ggml_attention
     return f"native ({level.name}){share}" + (f", attention by ggml's because {reason}" if reason else "")
-
-
-def _busy(session: Any) -> list[str]:
-    """That other work uses cores of the CPU's threads now."""
-    threads = session.runner.threads
-    threads.refresh()
-    if threads.now == threads.most:
-        return []
-    return [f"other work has the processor: {threads.now} of {threads.most} threads compute now, and all of them when it ends"]

@@ -38,7 +38,11 @@ def replacing(path: Path, mode: int = 0o600, sync: bool = False) -> Iterator[Bin
             os.fsync(file.fileno())
         os.replace(part, path)
         if sync:
-            _sync_folder(path.parent)
+            handle = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
 
 
 def make_private(folder: Path) -> None:
@@ -60,14 +64,6 @@ def keep_json(path: Path, value: Any) -> None:
         make_private(path.parent)
         with replacing(path) as file:
             file.write(json.dumps(value).encode())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def why_not_private(what: os.stat_result) -> str:

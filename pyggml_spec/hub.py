@@ -43,22 +43,25 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
     except Exception as error:
         if not isinstance(error, ValueError) and type(error).__name__ != "InvalidURL":  # httpx's is none
             raise
-        raise HubError(  # of settings that huggingface_hub cannot read, or what it stands on
-            f"{name} cannot be requested: {_line(error)}; look at HF_ENDPOINT, HF_TOKEN, other variables that begin with HF_, and those of proxies"
-        ) from None
+        # of settings that huggingface_hub cannot read, or what it stands on
+        look = "look at HF_ENDPOINT, HF_TOKEN, other variables that begin with HF_, and those of proxies"
+        raise HubError(f"{name} cannot be requested: {_line(error)}; {look}") from None
 
 
 def _fetch(name: str, quant: str | None, file: str | None, drafter: bool, progress: Progress) -> Path:
     hub = _package()
     names, cached = _names(hub, name)
     chosen = _chosen(names, quant, drafter) if file is None else file if file in names else None
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    there = f"; it has {', '.join(names[:_SHOWN])}{more}" if names else ""
     if chosen is None:
-        raise HubError(f"{name} has no {_wanted(quant, file)}{_there(names)}")
+        wanted = f"GGUF of the quantisation {quant}" if quant is not None else "GGUF of a model"
+        raise HubError(f"{name} has no {wanted if file is None else f'file {file!r}'}{there}")
     parts = _parts(chosen)
     if chosen not in parts:
-        raise HubError(f"{chosen} of {name} is no part that its own name counts; name another file{_there(names)}")
+        raise HubError(f"{chosen} of {name} is no part that its own name counts; name another file{there}")
     if missing := [part for part in parts if part not in names]:
-        raise HubError(f"{chosen} of {name} is one of {len(parts)} parts, and {missing[0]} is not there{_there(names)}")
+        raise HubError(f"{chosen} of {name} is one of {len(parts)} parts, and {missing[0]} is not there{there}")
     if cached is not None:
         return cached[parts[0]]
     labels = ["download"] if len(parts) == 1 else [f"download {i} of {len(parts)}" for i in range(1, len(parts) + 1)]
@@ -164,12 +167,3 @@ def _said(what: str, error: Any) -> str:
         404: "does not exist on the hub; check the name",
     }
     return f"{what} {reasons.get(status, f'cannot be had: the hub answered {status or error}; try again later')}"
-
-
-def _wanted(quant: str | None, file: str | None) -> str:
-    return f"file {file!r}" if file is not None else f"GGUF of the quantisation {quant}" if quant is not None else "GGUF of a model"
-
-
-def _there(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    return f"; it has {shown}" if names else ""

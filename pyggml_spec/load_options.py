@@ -95,16 +95,11 @@ class LoadOptions:
         ):
             if value is not None:
                 whole(value, what, 0, MOST_BYTES, PyspecError)
-        self._check_offload()
+        if (rows := self.offload_prompts) not in (None, AUTO):
+            rows = whole(rows, f"`offload_prompts`, rows of a chunk if it is not {AUTO!r},", 1, WIDEST_CHUNK)
+            if rows > self.chunk:
+                raise EngineError(f"no chunk of a prompt has the {rows} rows of `offload_prompts`: a `chunk` has {self.chunk}; use fewer")
         _ = self.kv, self.draft_kv, self.methods
-
-    def _check_offload(self) -> None:
-        rows = self.offload_prompts
-        if rows is None or rows == AUTO:
-            return
-        rows = whole(rows, f"`offload_prompts`, rows of a chunk if it is not {AUTO!r},", 1, WIDEST_CHUNK)
-        if rows > self.chunk:
-            raise EngineError(f"no chunk of a prompt has the {rows} rows of `offload_prompts`: a `chunk` has {self.chunk}; use fewer")
 
     @classmethod
     def of(cls, options: "LoadOptions | None", fields: Mapping[str, Any]) -> "LoadOptions":

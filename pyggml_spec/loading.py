@@ -8,15 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from .cache.kv import MOST_CONTEXT
+from .cache.kv import KV_BUCKET, MOST_CONTEXT
 from .checks import path, whole
-from .context_size import LEAST_CONTEXT, default_context, room, rough_bytes, token_bytes
 from .drafters.base import Drafter
 from .drafters.model import ModelDrafter
 from .drafters.multi import AnyDrafter, combine
 from .drafters.pairs import drafters_for
 from .engine.devices import Segment
-from .engine.memory import MemoryCount, count_memory
+from .engine.memory import MemoryCount, count_memory, longest
 from .engine.options import MOST_WIDTH, AtMost, EngineOptions, check_masks, check_options
 from .engine.resources import P
 from .engine.runner import ModelRunner
@@ -37,6 +36,10 @@ DEMO = Path(__file__).parent / "demo"
 DEMO_TARGET, DEMO_DRAFTER, DEMO_MTP = DEMO / "target.gguf", DEMO / "drafter.gguf", DEMO / "mtp-demo.gguf"
 TRAINED = "the model's"  # where a context comes from
 WIDTH = 16  # rows of the widest block without a drafter
+LEAST_CONTEXT = 4096  # tokens that the default context has even where memory has no room for them
+CONTEXT_STEP = 1024  # a context that memory limits is a multiple of it
+RESERVE = 4 << 30  # bytes of a device, and at most a quarter of what is free, that the default context leaves
+ROUGH_BUFFERS = 1 << 30  # bytes, more than all buffers that do not grow with the context
 
 Drafts = str | Path | Sequence[str | Path] | None  # files of drafters
 Progress = Callable[[str, int, int], None]
@@ -84,7 +87,10 @@ class Loader:
     def open(self) -> None:
         """Opens devices and files, and checks everything that can be checked before weights are read. Raises PyspecError: this model cannot
         be loaded with these options."""
-        self._open_devices()
+        found = pick_devices(self.options.device)
+        self._order = execution_order(found)
+        backends = [self._own(backend) for backend in open_backends(found, self.options.threads, self.options.kernels)]
+        self.backends: tuple[Backend, ...] = tuple(backends[i] for i in self._order)
         self.notes += enable_peer_access([backend.device for backend in self.backends])
         file = self._own(GGUFFile(self._path))
         file.rope = self.options.rope
@@ -99,12 +105,6 @@ class Loader:
         self._open_drafters(file)
         self._choose_engine_options()
         self._place_experts()
-
-    def _open_devices(self) -> None:
-        found = pick_devices(self.options.device)
-        self._order = execution_order(found)
-        backends = [self._own(backend) for backend in open_backends(found, self.options.threads, self.options.kernels)]
-        self.backends: tuple[Backend, ...] = tuple(backends[i] for i in self._order)
 
     @property
     def backend(self) -> Backend:
@@ -264,8 +264,7 @@ class Loader:
         rooms[-1] -= reserved
         options = replace(self.engine_options, n_ctx=most, slots=slots)
         if self.placement is None and self._host is None and len(rooms) == 1:
-            files = {id(file): file for file in (self.target.file, *(member.file for member in self.drafters))}
-            weights = sum(file.nbytes for file in files.values())
+            weights = sum(file.nbytes for file in {self.target.file, *(member.file for member in self.drafters)})
             if weights + weights // 4 + rough_bytes(self.target, self.drafter, options) <= rooms[0]:
                 return most  # without counting
 
@@ -437,7 +436,9 @@ def files_to_load(target: str | Path | None, draft: Drafts, methods: Methods) ->
     """The target's file and the drafters'; without a target, the embedded pair: its block drafter, and its MTP layer where that is
     requested. Raises PyspecError: a drafter without a target, something that is no path, or no embedded pair."""
     if target is not None:
-        return path(target, "`target`"), draft_files(draft)
+        several = isinstance(draft, Sequence) and not isinstance(draft, (str, bytes))
+        drafts: Any = () if draft is None else draft if several else (draft,)
+        return path(target, "`target`"), tuple(path(one, "the drafter (`draft`)") for one in drafts)
     if draft is not None:
         raise PyspecError(f"the drafter {draft} needs its target: name it with `target`")
     if not DEMO_TARGET.exists():
@@ -446,7 +447,28 @@ def files_to_load(target: str | Path | None, draft: Drafts, methods: Methods) ->
     return DEMO_TARGET, tuple(file for method, file in found.items() if method in methods.model and file.exists())
 
 
-def draft_files(draft: Drafts) -> tuple[Path, ...]:
-    """The drafters' files that a caller named."""
-    several = isinstance(draft, Sequence) and not isinstance(draft, (str, bytes))
-    return tuple(path(one, "the drafter (`draft`)") for one in (() if draft is None else cast(Any, draft) if several else (draft,)))
+# -- the default context: the trained one, or as much of it as memory has room for
+
+
+def room(free: int) -> int:
+    """Bytes of those that are free that the default context may use."""
+    return free - min(free // 4, RESERVE)
+
+
+def default_context(taken: Callable[[int], Sequence[int]], rooms: Sequence[int], most: int) -> int:
+    """The longest context up to ``most`` whose bytes ``taken`` fit ``rooms``; LEAST_CONTEXT fits by definition."""
+    least = min(LEAST_CONTEXT, most)
+    return least if most == least else max(least, longest(taken, rooms, most, CONTEXT_STEP, least, exact=False))
+
+
+def rough_bytes(target: Decoder, drafter: AnyDrafter | None, options: EngineOptions) -> int:
+    """An upper bound of the bytes of caches and graphs on one device, without counting graphs."""
+    sequences = options.slots + (options.slots > 1)
+    masks = 8 * options.chunk
+    return (options.n_ctx + KV_BUCKET) * (token_bytes(target, drafter, options) * sequences + masks) + ROUGH_BUFFERS
+
+
+def token_bytes(target: Decoder, drafter: AnyDrafter | None, options: EngineOptions) -> int:
+    """Bytes of K/V of one token of context, the drafter's included."""
+    shapes = drafter.kv_shapes() if drafter is not None else ()
+    return sum(map(options.kv.row_bytes, target.kv_shapes())) + sum(map(options.draft_kv.row_bytes, shapes))

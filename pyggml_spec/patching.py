@@ -118,28 +118,21 @@ def _apply_to(copy: Path, tree: Path, applied: int, left: list[Patch]) -> None:
 
 
 def check(tree: str | Path, patches: list[Patch] | None = None) -> list[Patch]:
-    """Dry run of ``apply``.
+    """Dry run of ``apply``: the patches that are missing and fit."""
+    return apply(tree, patches, write=False)
+
+
+def apply(tree: str | Path, patches: list[Patch] | None = None, write: bool = True) -> list[Patch]:
+    """Applies the missing patches, or none; returns them in order.
 
     Args:
         tree: root of a llama.cpp source tree, possibly with the first patches applied.
         patches: the series; None for the package's.
 
-    Returns:
-        The patches that are missing and fit, in order.
-
     Raises:
-        PatchError: no llama.cpp tree, or a patch that does not fit, with its hunk.
+        PatchError: no llama.cpp tree, or a patch that does not fit, with its hunk; the tree is unchanged.
     """
-    return _run(Path(tree), patches, write=False)
-
-
-def apply(tree: str | Path, patches: list[Patch] | None = None) -> list[Patch]:
-    """Applies the missing patches, or none; returns them. Raises PatchError as ``check``, with the tree unchanged."""
-    return _run(Path(tree), patches, write=True)
-
-
-def _run(tree: Path, patches: list[Patch] | None, write: bool) -> list[Patch]:
-    patches = series() if patches is None else patches
+    tree, patches = Path(tree), series() if patches is None else patches
     ggml_version(tree)
     applied = n_applied(tree, patches)
     left = patches[applied:]

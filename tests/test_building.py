@@ -274,7 +274,6 @@ def nvcc(tmp_path, monkeypatch) -> Path:
 
 
 def test_an_old_driver_is_a_sentence(monkeypatch, nvcc):
-    assert building.toolkit_version(nvcc) == (13, 0)
     monkeypatch.setattr(building, "driver_version", lambda: (12, 4))
     with pytest.raises(BuildError, match=r"driver knows CUDA 12\.4, and the compiler is CUDA 13\.0.*update the driver"):
         building.plan(cuda=True)

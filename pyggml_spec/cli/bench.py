@@ -19,38 +19,24 @@ from ..tools.split_steps import copy_speeds, split_steps
 from .bench_prompts import chosen_prompts, conditions, measure, session_files
 from .help import GroupedCommand, flag, option
 from .main import EXIT_INTERRUPT
-from .options import MEASURED, check_synthetic, load_options, synthetic_options, with_options
+from .options import MEASURED, Numbers, check_synthetic, load_options, synthetic_options, with_options
 from .report import BUSY, configuration_line
 from .sampling import sampler_options, take_sampling
-from .tables import Column, json_line, table, written
-from .terminal import Interrupt, progress_line, say, size
+from .terminal import Column, Interrupt, json_line, progress_line, say, size, table, written
 
-
-class _Numbers(click.ParamType):
-    name = "N[,N...]"
-
-    def convert(self, value, param, ctx):
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = tuple(int(part) for part in value.split(",") if part != "")
-        except ValueError:
-            self.fail(f"{value!r} is not a list of whole numbers", param, ctx)
-        if any(n < 0 for n in numbers):
-            self.fail(f"{value!r} holds a negative number", param, ctx)
-        return numbers
+_NUMBERS = Numbers("N[,N...]", "whole numbers", int, lambda numbers: "{} holds a negative number" if min(numbers, default=0) < 0 else "")
 
 
 @click.command("bench", cls=GroupedCommand)
 @load_options(
     *MEASURED, context="what the measurements need; with --prompts what the model was trained with, or as much as memory has room for"
 )
-@option("-p --n-prompt lengths", "Prompt lengths to measure; 0 for none.", type=_Numbers(), shown="512")
+@option("-p --n-prompt lengths", "Prompt lengths to measure; 0 for none.", type=_NUMBERS, shown="512")
 @option("-n --n-gen --tokens tokens", "Tokens to generate; 0 for none.", type=click.IntRange(0), shown=128)
-@option("-d --n-depth --depths depths", "Tokens in the context beforehand.", type=_Numbers(), shown="0")
+@option("-d --n-depth --depths depths", "Tokens in the context beforehand.", type=_NUMBERS, shown="0")
 @option("-r --repetitions", "Measured runs of every leg. Default: 5, or 3 with --prompts.", type=click.IntRange(1))
 @with_options(synthetic_options(shown=True))
-@option("--slots", "Sequences at once: aggregate speed for each of these numbers, instead of the other tests.", type=_Numbers())
+@option("--slots", "Sequences at once: aggregate speed for each of these numbers, instead of the other tests.", type=_NUMBERS)
 @option(
     "--prompts",
     'Acceptance and speed on real prompts instead, by category: JSON lines with a "prompt" or "messages" each, or included ones: all, code, chat, reasoning.',

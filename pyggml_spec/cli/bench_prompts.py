@@ -19,8 +19,7 @@ from ..tools.bench_prompts import PromptsOptions, PromptsRow, bench_prompts, sum
 from ..tools.prompts import CATEGORIES, INCLUDED, Prompt, parse_prompts, prompt_file
 from .main import EXIT_INTERRUPT
 from .report import BUSY
-from .tables import Column, json_line, written
-from .terminal import Interrupt, progress_line, say
+from .terminal import Column, Interrupt, json_line, progress_line, say, written
 
 _PIECE = 8 << 20  # bytes hashed at a time
 

@@ -16,7 +16,6 @@ from ..errors import ContextError, PyspecError
 from ..text.renderer import RENDERER
 from .help import PATH, GroupedCommand, flag, option
 from .main import EXIT_ERROR, EXIT_INTERRUPT
-from .names import in_options
 from .options import (
     LIMIT,
     TEMPLATE,
@@ -24,6 +23,7 @@ from .options import (
     argument_text,
     check_prefix,
     escape_option,
+    in_options,
     loading,
     template_variables,
     text_of,

@@ -9,8 +9,7 @@ from ..errors import PyspecError
 from .help import PATH, Command, flag, option
 from .main import EXIT_CHECK
 from .options import CACHE_TYPES, KERNELS, text_of, with_options
-from .tables import json_line
-from .terminal import printable, progress_line, say
+from .terminal import json_line, printable, progress_line, say
 
 # NMSE. ggml-cuda: 4e-6 on the embedded target, up to 1e-5 on tiny models. Native kernels sum in another order, which can flip the 8-bit
 # rounding of activations: 9e-5.

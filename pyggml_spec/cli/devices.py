@@ -4,8 +4,7 @@ import click
 
 from ..ggml.device import build_notes, devices
 from .help import Command, flag
-from .tables import json_line
-from .terminal import say, size
+from .terminal import json_line, say, size
 
 
 @click.command("devices", cls=Command)

@@ -12,10 +12,8 @@ from ..gguf_io.safetensors import parse_json
 from ..tools.prompts import prompt_file
 from .help import PATH, Command, flag, option
 from .main import EXIT_CHECK
-from .names import in_options
-from .options import load_options
-from .tables import json_line
-from .terminal import printable, progress_line, say
+from .options import in_options, load_options
+from .terminal import json_line, printable, progress_line, say
 
 _COLOURS = {OK: "green", WARN: "yellow", FAIL: "red", NOT_APPLICABLE: "bright_black"}
 

@@ -9,8 +9,7 @@ from ..models.placement import ExpertOptions
 from .help import PATH, flag, option
 from .options import file_text, load_options
 from .run import check_place, write_atomically
-from .tables import table
-from .terminal import progress_line, say, size
+from .terminal import progress_line, say, size, table
 
 FRACTIONS = (0.1, 0.25, 0.5, 0.75, 0.9)
 

@@ -187,7 +187,7 @@ def resolve(ctx: click.Context, args: list[str]) -> list[str]:
         name, given = (word.split("=", 1)[0], True) if word.startswith("--") and "=" in word else (word, False)
         if word == "--":
             return [*out, word, *rest]
-        if not _is_option(word):
+        if word[:1] != "-" or word[1:2].isdecimal() or word[1:2] in ("", "."):  # a number, or no option
             out.append(word)
         elif name in OPTIONAL and not given and not (rest and rest[0] in _WORDS):
             if name in own:
@@ -209,10 +209,6 @@ def resolve(ctx: click.Context, args: list[str]) -> list[str]:
         else:
             raise unknown(ctx, name)
     return out
-
-
-def _is_option(word: str) -> bool:
-    return len(word) > 1 and word[0] == "-" and not word[1].isdecimal() and word[1] != "."
 
 
 def unknown(ctx: click.Context, name: str) -> click.UsageError:

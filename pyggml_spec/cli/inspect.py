@@ -6,9 +6,8 @@ import click
 
 from ..tools.inspect import compare_vocabularies, inspect_file
 from .help import PATH, Command, flag, option
-from .names import in_options
-from .tables import json_line
-from .terminal import printable, size
+from .options import in_options
+from .terminal import json_line, printable, size
 
 WIDEST = 60  # longer names shift their own line only
 

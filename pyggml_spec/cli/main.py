@@ -80,7 +80,7 @@ class Commands(click.Group):
             _drop_stdout()
             raise click.exceptions.Exit(EXIT_PIPE) from None
         except PyspecError as error:
-            from .names import in_options
+            from .options import in_options
 
             error.args = (in_options(str(error), self.get_command(ctx, ctx.invoked_subcommand)),)
             raise

@@ -51,16 +51,22 @@ class OffloadRows(click.IntRange):
         return super().convert(value, param, ctx)
 
 
-class Proportions(click.ParamType):
-    """Numbers separated by commas, or by slashes as llama-bench has them."""
+class Numbers(click.ParamType):
+    """Numbers separated by commas, or by slashes as llama-bench has them, as a tuple. ``refused``: what is wrong with them, if anything."""
 
-    name = "N,N"
+    def __init__(self, name: str, what: str, of: type = float, refused: Callable[[tuple], str] = lambda numbers: "") -> None:
+        self.name, self.what, self.of, self.refused = name, what, of, refused
 
     def convert(self, value, param, ctx):
+        if not isinstance(value, str):
+            return value
         try:
-            return [float(part) for part in value.replace("/", ",").split(",")] if isinstance(value, str) else value
+            parts = value.replace("/", ",").split(",")
+            numbers = tuple(self.of(part) for part in parts if part or self.of is float)
         except ValueError:
-            return self.fail(f"{value!r} is not a list of proportions, like 3,1", param, ctx)
+            return self.fail(f"{value!r} is not a list of {self.what}", param, ctx)
+        why = self.refused(numbers)
+        return self.fail(why.replace("{}", repr(value)), param, ctx) if why else numbers
 
 
 class Layers(click.ParamType):
@@ -74,22 +80,12 @@ class Layers(click.ParamType):
         return int(value) if str(value).isdecimal() else self.fail(f"{value!r} is not a number of layers", param, ctx)
 
 
-class Rates(click.ParamType):
-    """Acceptance rates by position of the draft."""
-
-    name = "P[,P...]"
-
-    def convert(self, value, param, ctx):
-        if isinstance(value, tuple):
-            return value
-        try:
-            rates = tuple(float(part) for part in value.split(","))
-            SyntheticAcceptance.of_rates(rates)
-        except ValueError:
-            self.fail(f"{value!r} is not a list of numbers", param, ctx)
-        except PyspecError as error:
-            self.fail(str(error), param, ctx)
-        return rates
+def _wrong_rates(rates: tuple[float, ...]) -> str:
+    try:
+        SyntheticAcceptance.of_rates(rates)
+    except PyspecError as error:
+        return str(error)
+    return ""
 
 
 LIMIT = "-n --predict --n-predict max_tokens"
@@ -153,7 +149,7 @@ _GROUPS: dict[str, list[Callable]] = {
     "split": [
         option("-sm --split-mode", type=click.Choice(["none", "layer", "row", "tensor"])),
         option("-ts --tensor-split", "How many layers each device of --device gets, in proportion. Default: by free memory; a CPU gets what GPUs have no room for.",
-               type=Proportions()),
+               type=Numbers("N,N", "proportions, like 3,1")),
     ],
     "rope": [
         option("--rope-scaling", "How positions are stretched. Default: as in the model file. --rope-freq-base, --rope-freq-scale, --yarn-orig-ctx, "
@@ -240,9 +236,8 @@ loading = load_options(*MEASURED, "prefix files", memory=PREFIX_MEMORY)  # all o
 
 def _files(values: dict[str, Any]) -> tuple[str | None, Any]:
     """Takes the files out of ``values``: the target and its drafters, fetched where they are named by repository."""
-    target, draft, hf_repo, hf_file, hf_repo_draft = (
-        values.pop(name) for name in ("target", "draft", "hf_repo", "hf_file", "hf_repo_draft")
-    )
+    names = "target", "draft", "hf_repo", "hf_file", "hf_repo_draft"
+    target, draft, hf_repo, hf_file, hf_repo_draft = (values.pop(name) for name in names)
     for name, files in (("-m", (target,)), ("-md", draft)):
         if "" in files:
             raise click.UsageError(f"the name that {name} gives is empty; name a GGUF file")
@@ -265,10 +260,22 @@ def _load_options(values: dict[str, Any], target: str | None) -> LoadOptions:
     """Takes the options of loading out of ``values``."""
     if "gpu_layers" in values:
         _translate(values, target)
-    _check_split(values)
+    mode, device = values.pop("split_mode", None), values["device"]
+    if mode in ("row", "tensor"):
+        why = "would split each product over the devices; here whole layers are on one device each"
+        raise click.UsageError(f"-sm {mode} {why}: leave it out")
+    if mode == "none" and "," in (device or ""):
+        raise click.UsageError(f"-sm none and --device {device} contradict each other")
     taken: dict[str, Any] = {}
     if "spec_type" in values:
-        taken["spec"] = _spec(values.pop("spec_type"), values["no_spec"])
+        given = values.pop("spec_type")
+        taken["spec"] = names = None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+        if names == []:
+            raise click.UsageError(f"--spec-type {given!r} names no drafting method; name one, or none for plain decoding")
+        try:
+            methods(names, values["no_spec"])
+        except PyspecError as error:
+            raise click.UsageError(str(error)) from None
     if "cpu_moe" in values:
         taken["experts"] = _experts(values, target)
     if "rope_scaling" in values:
@@ -286,9 +293,8 @@ def _load_options(values: dict[str, Any], target: str | None) -> LoadOptions:
 
 def _translate(values: dict[str, Any], target: str | None) -> None:
     """-ngl, -ngld, -fa and --spec-draft-n-max become ``device``, ``tensor_split`` and ``draft_width``."""
-    gpu_layers, draft_gpu_layers, flash_attn, n_max = (
-        values.pop(name) for name in ("gpu_layers", "draft_gpu_layers", "flash_attn", "n_max")
-    )
+    names = "gpu_layers", "draft_gpu_layers", "flash_attn", "n_max"
+    gpu_layers, draft_gpu_layers, flash_attn, n_max = (values.pop(name) for name in names)
     if flash_attn == "off":
         raise click.UsageError("attention is always flash attention; leave out -fa off")
     if n_max is not None:
@@ -303,9 +309,8 @@ def _translate(values: dict[str, Any], target: str | None) -> None:
     elif gpu_layers is not None:
         _place_layers(gpu_layers, values, target)
     if draft_gpu_layers == 0 and values["device"] != "CPU":
-        raise click.UsageError(
-            "-ngld 0 would put the drafter on another device than the target; leave it out, or use --device CPU for both"
-        )
+        remedy = "leave it out, or use --device CPU for both"
+        raise click.UsageError(f"-ngld 0 would put the drafter on another device than the target; {remedy}")
 
 
 def _place_layers(requested: int, values: dict[str, Any], target: str | None) -> None:
@@ -319,27 +324,6 @@ def _place_layers(requested: int, values: dict[str, Any], target: str | None) ->
         raise PyspecError(f"-ngl {requested} would leave {on_cpu} of {there} layers in host memory; with several devices give the CPU's share: "
                           "--device CPU,GPU --tensor-split")  # fmt: skip
     values["device"], values["tensor_split"] = f"CPU,{found[0].name}", [on_cpu, there - on_cpu]
-
-
-def _spec(given: str | None, excluded: tuple[str, ...]) -> list[str] | None:
-    names = None if given is None else [name.strip() for name in given.split(",") if name.strip()]
-    if names == []:
-        raise click.UsageError(f"--spec-type {given!r} names no drafting method; name one, or none for plain decoding")
-    try:
-        methods(names, excluded)
-    except PyspecError as error:
-        raise click.UsageError(str(error)) from None
-    return names
-
-
-def _check_split(values: dict[str, Any]) -> None:
-    mode, device = values.pop("split_mode", None), values["device"]
-    if mode in ("row", "tensor"):
-        raise click.UsageError(
-            f"-sm {mode} would split each product over the devices; here whole layers are on one device each: leave it out"
-        )
-    if mode == "none" and "," in (device or ""):
-        raise click.UsageError(f"-sm none and --device {device} contradict each other")
 
 
 def _experts(values: dict[str, Any], target: str | None) -> ExpertOptions | None:
@@ -404,7 +388,7 @@ def synthetic_options(shown: bool) -> list[Callable]:
     of_mean, of_rates = texts if shown else (None, None)
     return [
         option("--synthetic-acceptance --spec-synth-len synthetic", of_mean, type=float),
-        option("--spec-synth-rates rates", of_rates, type=Rates(), default=()),
+        option("--spec-synth-rates rates", of_rates, type=Numbers("P[,P...]", "numbers", refused=_wrong_rates), default=()),
     ]
 
 
@@ -466,3 +450,27 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 def unescaped(text: str) -> str:
     """``text`` with llama.cpp's escapes as what they stand for; others stay as they are."""
     return re.sub(r"\\([nrt'\"\\]|x([0-9A-Fa-f]{2}))", lambda match: _ESCAPES.get(match[1]) or chr(int(match[2], 16)), text)
+
+
+# -- names of arguments in the library's messages
+
+_EVERY = click.command(load_options()(lambda **_: None))  # arguments shared by all commands
+_NAME = re.compile(r"`(\w+)`")
+
+
+def in_options(text: str, command: click.Command | None = None) -> str:
+    """``text`` with options instead of arguments, of ``command`` (default: the running one), else of any command."""
+    if command is None:
+        context = click.get_current_context(silent=True)
+        command = context.command if context is not None else None
+    names = {"spec": "--spec-type", **_names(_EVERY), **(_names(command) if command is not None else {})}
+    return _NAME.sub(lambda match: names.get(match[1], match[0]), text)
+
+
+def _names(command: click.Command) -> dict[str, str]:
+    """Options by argument name and by long name; for a group, of all its commands."""
+    if isinstance(command, click.Group):
+        return {name: option for one in command.commands.values() for name, option in _names(one).items()}
+    options = [p for p in command.params if isinstance(p, click.Option)]
+    long = {name.removeprefix("--").replace("-", "_"): p.opts[0] for p in options for name in p.opts if name.startswith("--")}
+    return {**long, **{p.name: p.opts[0] for p in options if p.name}}

@@ -9,8 +9,7 @@ from ..tools.plan import Checked, NoPlan, Plan, check, plan, plan_everywhere
 from .help import GroupedCommand, flag, option
 from .main import EXIT_CHECK
 from .options import load_options
-from .tables import json_line
-from .terminal import size
+from .terminal import json_line, size
 
 _PURPOSES = {
     "weights": "weights", "draft_weights": "drafter weights", "kv": "K/V", "draft_kv": "drafter K/V", "recurrent": "recurrent state",

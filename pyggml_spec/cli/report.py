@@ -7,7 +7,7 @@ from ..engine.sequence import PLAIN, SPECULATIVE
 from ..engine.stats import LEAST_WAITED, MUCH_WAITING, Stats
 from ..ggml.device import graph_replay_enabled
 from ..speculation.methods import MODELS
-from .names import in_options
+from .options import in_options
 from .terminal import size
 
 BUSY = (

@@ -21,8 +21,7 @@ from .main import EXIT_CHECK, EXIT_ERROR, EXIT_INTERRUPT
 from .options import LIMIT, TokenLimit, argument_text, check_prefix, escape_option, file_text, loading, unescaped
 from .report import configuration_line, footer
 from .sampling import sampling_options, take_sampling
-from .tables import json_line
-from .terminal import Interrupt, TextOut, progress_line, say
+from .terminal import Interrupt, TextOut, json_line, progress_line, say
 
 DEMO_PROMPT = "def quicksort(items):\n"
 PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15 s of the embedded pair, whose pace on a virtual machine changes within less
@@ -83,7 +82,7 @@ def command(target, draft, options, prompt, prompt_file, max_tokens, mode, refer
         sampling, notes = wanted.sampling(session.target.file)
         if not quiet:
             say(configuration_line(session.configuration(), mode, sampling.describe(), notes))
-        if not quiet and not raw and has_template(session.target.file):
+        if not quiet and not raw and any(key.startswith("tokenizer.chat_template") for key in session.target.file.metadata):
             say("note: the prompt is continued as raw text, although this model has a chat template: `pyspec chat`, or -cnv, talks with it")
         if target is None and not quiet:
             say("prompt: " + json.dumps(text if len(text) < 60 else text[:57] + "..."))
@@ -104,11 +103,6 @@ def command(target, draft, options, prompt, prompt_file, max_tokens, mode, refer
     if require_spec and not (stats.drafted and stats.mode == "speculative"):  # the reference mode fills its blocks with copies
         say(f"pyspec: --require-spec was given, but no draft was verified: {_why_no_draft(session, stats, options)}")
         sys.exit(EXIT_CHECK)
-
-
-def has_template(file) -> bool:
-    """Whether a model file has a chat template."""
-    return any(key.startswith("tokenizer.chat_template") for key in file.metadata)
 
 
 def _check_outputs(stats_file: str | None, logprobs_file: str | None) -> None:
@@ -185,11 +179,12 @@ def _probability(tokenizer, p) -> dict:
 
 
 def write_stats(path: str | None, stats) -> PyspecError | None:
-    """Writes the statistics file, if one is named. Returns the error instead of raising it: the text counts more."""
+    """Writes the statistics file, if one is named, as ``_written``."""
     return _written("statistics", path, json_line(stats.as_dict(), indent=1) + "\n")
 
 
 def _written(what: str, path: str | None, text: str) -> PyspecError | None:
+    """Returns the error instead of raising it: the generated text counts more."""
     try:
         if path is not None:
             write_atomically(Path(path), text, what)
@@ -205,22 +200,19 @@ def check_place(path: Path, what: str) -> None:
     """Whether a file can be there, as far as that can be known before it is written: an hour of computing should not end with this
     sentence. Raises PyspecError: it cannot."""
     folder = os.path.dirname(path) or "."
+    # devices, pipes and what was opened already are written into
+    replaced = not _DESCRIPTOR.fullmatch(os.path.abspath(path)) and (os.path.isfile(path) or not os.path.exists(path))
     if os.path.isdir(path):
         why = "that is a folder; name a file"
     elif not os.path.isdir(folder):
         why = f"there is no folder {folder}; make it, or name another file"
     elif _is_model(path):
         why = "that is a GGUF file, which it would take the place of; name another file"
-    elif _replaced(path) and not os.access(folder, os.W_OK | os.X_OK):
+    elif replaced and not os.access(folder, os.W_OK | os.X_OK):
         why = f"the folder {folder} cannot be written; name another file"
     else:
         return
     raise PyspecError(f"the {what} cannot be written to {path}: {why}")
-
-
-def _replaced(path: Path) -> bool:
-    """Whether ``write_atomically`` makes a new file there; devices, pipes and what was opened already are written into."""
-    return not _DESCRIPTOR.fullmatch(os.path.abspath(path)) and (os.path.isfile(path) or not os.path.exists(path))
 
 
 def _is_model(path: Path) -> bool:

@@ -8,8 +8,7 @@ import click
 
 from ..errors import SamplingError
 from .help import PATH, flag, option
-from .names import in_options
-from .options import text_of, with_options
+from .options import in_options, text_of, with_options
 
 _SAMPLING = [
     option("--temp --temperature temperature", "Temperature; 0 takes the most likely token.", type=float),

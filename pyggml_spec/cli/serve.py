@@ -12,7 +12,6 @@ import click
 
 from ..errors import PyspecError
 from .help import PATH, GroupedCommand, flag, option
-from .names import in_options
 from .options import (
     LIMIT,
     TEMPLATE,
@@ -20,6 +19,7 @@ from .options import (
     TokenLimit,
     check_prefix,
     check_synthetic,
+    in_options,
     loading,
     synthetic_options,
     template_variables,
@@ -148,9 +148,11 @@ def _check(hosts: Sequence[str], port: int, certificate: str | None, key: str | 
         raise _Encrypted
 
     as_pem = "give a certificate and its key as PEM"
-    if certificate is not None and not any(map(_is_pipe, (certificate, key or certificate))):
+    files = [path for path in (certificate, key) if path is not None]
+    pipes = any(os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)) for path in files)  # `<(...)` of a shell
+    if certificate is not None and not pipes:
         try:
-            for path in (certificate, key or certificate):
+            for path in files:
                 Path(path).open("rb").close()
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, encrypted)
         except _Encrypted:
@@ -164,11 +166,6 @@ def _check(hosts: Sequence[str], port: int, certificate: str | None, key: str | 
             raise PyspecError(f"{error.filename} cannot be read: {error.strerror}; {as_pem}") from None
     for sock in listen(hosts, port):
         sock.close()
-
-
-def _is_pipe(path: str) -> bool:
-    """`<(...)` of a shell, or a device."""
-    return os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
 
 
 def _names(text: str | None) -> tuple[str, ...]:

@@ -1,10 +1,15 @@
-"""Terminal output: sizes, one progress line, unbuffered text."""
+"""Output: sizes, tables and JSON, one progress line, unbuffered text."""
 
+import csv
+import io
+import json
+import math
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 import click
 
@@ -79,3 +84,41 @@ class TextOut:
         if text and sys.stdout is not None:  # None if stdout is closed
             sys.stdout.buffer.write(text.encode("utf-8", "replace"))
             sys.stdout.buffer.flush()
+
+
+Column = tuple[str, Callable[[Any], str]]
+"""A title, and what makes the cell of a row."""
+
+
+def json_line(value, indent: int | None = None) -> str:
+    """One line of JSON; NaN and infinity become null. ``indent``: several lines."""
+    try:
+        return json.dumps(value, allow_nan=False, indent=indent)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, indent=indent)
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [*map(_finite, value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(header: Iterable[str], cells: Iterable[Iterable[str]]) -> str:
+    """Markdown."""
+    first, *rows = (f"| {' | '.join(row)} |" for row in [header, *cells])
+    return "\n".join([first, "|" + "---|" * len([*header]), *rows])
+
+
+def written(rows, columns: Sequence[Column], output: str) -> str:
+    """The rows as "md" or "csv" tables, or as "jsonl" of their ``as_dict``."""
+    if output == "jsonl":
+        return "\n".join(json_line(row.as_dict()) for row in rows)
+    header, cells = [title for title, _ in columns], [[cell(row) for _, cell in columns] for row in rows]
+    if output == "md":
+        return table(header, cells)
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([header, *cells])
+    return out.getvalue().rstrip()

@@ -2,7 +2,7 @@
 probe.py      texts of the target, and teacher-forced acceptance on them
 files.py      files and build, before anything runs     opening.py    repairs keys of drafters that the engine refuses
 readings.py   sweeps of hyper-parameters                precision.py  cost of quantisation
-templates.py  template and thinking mode                running.py    generations, step times, speed-up
+running.py    template, thinking mode, generations, step times, speed-up
 split.py      layers on several devices                 trees.py      expected gain of draft trees
 report.py     verdicts"""
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..cache.kv import MOST_CONTEXT
-from ..drafters.base import TOKEN_MAP, Drafter
+from ..drafters.base import TOKEN_MAP
 from ..drafters.dflash import DFlash
 from ..drafters.mtp import has_layer, is_layer_alone
 from ..drafters.pairs import drafters_for
@@ -24,7 +24,7 @@ from ..loading import DEMO_DRAFTER, DEMO_TARGET, Loader
 from ..models.registry import open_target
 from ..models.weights import Weights
 from ..multi_device.split import SplitWeights
-from . import files, precision, readings, running, split, templates
+from . import files, precision, readings, running, split
 from .opening import open_leniently
 from .probe import FLOOR, JUDGED, Measured, Passage, Probe, Reading, held_out_prompts, write_passages
 from .report import FAIL, FEATURES, FIT, NOT_APPLICABLE, RUNNING, Check, Report, causes_only
@@ -190,19 +190,20 @@ class _Examination:
             yield Check("drafter", FAIL, str(error), "use a drafter that was converted for this target")
             return
         yield from refusals
-        readable = _readable(drafter)
+        # sequential drafters, selectors and reduced vocabularies have no other readings
+        readable = type(drafter) is DFlash and TOKEN_MAP not in drafter.file.tensors
         if misfit := self._out_of_reach(drafter) if readable else _misfit(drafter, self.target):
             yield Check("pair", FAIL, misfit, "use the drafter that was made for this target, or the target that it was made for")
             return
-        if not readable:
-            yield from self._chain(drafter)
-            return
-        assert isinstance(drafter, DFlash)
-        yield (mask := files.mask_embedding(self.target, drafter))
+        mask = files.mask_embedding(self.target, drafter) if readable else None
+        yield from [mask] if mask is not None else []
         yield files.weights("drafter weights", drafter, files.SCANNED, mask)
         yield self.subject.target_weights
         with ExitStack() as stack:
             drafter.weights = stack.enter_context(closing(self.subject.weights_of(drafter)))
+            if not isinstance(drafter, DFlash) or not readable:
+                yield from self._running(drafter)
+                return
             self.progress("texts", 1, 8)
             layers = sorted({v + shift for v in drafter.hp.target_layers for shift in (-1, 0, 1) if 0 <= v + shift <= self.target.n_layer})
             try:
@@ -213,18 +214,6 @@ class _Examination:
                 return
             probe = stack.enter_context(closing(Probe(self.subject.backend, self.target, drafter, passages, self.subject.effort.blocks)))
             yield from self._probed(drafter, probe)
-
-    def _chain(self, drafter):
-        """Drafters without alternative readings: generations only."""
-        yield files.weights("drafter weights", drafter, files.SCANNED)
-        yield self.subject.target_weights
-        with ExitStack() as stack:
-            drafter.weights = stack.enter_context(closing(self.subject.weights_of(drafter)))
-            self.progress("generations", 5, 8)
-            tokens = min(self.subject.effort.generated, self.subject.tokens)
-            with closing(self.subject.engine(self.target, drafter)) as engine:
-                yield from running.examine(engine, self.subject.ids, tokens, running.chain(engine, self.subject.ids, tokens))
-                yield from split.examine(engine)
 
     def _out_of_reach(self, drafter) -> str:
         """Why the pair cannot be measured at all, or empty. Layers and mask tokens out of range can still be swept."""
@@ -239,7 +228,12 @@ class _Examination:
     def _probed(self, drafter, probe: Probe):
         reading = Reading(drafter.hp, causal=drafter.hp.causal)
         usable = _fits(reading, probe)  # the target has the layers and the token
-        base = probe.measure(reading) if usable else _nothing(probe)
+        if usable:
+            base = probe.measure(reading)
+        else:  # a pair that cannot draft
+            blocks = sum(len(probe.anchors(p)) for p in probe.passages)
+            unlikely = np.full((blocks, JUDGED), np.log(FLOOR), np.float32)
+            base = Measured(np.zeros(blocks, np.int32), np.zeros(0, np.int32), unlikely, True)
         if usable:
             yield readings.features(probe, reading, base)
         self.progress("readings", 2, 8)
@@ -256,11 +250,12 @@ class _Examination:
         yield readings.fit(probe, reading, base)
         yield precision.drafter(self.subject.weights_of, self.subject.backend, self.target, drafter, probe, reading, base)
         yield precision.target(self.subject.noisy_passage, self.target, probe, reading)
-        self.progress("generations", 5, 8)
         if self.subject.effort.running:
             yield from self._running(drafter, probe, reading, base)
 
-    def _running(self, drafter, probe: Probe, reading: Reading, base: Measured):
+    def _running(self, drafter, probe: Probe | None = None, reading: Reading | None = None, base: Measured | None = None):
+        """Generations; that is all for a drafter without other readings."""
+        self.progress("generations", 5, 8)
         tokens = min(self.subject.effort.generated, self.subject.tokens)
         try:
             engine = self.subject.engine(self.target, drafter)
@@ -268,8 +263,12 @@ class _Examination:
             yield Check("generation", NOT_APPLICABLE, f"the pair cannot generate: {error}", stage=RUNNING)
             return
         with closing(engine):
-            yield templates.compare(engine, self.subject.tokenizer, probe, reading, self.subject.prompts[:2], self.subject.tokens)
-            ranked = probe.measure(replace(reading, ranked=True))
+            ranked = None
+            if probe is not None and reading is not None:
+                prompts = self.subject.prompts[:2]
+                yield running.template_and_thinking(engine, self.subject.tokenizer, probe, reading, prompts, self.subject.tokens)
+                ranked = probe.measure(replace(reading, ranked=True))
+            base = base or running.chain(engine, self.subject.ids, tokens)
             yield from running.examine(engine, self.subject.ids, tokens, base, ranked)
             yield from split.examine(engine)
 
@@ -286,14 +285,3 @@ def _misfit(drafter, target) -> str:
 def _fits(reading: Reading, probe: Probe) -> bool:
     captured = set(probe.passages[0].features)
     return set(reading.hp.target_layers) <= captured and 0 <= reading.hp.mask_token < probe.target.n_vocab
-
-
-def _nothing(probe: Probe) -> Measured:
-    """The result of a pair that cannot draft."""
-    blocks = sum(len(probe.anchors(p)) for p in probe.passages)
-    return Measured(np.zeros(blocks, np.int32), np.zeros(0, np.int32), np.full((blocks, JUDGED), np.log(FLOOR), np.float32), True)
-
-
-def _readable(drafter: Drafter) -> bool:
-    """Whether other readings can be compared: sequential drafters, selectors and reduced vocabularies are measured in generations only."""
-    return type(drafter) is DFlash and TOKEN_MAP not in drafter.file.tensors

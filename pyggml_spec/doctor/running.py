@@ -1,6 +1,6 @@
 """Generations: chunked prompts, repeated prompts, graph replay, step times, and the speed-up."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -11,18 +11,22 @@ from ..engine.options import candidate_widths
 from ..engine.runner import ModelRunner
 from ..engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from ..engine.stats import Stats
+from ..errors import TemplateError
 from ..ggml.cores import ThreadCounts
 from ..ggml.device import Backend
 from ..speculation.calibrate import step_costs
 from ..speculation.policy import SpeculationPolicy
+from ..text.template import KEY, ChatTemplate
+from ..text.tokenizer import Tokenizer
 from ..tools.anatomy import dissect, fits
 from . import trees
-from .probe import Measured
+from .probe import KNOWN, Measured, Probe, Reading, write_passages
 from .report import FAIL, NOT_APPLICABLE, OK, RUNNING, WARN, Check
 
 PIECE = 32
 AGREES = 0.6  # share of accepted drafts that has to remain; batch shapes differ in the last bit
 IN_LOOP = 0.35  # the same for decoding, whose blocks start after a rejection
+MATTERS = 0.8  # share of the best variant's accepted drafts below which a variant is reported
 REPEATS = 4  # calls of a graph until the last ones are replays
 
 _Check = partial(Check, stage=RUNNING)
@@ -49,34 +53,27 @@ def _same(name: str, usual: Stats, other: Stats, how: str, remedy: str) -> Check
     return _Check(name, FAIL if broken else OK, found, remedy if broken else "", data=data)
 
 
-def micro_batches(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Check:
-    """Chunked prefill: does the drafter see the whole prompt?"""
-    if len(prompt) <= PIECE:
-        return _Check("micro-batches", NOT_APPLICABLE, f"the prompt has {len(prompt)} tokens, one chunk holds {PIECE}")
-    usual, pieces = speculate(engine, prompt, tokens), speculate(engine, prompt, tokens, piece=PIECE)
-    how = f"with the prompt in {-(-len(prompt) // PIECE)} chunks"
-    return _same("micro-batches", usual, pieces, how, "report this: the hidden states of some chunks do not reach the drafter")
-
-
-def repeated_prompt(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Check:
-    """The same prompt again."""
-    usual, again = speculate(engine, prompt, tokens), speculate(engine, prompt, tokens)
-    remedy = "report this: the first run leaves state that changes the second"
-    return _same("repeated prompt", usual, again, "for the same prompt again", remedy)
-
-
-def cache_hit(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Check:
-    """Prefix reuse: are the drafter's rows restored?"""
-    if len(prompt) < 2:
-        return _Check("cache hit", NOT_APPLICABLE, "the prompt is one token, so there is no prefix to keep")
+def same_prompt(engine: ModelRunner, prompt: Sequence[int], tokens: int) -> Iterator[Check]:
+    """The same prompt in chunks, again, and from a restored prefix: does the drafter see all of it?"""
     usual = speculate(engine, prompt, tokens)
+    if len(prompt) <= PIECE:
+        yield _Check("micro-batches", NOT_APPLICABLE, f"the prompt has {len(prompt)} tokens, one chunk holds {PIECE}")
+    else:
+        how = f"with the prompt in {-(-len(prompt) // PIECE)} chunks"
+        remedy = "report this: the hidden states of some chunks do not reach the drafter"
+        yield _same("micro-batches", usual, speculate(engine, prompt, tokens, piece=PIECE), how, remedy)
+    remedy = "report this: the first run leaves state that changes the second"
+    yield _same("repeated prompt", usual, speculate(engine, prompt, tokens), "for the same prompt again", remedy)
+    if len(prompt) < 2:
+        yield _Check("cache hit", NOT_APPLICABLE, "the prompt is one token, so there is no prefix to keep")
+        return
     engine.reset()
     engine.prefill(prompt[:-1])
     with closing(engine.snapshot()) as snapshot:
         speculate(engine, prompt[::-1], tokens)  # overwrites the caches
         engine.restore(snapshot)
         hit = speculate(engine, prompt[-1:], tokens, keep=True)
-    return _same("cache hit", usual, hit, "with a restored prefix", "report this: the drafter does not see the restored tokens")
+    yield _same("cache hit", usual, hit, "with a restored prefix", "report this: the drafter does not see the restored tokens")
 
 
 def loop_acceptance(stats: Sequence[Stats], base: Measured) -> Check:
@@ -233,13 +230,50 @@ def chain(engine: ModelRunner, prompts: Sequence[Sequence[int]], tokens: int) ->
     return Measured(np.array(matched or [0]), np.concatenate(drafts or [np.empty(0, np.int32)]), np.empty((0, 0)), finite)
 
 
+def ways(template: ChatTemplate, tokenizer: Tokenizer, prompts: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Token ids of each prompt by variant."""
+    modes = {"template, thinking": True, "template, no thinking": False} if template.can_think else {"template": None}
+    out = {"raw text": [tokenizer.encode(prompt) for prompt in prompts]}
+    for name, thinking in modes.items():
+        out[name] = [template.encode(tokenizer, [{"role": "user", "content": prompt}], thinking=thinking) for prompt in prompts]
+    return out
+
+
+def template_and_thinking(
+    engine: ModelRunner, tokenizer: Tokenizer, probe: Probe, reading: Reading, prompts: Sequence[str], tokens: int
+) -> Check:
+    """Acceptance of the target's own text for each variant."""
+    check, file = partial(_Check, "template and thinking"), engine.target.file
+    if KEY not in file.metadata:
+        return check(NOT_APPLICABLE, "the target has no chat template")
+    try:
+        asked = ways(ChatTemplate.from_gguf(file), tokenizer, prompts)
+    except TemplateError as error:
+        return check(WARN, f"the template cannot be measured: {error}", "use a model file with a working template")
+    tokens = min(tokens, engine.options.n_ctx - max(len(ids) for both in asked.values() for ids in both) - 1)
+    if tokens < KNOWN + 8:
+        return check(NOT_APPLICABLE, f"the rendered prompts leave no room in a context of {engine.options.n_ctx}; use a larger `n_ctx`")
+    kept, found = probe.passages, {}
+    try:
+        for way, ids in asked.items():
+            probe.passages = write_passages(engine, ids, sorted(kept[0].features), tokens)
+            found[way] = probe.measure(reading).tokens_per_block
+    finally:
+        probe.passages = kept
+    best = max(found, key=found.__getitem__)
+    text = ", ".join(f"{way} {value:.2f}" for way, value in found.items()) + " tokens per block"
+    if any(value - 1 < MATTERS * (found[best] - 1) for value in found.values()):
+        return check(WARN, text, f"the drafter was trained for {best!r}: prompt that way where the task allows it", data={"ways": found})
+    return check(OK, text, data={"ways": found})
+
+
 def examine(
     engine: ModelRunner, prompts: Sequence[Sequence[int]], tokens: int, base: Measured, ranked: Measured | None = None
 ) -> list[Check]:
     """All checks that run generations. ``ranked``: blocks with the drafter's top choices, if available."""
     costs = _costs(engine, base)
     longest = max(prompts, key=len)
-    checks = [check(engine, longest, tokens) for check in (micro_batches, repeated_prompt, cache_hit)]
+    checks = list(same_prompt(engine, longest, tokens))
     full = [speculate(engine, prompt, tokens) for prompt in prompts]
     checks += [loop_acceptance(full, base), replay(full), repeated_step(engine, longest)]
     assert engine.drafter is not None

@@ -1,18 +1,16 @@
 """Identity of a file: a hash of its contents, computed once and cached."""
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from mmap import mmap
 from pathlib import Path
 
 from blake3 import blake3
 
 from ..errors import GGUFError
-from ..files import make_private, replacing, why_not_private
+from ..files import keep_json, kept_json, why_not_private
 from ..folders import cache_folder
 
 PIECE = 64 << 20  # bytes hashed between progress reports
@@ -29,14 +27,11 @@ def content_hash(path: Path, data: mmap, opened: os.stat_result, progress: Progr
     GGUFError: the file was modified or replaced since."""
     facts = [os.path.realpath(path), opened.st_size, opened.st_dev, opened.st_ino, opened.st_mtime_ns, opened.st_ctime_ns]
     entry = cache_folder() / f"content-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.json"
-    found = _remembered(entry, facts)
-    if found is None:
-        found = hashed(data, progress)
-        _check_unchanged(path, opened)
-        if abs(time.time_ns() - opened.st_ctime_ns) > SETTLED_NS:
-            _remember(entry, facts, found)
-    else:
-        _check_unchanged(path, opened)
+    known = _remembered(entry, facts)
+    found = known or hashed(data, progress)
+    _check_unchanged(path, opened)
+    if known is None and abs(time.time_ns() - opened.st_ctime_ns) > SETTLED_NS:
+        keep_json(entry, {"file": facts, "blake3": found})  # with a read-only home or a full disk it is hashed again next time
     return found
 
 
@@ -64,16 +59,9 @@ def _remembered(entry: Path, facts: list) -> str | None:
     try:
         if why_not_private(os.stat(entry.parent)) or why_not_private(os.lstat(entry)):
             return None
-        stored = json.loads(entry.read_text())
+        stored = kept_json(entry)
         found = stored["blake3"]
         whole = isinstance(found, str) and len(found) == DIGITS and set(found) <= set("0123456789abcdef")
         return found if whole and stored["file"] == facts else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, TypeError, KeyError):
         return None
-
-
-def _remember(entry: Path, facts: list, found: str) -> None:
-    with suppress(OSError):  # with a read-only home or a full disk the file is hashed again next time
-        make_private(entry.parent)
-        with replacing(entry) as file:
-            file.write(json.dumps({"file": facts, "blake3": found}).encode())

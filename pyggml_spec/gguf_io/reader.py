@@ -4,18 +4,15 @@ Layout: magic, version u32, n_tensors u64, n_kv u64, key-values, tensor infos, p
 ggml aborts on an inconsistent file, so everything that it asserts is checked here first, and allocations are bounded by the file's size.
 """
 
-import contextlib
 import copy
 import itertools
 import math
 import mmap
-import os
-import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -24,7 +21,7 @@ from ..errors import GGUFError
 from ..ggml.library import lib, text
 from . import split
 from .identity import Progress, content_hash
-from .watch import Watch
+from .mapped import MappedFile
 
 T = TypeVar("T")
 
@@ -101,8 +98,7 @@ def brief(value: Any, limit: int = 72) -> str:
 
 class _Cursor:
     def __init__(self, data: Any, path: Path) -> None:
-        self.data, self.at, self.path = data, 0, path
-        self.text = 0
+        self.data, self.at, self.path, self.text = data, 4, path, 0
 
     def fail(self, what: str) -> NoReturn:
         raise GGUFError(f"{self.path}: {what}; the file is damaged or was cut short, fetch it again")
@@ -128,13 +124,13 @@ class _Cursor:
         return bytes(self.data[start : start + n]).decode("utf-8", "replace")
 
 
-class GGUFFile:
+class GGUFFile(MappedFile):
     """An open GGUF: ``metadata`` (str keys), ``tensors`` (name to TensorInfo). Close it, or use it in a ``with`` block.
 
     A split model is opened by any of its parts; ``path`` is then the first one. ``rope``: overrides, see ``models.rope.RopeOptions``.
     Raises GGUFError: the file is missing, no GGUF, or inconsistent, or a part is missing or of another model; with the offending value."""
 
-    path: Path
+    kind, magic, error = "GGUF", b"GGUF", GGUFError
     metadata: dict
     tensors: dict[str, TensorInfo]
     version: int
@@ -142,7 +138,7 @@ class GGUFFile:
 
     def __init__(self, path: str | Path) -> None:
         self._parts: list[GGUFFile] = []  # of a split model
-        self._open(path)
+        self._open_map(path)
         if split.COUNT in self.metadata:
             try:
                 if self.get(split.COUNT, int) > 1:
@@ -160,43 +156,29 @@ class GGUFFile:
             split.check_part(path, self._parts[-1].metadata, number, self._parts[0].metadata)
         first = self._parts[0]
         self.path, self.version, self.metadata = first.path, first.version, first.metadata
-        of_parts = [(p.path, {n: replace(t, part=i) for n, t in p.tensors.items()}) for i, p in enumerate(self._parts)]
-        self.tensors = split.merged(of_parts, first.metadata.get(split.TENSORS))
+        self.tensors, total = {}, first.metadata.get(split.TENSORS)
+        for number, part in enumerate(self._parts):
+            if twice := next(filter(self.tensors.__contains__, part.tensors), None):
+                both = f"is in {part.path} and in a part before it; the parts are not of one model"
+                raise GGUFError(f"the tensor {twice!r} {both}, fetch them again")
+            self.tensors |= {name: replace(info, part=number) for name, info in part.tensors.items()}
+        if total is not None and len(self.tensors) != total:
+            declared = f"{first.path} declares that its {len(paths)} parts hold {total} tensors"
+            raise GGUFError(f"{declared}, but they hold {len(self.tensors)}; fetch them again, all of one model")
 
     @classmethod
     def _alone(cls, path: Path) -> "GGUFFile":
         """A single file, whether part of a model or not."""
         file = cls.__new__(cls)
         file._parts = []
-        file._open(path)
+        file._open_map(path)
         return file
-
-    def _open(self, path: str | Path) -> None:
-        self.path, self.metadata, self.tensors = Path(path), {}, {}
-        try:
-            if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a pipe would block
-                raise GGUFError(f"{self.path} is not a file; name a GGUF file")
-            with open(self.path, "rb") as file:
-                if file.read(4) != b"GGUF":
-                    raise GGUFError(f"{self.path} is not a GGUF file (it does not start with 'GGUF')")
-                self._opened = os.fstat(file.fileno())
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self._watch = Watch(self._map, self.path)
-        except FileNotFoundError:
-            raise GGUFError(f"{self.path} does not exist; check the path") from None
-        except (OSError, ValueError) as error:
-            raise GGUFError(f"{self.path} cannot be read: {error}") from None
-        try:
-            self._read()
-        except BaseException:
-            self.close()
-            raise
 
     # -- parsing
 
     def _read(self) -> None:
+        self.metadata, self.tensors = {}, {}
         cur = _Cursor(self._map, self.path)
-        cur.at = 4
         version = cur.scalar("I", "the version")
         if version not in (2, 3):
             if version in (0x02000000, 0x03000000):
@@ -207,27 +189,20 @@ class GGUFFile:
         if n_tensors > MAX_TENSORS or n_keys > MAX_KEYS:
             cur.fail(f"{n_tensors} tensors and {n_keys} keys are more than any model has ({MAX_TENSORS}, {MAX_KEYS})")
         for _ in range(n_keys):
-            self._read_key(cur)
+            key = cur.string("a key", 65535)
+            shown = brief(key)
+            if key in self.metadata:
+                cur.fail(f"the key {shown} appears twice")
+            self.metadata[key] = self._read_value(cur, cur.scalar("I", f"the type of {shown}"), shown)
         self._read_tensors(cur, n_tensors)
-
-    def _read_key(self, cur: _Cursor) -> None:
-        key = cur.string("a key", 65535)
-        shown = brief(key)
-        if key in self.metadata:
-            cur.fail(f"the key {shown} appears twice")
-        kind = cur.scalar("I", f"the type of {shown}")
-        self.metadata[key] = self._read_value(cur, kind, shown)
 
     def _read_value(self, cur: _Cursor, kind: int, key: str) -> Any:
         if kind in _SCALARS:
             return cur.scalar(_SCALARS[kind], f"the value of {key}")
         if kind == _STRING:
-            start = cur.at
-            if cur.scalar("Q", f"the value of {key}") > LONG_STRING:
-                cur.at = start
-                return self._read_strings(cur, key, 1)
-            cur.at = start
-            return cur.string(f"the value of {key}", LONG_STRING)
+            length = cur.scalar("Q", f"the value of {key}")
+            cur.at -= 8
+            return self._read_strings(cur, key, 1) if length > LONG_STRING else cur.string(f"the value of {key}", LONG_STRING)
         if kind != _ARRAY:
             cur.fail(f"the value of {key} has the unknown type {kind}")
         item, count = cur.scalar("I", f"the array {key}"), cur.scalar("Q", f"the array {key}")
@@ -287,9 +262,7 @@ class GGUFFile:
     def _tensor_bytes(self, cur: _Cursor, name: str, kind: int, shape: tuple[int, ...]) -> int:
         if kind >= lib.GGML_TYPE_COUNT or lib.ggml_blck_size(kind) == 0 or lib.ggml_type_size(kind) == 0:
             cur.fail(f"tensor {name!r} has the unknown type {kind}")
-        total = 1
-        for n in shape:
-            total *= n
+        total = math.prod(shape)
         if not 0 < total < 1 << 46:  # 64 Ti elements; keeps the products below in 63 bits
             cur.fail(f"tensor {name!r} has the impossible shape {list(shape)}")
         block = lib.ggml_blck_size(kind)
@@ -311,10 +284,9 @@ class GGUFFile:
         file = self._parts[info.part] if self._parts else self
         data, end = file._map, info.offset + info.nbytes
         if (size := data.size()) < end:
-            raise GGUFError(
-                f"{file.path} was cut while it was read: it has {size} bytes, and the tensor {name!r} ended at {end}; fetch it again"
-            )
-        return memoryview(data)[info.offset : info.offset + info.nbytes]
+            cut = f"it has {size} bytes, and the tensor {name!r} ended at {end}"
+            raise GGUFError(f"{file.path} was cut while it was read: {cut}; fetch it again")
+        return memoryview(data)[info.offset : end]
 
     def forget(self, name: str) -> None:
         """Releases the pages of a copied tensor; they are read again on the next access."""
@@ -353,12 +325,8 @@ class GGUFFile:
         if not self._parts:
             return content_hash(self.path, self._map, self._opened, progress)
         before, names = 0, []
-
-        def report(done: int, _: int) -> None:
-            progress(before + done, self.nbytes)
-
         for part in self._parts:
-            names.append(part.identity(report))
+            names.append(part.identity(lambda done, _, before=before: progress(before + done, self.nbytes)))  # type: ignore[misc]
             before += part.nbytes
         return blake3("".join(names).encode()).hexdigest()
 
@@ -371,11 +339,4 @@ class GGUFFile:
         # only memoryviews from read() can still hold the map
         for part in self._parts:
             part.close()
-        with contextlib.suppress(AttributeError):
-            self._watch.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        super().close()

@@ -4,23 +4,19 @@ Layout: header length u64, header (JSON: name -> dtype, shape, [begin, end) in t
 package cannot return it to numpy.
 """
 
-import contextlib
 import itertools
 import json
 import math
-import mmap
-import os
-import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import numpy as np
 
 from ..errors import ConvertError
+from .mapped import MappedFile
 from .reader import brief
-from .watch import Watch
 
 MAX_HEADER = 16 << 20
 MAX_TENSORS = 1 << 16
@@ -61,26 +57,15 @@ def parse_json(data: bytes, what: str, limit: int = MAX_HEADER) -> dict:
     return value
 
 
-class SafetensorsFile:
+class SafetensorsFile(MappedFile):
     """An open safetensors file: ``tensors`` (name to SafeTensor). Close it, or use it in a ``with`` block. Raises ConvertError: the file is
     missing, not safetensors, or inconsistent."""
 
+    kind, error = "safetensors", ConvertError
+
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
         self.tensors: dict[str, SafeTensor] = {}
-        try:
-            if not stat.S_ISREG(os.stat(self.path).st_mode):
-                raise ConvertError(f"{self.path} is not a file; name a safetensors file")
-            with open(self.path, "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self._watch = Watch(self._map, self.path)
-        except (OSError, ValueError) as error:
-            raise ConvertError(f"{self.path} cannot be read: {error}") from None
-        try:
-            self._read()
-        except BaseException:
-            self.close()
-            raise
+        self._open_map(path)
 
     def _fail(self, what: str) -> NoReturn:
         raise ConvertError(f"{self.path}: {what}; the file is damaged or was cut short, fetch it again")
@@ -123,10 +108,8 @@ class SafetensorsFile:
         not a floating-point type."""
         t = self.tensors[name]
         if t.dtype not in _READ:
-            raise ConvertError(
-                f"{self.path}: the tensor {brief(name)} is stored as {t.dtype}; "
-                "F32, F16 and BF16 are supported, so use the unquantised checkpoint"
-            )
+            hint = "F32, F16 and BF16 are supported, so use the unquantised checkpoint"
+            raise ConvertError(f"{self.path}: the tensor {brief(name)} is stored as {t.dtype}; {hint}")
         width = t.shape[-1] if t.shape else 1
         raw = np.frombuffer(self._map, _READ[t.dtype], count * width, t.start + first * width * _SIZES[t.dtype])
         if t.dtype == "BF16":
@@ -139,13 +122,3 @@ class SafetensorsFile:
         if t.dtype not in _INTEGERS:
             raise ConvertError(f"{self.path}: the tensor {brief(name)} is stored as {t.dtype}, but it holds whole numbers (I64 or I32)")
         return np.frombuffer(self._map, _INTEGERS[t.dtype], math.prod(t.shape), t.start).astype(np.int64).reshape(t.shape)
-
-    def close(self) -> None:
-        with contextlib.suppress(AttributeError):
-            self._watch.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -23,56 +23,32 @@ def part_paths(path: Path, metadata: dict) -> list[Path]:
     if type(number) is not int or not 0 <= number < count:
         raise GGUFError(f"{path} is one of {count} parts of a model, but its key {NUMBER!r} is {number!r}; split the model again")
     if count > MOST_PARTS:
-        raise GGUFError(
-            f"{path} is one of {count} parts of a model, and {MOST_PARTS} are the most that can be read; split it into larger ones"
-        )
-    name = _NAME.fullmatch(path.name)
+        most = f"{MOST_PARTS} are the most that can be read; split it into larger ones"
+        raise GGUFError(f"{path} is one of {count} parts of a model, and {most}")
+    name, part = _NAME.fullmatch(path.name), f"{path} is part {number + 1} of {count} of a model"
     if name is None or (int(name[2]), int(name[3])) != (number + 1, count):
-        raise GGUFError(
-            f"{path} is part {number + 1} of {count} of a model, and the others are found by its name; "
-            f"rename it to end in -{number + 1:05}-of-{count:05}.gguf"
-        )
+        raise GGUFError(f"{part}, and the others are found by its name; rename it to end in -{number + 1:05}-of-{count:05}.gguf")
     paths = [path.with_name(f"{name[1]}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
     missing = [other.name for other in paths if not other.exists()]
     if missing:
         shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         verb = "is" if len(missing) == 1 else "are"
-        raise GGUFError(
-            f"{path} is part {number + 1} of {count} of a model, and {shown} {verb} not in its folder; put all parts into one folder"
-        )
+        raise GGUFError(f"{part}, and {shown} {verb} not in its folder; put all parts into one folder")
     return paths
 
 
 def check_part(path: Path, metadata: dict, number: int, first: dict) -> None:
     """Raises GGUFError unless this is part ``number`` (from 0) of the model whose first part has the metadata ``first``."""
+    other = f"{path} is of another model than the other parts"
     for key, wanted in ((NUMBER, number), (COUNT, first[COUNT]), (TENSORS, first.get(TENSORS))):
         if metadata.get(key) != wanted:
-            raise GGUFError(
-                f"{path} is of another model than the other parts: its key {key!r} is {metadata.get(key)!r} instead of {wanted!r}"
-            )
+            raise GGUFError(f"{other}: its key {key!r} is {metadata.get(key)!r} instead of {wanted!r}")
     for key in metadata.keys() - _OWN:
         if key not in first or not _same(metadata[key], first[key]):
-            raise GGUFError(f"{path} is of another model than the other parts: its key {key!r} differs from the first part's")
+            raise GGUFError(f"{other}: its key {key!r} differs from the first part's")
 
 
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and np.array_equal(a, b)
-    if hasattr(a, "raw") and hasattr(b, "raw"):
-        return len(a) == len(b) and all(a.raw(i) == b.raw(i) for i in range(len(a)))
-    return type(a) is type(b) and a == b
-
-
-def merged(parts: list[tuple[Path, dict]], total: Any) -> dict:
-    """The tensors of all ``parts`` (path, tensors). ``total``: the number that the first part declares. Raises GGUFError: a tensor is in
-    two parts, or the number differs."""
-    out: dict = {}
-    for path, tensors in parts:
-        if twice := next((name for name in tensors if name in out), None):
-            raise GGUFError(f"the tensor {twice!r} is in {path} and in a part before it; the parts are not of one model, fetch them again")
-        out.update(tensors)
-    if total is not None and len(out) != total:
-        raise GGUFError(
-            f"{parts[0][0]} declares that its {len(parts)} parts hold {total} tensors, but they hold {len(out)}; fetch them again, all of one model"
-        )
-    return out
+    if type(a) is not type(b):
+        return False
+    return a.same(b) if hasattr(a, "same") else bool(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b)

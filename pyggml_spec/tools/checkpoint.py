@@ -13,6 +13,8 @@ from ..gguf_io.reader import StringArray, brief
 from ..gguf_io.safetensors import SafetensorsFile
 
 SUPPORTED = "DFlash, DFlash2 and DSpark drafters in the z-lab layout, and EAGLE-3 drafters, are supported"
+OTHER_TARGET = "name the target that it was made for"
+AGAIN = "fetch the checkpoint again"
 TOKENS = "d2t"  # for reduced vocabularies: the target's id of each entry minus its index
 Files = Mapping[str, SafetensorsFile]
 
@@ -127,10 +129,8 @@ def sizes(c: Config, target: GGUFFile, n_layer: int, share: float = 1.0) -> tupl
     size = c.integer("head_dim", default=n_embd // n_head, high=4096)
     n_ff, rotated = c.integer("intermediate_size"), int(size * share)
     if rotated < 2 or rotated % 2:
-        raise ConvertError(
-            f"config.json: {rotated} of the {size} values of a head (head_dim) would be rotated, which are no whole pairs; "
-            "partial_rotary_factor is above 0, and at most 1"
-        )
+        part = f"{rotated} of the {size} values of a head (head_dim) would be rotated, which are no whole pairs"
+        raise ConvertError(f"config.json: {part}; partial_rotary_factor is above 0, and at most 1")
     theta: Any = c.rope.get("rope_theta", c.top.get("rope_theta", 10000.0))
     if type(theta) not in (int, float) or not 0 < theta < 1e30:
         raise ConvertError(f"config.json: rope_theta is {brief(theta)}, but it has to be a number above 0")
@@ -182,20 +182,16 @@ def vocabulary(c: Config, target: GGUFFile) -> int:
     if not isinstance(tokens, StringArray) or not len(tokens):
         raise ConvertError(f"{target.path.name} has no token list; name a complete target")
     if (claimed := c.integer("vocab_size", default=len(tokens))) != len(tokens):
-        raise ConvertError(
-            f"the drafter was made for a vocabulary of {claimed}, but {target.path.name} has {len(tokens)} tokens; "
-            "name the target that it was made for"
-        )
+        there = f"{target.path.name} has {len(tokens)} tokens; {OTHER_TARGET}"
+        raise ConvertError(f"the drafter was made for a vocabulary of {claimed}, but {there}")
     return len(tokens)
 
 
 def check_hidden(size: int, target: GGUFFile) -> None:
     """Raises ConvertError unless the target's hidden states have ``size`` values."""
     if (theirs := of_target(target, "embedding_length")) != size:
-        raise ConvertError(
-            f"the drafter reads hidden states of {size} values, but those of {target.path.name} have {theirs}; "
-            "name the target that it was made for"
-        )
+        there = f"those of {target.path.name} have {theirs}; {OTHER_TARGET}"
+        raise ConvertError(f"the drafter reads hidden states of {size} values, but {there}")
 
 
 def tokenizer(target: GGUFFile) -> dict[str, Any]:
@@ -256,26 +252,20 @@ def draft_vocabulary(c: Config, files: Files, n_vocab: int) -> tuple[int, dict[s
     missing, repeated or outside the target's vocabulary."""
     count = c.integer("draft_vocab_size", default=n_vocab)
     if count > n_vocab:
-        theirs = f"the target has {n_vocab} tokens; name the target that it was made for"
-        raise ConvertError(f"config.json: draft_vocab_size is {count}, but {theirs}")
+        raise ConvertError(f"config.json: draft_vocab_size is {count}, but the target has {n_vocab} tokens; {OTHER_TARGET}")
     name = plain_names(files).get(TOKENS)
     if name is None:
         if count < n_vocab:
-            raise ConvertError(
-                f"the checkpoint has no tensor {TOKENS!r}, which maps the {count} tokens of its head to the target's {n_vocab}; fetch the complete one"
-            )
+            maps = f"maps the {count} tokens of its head to the target's {n_vocab}"
+            raise ConvertError(f"the checkpoint has no tensor {TOKENS!r}, which {maps}; fetch the complete one")
         return count, {}
     offsets = files[name].integers(name)
     if offsets.shape != (count,):
-        raise ConvertError(
-            f"the tensor {TOKENS!r} has the shape {list(offsets.shape)}, but config.json calls for {[count]}; fetch the checkpoint again"
-        )
+        raise ConvertError(f"the tensor {TOKENS!r} has the shape {list(offsets.shape)}, but config.json calls for {[count]}; {AGAIN}")
     ids = np.clip(offsets, -n_vocab - 1, n_vocab) + np.arange(count, dtype=np.int64)  # avoids overflow
     wrong = ids[(ids < 0) | (ids >= n_vocab)]
     if wrong.size:
-        raise ConvertError(
-            f"the tensor {TOKENS!r} names the token {wrong[0]}, but the target has {n_vocab}; name the target that it was made for"
-        )
+        raise ConvertError(f"the tensor {TOKENS!r} names the token {wrong[0]}, but the target has {n_vocab}; {OTHER_TARGET}")
     if np.unique(ids).size != count:
         raise ConvertError(f"the tensor {TOKENS!r} names a token twice; fetch the checkpoint again")
     return count, {TOKENS: ids}

@@ -121,15 +121,14 @@ def compare_nodes(
             ours = engine.nodes(ids)
             reference.watched = ours.keys()
             reference.logits(ids)
-            return [_difference(name, values, reference.nodes[name]) for name, values in ours.items() if name in reference.nodes]
+            out = []
+            for name in filter(reference.nodes.__contains__, ours):
+                a, b = ours[name], reference.nodes[name]
+                same = a.size == b.size
+                out.append(NodeDifference(name, nmse(a, b) if same else np.nan, float(np.abs(a - b).max()) if same else np.nan))
+            return out
     finally:
         Graph.debug = False
-
-
-def _difference(name: str, ours: np.ndarray, theirs: np.ndarray) -> NodeDifference:
-    if ours.size != theirs.size:
-        return NodeDifference(name, float("nan"), float("nan"))
-    return NodeDifference(name, nmse(ours, theirs), float(np.abs(ours - theirs).max()))
 
 
 @contextmanager

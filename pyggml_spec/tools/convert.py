@@ -21,7 +21,7 @@ from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
 from ..gguf_io.safetensors import SafetensorsFile, parse_json
 from . import eagle3, zlab
-from .checkpoint import SUPPORTED, TOKENS, Files, Layout, architectures
+from .checkpoint import AGAIN, SUPPORTED, TOKENS, Files, Layout, architectures
 from .quants import TYPES, quantise, type_id
 
 CHUNK_VALUES = 4 << 20
@@ -57,9 +57,8 @@ def _sources(source: Path) -> tuple[Path, list[Path]]:
     if not files:
         raise ConvertError(f"{source} has no *.safetensors file; name the folder of the drafter's checkpoint")
     if (folder / "mask_embedding.pt").exists():
-        raise ConvertError(
-            f"{folder} has a mask_embedding.pt (a mask vector of its own), which is not supported; convert it with llama.cpp's converter"
-        )
+        remedy = "convert it with llama.cpp's converter"
+        raise ConvertError(f"{folder} has a mask_embedding.pt (a mask vector of its own), which is not supported; {remedy}")
     return folder / "config.json", files
 
 
@@ -163,10 +162,8 @@ def convert_drafter(
         notes += layout.notes
         for theirs, shape, _ in layout.tensors.values():
             if (seen := places[theirs].tensors[theirs].shape) != shape:
-                raise ConvertError(
-                    f"the tensor {brief(theirs)} has the shape {list(seen)}, but config.json calls for {list(shape)}; "
-                    "fetch the checkpoint again"
-                )
+                wanted = f"config.json calls for {list(shape)}; {AGAIN}"
+                raise ConvertError(f"the tensor {brief(theirs)} has the shape {list(seen)}, but {wanted}")
         kinds = {ours: _choose(ours, shape, type_id(kind), notes) for ours, (_, shape, _) in layout.tensors.items()}
         part = stack.enter_context(written_whole(out, replace))
         writer = gguf.GGUFWriter(str(part), layout.arch)

@@ -53,18 +53,16 @@ def _captured(c: Config, target: GGUFFile) -> list[int]:
     bad = [i for i in ids if type(i) is not int or not 0 <= i <= n_target]
     if bad or len(ids) != 3:
         wrong = f"holds {brief(bad[0])}" if bad else f"has {len(ids)} entries"
-        raise ConvertError(
-            f"config.json: eagle_aux_hidden_state_layer_ids {wrong}; three inputs of the layers 0 to {n_target} of {target.path.name} are read"
-        )
+        read = f"three inputs of the layers 0 to {n_target} of {target.path.name} are read"
+        raise ConvertError(f"config.json: eagle_aux_hidden_state_layer_ids {wrong}; {read}")
     return ids
 
 
 def _yarn(c: Config) -> dict[str, Any]:
     original = c.of_rope("original_max_position_embeddings")
     if original != int(original) or original >= 1 << 31:
-        raise ConvertError(
-            f"config.json: original_max_position_embeddings is {original:g}, but it has to be a whole number below {1 << 31}"
-        )
+        wanted = f"it has to be a whole number below {1 << 31}"
+        raise ConvertError(f"config.json: original_max_position_embeddings is {original:g}, but {wanted}")
     meta = {"type": "yarn", "factor": c.of_rope("factor"), "original_context_length": int(original)}
     meta |= {ours: c.of_rope(theirs) for theirs, ours in _YARN.items() if c.rope.get(theirs) is not None}
     return {f"rope.scaling.{key}": value for key, value in meta.items()}

@@ -13,13 +13,12 @@ from typing import Any
 
 from ..api import load
 from ..cache.kv import MOST_CONTEXT
-from ..context_size import token_bytes
 from ..engine.memory import SHARED, longest
 from ..engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from ..errors import PyspecError
 from ..ggml.device import devices, free_bytes, pick_device, pick_devices
 from ..load_options import LoadOptions
-from ..loading import Drafts, Loader, files_to_load, owned_by
+from ..loading import Drafts, Loader, files_to_load, owned_by, token_bytes
 
 
 @dataclass(frozen=True)

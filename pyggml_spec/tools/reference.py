@@ -63,7 +63,12 @@ class LlamaReference:
         options.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         options.type_k, options.type_v = kv.ids
         if rope is not None:
-            self._rotate(options, rope)
+            names = {"freq_base": "rope_freq_base", "freq_scale": "rope_freq_scale"}
+            for name in ("freq_base", "freq_scale", "orig_ctx", "ext_factor", "attn_factor", "beta_slow", "beta_fast"):
+                if (value := getattr(rope, name)) is not None:
+                    setattr(options, names.get(name, f"yarn_{name}"), value)
+            if rope.scaling is not None:
+                options.rope_scaling_type = KINDS.index(rope.scaling)
         self.nodes: dict[str, np.ndarray] = {}
         self.watched: Collection[str] = ()
         if watch:
@@ -76,16 +81,6 @@ class LlamaReference:
         self._batch = lib.llama_batch_init(chunk, 0, 1)
         self.chunk, self.used = chunk, 0
         self.n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
-
-    @staticmethod
-    def _rotate(options, rope: RopeOptions) -> None:
-        if rope.scaling is not None:
-            options.rope_scaling_type = KINDS.index(rope.scaling)
-        given = {"rope_freq_base": rope.freq_base, "rope_freq_scale": rope.freq_scale, "yarn_orig_ctx": rope.orig_ctx}
-        given |= {f"yarn_{name}": getattr(rope, name) for name in ("ext_factor", "attn_factor", "beta_slow", "beta_fast")}
-        for name, value in given.items():
-            if value is not None:
-                setattr(options, name, value)
 
     def _seen(self, tensor: Any, ask: bool, _: Any) -> bool:
         name = ffi.string(lib.ggml_get_name(tensor)).decode("utf-8", "replace")

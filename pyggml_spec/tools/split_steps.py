@@ -143,14 +143,13 @@ def copy_speeds(engine: ModelRunner) -> list[CopySpeed]:
     """From each device to the next, and from the last to the first (drafts)."""
     backends = [segment.backend for segment in engine.resources.segments]
     engine.resources.synchronize()
-    return [_copy_speed(a, b) for a, b in zip(backends, [*backends[1:], backends[0]])]
-
-
-def _copy_speed(source: Backend, target: Backend) -> CopySpeed:
-    large = OVER_NETWORK if "rpc" in (source.device.kind, target.device.kind) else LARGE
-    small_us, large_us = (_copy_us(source, target, nbytes) for nbytes in (SMALL, large))
-    names = source.device.name, target.device.name
-    return CopySpeed(*names, small_us, large / (large_us * 1e-6) if large_us else 0.0, way_of_copies(*names))
+    out = []
+    for source, target in zip(backends, [*backends[1:], backends[0]]):
+        large = OVER_NETWORK if "rpc" in (source.device.kind, target.device.kind) else LARGE
+        small_us, large_us = (_copy_us(source, target, nbytes) for nbytes in (SMALL, large))
+        names = source.device.name, target.device.name
+        out.append(CopySpeed(*names, small_us, large / (large_us * 1e-6) if large_us else 0.0, way_of_copies(*names)))
+    return out
 
 
 def way_of_copies(source: str, target: str) -> str:

@@ -43,21 +43,17 @@ def _target_layers(c: Config, target: GGUFFile) -> list[int]:
     n_target = checkpoint.target_layers(target)
     claimed = c.integer("num_target_layers", default=n_target)
     if claimed != n_target:
-        raise ConvertError(
-            f"the drafter was made for a target of {claimed} layers, but {target.path.name} has {n_target}; "
-            "name the target that it was made for"
-        )
+        there = f"{target.path.name} has {n_target}; {checkpoint.OTHER_TARGET}"
+        raise ConvertError(f"the drafter was made for a target of {claimed} layers, but {there}")
     inputs = c.list("aux_hidden_state_layer_ids")
     ids = [i - 1 if type(i) is int else i for i in inputs] if inputs else c.list("target_layer_ids")
     if not ids:
-        raise ConvertError(
-            "config.json has no target_layer_ids, so the hidden states that the drafter reads are unknown; fetch the complete checkpoint"
-        )
+        unknown = "the hidden states that the drafter reads are unknown"
+        raise ConvertError(f"config.json has no target_layer_ids, so {unknown}; fetch the complete checkpoint")
     bad = [i for i in ids if type(i) is not int or not 0 <= i < n_target]
     if bad:
-        raise ConvertError(
-            f"config.json: target_layer_ids holds {brief(bad[0])}, but {target.path.name} has the layers 0 to {n_target - 1}"
-        )
+        there = f"{target.path.name} has the layers 0 to {n_target - 1}"
+        raise ConvertError(f"config.json: target_layer_ids holds {brief(bad[0])}, but {there}")
     return [i + 1 for i in ids]
 
 
@@ -82,15 +78,6 @@ def _windows(c: Config, n_layer: int, notes: list[str]) -> tuple[int, list[bool]
         notes.append("layer_types has sliding layers, but use_sliding_window is false: all layers see everything")
         return 0, []
     return c.integer("swa_window_size", "sliding_window", high=(1 << 31) - 1), pattern
-
-
-def _mask_token(c: Config, target: GGUFFile, n_vocab: int) -> int:
-    mask = c.integer("mask_token_id", default=target.metadata.get("tokenizer.ggml.mask_token_id"), low=0)
-    if mask >= n_vocab:
-        raise ConvertError(
-            f"config.json: mask_token_id is {mask}, but {target.path.name} has {n_vocab} tokens; name the target that it was made for"
-        )
-    return mask
 
 
 def _scales(c: Config, target: GGUFFile, n_embd: int, notes: list[str]) -> dict[str, Any]:
@@ -132,7 +119,11 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
     meta |= _scales(c, target, n_embd, notes)
     if (act := c.get("hidden_act", "hidden_activation")) in GELU:
         meta["hidden_activation"] = act
-    meta |= checkpoint.tokenizer(target) | {"tokenizer.ggml.mask_token_id": _mask_token(c, target, n_vocab)}
+    mask = c.integer("mask_token_id", default=target.metadata.get("tokenizer.ggml.mask_token_id"), low=0)
+    if mask >= n_vocab:
+        there = f"{target.path.name} has {n_vocab} tokens; {checkpoint.OTHER_TARGET}"
+        raise ConvertError(f"config.json: mask_token_id is {mask}, but {there}")
+    meta |= checkpoint.tokenizer(target) | {"tokenizer.ggml.mask_token_id": mask}
     wanted = {"fc.weight": Source("fc.weight", (n_embd, n_embd * len(layers)))}
     wanted |= {ours: Source(theirs, (n_embd,)) for theirs, ours in _TOP.items() if ours != "fc.weight"}
     for i in range(n_layer):
@@ -148,24 +139,22 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
 
 def is_dspark(config: dict, files: Files) -> bool:
     """Recognised by name, or by its heads."""
-    return bool({*checkpoint.architectures(config)} & {*DSPARK}) or any(
-        name.startswith((_MARKOV, _CONFIDENCE)) for name in checkpoint.plain_names(files)
-    )
+    heads = any(name.startswith((_MARKOV, _CONFIDENCE)) for name in checkpoint.plain_names(files))
+    return heads or bool({*checkpoint.architectures(config)} & {*DSPARK})
 
 
 def _ends(files: Files, n_embd: int, n_vocab: int, count: int) -> dict[str, Source]:
     """Embedding and head, if not the target's."""
-    plain = checkpoint.plain_names(files)
-    if "embed_tokens.weight" in plain and "lm_head.weight" not in plain:
-        raise ConvertError(
-            "the drafter has an embedding of its own (embed_tokens) but no lm_head, so its head is ambiguous; remove one or add the other"
-        )
-    rows = {"embed_tokens.weight": n_vocab, "lm_head.weight": count}
-    if count < n_vocab and "lm_head.weight" not in plain:
-        raise ConvertError(
-            f"the checkpoint has no tensor 'lm_head.weight', and its head knows {count} of the target's {n_vocab} tokens; fetch the complete one"
-        )
-    return {ours: Source(theirs, (rows[theirs], n_embd)) for theirs, ours in HEADS.items() if theirs in plain}
+    there, (embedding, head) = checkpoint.plain_names(files), HEADS
+    if head not in there:
+        if embedding in there:
+            why = "an embedding of its own (embed_tokens) but no lm_head, so its head is ambiguous"
+            raise ConvertError(f"the drafter has {why}; remove one or add the other")
+        if count < n_vocab:
+            known = f"its head knows {count} of the target's {n_vocab} tokens"
+            raise ConvertError(f"the checkpoint has no tensor {head!r}, and {known}; fetch the complete one")
+    rows = {embedding: n_vocab, head: count}
+    return {ours: Source(theirs, (rows[theirs], n_embd)) for theirs, ours in HEADS.items() if theirs in there}
 
 
 def _add_dspark(c: Config, files: Files, meta: dict[str, Any], wanted: dict[str, Source], n_vocab: int, count: int) -> None:

@@ -22,7 +22,7 @@ AT_START = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "GOMP_", "GGML_", "LLAMA_")
 """Beginnings of variables that are read before a command is."""
 
 MODULES = [f"cli.{name}" for name in ("run", "chat", "serve", "bench", "doctor", "plan", "inspect", "compare", "convert", "experts", "devices")] + [
-    "cli.names", "cli.worker", "models.registry", "tools.compare", "tools.compare_weights", "tools.experts", "tools.worker",
+    "cli.options", "cli.worker", "models.registry", "tools.compare", "tools.compare_weights", "tools.experts", "tools.worker",
 ]  # fmt: skip
 
 

@@ -19,10 +19,9 @@ from random_gguf.model import Shape, write_dflash
 import pyggml_spec as ps
 from pyggml_spec.cli.foreign import KNOWN, options_of, resolve
 from pyggml_spec.cli.main import cli, main
-from pyggml_spec.cli.names import in_options
-from pyggml_spec.cli.options import _place_layers
+from pyggml_spec.cli.options import _place_layers, in_options
 from pyggml_spec.cli.run import check_place, write_stats
-from pyggml_spec.cli.tables import json_line
+from pyggml_spec.cli.terminal import json_line
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import ContextError, PyspecError
 from pyggml_spec.ggml.device import pick_device
