@@ -26,7 +26,7 @@ def command(file: str, target: str | None, tensors: bool, as_json: bool):
         return
     parts = f"{size(seen.nbytes)}, {len(seen.tensors)} tensors, {seen.parameters / 1e6:.1f}M parameters"
     click.echo(f"{seen.path}: GGUF version {seen.version}, {parts}")
-    click.echo(in_options(seen.verdict))
+    click.echo(in_options(seen.verdict, click.Command("run")))  # the options of commands that run the file, not --target of this one
     for said in vocabulary.values():
         click.echo(f"as a drafter of {target}: {said}")
     for why, count in Counter(seen.unused.values()).items():
