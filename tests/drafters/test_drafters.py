@@ -35,6 +35,7 @@ from pyggml_spec.ggml.graph import Graph
 from pyggml_spec.ggml.library import ffi, lib, read_tensor
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.registry import TARGETS
+from pyggml_spec.sampling.sampler import Sampler
 from pyggml_spec.speculation.policy import StepPlan
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan
@@ -99,6 +100,23 @@ def test_the_text_does_not_depend_on_slots(session, slots):
     with session.concurrent(slots=slots) as server:
         got = [server.submit(prompt, 20, **options) for prompt in texts]
         assert [handle.result()[0] for handle in got] == want
+
+
+@slow_with_kernels
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": 1.0}, {"temperature": 1.3, "top_p": 0.8}, {"temperature": 0.7, "samplers": ("temperature", "min_p", "top_k")}],
+)
+def test_a_model_that_drafts_for_itself_is_right_at_temperature(tmp_path, monkeypatch, values):
+    """Drafter and target draw with the same noise; argmaxes are wrong often enough."""
+    target, drafter = (write_llama(tmp_path / name, Shape(), QUANT) for name in ("t.gguf", "d.gguf"))
+    with ps.load(target, drafter, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        for sampling in (ps.Sampling(seed=5, **values), ps.Sampling(seed=6, **values)):
+            stats = session.generate(PROMPTS[0], 60, sampling=sampling)[1]
+            assert stats.matched >= 0.95 * stats.drafted > 0
+        monkeypatch.setattr(Sampler, "draft_options", lambda self, count: np.zeros((count, 8), np.int32))
+        stats = session.generate(PROMPTS[0], 60, sampling=ps.Sampling(seed=5, **values))[1]
+        assert stats.matched < 0.7 * stats.drafted
 
 
 @slow_with_kernels
