@@ -35,11 +35,31 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
     Raises:
         HubError: huggingface_hub is not installed, there is no such repository or file, or it cannot be had now.
     """
+    (path,) = _fetch_all(repo, file, (drafter,), progress)
+    assert path is not None
+    return path
+
+
+def fetch_pair(repo: str, *, file: str | None = None, progress: Progress = lambda what, done, total: None) -> tuple[Path, Path | None]:
+    """A target as of ``fetch``, and the drafter that its repository has; None if it has none."""
+    target, drafter = _fetch_all(repo, file, (False, True), progress)
+    assert target is not None
+    return target, drafter
+
+
+def _fetch_all(repo: str, file: str | None, drafters: tuple[bool, ...], progress: Progress) -> list[Path | None]:
+    """A target or a drafter each; None for the drafter of a repository that has none besides a target."""
     if not isinstance(repo, str) or not (match := _NAME.fullmatch(repo)):
         raise HubError(f"{repo!r} names no repository of the hub; give USER/MODEL or USER/MODEL:QUANT")
     name, quant = match.groups()
     try:
-        return _fetch(name, quant, file, drafter, progress)
+        hub = _package()
+        names, cached = _names(hub, name)
+        out: list[Path | None] = [_fetch(hub, name, names, cached, quant, file, drafters[0], progress)]
+        for _ in drafters[1:]:
+            found = any(kind in other.rsplit("/")[-1] for other in names for kind in _DRAFTERS)
+            out.append(_fetch(hub, name, names, cached, None, None, True, progress) if found else None)
+        return out
     except Exception as error:
         if not isinstance(error, ValueError) and type(error).__name__ != "InvalidURL":  # httpx's is none
             raise
@@ -48,9 +68,17 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
         raise HubError(f"{name} cannot be requested: {_line(error)}; {look}") from None
 
 
-def _fetch(name: str, quant: str | None, file: str | None, drafter: bool, progress: Progress) -> Path:
-    hub = _package()
-    names, cached = _names(hub, name)
+def _fetch(
+    hub: Any,
+    name: str,
+    names: list[str],
+    cached: dict[str, Path] | None,
+    quant: str | None,
+    file: str | None,
+    drafter: bool,
+    progress: Progress,
+) -> Path:
+    """One model of ``names``."""
     chosen = _chosen(names, quant, drafter) if file is None else file if file in names else None
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     there = f"; it has {', '.join(names[:_SHOWN])}{more}" if names else ""

@@ -39,7 +39,7 @@ class LoadOptions:
         prefix_disk: bytes that the folder may take, None for 8 GiB; the least recently used files are deleted.
         experts: routed experts of the target that stay in host memory; None keeps all of them on the device.
         spec: drafting methods, of ``speculation.methods.METHODS`` and named as in llama.cpp's `--spec-type`; None takes the drafter of ``draft``,
-            or else the target's own MTP layer if its file has one, or else, on a CPU and without ``draft_width``, n-grams of the text itself ("suffix"), which are
+            or else a drafter in the target's folder (`dflash-*.gguf`, `*eagle3*.gguf`, ... that fits), or else the target's own MTP layer if its file has one, or else, on a CPU and without ``draft_width``, n-grams of the text itself ("suffix"), which are
             verified only where that is expected to be faster. An empty one disables drafting.
         no_spec: drafting methods that are excluded.
         draft_vocab: drafters choose among the first so many tokens of the vocabulary, which are the frequent ones where it was made of merges: their

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -33,8 +34,9 @@ from .speculation.methods import Methods
 from .text.tokenizer import Tokenizer, first_difference, vocabulary_note
 
 DEMO = Path(__file__).parent / "demo"
-DEMO_TARGET, DEMO_DRAFTER, DEMO_MTP = DEMO / "target.gguf", DEMO / "drafter.gguf", DEMO / "mtp-demo.gguf"
+DEMO_TARGET, DEMO_DRAFTER, DEMO_MTP = DEMO / "target.gguf", DEMO / "drafter.gguf", DEMO / "mtp.gguf"
 TRAINED = "the model's"  # where a context comes from
+COMPANIONS = ("*dflash*", "*dspark*", "*eagle3*", "mtp-*", "*-assistant*")  # names of drafters
 WIDTH = 16  # rows of the widest block without a drafter
 LEAST_CONTEXT = 4096  # tokens that the default context has even where memory has no room for them
 CONTEXT_STEP = 1024  # a context that memory limits is a multiple of it
@@ -131,6 +133,8 @@ class Loader:
         """The named files, and the target's own MTP layer where it is requested, or where there are no others."""
         methods = self.options.methods
         members = [self._open_drafter(file, path) for path in self._drafts]
+        if not self._drafts and methods.model:
+            members = self._companion(file)
         found = {member.method for member in members}
         if "draft-mtp" in (methods.asked - found if methods.asked or members else methods.model):
             own = embedded_drafter(file)
@@ -147,6 +151,21 @@ class Loader:
         for member in members if methods.tokens else ():
             member.limit_vocab(methods.tokens, self.target)
         self.drafter = combine(members)
+
+    def _companion(self, file: GGUFFile) -> list[Drafter]:
+        """The first drafter in the target's folder that fits it, if there is one."""
+        for found in companions(file.path):
+            try:
+                drafter = self._open_drafter(file, found)
+            except PyspecError as error:
+                self.notes.append(f"{found.name}, which is in the target's folder, does not draft: {error}")
+                continue
+            if not self.options.methods.asked or drafter.method in self.options.methods.asked:
+                self.notes.append(
+                    f"{found.name}, found in the target's folder, drafts ({drafter.method}); --spec-type none or --no-spec turns it off"
+                )
+                return [drafter]
+        return []
 
     def _open_drafter(self, file: GGUFFile, draft: Path) -> Drafter:
         draft_file = self._own(GGUFFile(draft))
@@ -445,6 +464,14 @@ def files_to_load(target: str | Path | None, draft: Drafts, methods: Methods) ->
         raise PyspecError("this installation has no embedded pair; name a target with `target`")
     found = {"draft-dflash": DEMO_DRAFTER} | ({"draft-mtp": DEMO_MTP} if methods.asked else {})
     return DEMO_TARGET, tuple(file for method, file in found.items() if method in methods.model and file.exists())
+
+
+def companions(target: Path) -> list[Path]:
+    """Drafters by name in the folder of ``target``, those of the most tokens per step first."""
+    with suppress(OSError):
+        names = [path.name for path in target.parent.iterdir() if path.suffix.lower() == ".gguf" and path.name != target.name]
+        return [target.parent / name for pattern in COMPANIONS for name in sorted(names) if fnmatch(name.lower(), pattern)]
+    return []
 
 
 # -- the default context: the trained one, or as much of it as memory has room for

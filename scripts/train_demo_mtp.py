@@ -8,7 +8,7 @@ Stages (each one's output is a file in --workdir; a stage whose output exists is
   generate  generated.pt    the target's own continuations, greedy and sampled, with its hidden states
   mtp       mtp.pt          the layer, in half precision: to be carried elsewhere
   eval      mtp_metrics.json  tokens per step on continuations of held-out prompts
-  export    mtp-demo.gguf in --dest
+  export    mtp.gguf in --dest
 
 Example: train_demo_mtp.py --workdir build/mtp; --preset tiny is a smoke test for a CPU.
 """
@@ -143,7 +143,7 @@ def stage_export(run):
     dest = pathlib.Path(run.args.dest)
     weights = {k: v.float().numpy() for k, v in torch.load(run.work / "mtp.pt", map_location="cpu").items()}
     config = MTPConfig(n_ff=len(weights["ffn_gate.weight"]))
-    out = pathlib.Path(run.args.out or dest) / "mtp-demo.gguf"
+    out = pathlib.Path(run.args.out or dest) / "mtp.gguf"
     export.write_mtp(out, config, weights, dest / "target.gguf", run.tc.context, card.LICENCE)
     run.log("exported", out.name, out.stat().st_size)
 

@@ -202,3 +202,11 @@ class Hub(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
         self._thread.join()
+
+
+def test_the_drafter_of_the_targets_repository_is_used(hub, asked):
+    """It had to be named with -hfd."""
+    for options, drafts in ((["--no-spec"], False), (["--spec-type", "none"], False), ([], True), (["-q"], True)):
+        done = asked("run", "-hf", "Some/Target-GGUF", *CPU[:-2], *options)
+        assert done.returncode == 0 and ("-q" in options or ("drafter dflash-t.gguf" in done.stderr) == drafts), done.stderr
+        assert any(line.endswith("/dflash-t.gguf") for line in hub.asked) == drafts

@@ -20,7 +20,7 @@ from ..load_options import LoadOptions
 from ..loading import DEMO_TARGET
 from ..models.placement import ExpertOptions, overridden
 from ..models.rope import RopeOptions
-from ..speculation.methods import methods
+from ..speculation.methods import NONE, methods
 from ..speculation.synthetic import SyntheticAcceptance
 from .help import PATH, flag, option
 from .terminal import progress_line
@@ -170,7 +170,7 @@ _GROUPS: dict[str, list[Callable]] = {
     "drafting": [
         option("--spec-type", "Drafting methods, separated by commas: draft-dflash, draft-mtp, draft-eagle3, draft-dspark, draft-simple, and one of suffix, ngram-simple, ngram-map-k, ngram-mod; none for plain decoding. "
                "Default: what -md names, or else the model's own MTP layer. Of several, the one with most tokens per millisecond drafts each step.", metavar="LIST"),
-        option("--no-spec", "Exclude this drafting method. May be given several times.", multiple=True, metavar="TYPE"),
+        option("--no-spec", "Exclude this drafting method, or all if none is named. May be given several times.", multiple=True, is_flag=False, flag_value=NONE, metavar="TYPE"),
         option("--draft-vocab", "Draft none but the first N tokens of the vocabulary: the drafter's head takes less time. The text stays the same.",
                type=click.IntRange(64), metavar="N"),
         option("--draft-width", "Rows per verified block. Default: chosen while running.", type=click.IntRange(2, 1024)),
@@ -248,11 +248,16 @@ def _files(values: dict[str, Any]) -> tuple[str | None, Any]:
     if hf_file is not None and hf_repo is None:
         raise click.UsageError("-hff names a file of a repository, so it needs -hf")
     if hf_repo is not None or hf_repo_draft is not None:
-        from ..hub import fetch
+        from ..hub import fetch, fetch_pair
 
+        free = hf_repo_draft is None and draft is None and values.get("spec_type") is None and not values.get("no_spec")
         with progress_line() as progress:
-            target = target if hf_repo is None else fetch(hf_repo, file=hf_file, progress=progress)
-            draft = draft if hf_repo_draft is None else fetch(hf_repo_draft, drafter=True, progress=progress)
+            if hf_repo is not None and free:
+                target, draft = fetch_pair(hf_repo, file=hf_file, progress=progress)
+            elif hf_repo is not None:
+                target = fetch(hf_repo, file=hf_file, progress=progress)
+            if hf_repo_draft is not None:
+                draft = fetch(hf_repo_draft, drafter=True, progress=progress)
     return target, draft
 
 
@@ -268,6 +273,12 @@ def _load_options(values: dict[str, Any], target: str | None) -> LoadOptions:
         raise click.UsageError(f"-sm none and --device {device} contradict each other")
     taken: dict[str, Any] = {}
     if "spec_type" in values:
+        if NONE in values["no_spec"]:
+            if values["spec_type"] not in (None, NONE):
+                raise click.UsageError(
+                    f"--no-spec excludes every method, and --spec-type names {values['spec_type']}; leave one of them out"
+                )
+            values["spec_type"], values["no_spec"] = NONE, ()
         given = values.pop("spec_type")
         taken["spec"] = names = None if given is None else [name.strip() for name in given.split(",") if name.strip()]
         if names == []:
