@@ -431,7 +431,7 @@ def test_triggers_that_mean_nothing_are_refused(fields, why):
 def test_speculative_text_is_plain_text_and_matches_after_the_trigger(temperature):
     """The embedded pair writes "return" soon; from there on only digits may come. Greedy and sampled, drafts on both sides of the trigger."""
     grammar = 'root ::= "return" " " [0-9]{3,40} "\\n"'
-    sampling = Sampling(temperature=temperature, seed=7, grammar=grammar, triggers=("return",))
+    sampling = Sampling(temperature=temperature, seed=1, grammar=grammar, triggers=("return",))
     with ps.load(device="CPU", threads=1, draft_width=8, n_ctx=256) as session:
         texts = {}
         for mode in ("speculative", "plain"):
