@@ -14,8 +14,10 @@ from pyggml_spec.speculation.synthetic import SyntheticAcceptance
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder, shape = tmp_path_factory.mktemp("files"), Shape()
-    writers = {"plain": write_qwen35, "own": write_mtp_target, "dflash": write_dflash, "layer": write_mtp}
-    return {name: write(folder / f"{name}.gguf", shape) for name, write in writers.items()}
+    targets, drafters = {"plain": write_qwen35, "own": write_mtp_target}, {"dflash": write_dflash, "layer": write_mtp}
+    (folder / "drafters").mkdir()  # where no target finds them by itself
+    files = {name: write(folder / f"{name}.gguf", shape) for name, write in targets.items()}
+    return files | {name: write(folder / "drafters" / f"{name}.gguf", shape) for name, write in drafters.items()}
 
 
 def method_of(files, target, draft=None, **options):
