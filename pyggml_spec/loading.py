@@ -161,9 +161,7 @@ class Loader:
                 self.notes.append(f"{found.name}, which is in the target's folder, does not draft: {error}")
                 continue
             if not self.options.methods.asked or drafter.method in self.options.methods.asked:
-                self.notes.append(
-                    f"{found.name}, found in the target's folder, drafts ({drafter.method}); --spec-type none or --no-spec turns it off"
-                )
+                self.notes.append(f"{found.name}, found in the target's folder, drafts ({drafter.method}); `spec` none turns that off")
                 return [drafter]
         return []
 
