@@ -35,31 +35,25 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
     Raises:
         HubError: huggingface_hub is not installed, there is no such repository or file, or it cannot be had now.
     """
-    (path,) = _fetch_all(repo, file, (drafter,), progress)
-    assert path is not None
-    return path
+    return _fetch_all(repo, file, drafter, False, progress)[0]
 
 
 def fetch_pair(repo: str, *, file: str | None = None, progress: Progress = lambda what, done, total: None) -> tuple[Path, Path | None]:
     """A target as of ``fetch``, and the drafter that its repository has; None if it has none."""
-    target, drafter = _fetch_all(repo, file, (False, True), progress)
-    assert target is not None
-    return target, drafter
+    return _fetch_all(repo, file, False, True, progress)
 
 
-def _fetch_all(repo: str, file: str | None, drafters: tuple[bool, ...], progress: Progress) -> list[Path | None]:
-    """A target or a drafter each; None for the drafter of a repository that has none besides a target."""
+def _fetch_all(repo: str, file: str | None, drafter: bool, companion: bool, progress: Progress) -> tuple[Path, Path | None]:
+    """A model, and with ``companion`` the repository's drafter."""
     if not isinstance(repo, str) or not (match := _NAME.fullmatch(repo)):
         raise HubError(f"{repo!r} names no repository of the hub; give USER/MODEL or USER/MODEL:QUANT")
     name, quant = match.groups()
     try:
         hub = _package()
         names, cached = _names(hub, name)
-        out: list[Path | None] = [_fetch(hub, name, names, cached, quant, file, drafters[0], progress)]
-        for _ in drafters[1:]:
-            found = any(kind in other.rsplit("/")[-1] for other in names for kind in _DRAFTERS)
-            out.append(_fetch(hub, name, names, cached, None, None, True, progress) if found else None)
-        return out
+        found = companion and any(kind in other.rsplit("/")[-1] for other in names for kind in _DRAFTERS)
+        model = _fetch(hub, name, names, cached, quant, file, drafter, progress)
+        return model, _fetch(hub, name, names, cached, None, None, True, progress) if found else None
     except Exception as error:
         if not isinstance(error, ValueError) and type(error).__name__ != "InvalidURL":  # httpx's is none
             raise
