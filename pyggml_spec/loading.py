@@ -130,7 +130,7 @@ class Loader:
         return f"positions are {used}" + (", as in the file: the rope options change nothing" if same else f"; the file has {own}")
 
     def _open_drafters(self, file: GGUFFile) -> None:
-        """The named files, and the target's own MTP layer where it is requested, or where there are no others."""
+        """The named files, or else the one in the target's folder; and the target's own MTP layer where it is requested, or where there are no others."""
         methods = self.options.methods
         members = [self._open_drafter(file, path) for path in self._drafts]
         if not self._drafts and methods.model:
@@ -153,10 +153,14 @@ class Loader:
         self.drafter = combine(members)
 
     def _companion(self, file: GGUFFile) -> list[Drafter]:
-        """The first drafter in the target's folder that fits it, if there is one."""
+        """The first drafter in the target's folder that fits it, if there is one. A whole model is none: its name says nothing of this target."""
         for found in companions(file.path):
             try:
-                drafter = self._open_drafter(file, found)
+                drafter = self._open_drafter(file, found, whole_models=False)
+                if len(self.backends) > 1:
+                    from .multi_device.split import check_drafter
+
+                    check_drafter(drafter)
             except PyspecError as error:
                 self.notes.append(f"{found.name}, which is in the target's folder, does not draft: {error}")
                 continue
@@ -165,9 +169,11 @@ class Loader:
                 return [drafter]
         return []
 
-    def _open_drafter(self, file: GGUFFile, draft: Path) -> Drafter:
+    def _open_drafter(self, file: GGUFFile, draft: Path, whole_models: bool = True) -> Drafter:
         draft_file = self._own(GGUFFile(draft))
         drafter = open_drafter(draft_file, file)
+        if isinstance(drafter, ModelDrafter) and not whole_models:
+            raise PairError("it is a whole model, which drafts only where it is given with `draft`")
         if drafter.method not in self.options.methods.model:
             remedy = "name it with `spec`, or leave the file out"
             raise PairError(f"{draft.name} drafts as {drafter.method}, which is not among what may draft; {remedy}")

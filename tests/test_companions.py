@@ -3,6 +3,8 @@
 import shutil
 
 import pytest
+from random_gguf.archs import write_gemma4, write_llama
+from random_gguf.gemma4_assistant import write_gemma4_assistant
 from random_gguf.model import Shape, write_dflash, write_qwen35
 
 import pyggml_spec as ps
@@ -44,3 +46,22 @@ def test_a_method_that_is_named_is_looked_for(folder):
         assert session.methods == ("draft-dflash",)
     with pytest.raises(ps.PairError, match="has nothing that drafts as draft-eagle3"):
         ps.load(folder / "t.gguf", spec=["draft-eagle3"], **OPTIONS)
+
+
+def test_a_whole_model_with_such_a_name_is_none(tmp_path):
+    """A chat model called "...-assistant" became the drafter of whatever lay in its folder."""
+    target, _ = (write_llama(tmp_path / name, Shape()) for name in ("t.gguf", "code-assistant.gguf"))
+    with ps.load(target, device="CPU", threads=1, n_ctx=64) as session:
+        assert session.drafter is None and any("it is a whole model" in note for note in session.notes)
+    with ps.load(target, tmp_path / "code-assistant.gguf", **OPTIONS) as session:
+        assert session.methods == ("draft-simple",)
+
+
+def test_one_that_needs_its_target_on_one_device_is_left_out_on_several(tmp_path):
+    """The target alone did not load any more."""
+    shape = Shape(n_layer=8)
+    target, _ = write_gemma4(tmp_path / "t.gguf", shape, n_own=4), write_gemma4_assistant(tmp_path / "t-assistant.gguf", shape)
+    with ps.load(target, device="CPU", threads=1, n_ctx=64) as session:
+        assert session.drafter is not None
+    with ps.load(target, device="CPU,CPU", threads=1, n_ctx=64) as session:
+        assert session.drafter is None and any("needs its target on one device" in note for note in session.notes)

@@ -169,7 +169,7 @@ _GROUPS: dict[str, list[Callable]] = {
     ],
     "drafting": [
         option("--spec-type", "Drafting methods, separated by commas: draft-dflash, draft-mtp, draft-eagle3, draft-dspark, draft-simple, and one of suffix, ngram-simple, ngram-map-k, ngram-mod; none for plain decoding. "
-               "Default: what -md names, or else the model's own MTP layer. Of several, the one with most tokens per millisecond drafts each step.", metavar="LIST"),
+               "Default: what -md names, or else a drafter in the target's folder or repository, or else the model's own MTP layer. Of several, the one with most tokens per millisecond drafts each step.", metavar="LIST"),
         option("--no-spec", "Exclude this drafting method, or all if none is named. May be given several times.", multiple=True, is_flag=False, flag_value=NONE, metavar="TYPE"),
         option("--draft-vocab", "Draft none but the first N tokens of the vocabulary: the drafter's head takes less time. The text stays the same.",
                type=click.IntRange(64), metavar="N"),

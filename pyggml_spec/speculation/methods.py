@@ -35,7 +35,7 @@ def methods(names: Iterable[str] | None, without: Iterable[str] = (), tokens: in
     """The ways that may draft.
 
     Args:
-        names: of METHODS, or "none" alone; None for whatever there is: a drafter's file, or the target's own MTP layer.
+        names: of METHODS, or "none" alone; None for whatever there is: a drafter's file, given or in the target's folder, or the target's own MTP layer.
         without: names that may not, whatever there is.
         tokens: models draft none but the first so many tokens of the vocabulary; None for all of them.
 
