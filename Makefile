@@ -1,6 +1,6 @@
 # make run   sets everything up and generates Python code with the embedded pair
 # make serve  sets everything up and serves the embedded pair at http://127.0.0.1:8080; ARGS="-m target.gguf -md drafter.gguf" serves others
-# make test  sets everything up and runs the tests; make test-fast those that are not marked slow, in a minute
+# make test  sets everything up and runs the tests; make test-fast those that are not marked slow, in half a minute
 # make cuda  then builds for NVIDIA GPUs, with the patches; ARCH=90 names others than that of this machine (half an hour)
 # make lint  ruff (layout and rules), mypy, and what pages and generated files say
 # make test-sanitized  runs tests over the extension with address and undefined-behaviour sanitizers, and proves that they find something

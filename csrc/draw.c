@@ -40,13 +40,6 @@ static double noise_of(noise_source * source, int32_t token) {
     return -log(-log((source->lanes[token % 4] + 0.5) / 4294967296.0));
 }
 
-void pgs_noise(uint32_t seed, uint32_t index, const int32_t * tokens, int64_t count, double * noise) {
-    noise_source source = { .seed = seed, .index = index };
-    for (int64_t i = 0; i < count; i++) {
-        noise[i] = noise_of(&source, tokens[i]);
-    }
-}
-
 int64_t pgs_draw(const pgs_candidate * candidates, int64_t count, uint32_t seed, uint32_t index, uint32_t redraw) {
     noise_source source = { .seed = seed, .index = index, .redraw = redraw };
     int64_t      first = -1, best = -1;
@@ -115,7 +108,7 @@ static int32_t token_of(const struct ggml_tensor * map, int64_t row, int32_t id)
     return map->type == GGML_TYPE_I64 ? (int32_t) ((const int64_t *) tokens)[id] : ((const int32_t *) tokens)[id];
 }
 
-// The index of the draft of one row: `draft` chain of its sequence, as far as 64 candidates and no history hold it.
+// The index of one row's draft: drawn by the chain of its sequence, from 64 candidates and without penalties.
 static int64_t draft_of(const pgs_draw_options * how, const struct ggml_tensor * map, int64_t row, const float * logits, int64_t n) {
     pgs_candidate best[DRAFT_CANDIDATES];
     int32_t       indices[DRAFT_CANDIDATES];

@@ -387,10 +387,9 @@ typedef struct pgs_draw_options {  // of one draft; all zero: the argmax
     int32_t  unused;
 } pgs_draw_options;
 
-// Gumbel noise of tokens: -log(-log(u)), u in (0, 1) of Philox4x32-10 with the key (seed, 0) and the counter (index, 0, token / 4, 0).
-void pgs_noise(uint32_t seed, uint32_t index, const int32_t * tokens, int64_t count, double * noise);
-// The place of the largest logit + noise, ties to the smaller id: a draw from softmax(logits). -1 if all are -inf or NaN. `redraw`: in place of the
-// counter's 0, for another draw of the same token.
+// The place of the largest logit + noise, ties to the smaller id: a draw from softmax(logits). -1 if all are -inf or NaN. The noise is Gumbel's,
+// -log(-log(u)), u in (0, 1) of Philox4x32-10 with the key (seed, 0) and the counter (index, redraw, token / 4, 0); `redraw`: for another draw of the
+// same token.
 int64_t pgs_draw(const pgs_candidate * candidates, int64_t count, uint32_t seed, uint32_t index, uint32_t redraw);
 // logits F32 [n, T], draws I32 [8, T] of pgs_draw_options, map I32 or I64 [n] or [n, T] or NULL: the target's token of each logit -> I32 [T] indices of
 // logits.

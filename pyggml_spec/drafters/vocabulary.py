@@ -102,7 +102,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 class TokenTables:
-    """The maps beside the drafter's ``weights``, which own them.
+    """The maps, which the drafter's ``weights`` own.
 
     Attributes:
         to_draft, to_target: I32 [1, target's tokens] and I32 [1, drafter's tokens].

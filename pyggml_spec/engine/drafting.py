@@ -215,8 +215,8 @@ class BorrowingDrafting(ChainDrafting):
 
 
 class ModelDrafting(ChainDrafting):
-    """Borrows the drafter, its caches and the hidden_states, which has the tokens. The first pass has two rows of each slot: the last committed token, which writes
-    trash unless its row is missing, and the last token."""
+    """Borrows the drafter, its caches and the hidden-state buffer, which has the tokens. The first pass has two rows of each slot: the last committed
+    token, which writes trash unless its row is missing, and the last token."""
 
     def __init__(self, drafter: ModelDrafter, target: Decoder, kv: KVCache, hidden_states: HiddenStateBuffer) -> None:
         self.drafter, self.target, self.kv, self.hidden_states = drafter, target, kv, hidden_states

@@ -15,18 +15,14 @@ QKV, Z, BETA, ALPHA = "attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"
 class GatedDeltaNet(Part):
     """Projections, causal convolution, gated delta rule (Yang, Kautz, Hatamizadeh 2024), gated norm, output.
 
-    ``shape``: geometry of the states; its ``layers`` counts all recurrent layers.
+    ``recurrent``: geometry of the states; its ``layers`` counts all recurrent layers.
     """
 
-    shape: RecurrentShape
-
-    @property
-    def recurrent(self) -> RecurrentShape:  # type: ignore[override]
-        return self.shape
+    recurrent: RecurrentShape
 
     def inputs(self, f: Hparams) -> dict[str, tuple[int, ...]]:
         """Matrices that read the layer's input."""
-        d = self.shape
+        d = self.recurrent
         return {
             QKV: (f.n_embd, d.channels),
             Z: (f.n_embd, d.head_size * d.n_head_v),
@@ -35,7 +31,7 @@ class GatedDeltaNet(Part):
         }
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
-        d = self.shape
+        d = self.recurrent
         out = specs(prefix, self.inputs(f) | {"ssm_out": (d.head_size * d.n_head_v, f.n_embd)}, {"ssm_norm": d.head_size})
         out.append(Spec(f"{prefix}ssm_conv1d.weight", (d.conv, d.channels), VECTOR))
         return out + [Spec(f"{prefix}{name}", (d.n_head_v,), VECTOR) for name in ("ssm_dt.bias", "ssm_a")]

@@ -13,7 +13,7 @@ from .weights import VECTOR, Spec
 class Mamba2(Part):
     """Projection, causal convolution, selective scan, gate, norm by groups if ``normalised``, output (Dao, Gu 2024)."""
 
-    shape: RecurrentShape
+    recurrent: RecurrentShape
     normalised: bool = True
 
     @classmethod
@@ -31,15 +31,11 @@ class Mamba2(Part):
         return cls(RecurrentShape(layers, inner // heads, groups, heads, conv, False, state, Recurrence.SCAN), normalised)
 
     @property
-    def recurrent(self) -> RecurrentShape:  # type: ignore[override]
-        return self.shape
-
-    @property
     def inner(self) -> int:
-        return self.shape.n_head_v * self.shape.head_size
+        return self.recurrent.n_head_v * self.recurrent.head_size
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
-        s, inner = self.shape, self.inner
+        s, inner = self.recurrent, self.inner
         out = specs(prefix, {"ssm_in": (f.n_embd, inner + s.channels + s.n_head_v), "ssm_out": (inner, f.n_embd)})
         vectors = {"ssm_conv1d.weight": (s.conv, s.channels), "ssm_conv1d.bias": (s.channels,), "ssm_dt.bias": (s.n_head_v,)}
         vectors |= {"ssm_a": (1, s.n_head_v), "ssm_d": (1, s.n_head_v)}
@@ -48,7 +44,7 @@ class Mamba2(Part):
         return out + [Spec(f"{prefix}{name}", shape, VECTOR) for name, shape in vectors.items()]
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
-        g, w, b, s, inner = c.g, c.w, c.prefix, self.shape, self.inner
+        g, w, b, s, inner = c.g, c.w, c.prefix, self.recurrent, self.inner
         projected = c.product("ssm_in", x)
         z, dt = g.cont(g.slice(projected, 0, 0, inner)), g.slice(projected, 0, inner + s.channels, s.n_head_v)
         assert c.recurrent is not None

@@ -285,7 +285,7 @@ class Sampler:
         grammar."""
         self.sampling, self.n_vocab = sampling, n_vocab
         self.seed = None if sampling.is_argmax else sampling.seed if sampling.seed is not None else secrets.randbelow(RANDOM_SEED)
-        self.count = 0
+        self.count, self._draft_options = 0, _draft_options(sampling, self.seed)
         self.logprobs: list[TokenLogprob] = []
         if (outside := max(sampling.logit_bias, default=0)) >= n_vocab:
             raise SamplingError(f"there is a logit bias for token {outside}, but the vocabulary has {n_vocab} tokens")
@@ -326,17 +326,9 @@ class Sampler:
 
     def draft_options(self, count: int) -> np.ndarray:
         """``pgs_draw_options`` of drafts of the next ``count`` tokens, I32 [count, 8]: the same noise, and the chain without history. Zeros if greedy."""
-        out = np.zeros(count, DRAW_OPTIONS)
-        s = self.sampling
-        if s.is_argmax:
-            return out.view(np.int32).reshape(count, -1)
-        on = set(s.samplers)
-        out["temperature"] = s.temperature if "temperature" in on else 1
-        out["top_k"] = s.top_k if "top_k" in on else 0
-        out["top_p"], out["min_p"] = s.top_p if "top_p" in on else 1, s.min_p if "min_p" in on else 0
-        out["seed"], out["index"] = self.seed, self.count + np.arange(count)
-        cuts = [s.samplers.index(name) for name in ("top_p", "min_p") if name in on]
-        out["temperature_first"] = "temperature" in on and bool(cuts) and s.samplers.index("temperature") < min(cuts)
+        out = np.full(count, self._draft_options)
+        if not self.sampling.is_argmax:
+            out["index"] = self.count + np.arange(count)
         return out.view(np.int32).reshape(count, -1)
 
     def accept_prompt(self, tokens: Sequence[int]) -> None:
@@ -449,6 +441,20 @@ class Sampler:
             lib.llama_sampler_free(self._chain)
             self._chain = ffi.NULL
         self.tokens, self._all_ids = np.zeros(0, TOKEN_DATA), np.zeros(0, np.int32)  # 4 MB at 250,000 tokens
+
+
+def _draft_options(s: Sampling, seed: int | None) -> np.ndarray:
+    """DRAW_OPTIONS of every draft of a generation but for its index; zeros if greedy."""
+    out, on = np.zeros((), DRAW_OPTIONS), set(s.samplers)
+    if s.is_argmax:
+        return out
+    cuts = [s.samplers.index(name) for name in ("top_p", "min_p") if name in on]
+    out["temperature"] = s.temperature if "temperature" in on else 1
+    out["top_k"] = s.top_k if "top_k" in on else 0
+    out["top_p"], out["min_p"] = s.top_p if "top_p" in on else 1, s.min_p if "min_p" in on else 0
+    out["temperature_first"] = "temperature" in on and bool(cuts) and s.samplers.index("temperature") < min(cuts)
+    out["seed"] = seed
+    return out
 
 
 def _filled(tokenizer: Tokenizer | None) -> Any:

@@ -22,22 +22,18 @@ CONVS = ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")
 
 @dataclass(frozen=True)
 class KimiDelta(Part):
-    """Kimi delta attention; ``shape``: geometry of the states."""
+    """Kimi delta attention; ``recurrent``: geometry of the states."""
 
-    shape: RecurrentShape
-
-    @property
-    def recurrent(self) -> RecurrentShape:  # type: ignore[override]
-        return self.shape
+    recurrent: RecurrentShape
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
-        size, heads = self.shape.head_size, self.shape.n_head_v
+        size, heads = self.recurrent.head_size, self.recurrent.n_head_v
         n, inner = f.n_embd, size * heads
         shapes = dict.fromkeys(ATTENTION, (n, inner)) | {"ssm_beta": (n, heads), "attn_output": (inner, n)}
         for name in ("ssm_f", "ssm_g"):
             shapes |= {f"{name}_a": (n, size), f"{name}_b": (size, inner)}
         out = specs(prefix, shapes, {"ssm_norm": size}) + [
-            Spec(f"{prefix}{name}.weight", (self.shape.conv, 1, inner), VECTOR) for name in CONVS
+            Spec(f"{prefix}{name}.weight", (self.recurrent.conv, 1, inner), VECTOR) for name in CONVS
         ]
         return [*out, Spec(f"{prefix}ssm_a", (1, heads), VECTOR), Spec(f"{prefix}ssm_dt.bias", (inner,), VECTOR)]
 
@@ -45,7 +41,7 @@ class KimiDelta(Part):
         return {"mixer": ATTENTION}
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
-        g, w, b, s = c.g, c.w, c.prefix, self.shape
+        g, w, b, s = c.g, c.w, c.prefix, self.recurrent
         # separate products: joined, ggml's F32 matmul sums beta in another order
         decay, gate, beta = (c.product(name, x) for name in ("ssm_f_a", "ssm_g_a", "ssm_beta"))
         convs = g.stack([g.reshape(c[name], s.conv, s.head_size * s.n_head_v) for name in CONVS])

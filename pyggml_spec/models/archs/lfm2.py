@@ -18,20 +18,16 @@ from .deepseek import ffns
 
 @dataclass(frozen=True)
 class ShortConv(Part):
-    """A gated causal convolution; ``shape``: of the rows that it keeps."""
+    """A gated causal convolution; ``recurrent``: of the rows that it keeps."""
 
-    shape: RecurrentShape
-
-    @property
-    def recurrent(self) -> RecurrentShape:  # type: ignore[override]
-        return self.shape
+    recurrent: RecurrentShape
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
-        conv = Spec(f"{prefix}shortconv.conv.weight", (self.shape.conv, f.n_embd), VECTOR)
+        conv = Spec(f"{prefix}shortconv.conv.weight", (self.recurrent.conv, f.n_embd), VECTOR)
         return [*specs(f"{prefix}shortconv.", {"in_proj": (f.n_embd, 3 * f.n_embd), "out_proj": (f.n_embd, f.n_embd)}), conv]
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
-        g, n = c.g, self.shape.channels
+        g, n = c.g, self.recurrent.channels
         inputs = c.product("shortconv.in_proj", x)
         before, after, x = (g.slice(inputs, 0, i * n, n) for i in range(3))
         assert c.recurrent is not None

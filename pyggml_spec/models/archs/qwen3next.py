@@ -36,7 +36,7 @@ class JoinedDeltaNet(GatedDeltaNet):
     """A delta-net layer with beta and alpha in one matrix, and possibly q, k, v and z in another."""
 
     def inputs(self, f: Hparams) -> dict[str, tuple[int, ...]]:
-        d = self.shape
+        d = self.recurrent
         inner = d.head_size * d.n_head_v
         rows = {IN: d.channels + inner} if joined(f) else {QKV: d.channels, Z: inner}
         return {name: (f.n_embd, n) for name, n in (rows | {BA: 2 * d.n_head_v}).items()}
@@ -46,13 +46,13 @@ class JoinedDeltaNet(GatedDeltaNet):
 
     def row(self, group: Group | None) -> int:
         assert group is not None
-        return super().row(group) if self._apart(group) else self.shape.channels
+        return super().row(group) if self._apart(group) else self.recurrent.channels
 
     def _apart(self, group: Group) -> bool:
         return sum(len(run.rows) for run in group.runs) > 2
 
     def projections(self, c: LayerContext, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        g, d = c.g, self.shape
+        g, d = c.g, self.recurrent
         *first, ba = c.project("mixer", x)
         r, size = d.n_head_v // d.n_head_k, d.head_size
         beta, alpha = (self._of_k_heads(c, ba, r, 2 * r, at) for at in (0, r))
@@ -66,4 +66,4 @@ class JoinedDeltaNet(GatedDeltaNet):
 
     def _of_k_heads(self, c: LayerContext, x: Tensor, n: int, every: int, first: int) -> Tensor:
         """Values [first, first + n) of each k-head's ``every``, F32 [n * H_k, T], a copy."""
-        return c.g.cont_flat(c.g.heads(x, n, self.shape.n_head_k, every, first))
+        return c.g.cont_flat(c.g.heads(x, n, self.recurrent.n_head_k, every, first))
