@@ -89,7 +89,8 @@ class KVTypes:
 
     def row_bytes(self, shape: KVShape) -> int:
         """Bytes per position and layer: K, V and an indexer's row."""
-        attended = sum(lib.ggml_row_size(kind, shape.size * shape.n_head_kv) for kind in (self.ids[:1] if shape.latent else self.ids))
+        sizes = (shape.size,) if shape.latent else (shape.size, shape.size_v)
+        attended = sum(lib.ggml_row_size(kind, size * shape.n_head_kv) for kind, size in zip(self.ids, sizes))
         return attended + (lib.ggml_row_size(self.ids[0], shape.index) if shape.index else 0)
 
     def rotations(self, shape: KVShape) -> tuple[int, int]:
@@ -99,7 +100,8 @@ class KVTypes:
         """
         if shape.latent:
             return 0, 0
-        quantised_k, quantised_v = (lib.ggml_is_quantized(kind) and shape.size % SMALLEST_ROTATION == 0 for kind in self.ids)
+        sizes = zip(self.ids, (shape.size, shape.size_v), strict=True)
+        quantised_k, quantised_v = (lib.ggml_is_quantized(kind) and size % SMALLEST_ROTATION == 0 for kind, size in sizes)
         return (shape.size & -shape.size) * quantised_k, SMALLEST_ROTATION * quantised_v
 
 
@@ -124,11 +126,11 @@ def check_types(types: KVTypes, shapes: Iterable[KVShape], backend: Backend, dra
             raise ModelError(
                 f"{whose} K and V are one row, which cannot be {types.k} and {types.v}; give `{option}_k` and `{option}_v` the same type"
             )
-        for letter, name, kind in zip("kv", (types.k, types.v), types.ids, strict=True):
+        for letter, name, kind, size in zip("kv", (types.k, types.v), types.ids, (shape.size, shape.size_v), strict=True):
             block = lib.ggml_blck_size(kind)
-            if shape.size % block or shape.latent % block or shape.index % block:
+            if size % block or shape.latent % block or shape.index % block:
                 raise ModelError(
-                    f"{whose} heads of {shape.size} values are not whole blocks of {block}, which {name} rows consist of; "
+                    f"{whose} heads of {size} values are not whole blocks of {block}, which {name} rows consist of; "
                     f"use `{option}_{letter}` f16"
                 )
         if shape.index and not _scores(types, shape, backend):
@@ -168,11 +170,11 @@ def _scores(types: KVTypes, s: KVShape, backend: Backend) -> bool:
 
 def _runs(types: KVTypes, s: KVShape, backend: Backend) -> bool:
     with _shapes() as (ctx, new):
-        rows, index = new(lib.GGML_TYPE_F32, s.size * s.n_head_kv, 1), new(lib.GGML_TYPE_I64, 1)
-        caches = [new(kind, s.size * s.n_head_kv, 256) for kind in types.ids]
+        index, sizes = new(lib.GGML_TYPE_I64, 1), [n * s.n_head_kv for n in (s.size, s.size if s.latent else s.size_v)]
+        caches = [new(kind, n, 256) for kind, n in zip(types.ids, sizes, strict=True)]
         values = caches[1] if not s.latent else lib.ggml_view_2d(ctx, caches[0], s.latent, 256, caches[0].nb[1], 0)
         q, mask = new(lib.GGML_TYPE_F32, s.size, 2 * s.n_head_kv, 1), new(lib.GGML_TYPE_F16, 256, 1)
-        nodes = [lib.ggml_set_rows(ctx, cache, rows, index) for cache in caches]
+        nodes = [lib.ggml_set_rows(ctx, cache, new(lib.GGML_TYPE_F32, cache.ne[0], 1), index) for cache in caches]
         attention = lib.pgs_flash_attention(ctx, q, caches[0], values, mask, s.n_head_kv, 256, 1.0, 0.0, ffi.NULL, backend.level_handle)
         return all(backend.supports(node) for node in (*nodes, attention.view_src))
 
@@ -190,7 +192,7 @@ class _Home:
 
 
 class KVCache:
-    """One K and one V tensor [size * n_head_kv, rows (, slots)] per attention layer, of ``types``. Owns its buffers.
+    """One K and one V tensor [values * n_head_kv, rows (, slots)] per attention layer, of ``types``. Owns its buffers.
 
     A latent layer has one tensor, with V a view of its first values; a layer with an indexer has its rows in addition, of K's type.
 
@@ -265,7 +267,8 @@ class KVCache:
             k = self._tensor(home, types.ids[0], s.size, rows, self.slots)
             v = lib.ggml_view_3d(home.ctx, k, s.latent, rows, self.slots, k.nb[1], k.nb[2], 0)
         else:
-            k, v = (self._tensor(home, kind, s.size * s.n_head_kv, rows, self.slots) for kind in types.ids)
+            sizes = zip(types.ids, (s.size, s.size_v), strict=True)
+            k, v = (self._tensor(home, kind, size * s.n_head_kv, rows, self.slots) for kind, size in sizes)
         of_k, of_v, of_index = (home.rotations.get(n) for n in (*types.rotations(s), s.index))
         return KVLayer(k, v, of_k, of_v, index, of_index)
 

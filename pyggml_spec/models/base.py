@@ -49,7 +49,7 @@ class KVShape:
     """K/V rows of an attention layer: ``n_head_kv`` heads of ``size`` values; ``sliding``: limited to the target's window.
 
     ``latent``: V is the first ``latent`` values of K's row (MLA); 0 for separate rows. ``index``: size of an indexer's row, shared by ``index_heads``
-    heads; 0 without an indexer.
+    heads; 0 without an indexer. ``other_v``: values per head of separate V rows, 0 for ``size``.
     """
 
     n_head_kv: int
@@ -58,6 +58,12 @@ class KVShape:
     latent: int = 0
     index: int = 0
     index_heads: int = 0
+    other_v: int = 0
+
+    @property
+    def size_v(self) -> int:
+        """Values per head of V."""
+        return self.latent or self.other_v or self.size
 
 
 class KVLayer(NamedTuple):

@@ -237,6 +237,8 @@ class Attention(Part):
         out_bias: whether the output MAY or MUST have a bias.
         sliding: limited to the model's window.
         sinks: per-head scores without a value in the softmax.
+        other_v: values per head of V and of the result, 0 for ``size``.
+        result_scale: factor of the output, 0 for none.
         gate: output gate: "sigmoid", "softplus" or, with a value per head, "sigmoid of heads" of a further product, or the sigmoid of values "in q", interleaved with each head's.
     """
 
@@ -254,25 +256,37 @@ class Attention(Part):
     sliding: bool = False
     sinks: bool = False
     gate: str = ""
+    other_v: int = 0
+    result_scale: float = 0.0
 
     @property
     def kv(self) -> KVShape:  # type: ignore[override]
-        return KVShape(self.kv_heads, self.size, self.sliding)
+        return KVShape(self.kv_heads, self.size, self.sliding, other_v=self.other_v)
+
+    @property
+    def size_v(self) -> int:
+        """Values per head of V."""
+        return self.other_v or self.size
+
+    @property
+    def wide(self) -> tuple[int, int, int]:
+        """Values of q, k and v."""
+        return self.size * self.heads, self.size * self.kv_heads, self.size_v * self.kv_heads
 
     @property
     def ggml_attention(self) -> str:  # type: ignore[override]
         return "it has sinks" if self.sinks else "it caps scores" if self.cap else ""
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
-        n, wide, wide_kv = f.n_embd, self.size * self.heads, self.size * self.kv_heads
-        matrices = {"attn_q": (n, 2 * wide if self.gate == "in q" else wide), "attn_k": (n, wide_kv), "attn_v": (n, wide_kv)}
-        if self._is_packed(f, prefix):
-            matrices = {QKV: (n, wide + 2 * wide_kv)}
+        (wide, wide_k, wide_v), n, out = self.wide, f.n_embd, self.size_v * self.heads
+        matrices = {"attn_q": (n, 2 * wide if self.gate == "in q" else wide), "attn_k": (n, wide_k), "attn_v": (n, wide_v)}
+        if self.is_packed(f, prefix):
+            matrices = {QKV: (n, wide + wide_k + wide_v)}
         if self._has_gate_matrix:
             shape = f.shape(f"{prefix}attn_gate.weight")  # one value per head, or one per output
-            of_heads = self.gate == "sigmoid of heads" or (self.gate == "softplus" and (shape is None or shape[-1] != wide))
-            matrices["attn_gate"] = (n, self.heads if of_heads else wide)
-        matrices["attn_output"] = (wide, n)
+            of_heads = self.gate == "sigmoid of heads" or (self.gate == "softplus" and (shape is None or shape[-1] != out))
+            matrices["attn_gate"] = (n, self.heads if of_heads else out)
+        matrices["attn_output"] = (out, n)
         vectors = {"attn_sinks": self.heads} if self.sinks else {}
         norms = []
         for name, heads in (("attn_q_norm", self.heads), ("attn_k_norm", self.kv_heads)) if self.norm else ():
@@ -282,7 +296,7 @@ class Attention(Part):
         return specs(prefix, matrices, vectors) + norms + bias
 
     @staticmethod
-    def _is_packed(f: Hparams, prefix: str) -> bool:
+    def is_packed(f: Hparams, prefix: str) -> bool:
         return f.shape(f"{prefix}{QKV}.weight") is not None
 
     @property
@@ -290,16 +304,17 @@ class Attention(Part):
         return self.gate in ("sigmoid", "sigmoid of heads", "softplus")
 
     def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
-        inputs = (QKV,) if self._is_packed(f, prefix) else ("attn_q", "attn_k", "attn_v")
+        inputs = (QKV,) if self.is_packed(f, prefix) else ("attn_q", "attn_k", "attn_v")
         return {"mixer": (*inputs, *(("attn_gate",) if self._has_gate_matrix else ()))}
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
         inputs = c.project("mixer", x)
-        if QKV in c:
-            wide, wide_kv, qkv = self.size * self.heads, self.size * self.kv_heads, inputs[0]
-            parts = ((wide, 0), (wide_kv, wide), (wide_kv, wide + wide_kv))
-            inputs = [*(c.g.slice(qkv, 0, first, n) for n, first in parts), *inputs[1:]]
-        return self.attend(c, *inputs)
+        return self.attend(c, *(self.unpacked(c, inputs[0]) if QKV in c else inputs[:1]), *inputs[1:])
+
+    def unpacked(self, c: LayerContext, qkv: Tensor) -> list[Tensor]:
+        """q, k and v of the packed product."""
+        wide, wide_k, wide_v = self.wide
+        return [c.g.slice(qkv, 0, first, n) for first, n in ((0, wide), (wide, wide_k), (wide + wide_k, wide_v))]
 
     def attend(self, c: LayerContext, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
         """From the projections F32 [.., T]: writes K and V if any, attends, and projects to F32 [n_embd, T]."""
@@ -319,14 +334,15 @@ class Attention(Part):
         out = attend(g, q, k, v, self.cache(c), c.attention, scale, c["attn_sinks"] if self.sinks else None, self.cap)
         if self.gate in ("softplus", "sigmoid of heads"):
             assert gate is not None
-            out = head_gated(g, out, gate, size, g.softplus if self.gate == "softplus" else g.sigmoid)
+            out = head_gated(g, out, gate, self.size_v, g.softplus if self.gate == "softplus" else g.sigmoid)
         elif self.gate == "in q":
             assert gate is not None
             out = g.sigmoid_gated(out, gate)
         elif gate is not None:
             # a part of a fused product is a view, and ggml-cuda's unary kernels need contiguous tensors
             out = g.mul(out, g.sigmoid(gate if g.view_source(gate) == gate else g.cont(gate)))
-        return c.product("attn_output", c.name(out, "kqv_out"))
+        out = c.product("attn_output", c.name(out, "kqv_out"))
+        return g.scale(out, self.result_scale) if self.result_scale else out
 
     def cache(self, c: LayerContext) -> KVLayer:
         """The rows that it attends to."""
@@ -334,7 +350,7 @@ class Attention(Part):
 
     def keys_values(self, c: LayerContext, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Projections F32 [.., T] -> K and V as stored, F32 [size, kv_heads, T]."""
-        return self._rotated(c, k, self.kv_heads, "attn_k_norm"), c.g.heads(v, self.size, self.kv_heads)
+        return self._rotated(c, k, self.kv_heads, "attn_k_norm"), c.g.heads(v, self.size_v, self.kv_heads)
 
     def _rotated(self, c: LayerContext, x: Tensor, heads: int, norm: str, stride: int | None = None) -> Tensor:
         x = c.rms_norm(x, norm) if self.norm == ROW else x

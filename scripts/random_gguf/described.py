@@ -92,6 +92,7 @@ KEYS: dict[str, dict[str, Any]] = {  # that a description has defaults for, and 
         "attention.key_length": 96, "attention.value_length": 64,
     },
     "lfm2moe": {"leading_dense_block_count": 1, "expert_gating_func": 2},
+    "mimo2": {"attention.value_scale": 0.7, "rope.dimension_count": 16, "rope.freq_base_swa": 2e4},
     "minicpm": {"attention.scale": 0.19},
     "mistral3": TEMPERED | YARN | {"rope.scaling.yarn_beta_fast": 24.0, "rope.scaling.yarn_beta_slow": 2.0, "rope.scaling.yarn_log_multiplier": 0.7},
     "nemotron_h": {"attention.layer_norm_epsilon": 1e-5},
@@ -109,10 +110,11 @@ GATED = (
 )
 OPTIONAL = {  # tensors, of each layer i
     "bailingmoe2": (PACKED, BIASED), "deepseek2": (BIASED,), "deepseek32": (BIASED,), "glm-dsa": (BIASED,), "dots1": (BIASED,), "ernie4_5-moe": (BIASED,), "exaone-moe": (BIASED,), "falcon-h1": ("blk.0.ssm_norm.weight", "blk.{i}.ffn_norm"),
-    "glm4moe": ("blk.0.attn_q_norm.weight",),
+    "glm4moe": ("blk.0.attn_q_norm.weight",), "mimo2": (PACKED, *(name for name in GATED if "ffn" in name or "exp" in name), *(f"blk.{i}.attn_sinks.weight" for i in range(1, 9, 2))),
     "nemotron_h_moe": ("blk.1.ffn_latent_down.weight",), "phi3": (PACKED, *FACTORS), "phimoe": FACTORS, "step35": (*GATED, "rope_freqs.weight"),
 }  # fmt: skip
 WINDOWED = ("afmoe", "cohere2", "exaone-moe", "gemma2", "gemma3", "olmo2")
+LISTED = ("mimo2", "step35")  # every other layer slides, by a list
 TIED = ("cohere2", "command-r", "gemma", "gemma2")  # llama.cpp reads no head of theirs
 HYBRID = ("granitehybrid", "kimi-linear", "lfm2", "lfm2moe")  # every third layer is recurrent
 UNGROUPED = ("dots1", "olmoe")  # as many KV heads as query heads
@@ -135,13 +137,17 @@ def own_keys(arch: str, s: Shape) -> dict[str, Any]:
     if arch in HYBRID:
         kv_heads = 1 if arch == "kimi-linear" else s.n_head_kv
         keys["attention.head_count_kv"] = np.array([0 if i % 3 == 0 else kv_heads for i in range(s.n_layer)])
+    if arch == "mimo2":
+        kv_heads = np.array([s.n_head_kv * (1 + (i % 2) * (s.n_head % (2 * s.n_head_kv) == 0)) for i in range(s.n_layer)])
+        keys |= {"attention.value_length": 2 * s.head_size, "attention.head_count_kv": kv_heads}
     if arch == "step35":
         keys |= {"attention.head_count": np.array([s.n_head * (1 + i % 2) for i in range(s.n_layer)])}
+        keys |= {"swiglu_clamp_exp": np.resize([0.3, 0, 0.4], s.n_layer), "swiglu_clamp_shexp": np.resize([0.2, 0.5, 0], s.n_layer)}
+    if arch in LISTED:
         keys |= {
             "attention.sliding_window": s.target_window or 32,
             "attention.sliding_window_pattern": np.array([i % 2 for i in range(s.n_layer)]),
         }
-        keys |= {"swiglu_clamp_exp": np.resize([0.3, 0, 0.4], s.n_layer), "swiglu_clamp_shexp": np.resize([0.2, 0.5, 0], s.n_layer)}
     if arch.startswith("nemotron_h"):  # Mamba-2, FFN, attention, FFN
         keys["attention.head_count_kv"] = np.array([s.n_head_kv if i % 4 == 2 else 0 for i in range(s.n_layer)])
         keys["feed_forward_length"] = np.array([s.n_ff if i % 2 else 0 for i in range(s.n_layer)])
