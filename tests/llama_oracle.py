@@ -48,6 +48,7 @@ _ext_add_token = _function("llama_batch_ext_add_token", ctypes.c_int32, _ptr, ct
 _ext_set_embd = _function("llama_batch_ext_set_embd_token", ctypes.c_bool, _ptr, ctypes.c_int32, _Embd)
 _ext_set_output = _function("llama_batch_ext_set_output_logits", ctypes.c_bool, _ptr, ctypes.c_int32, ctypes.c_bool)
 _ENCODE, _DECODE = 0, 1
+_set_offset = _function("_Z28llama_set_nextn_layer_offsetP13llama_contexti", None, _ptr, ctypes.c_int32)
 _MTP = 1  # a context that runs the MTP layer
 
 
@@ -298,11 +299,11 @@ class LlamaMTP(_Pair):
 
     Each token is paired with the target's hidden state (after output_norm) of the token before it, the first one with zeros. ``draft``: the
     file of the layer, None for the target's own. ``shared``: the drafter reads the target's K/V (gemma4-assistant); there is nothing to compute
-    for committed tokens then, and all drafts stand at one position.
+    for committed tokens then, and all drafts stand at one position. ``heads``: MTP layers, of which each drafts one token.
     """
 
-    def __init__(self, target, draft=None, n_ctx=1024, n_ubatch=512, threads=1, width=8, kv=F16, draft_kv=F16, shared=False):
-        self.n_ubatch, self.shared = n_ubatch, shared
+    def __init__(self, target, draft=None, n_ctx=1024, n_ubatch=512, threads=1, width=8, kv=F16, draft_kv=F16, shared=False, heads=1):
+        self.n_ubatch, self.shared, self.heads = n_ubatch, shared, heads
         self.models = [_model(target)] + ([_model(draft)] if draft is not None else [])
         self.tgt = _context(self.models[0], n_ctx, n_ubatch, threads, kv, n_rs=width - 1)
         self.dft = _context(self.models[-1], n_ctx, n_ubatch, threads, draft_kv, other=self.tgt, kind=_MTP)
@@ -317,11 +318,26 @@ class LlamaMTP(_Pair):
         """Logits and hidden states of all rows; the layer's rows of the same tokens are computed too."""
         logits = _decode(self.tgt, self.batch, tokens, first, self.n_vocab)
         hidden = np.ctypeslib.as_array(X.llama_get_embeddings_nextn(self.tgt), (len(tokens), self.n_embd)).copy()
-        if not self.shared:
+        for head in range(0 if self.shared else self.heads):
+            self._turn_to(head, first)
             self._rows(tokens, np.concatenate([self.boundary[None], hidden[:-1]]), first)
         return logits, hidden
 
+    def _turn_to(self, head, first):
+        """The next batch is of another layer, which has K/V rows of its own from position ``first`` on."""
+        if self.heads > 1:
+            L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, first, -1)
+            _set_offset(self.dft, head)
+
     def draft(self, width):
+        if self.heads > 1:
+            tokens, hidden = [self.pending], [self.boundary]
+            for head in range(width - 1):  # every row again, with the next layer
+                self._turn_to(head, self.n)
+                self._rows(tokens, np.stack(hidden), self.n, last=True)
+                tokens.append(int(np.ctypeslib.as_array(L.llama_get_logits_ith(self.dft, head), (self.n_vocab,)).argmax()))
+                hidden.append(np.ctypeslib.as_array(X.llama_get_embeddings_nextn_ith(self.dft, head), (self.n_embd,)).copy())
+            return tokens[1:]
         out = self._chain(width, lambda i: self.n + (0 if self.shared else i))
         assert self.shared or L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
         return out

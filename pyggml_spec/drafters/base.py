@@ -52,7 +52,8 @@ class ContextInputs(NamedTuple):
 class ChainInputs(NamedTuple):
     """One row of each of S sequences: ``tokens`` I32 [S], ``prev_hidden`` F32 [n, S] carried from the previous token, ``positions`` I32 [S].
 
-    ``kv``: the drafter's caches, or the target's with ``shares_kv``; ``sliding``: inputs of layers with the target's window.
+    ``kv``: the drafter's caches, or the target's with ``shares_kv``; ``sliding``: inputs of layers with the target's window. ``number``: which of
+    ``drafts`` it is.
     """
 
     tokens: Tensor
@@ -61,6 +62,8 @@ class ChainInputs(NamedTuple):
     attention: AttentionInputs
     kv: tuple[KVLayer, ...]
     sliding: AttentionInputs | None = None
+    number: int = 0
+    drafts: int = 1
 
 
 class DraftOutput(NamedTuple):
@@ -86,7 +89,8 @@ class Drafter(Model):
         n_layer: layers with K/V rows of their own.
         captures: target layers whose input it reads; ``n_layer`` is the last layer's output.
         chained: drafts one by one, each from the previous hidden state.
-        whole_model: reads tokens alone, and drafts one by one; its K/V rows of drafts stay. ``window``: of its sliding layers, 0 for none.
+        whole_model: reads tokens alone, and drafts one by one; its K/V rows of drafts stay.
+        window: of the sliding layers of a chain or a whole model, 0 for none.
         shares_kv: a chain that reads the target's K/V and writes none; all drafts see committed tokens only.
         draft_tokens: drafts only the first tokens of the vocabulary; 0 for all.
         confident: estimates the confidence of each draft.
@@ -164,6 +168,10 @@ class Drafter(Model):
     def step(self, g: Graph, rows: ChainInputs, target: Decoder) -> tuple[Tensor, Tensor]:
         """Input of the head for the tokens of ``rows``, and their carry, F32 [carry_size, S]."""
         raise NotImplementedError
+
+    def draft_logits(self, g: Graph, hidden: Tensor, target: Decoder, number: int) -> Tensor:
+        """``logits`` of the draft ``number``, where layers have heads of their own."""
+        return self.logits(g, hidden, target)
 
     # -- reduced vocabularies
 

@@ -144,12 +144,16 @@ class ChainDrafting:
         tokens = f.input("draft_tokens", "i32", count)
         positions, kv_rows = f.input("draft_positions", "i32", total), f.input("draft_rows", "i64", total)
         last, first = f.input("draft_last", "f32", 1, total), f.input("draft_first", "f32", 1, count) if self.drafter.position_lag else None
+        near = f.input("draft_near_first", "f32", 1, total) if self.drafter.window else None
 
         def row(i: int, tokens: Tensor, hidden: Tensor) -> ChainInputs:
             at, of_rows, seen_last = (g.slice(x, int(x.ne[0] == 1), i * count, count) for x in (positions, kv_rows, last))
-            return ChainInputs(
-                tokens, hidden, at, AttentionInputs(of_rows, g.kv_mask(self.kv.mask_base, seen_last, first, bucket, count), bucket), kv
-            )
+
+            def seen(of_first: Tensor | None) -> AttentionInputs:
+                return AttentionInputs(of_rows, g.kv_mask(self.kv.mask_base, seen_last, of_first, bucket, count), bucket)
+
+            sliding = seen(g.slice(near, 1, i * count, count)) if near is not None else None
+            return ChainInputs(tokens, hidden, at, seen(first), kv, sliding, i, key.drafts)
 
         return self._chain(g, f, key, tokens, before, row)
 
@@ -161,7 +165,7 @@ class ChainDrafting:
         draws = draws_input(g, f, key.drafts * count)
         for i in range(key.drafts):
             for_head, hidden = self.drafter.step(g, row(i, tokens, hidden), self.target)
-            logits = self.drafter.logits(g, for_head, self.target)
+            logits = self.drafter.draft_logits(g, for_head, self.target, i)
             ids.append(self.drafter.choose(g, logits, draws, i * count))
             tokens = g.reshape(ids[-1], count) if ids[-1].ne[0] != count else ids[-1]
         return Drafted(tuple(ids), for_head, logits)  # what is not finite stays so from draft to draft
@@ -180,6 +184,8 @@ class ChainDrafting:
             rows[:, at] = own + at * (self.kv.live + self.kv.trash)
         if "draft_first" in host:
             host["draft_first"][:] = lag
+        if "draft_near_first" in host:
+            host["draft_near_first"].reshape(-1)[:] = last.reshape(-1) - self.drafter.window + 1
 
     def count(self, verify_len: int, most: int) -> int:
         return most

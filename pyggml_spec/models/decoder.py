@@ -59,7 +59,8 @@ class Decoder(Model):
         logit_scale, softcap: logits are scaled, then capped, c tanh(l / c); 0 for none.
         scaled, unscaled, biased: as in ``Model``, by short names.
         unused: tensors of the file that no graph uses, with the reason.
-        mtp: the MTP layer after the last one. ``drafting_layers``: why the target does not use it.
+        mtp: the MTP layers after the last one. ``drafting_layers``: why the target does not use them. ``mtp_before_norm``: they read the hidden state
+            before output_norm.
     """
 
     scales_borrowed_embedding = (
@@ -86,7 +87,8 @@ class Decoder(Model):
         unscaled: Sequence[str] = (),
         biased: tuple[str, ...] = (),
         unused: Mapping[str, str] = {},
-        mtp: Layer | None = None,
+        mtp: Sequence[Layer] = (),
+        mtp_before_norm: bool = False,
         drafting_layers: str = "an MTP layer, which drafts for targets of other architectures only",
     ) -> None:
         self.f, self.file, self.arch, self.layers = f, f.file, f.arch, tuple(layers)
@@ -96,7 +98,7 @@ class Decoder(Model):
         self.long_from, self.temperature = long_from, temperature
         self.embedding_scale, self.logit_scale, self.softcap = embedding_scale, logit_scale, softcap
         self.scaled, self.unscaled, self.biased, self._unused = scaled, frozenset(unscaled), biased, unused
-        self.mtp, self._drafting_layers = mtp, drafting_layers
+        self.mtp, self.mtp_before_norm, self._drafting_layers = tuple(mtp), mtp_before_norm, drafting_layers
         parts = [part for layer in self.layers for part in layer.parts]
         self.ggml_attention = next((part.ggml_attention for part in parts if part.ggml_attention), "")
         self.experts: Experts | None = next((part.experts for part in parts if part.experts), None)

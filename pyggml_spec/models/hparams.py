@@ -56,15 +56,16 @@ class Hparams:
             raise self.refuse(f"{key} is {value}, but it has to be between {low} and {high}")
         return value
 
-    def per_layer(self, key: str, default: int | None = None, limit: int = 1 << 24, least: int = 1) -> tuple[int, ...]:
-        """An integer in [least, limit] per layer: one number for all, which is 1 at least, or a list."""
+    def per_layer(self, key: str, default: int | None = None, limit: int = 1 << 24, least: int = 1, mtp: bool = False) -> tuple[int, ...]:
+        """An integer in [least, limit] per layer: one number for all, which is 1 at least, or a list. ``mtp``: of MTP layers, too."""
+        n = self.n_block if mtp else self.n_layer
         if not isinstance(self.file.metadata.get(f"{self.arch}.{key}"), np.ndarray):
-            return (self.positive(key, default, limit),) * self.n_layer
+            return (self.positive(key, default, limit),) * n
         numbers = self.file.array(f"{self.arch}.{key}", "iu")
         assert numbers is not None
-        values = [int(v) for v in numbers[: self.n_layer]]
-        if len(values) < self.n_layer or not all(least <= v <= limit for v in values):
-            raise self.refuse(f"{self.arch}.{key} is {values}, but it has to be {self.n_layer} numbers between {least} and {limit}")
+        values = [int(v) for v in numbers[:n]]
+        if len(values) < n or not all(least <= v <= limit for v in values):
+            raise self.refuse(f"{self.arch}.{key} is {values}, but it has to be {n} numbers between {least} and {limit}")
         return tuple(values)
 
     def shape(self, tensor: str) -> tuple[int, ...] | None:
@@ -132,9 +133,9 @@ class Hparams:
 
     @cached_property
     def heads_by_layer(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Query heads and K/V heads of each layer."""
-        heads = self.per_layer("attention.head_count")
-        kv_heads = self.per_layer("attention.head_count_kv", heads[0])
+        """Query heads and K/V heads of each layer, MTP layers included."""
+        heads = self.per_layer("attention.head_count", mtp=True)
+        kv_heads = self.per_layer("attention.head_count_kv", heads[0], mtp=True)
         for i, (n, kv) in enumerate(zip(heads, kv_heads, strict=True)):
             if n % kv:
                 raise self.refuse(f"the {n} query heads of layer {i} cannot share {kv} K/V heads (attention.head_count_kv)")
@@ -148,10 +149,10 @@ class Hparams:
                 raise self.refuse(f"{name} differs from key_length {size}, which {self.arch} does not have")
         return size
 
-    def window(self, period: int = 4, full_last: bool = False, needed: bool = True) -> tuple[int, tuple[bool, ...]]:
-        """The sliding window (0 for none, which is refused if ``needed``), and which layers have it: a list of the file, or all but the first of
-        every ``period`` layers (``full_last``: the last)."""
-        key, pattern_key, n = "attention.sliding_window", "attention.sliding_window_pattern", self.n_layer
+    def window(self, period: int = 4, full_last: bool = False, needed: bool = True, mtp: bool = False) -> tuple[int, tuple[bool, ...]]:
+        """The sliding window (0 for none, which is refused if ``needed``), and which layers (``mtp``: MTP layers, too) have it: a list of the file, or
+        all but the first of every ``period`` layers (``full_last``: the last)."""
+        key, pattern_key, n = "attention.sliding_window", "attention.sliding_window_pattern", self.n_block if mtp else self.n_layer
         window = self.get(key, int, 0)
         if not 0 <= window < 1 << 31:
             raise self.refuse(f"{key} is {window}, but it has to be between 0 and {(1 << 31) - 1}")

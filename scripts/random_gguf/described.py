@@ -105,7 +105,7 @@ FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 PACKED, BIASED = "blk.{i}.attn_qkv.weight", "blk.{i}.exp_probs_b.bias"
 GATED = (
     "blk.{i}.attn_gate.weight",
-    "blk.0.attn_q_norm.weight",
+    "blk.{i}.attn_q_norm.weight",
     *(f"blk.{i}.{name}" for i in range(1, 9) for name in ("ffn_gate_inp.weight", "exp_probs_b.bias")),
 )
 OPTIONAL = {  # tensors, of each layer i
@@ -114,6 +114,7 @@ OPTIONAL = {  # tensors, of each layer i
     "nemotron_h_moe": ("blk.1.ffn_latent_down.weight",), "phi3": (PACKED, *FACTORS), "phimoe": FACTORS, "step35": (*GATED, "rope_freqs.weight"),
 }  # fmt: skip
 WINDOWED = ("afmoe", "cohere2", "exaone-moe", "gemma2", "gemma3", "olmo2")
+MTP_LAYERS = {"mimo2": 3, "step35": 3}
 LISTED = ("mimo2", "step35")  # every other layer slides, by a list
 TIED = ("cohere2", "command-r", "gemma", "gemma2")  # llama.cpp reads no head of theirs
 HYBRID = ("granitehybrid", "kimi-linear", "lfm2", "lfm2moe")  # every third layer is recurrent
@@ -189,13 +190,17 @@ def write_described(
     """Writes a random target of an architecture that ``registry`` knows.
 
     ``mixed`` gives attn_v and ffn_down another type, as real k-quant files do; ``keys`` are further ones, without the architecture; ``optional`` names
-    tensors that the file shall have though it need not; ``mtp`` adds the MTP layer, with these tensors of its own: "embedding", "norm", "head".
+    tensors that the file shall have though it need not; ``mtp`` adds MTP layers, with these tensors of their own: "embedding", "norm", "head".
     """
     shape = own_shape(arch, shape)
-    optional = (*optional, *dict.fromkeys(name.format(i=i) for name in OPTIONAL.get(arch, ()) for i in range(shape.n_layer)))
-    keys = own_keys(arch, shape) | (keys or {})
-    if mtp is not None:
-        keys |= {"block_count": shape.n_layer + 1, "nextn_predict_layers": 1}
+    drafting = MTP_LAYERS.get(arch, 1) if mtp is not None else 0
+    n_block = shape.n_layer + drafting
+    optional = (*optional, *dict.fromkeys(name.format(i=i) for name in OPTIONAL.get(arch, ()) for i in range(n_block)))
+    if arch == "mimo2":  # llama.cpp's MTP layers of mimo2 have no experts
+        optional = tuple(name for name in optional if not any(f"blk.{i}.ffn_gate_inp" in name for i in range(shape.n_layer, n_block)))
+    keys = own_keys(arch, replace(shape, n_layer=n_block)) | (keys or {})
+    if drafting:
+        keys |= {"block_count": n_block, "nextn_predict_layers": drafting}
     asked = Asked(arch, shape, keys, optional)
     target = TARGETS[arch](asked)  # type: ignore[arg-type]
     w = Writer(Path(path), arch, quant, seed, shape.n_layer)
@@ -220,15 +225,17 @@ def write_described(
 
 
 def _mtp_specs(target: Decoder, own: tuple[str, ...]) -> list[Spec]:
-    n, b = target.n_embd, f"blk.{target.n_layer}."
-    assert target.mtp is not None
-    indexer = [
-        spec for spec in target.layers[-1].tensors(target.f, b) if ".indexer." in spec.name
-    ]  # which llama.cpp requires and does not use
-    out = [*target.mtp.tensors(target.f, b), *indexer, Spec(f"{b}nextn.eh_proj.weight", (2 * n, n))]
-    out += [Spec(f"{b}nextn.{name}.weight", (n,), VECTOR) for name in ("enorm", "hnorm", *(("shared_head_norm",) if "norm" in own else ()))]
-    names = {"embedding": "embed_tokens", "head": "shared_head_head"}
-    return out + [Spec(f"{b}nextn.{names[name]}.weight", (n, target.n_vocab)) for name in own if name in names]
+    n, out, names = target.n_embd, list[Spec](), {"embedding": "embed_tokens", "head": "shared_head_head"}
+    for i, layer in enumerate(target.mtp):
+        b = f"blk.{target.n_layer + i}."
+        out += layer.tensors(target.f, b)
+        # which llama.cpp requires and does not use
+        out += [spec for spec in target.layers[-1].tensors(target.f, b) if ".indexer." in spec.name]
+        out.append(Spec(f"{b}nextn.eh_proj.weight", (2 * n, n)))
+        norms = ("enorm", "hnorm", *(("shared_head_norm",) if "norm" in own else ()))
+        out += [Spec(f"{b}nextn.{name}.weight", (n,), VECTOR) for name in norms]
+        out += [Spec(f"{b}nextn.{names[name]}.weight", (n, target.n_vocab)) for name in own if name in names]
+    return out
 
 
 def _add(w: Writer, key: str, value: Any) -> None:

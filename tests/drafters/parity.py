@@ -66,7 +66,9 @@ def both(method, target, draft, prompt, n_ctx=512, width=5, kv=KVTypes()):
         elif method == "eagle3":
             made = LlamaEagle3(target, draft, Shape().target_layers, width=width, **sizes)
         else:
-            made = LlamaMTP(target, draft, width=width, shared=method == "assistant", **sizes)
+            made = LlamaMTP(
+                target, draft, width=width, shared=method == "assistant", heads=drafter.n_layer if method == "mtp" else 1, **sizes
+            )
         with closing(made) as oracle:
             assert session.runner.prefill(prompt) == oracle.prefill(prompt)
             yield session, oracle

@@ -104,6 +104,9 @@ def cases(method):
                 for own in ((), ("norm", "head"))
             ),
             ("F32", "glm4moe", {"own": ("norm", "head")}, {}, 40, 13, 5),
+            *((quant, arch, {}, {}, 20, 60, 4) for arch in ("step35", "mimo2") for quant in QUANTS),
+            *(("F32", arch, {"own": ("norm", "head", "embedding")}, {}, 90, 30, 4) for arch in ("step35", "mimo2")),
+            ("F32", "step35", {}, {}, 40, 13, 3),
             *(
                 ("F32", "qwen35", {"own": own}, {}, 40, 13, 5)
                 for own in (("embedding",), ("norm",), ("head",), ("embedding", "norm", "head"))
@@ -674,15 +677,17 @@ def test_a_file_is_what_its_architecture_says_whatever_else_it_names(tmp_path, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["glm4moe", "deepseek2", "deepseek32", "glm-dsa"])
-def test_text_with_mtp_layers_is_plain(tmp_path, arch):
+@pytest.mark.parametrize(
+    "arch, width", [*((arch, 8) for arch in ("glm4moe", "deepseek2", "deepseek32", "glm-dsa")), ("mimo2", 4), ("step35", 4)]
+)
+def test_text_with_mtp_layers_is_plain(tmp_path, arch, width):
     """Blocks are forced, which the policy would not draft with random layers; then drafts are rejected at every position."""
     path, prompt = write_mtp_target(tmp_path / "t.gguf", SHAPE, "Q8_0", arch=arch), np.random.default_rng(5).integers(0, 256, 230).tolist()
-    with ps.load(path, device="CPU", threads=1, n_ctx=512, spec=["draft-mtp"], draft_width=8) as session:
-        text = plain(session.runner, prompt, 100, width=8)
-        assert run(session.runner, prompt, 100, width=8)[0] == text
-        tokens, stats = run(session.runner, prompt, 100, width=8, drafts=oracle(prompt, text, wrong_at=lambda step: step % 8))
-        assert tokens == text and set(stats.block_sizes) == set(range(1, 9))
+    with ps.load(path, device="CPU", threads=1, n_ctx=512, spec=["draft-mtp"], draft_width=width) as session:
+        text = plain(session.runner, prompt, 100, width=width)
+        assert run(session.runner, prompt, 100, width=width)[0] == text
+        tokens, stats = run(session.runner, prompt, 100, width=width, drafts=oracle(prompt, text, wrong_at=lambda step: step % width))
+        assert tokens == text and set(stats.block_sizes) == set(range(1, width + 1))
 
 
 def test_a_target_whose_mtp_layer_was_left_out_loads(tmp_path):

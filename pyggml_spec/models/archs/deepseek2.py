@@ -31,7 +31,7 @@ def deepseek2(f: Hparams) -> Decoder:
     router = SIGMOID if f.n_layer in GLM_FLASH[0] and f.n_vocab == GLM_FLASH[1] else SOFTMAX
     layers = [Layer(mixer, ffn) for ffn in ffns(f, router)]
     drafts = f.arch == "deepseek2" and not small and isinstance(layers[-1].ffn, MoE)
-    mtp, why = (layers[-1], MTP_LAYERS) if drafts else (None, "MTP layers, which do not draft for this model here")
+    mtp, why = (layers[-1:], MTP_LAYERS) if drafts else ([], "MTP layers, which do not draft for this model here")
     unscaled = ("attn_q", "output", *FFN, *SHARED, *EXPERT)
     return Decoder(f, layers, temperature=f.temperature(), unscaled=unscaled, mtp=mtp, drafting_layers=why)
 

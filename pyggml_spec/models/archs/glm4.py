@@ -35,5 +35,5 @@ def glm4moe(f: Hparams) -> Decoder:
     moe = MoE(experts, GatedMLP(n_shared, suffix="_shexp") if n_shared else None)
     dense = f.leading_dense(0)
     layers = [Layer(attention, GatedMLP(f.ff) if i < dense else moe, ffn_norm="post_attention_norm") for i in range(f.n_layer)]
-    mtp = Layer(attention, moe, ffn_norm="post_attention_norm")
+    mtp = [Layer(attention, moe, ffn_norm="post_attention_norm")]
     return Decoder(f, layers, biased=ATTENTION, unscaled=(*FFN, *EXPERT, *SHARED), mtp=mtp, drafting_layers=MTP_LAYERS)

@@ -52,7 +52,7 @@ def glm_dsa(f: Hparams) -> Decoder:
     }  # fmt: skip
     layers = [Layer(mixers[one], ffn) for one, ffn in zip(full, ffns(f, SIGMOID if glm else None), strict=True)]
     # an indexer's attn_k has no scale
-    scaled, mtp = tuple(name for name in SCALED if name not in ATTENTION), Layer(attention, layers[-1].ffn)
+    scaled, mtp = tuple(name for name in SCALED if name not in ATTENTION), [Layer(attention, layers[-1].ffn)]
     return Decoder(f, layers, scaled=scaled, unscaled=("output",), mtp=mtp, drafting_layers=MTP_LAYERS)
 
 

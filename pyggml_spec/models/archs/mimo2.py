@@ -8,6 +8,7 @@ from ..hparams import OF_SLIDING, Hparams
 from ..layers import Attention, GatedMLP, Layer, MoE
 from ..model import ATTENTION, EXPERT, FFN
 from ..moe import SIGMOID
+from .qwen35 import MTP_LAYERS
 
 BASE = 10000.0  # of sliding layers where the file has none, as in llama.cpp
 
@@ -19,7 +20,7 @@ def mimo2(f: Hparams) -> Decoder:
     for name, own in zip((*OF_SLIDING, "rope.dimension_count_swa"), (size, size_v, f.get("rope.dimension_count", int, size)), strict=True):
         if f.get(name, int, own) != own:
             raise f.refuse(f"{name} differs from {own} of full layers, which llama.cpp does not read for mimo2")
-    window, sliding = f.window()
+    window, sliding = f.window(mtp=True)
     full = f.rope(size, yarn=False, windowed=True)
     local, value_scale = f.sliding_rope(full, size, BASE), f.number("attention.value_scale", 1.0)
     experts = f.experts(gating=SIGMOID, biased=any(".exp_probs_b." in name for name in f.file.tensors))
@@ -30,4 +31,7 @@ def mimo2(f: Hparams) -> Decoder:
             other_v=size_v, result_scale=value_scale if value_scale != 1 else 0.0,
         )  # fmt: skip
         layers.append(Layer(attention, MoE(experts) if f.shape(f"blk.{i}.ffn_gate_inp.weight") else GatedMLP(f.ff)))
-    return Decoder(f, layers, window=window, unscaled=(*ATTENTION, "attn_qkv", *FFN, *EXPERT))
+    unscaled = (*ATTENTION, "attn_qkv", *FFN, *EXPERT)
+    return Decoder(
+        f, layers[: f.n_layer], window=window, unscaled=unscaled, mtp=layers[f.n_layer :], mtp_before_norm=True, drafting_layers=MTP_LAYERS
+    )

@@ -28,7 +28,7 @@ def qwen35(f: Hparams) -> Decoder:
 def hybrid(f: Hparams, mixers: tuple[list[Part], Attention], ffn: Part, **more: object) -> Decoder:
     """A decoder of ``mixers`` with the same FFN; its MTP layer has attention."""
     *layers, mtp = [Layer(mixer, ffn, ffn_norm="post_attention_norm") for mixer in (*mixers[0], mixers[1])]
-    return Decoder(f, layers, mtp=mtp, biased=ATTENTION, drafting_layers=MTP_LAYERS, **more)  # type: ignore[arg-type]
+    return Decoder(f, layers, mtp=[mtp], biased=ATTENTION, drafting_layers=MTP_LAYERS, **more)  # type: ignore[arg-type]
 
 
 def hybrid_mixers(f: Hparams, mixer: type[GatedDeltaNet] = GatedDeltaNet, grouped: bool = False) -> tuple[list[Part], Attention]:

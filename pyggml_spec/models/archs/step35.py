@@ -12,6 +12,7 @@ from ..hparams import Hparams
 from ..layers import HEAD, Attention, GatedMLP, Layer, MoE
 from ..model import ATTENTION, EXPERT, FFN, SHARED
 from ..moe import SIGMOID
+from .qwen35 import MTP_LAYERS
 
 EPS = 1e-6  # limits below are none
 
@@ -20,7 +21,7 @@ EPS = 1e-6  # limits below are none
 def step35(f: Hparams) -> Decoder:
     heads, kv_heads = f.heads_by_layer
     size = f.head_dim(default=f.n_embd // heads[0])
-    window, sliding = f.window()
+    window, sliding = f.window(mtp=True)
     rope = f.rope(size, yarn=False, windowed=True)
     local, full = f.sliding_rope(rope, size), replace(rope, n_rot=rope.n_rot // 2)
     if full.n_rot % 2:
@@ -31,22 +32,26 @@ def step35(f: Hparams) -> Decoder:
         gating=f.gating(SIGMOID), normalise=f.get("expert_weights_norm", bool, False), scale=f.number("expert_weights_scale", 0.0),
         biased=any(".exp_probs_b." in name for name in f.file.tensors),
     )  # fmt: skip
-    norm = HEAD if f.shape("blk.0.attn_q_norm.weight") else ""
     layers = []
     for i, s in enumerate(sliding):
+        norm = HEAD if f.shape(f"blk.{i}.attn_q_norm.weight") else ""
         gate = "sigmoid of heads" if f.shape(f"blk.{i}.attn_gate.weight") else ""
         attention = Attention(heads[i], kv_heads[i], size, local if s else full, factors=not s, norm=norm, sliding=s, gate=gate)
         moe = MoE(replace(experts, limit=limits[i]), GatedMLP(shared, suffix="_shexp", limit=limits_shared[i]))
         layers.append(Layer(attention, moe if f.shape(f"blk.{i}.ffn_gate_inp.weight") else GatedMLP(ff, limit=limits_shared[i])))
-    return Decoder(f, layers, window=window, long_from=f.long_from, biased=ATTENTION, unscaled=("attn_gate", *FFN, *EXPERT, *SHARED))
+    unscaled, mtp = ("attn_gate", *FFN, *EXPERT, *SHARED), () if f.long_from else layers[f.n_layer :]
+    return Decoder(
+        f, layers[: f.n_layer], window=window, long_from=f.long_from, biased=ATTENTION, unscaled=unscaled, mtp=mtp, mtp_before_norm=True,
+        drafting_layers=MTP_LAYERS,
+    )  # fmt: skip
 
 
 def _limits(f: Hparams, key: str) -> tuple[float, ...]:
-    """The limit of each layer, 0 for none."""
+    """The limit of each layer, MTP layers included, 0 for none."""
     values = f.file.metadata.get(f"{f.arch}.{key}")
     if values is None:
-        return (0.0,) * f.n_layer
-    limits = [float(v) for v in (values if isinstance(values, np.ndarray) else [f.number(key, 0.0)] * f.n_layer)]
-    if len(limits) < f.n_layer or not all(0 <= v < 1 << 31 for v in limits):
-        raise f.refuse(f"{key} is {limits[:4]}, but it has to be {f.n_layer} numbers of 0 or more")
-    return tuple(v if v > EPS else 0.0 for v in limits[: f.n_layer])
+        return (0.0,) * f.n_block
+    limits = [float(v) for v in (values if isinstance(values, np.ndarray) else [f.number(key, 0.0)] * f.n_block)]
+    if len(limits) < f.n_block or not all(0 <= v < 1 << 31 for v in limits):
+        raise f.refuse(f"{key} is {limits[:4]}, but it has to be {f.n_block} numbers of 0 or more")
+    return tuple(v if v > EPS else 0.0 for v in limits[: f.n_block])
