@@ -226,7 +226,7 @@ class _Examination:
         return misfit or (f"{self.file.path.name} has a negative layer or mask token" if min(*layers, kept.mask_token) < 0 else "")
 
     def _probed(self, drafter, probe: Probe):
-        reading = Reading(drafter.hp, causal=drafter.hp.causal)
+        reading = Reading(drafter.hp)
         usable = _fits(reading, probe)  # the target has the layers and the token
         if usable:
             base = probe.measure(reading)

@@ -78,7 +78,6 @@ class Reading:
 
     Attributes:
         hp: hyper-parameters.
-        causal: causal attention inside the block.
         feature_scale: factor on the target's hidden states.
         features_of: 1 uses the hidden states of the next passage.
         capped: apply the logit soft-cap of the files.
@@ -86,7 +85,6 @@ class Reading:
     """
 
     hp: Hparams
-    causal: bool = False
     feature_scale: float = 1.0
     features_of: int = 0
     capped: bool = True
@@ -150,7 +148,9 @@ class Probe:
         n_context, n_rows = int(anchors.max()), hp.block_size * len(anchors)
         features = self._features(reading, index, n_context)
         span = padded(n_context + n_rows)
-        room = features.nbytes + 8 * BEST * n_rows + 2 * span * n_rows * len(set(hp.window)) + 64 * (n_context + n_rows) + 8192
+        room = (
+            features.nbytes + 8 * BEST * n_rows + 2 * span * n_rows * len({*zip(hp.window, hp.causal)}) + 64 * (n_context + n_rows) + 8192
+        )
         with ExitStack() as stack:
             kv = stack.enter_context(closing(KVCache(self.backend, self.drafter.kv_shapes(), span, 1)))
             io = stack.enter_context(closing(StepIO(self.backend, room)))
@@ -189,9 +189,10 @@ class Probe:
         block, block_at = f.input("block", "i32", n_rows), f.input("block_at", "i32", n_rows)
         block_rows = f.input("block_rows", "i64", n_rows)
         coming = f.input("coming", "i32", n_rows)
-        masks = {window: f.input(f"mask_{window}", "f16", span, n_rows) for window in set(hp.window)}
+        kinds = [*zip(hp.window, hp.causal, strict=True)]
+        masks = {kind: f.input(_mask_of(*kind), "f16", span, n_rows) for kind in dict.fromkeys(kinds)}
         model.context_rows(g, ContextInputs(None, [context], None, at, rows), kv.layers, self.target)
-        inputs = BlockInputs(block, block_at, block_rows, tuple(masks[w] for w in hp.window), span, kv.layers)
+        inputs = BlockInputs(block, block_at, block_rows, tuple(masks[kind] for kind in kinds), span, kv.layers)
         hidden = model.denoise(g, inputs, self.target)
         f.output("sum", "f32", g.sum_rows(hidden))
         target = self.target
@@ -215,8 +216,8 @@ class Probe:
         host["block_rows"][:] = n_context + np.arange(ids.size)
         expected = passage.tokens[np.minimum(positions, len(passage.tokens) - 1)]
         host["coming"][:] = expected.ravel() + np.arange(ids.size) * self.target.n_vocab
-        for window in set(reading.hp.window):
-            host[f"mask_{window}"][:] = _mask(anchors, width, n_context, span, window, reading.causal).ravel()
+        for window, causal in {*zip(reading.hp.window, reading.hp.causal)}:
+            host[_mask_of(window, causal)][:] = _mask(anchors, width, n_context, span, window, causal).ravel()
 
     def close(self) -> None:
         self.allocator.close()
@@ -227,6 +228,10 @@ def _as_read(model, hp):
     out = copy(model)
     out.hp = hp
     return out
+
+
+def _mask_of(window: int, causal: bool) -> str:
+    return f"mask_{window}{'_causal' * causal}"
 
 
 def _mask(anchors: np.ndarray, width: int, n_context: int, span: int, window: int, causal: bool) -> np.ndarray:

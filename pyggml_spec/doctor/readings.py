@@ -66,10 +66,22 @@ def sweeps(reading: Reading, drafter, target, longest: int) -> list[Sweep]:
         Sweep("activation", "GELU" if hp.gelu else "SiLU", [(f"the activation is {'SiLU' if hp.gelu else 'GELU'}", reading.but(gelu=not hp.gelu))],
               f"set dflash.hidden_activation in the drafter {edit}"),
         _windows(reading, target, longest, edit),
-        Sweep("block direction", f"{'causal' if reading.causal else 'bidirectional'} block",
-              [(f"the block is {'bidirectional' if reading.causal else 'causal'}", replace(reading, causal=not reading.causal))],
+        Sweep("block direction", f"{_direction(reading)} block",
+              [(f"the block is {_direction(other)}", other) for other in _directions(reading)],
               f"set dflash.attention.causal in the drafter {edit}"),
     ]  # fmt: skip
+
+
+def _directions(reading: Reading) -> list[Reading]:
+    """Other readings: all layers causal, none, or those with a window."""
+    windows = reading.hp.window
+    tried = dict.fromkeys([(False,) * len(windows), (True,) * len(windows), tuple(map(bool, windows))])
+    return [reading.but(causal=causal) for causal in tried if causal != reading.hp.causal]
+
+
+def _direction(reading: Reading) -> str:
+    causal = reading.hp.causal
+    return "causal" if all(causal) else "in sliding layers causal" if any(causal) else "bidirectional"
 
 
 def _embedding(reading: Reading, drafter, target, edit: str) -> Sweep:

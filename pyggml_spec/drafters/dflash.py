@@ -3,18 +3,18 @@
 Context row at position p, from the target's captured hidden states f: c = rms(fc(concat f); enc.output_norm); per layer
 K = rope(rms_head(W_k c; k_norm), p), V = W_v c. c does not pass attn_norm.
 Block: rows [last token, MASK, ...] at n .. n + B - 1; h = rms(x; attn_norm); q, k, v from h; attention over the committed rows and the whole
-block, both directions (attention.causal: a row sees those before it only); x += W_o(attn); x += FFN(rms(x; ffn_norm));
+block, both directions (causal layers: a row sees those before it only); x += W_o(attn); x += FFN(rms(x; ffn_norm));
 logits = head(rms(x; output_norm)).
 Where the file says so: V = rms_head(W_k c) without weight in layers without attn_v; W_o(attn) * attention.value_scale; norms after
 attention (post_attention_norm, which is the FFN's norm in files without ffn_norm) and after the FFN (post_ffw_norm); x *=
-layer_output_scale; GELU instead of SiLU; rope frequencies divided by rope_freqs; logits capped, c tanh(l / c).
+layer_output_scale; GELU instead of SiLU; rope frequencies divided by rope_freqs; logits capped, c tanh(l / c); attn_sinks in the softmax.
+attention.causal is of all layers. Where a file does not have it and only some layers have a window, these are causal: so the makers train
+(z-lab/dflash, dflash/model.py; vLLM, models/qwen3_dflash.py). llama.cpp runs them bidirectional.
 Drafters of Laguna targets: c = rms(fc(concat rms(f; enc.aux_norm)); enc.output_norm), and c does pass attn_norm; attn * softplus(attn_gate h).
 Source of the formulae: llama.cpp, src/models/dflash.cpp; for Laguna's, vLLM, models/laguna_dflash.py.
 """
 
 from dataclasses import dataclass
-
-import numpy as np
 
 from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
@@ -54,7 +54,7 @@ class BlockInputs:
 
 @dataclass(frozen=True)
 class Hparams:
-    """Hyper-parameters. ``target_layers``: v is the input of target layer v. ``window`` per layer, 0 for none."""
+    """Hyper-parameters. ``target_layers``: v is the input of target layer v. ``window`` per layer, 0 for none; ``causal`` per layer."""
 
     n_layer: int
     n_embd: int
@@ -72,7 +72,7 @@ class Hparams:
     embedding_scale: float
     softcap: float
     gelu: bool
-    causal: bool
+    causal: tuple[bool, ...]
     window: tuple[int, ...]
 
     @classmethod
@@ -95,6 +95,9 @@ class Hparams:
         block = f.positive("block_size", 16, 1024)
         if block < 2:
             raise ModelError(f"{file.path}: block_size is {block}, and a block of one row holds no draft")
+        window = cls._windows(file, arch, n_layer)
+        some = len({*map(bool, window)}) > 1
+        one = f.get("attention.causal", bool, False) if not some or f"{arch}.attention.causal" in file.metadata else None
         rope = f.rope(head_size, yarn=False)
         f.check_sections(rope, interleaved=False)
         if FACTORS in file.tensors and file.array(f"{arch}.rope.dimension_sections") is not None:
@@ -116,8 +119,8 @@ class Hparams:
             f.get("embedding_scale", float, 0.0),
             softcap,
             act in GELU,
-            f.get("attention.causal", bool, False),
-            cls._windows(file, arch, n_layer),
+            (one,) * n_layer if one is not None else tuple(map(bool, window)),
+            window,
         )
 
     @staticmethod
@@ -181,6 +184,7 @@ class DFlash(Drafter):
                 shapes["attn_gate"] = (n, width if gate.shape[-1] == width else hp.n_head)
             vectors = {"attn_norm": n, "attn_q_norm": hp.head_size, "attn_k_norm": hp.head_size, self._ffn_norm(i): n}
             more = {"post_attention_norm": n, "post_ffw_norm": n, "layer_output_scale": 1}
+            more["attn_sinks"] = hp.n_head
             vectors |= {name: size for name, size in more.items() if self._has(i, name)}
             out += [Spec(f"blk.{i}.{name}.weight", shape) for name, shape in shapes.items()]
             out += [Spec(f"blk.{i}.{name}.weight", (size,), VECTOR) for name, size in vectors.items()]
@@ -203,10 +207,6 @@ class DFlash(Drafter):
 
     def kv_shapes(self) -> list[KVShape]:
         return [KVShape(self.hp.n_head_kv, self.hp.head_size)] * self.hp.n_layer
-
-    def last_visible(self, first: int, width: int) -> np.ndarray | int:
-        """Last visible position of each row of a block at ``first``, I64 [width], or one number for all."""
-        return first + np.arange(width) if self.hp.causal else first + width - 1
 
     def check_pair(self, target: Decoder) -> None:
         hp, pair = self.hp, f"{self.file.path.name} cannot draft for {target.file.path.name}"
@@ -277,7 +277,8 @@ class DFlash(Drafter):
             q = g.heads(product(g, w.matrix(f"blk.{i}.attn_q.weight"), h), hp.head_size, hp.n_head)
             q = self._rotate(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
             k, v = self._keys_values(g, i, h, rows.positions)
-            out = attend(g, q, k, v, rows.kv[i], AttentionInputs(rows.kv_rows, rows.masks[i], rows.kv_bucket), hp.attention_scale)
+            seen = AttentionInputs(rows.kv_rows, rows.masks[i], rows.kv_bucket)
+            out = attend(g, q, k, v, rows.kv[i], seen, hp.attention_scale, w.get(f"blk.{i}.attn_sinks.weight"))
             if self._has(i, "attn_gate"):
                 out = head_gated(g, out, g.matmul(w[f"blk.{i}.attn_gate.weight"], h), hp.head_size, g.softplus)
             out = product(g, w.matrix(f"blk.{i}.attn_output.weight"), out)

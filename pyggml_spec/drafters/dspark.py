@@ -1,10 +1,11 @@
 """dspark: DFlash with a Markov head, so that each draft depends on the one before it.
 
-    draft_i = argmax(u_i + W_2 W_1[draft_{i-1}]), u_i the logits of the block's row i, without scale or cap; W_1 and W_2 of a small rank
+    draft_i = argmax(u_i + W_2 W_1[draft_{i-1}]), u_i the logits of the block's row i, capped where the file says so; W_1 and W_2 of a small rank
     confidence_i = sigmoid(conf_proj . [h_i ; W_1[draft_{i-1}]] + b), h_i the row's normalised hidden state, where the file has such a head
 The chain begins with the last token. Whether its own row drafts too (`sample_from_anchor`, as in most files) or only the mask rows after
-it: in the first case a block of B rows gives B drafts, and B + 1 rows are verified.
-Source of the formulae: llama.cpp, src/models/dflash.cpp (build_dspark_markov_head) and common/speculative.cpp (which rows draft).
+it: in the first case a block of B rows gives B drafts, and B + 1 rows are verified. Files without a Markov head draft in parallel.
+Sources of the formulae: llama.cpp, src/models/dflash.cpp (build_dspark_markov_head) and common/speculative.cpp (which rows draft); DeepSpec,
+modeling/dspark, whose Gemma 4 caps logits before the bias, which llama.cpp does not.
 """
 
 from ..errors import ModelError, PairError
@@ -25,14 +26,14 @@ class DSpark(DFlash):
     """The drafter."""
 
     method = "draft-dspark"
-    by_position = True
 
     def __init__(self, file: GGUFFile) -> None:
         super().__init__(file)
-        for name in (FROM, TO):
+        self.by_position = any(name in file.tensors for name in (FROM, TO, CONFIDENCE))  # it has a Markov head
+        for name in (FROM, TO) if self.by_position else ():
             if name not in file.tensors or len(file.tensors[name].shape) != 2:
                 raise ModelError(f"{file.path} has no matrix {name!r}, which a drafter with a Markov head needs; convert it again")
-        self.rank = file.tensors[FROM].shape[0]
+        self.rank = file.tensors[FROM].shape[0] if self.by_position else 0
         self.confident = CONFIDENCE in file.tensors
         self.from_anchor = file.get(f"{self.arch}.sample_from_anchor", bool, True)
         self.block_size += self.from_anchor
@@ -49,6 +50,8 @@ class DSpark(DFlash):
 
     def tensors(self) -> list[Spec]:
         tensors = self.file.tensors
+        if not self.by_position:
+            return super().tensors()
         out = [Spec(FROM, (self.rank, tensors[FROM].shape[1]), ROWS), Spec(TO, (self.rank, tensors[TO].shape[1]))]
         if self.confident:
             out.append(Spec(CONFIDENCE, (self.hp.n_embd + self.rank, 1)))
@@ -58,21 +61,24 @@ class DSpark(DFlash):
 
     def vocab_sizes(self) -> dict[str, int]:
         names = (FROM,) if TOKEN_MAP in self.file.tensors else (FROM, TO)
-        return super().vocab_sizes() | {name: self.file.tensors[name].shape[1] for name in names}
+        return super().vocab_sizes() | {name: self.file.tensors[name].shape[1] for name in names if self.by_position}
 
     def head_sizes(self) -> dict[str, int]:
-        return super().head_sizes() | {TO: self.file.tensors[TO].shape[1]}
+        return super().head_sizes() | ({TO: self.file.tensors[TO].shape[1]} if self.by_position else {})
 
     # -- graph
 
     def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
-        """Logits before the Markov head, unscaled and uncapped."""
-        return product(g, (self.weights if HEAD in self.weights else target.weights).matrix(HEAD), hidden)
+        """Logits before the Markov head, unscaled."""
+        logits = product(g, (self.weights if HEAD in self.weights else target.weights).matrix(HEAD), hidden)
+        return g.soft_cap(logits, self.hp.softcap)
 
     def limit_vocab(self, count: int, target: Decoder) -> None:
         raise PairError(f"{self.title} adds to the logits of every token: its head cannot be cut, so leave `draft_vocab` out")
 
     def drafts(self, g: Graph, hidden: Tensor, block: Tensor, slots: int, target: Decoder, draws: Tensor | None) -> DraftOutput:
+        if not self.by_position:
+            return super().drafts(g, hidden, block, slots, target, draws)
         w, count = self.weights, hidden.ne[1] // slots
         logits = self.logits(g, hidden, target)
         token, ids, confidences = g.group_firsts(block, block.ne[0] // slots), [], []

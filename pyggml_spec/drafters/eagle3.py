@@ -1,10 +1,11 @@
 """eagle3: one layer over two inputs, a token and what three layers of the target made of the token before it.
 
-    g = fc [f_a ; f_b ; f_c], the inputs of the target's layers a, b, c (rms-normalised together first, with norm_before_fc)
+    g = fc [f_a ; f_b ; f_c], the inputs of the target's layers a, b, c (rms-normalised first: together with norm_before_fc, each with enc.aux_norm)
 Its row after the token x_p is the pair (x_p, g_{p-1}), at position p - 1: it predicts the token after x_p.
     e = rms(E[x]; attn_norm);  n = rms(g; attn_norm_2)
     x = attention([e ; n]) + g  (+ n instead of g with norm_before_residual);  x += FFN(rms(x; ffn_norm))
-    draft = argmax(head rms(x; output_norm)), and x, before that norm, is what the next draft reads in place of g
+    draft = argmax(head rms(x; output_norm)), and x, before that norm (after it with norm_output), is what the next draft reads in place of g
+Heads of q and k are rms-normalised before they are rotated where the file has attn_q_norm and attn_k_norm.
 K and V depend on the pair alone, so that a committed row needs neither attention nor FFN: llama.cpp computes the whole layer there, which gives
 the same ids. There is no row for the first token, whose pair would lack its hidden state; its place in the cache is hidden from all others.
 A reduced head maps its outputs to tokens by `d2t`.
@@ -20,10 +21,11 @@ from ..gguf_io import GGUFFile
 from ..models.base import KVLayer, KVShape
 from ..models.decoder import Decoder
 from ..models.hparams import Hparams
+from ..models.layers import HEAD as HEAD_NORM
 from ..models.layers import Attention, GatedMLP, LayerContext, head_product, product, write_kv
 from ..models.weights import MATMUL, ROWS, VECTOR, Spec
 from .base import TOKEN_MAP, ChainInputs, ContextInputs, Drafter, check_tokens
-from .dflash import F16_MAX
+from .dflash import F16_MAX, FEATURE_NORMS
 
 EMBEDDING, HEAD, NORM, FEATURE_NORM = "token_embd.weight", "output.weight", "output_norm.weight", "enc.output_norm.weight"
 FACTORS, FC, LAYER = "rope_freqs.weight", "fc.weight", "blk.0."
@@ -43,7 +45,10 @@ class Eagle3(Drafter):
         self.file, self.n_embd, self.eps, size = file, f.n_embd, f.eps, f.head_dim()
         rope = f.rope(size, neox=False)
         self._f, self._n_rot, self._ffn = f, rope.n_rot, GatedMLP(f.ff)
-        self._attention = Attention(f.heads, f.kv_heads, size, rope, factors=True)
+        norms = [f"{LAYER}{name}.weight" in file.tensors for name in ("attn_q_norm", "attn_k_norm")]
+        if len({*norms}) > 1:
+            raise ModelError(f"{file.path} has a norm of q or of k alone; convert the drafter again")
+        self._attention = Attention(f.heads, f.kv_heads, size, rope, factors=True, norm=HEAD_NORM if all(norms) else "")
         if f.n_layer != 1:
             raise ModelError(f"{file.path} has {f.n_layer} layers; {self.arch} drafters have one")
         if f.get("expert_count", int, 0):
@@ -56,6 +61,7 @@ class Eagle3(Drafter):
         self.n_embd_target = f.positive("target_hidden_size")
         self.norm_before_residual = file.get(f"{self.arch}.norm_before_residual", bool, False)
         self.norm_before_fc = file.get(f"{self.arch}.norm_before_fc", bool, False)
+        self.norm_output = file.get(f"{self.arch}.norm_output", bool, False)
 
     # -- tensors
 
@@ -63,12 +69,16 @@ class Eagle3(Drafter):
         n, wide = self.n_embd, 3 * self.n_embd_target
         tensors, out = self.file.tensors, [Spec(FC, (wide, n)), Spec(NORM, (n,), VECTOR)]
         out += [
-            replace(spec, shape=(2 * n, spec.shape[1])) for spec in self._attention.tensors(self._f, LAYER) if "output" not in spec.name
+            spec if spec.use == VECTOR else replace(spec, shape=(2 * n, spec.shape[1]))
+            for spec in self._attention.tensors(self._f, LAYER)
+            if "output" not in spec.name
         ]
         out += [Spec(f"{LAYER}attn_output.weight", (self._attention.size * self._attention.heads, n)), *self._ffn.tensors(self._f, LAYER)]
         out += [Spec(f"{LAYER}{name}.weight", (n,), VECTOR) for name in ("attn_norm", "attn_norm_2", "ffn_norm")]
         if self.norm_before_fc:
             out.append(Spec(FEATURE_NORM, (wide,), VECTOR))
+        if FEATURE_NORMS in tensors:
+            out.append(Spec(FEATURE_NORMS, (self.n_embd_target, 3), VECTOR))
         if EMBEDDING in tensors:
             out.append(Spec(EMBEDDING, (n, tensors[EMBEDDING].shape[-1]), ROWS))
         if HEAD in tensors:
@@ -118,6 +128,8 @@ class Eagle3(Drafter):
     def carry(self, g: Graph, hidden: Tensor, features: list[Tensor], target: Decoder) -> Tensor:
         """g of the rows, F32 [n_embd, T]."""
         f = g.concat(features)
+        if FEATURE_NORMS in self.weights:
+            f = g.flat(g.rms_norm(g.heads(f, self.n_embd_target, 3), self.weights[FEATURE_NORMS], self.eps))
         # some targets have activations beyond F16; Inf would spread to all later drafts
         f = g.rms_norm(f, self.weights[FEATURE_NORM], self.eps) if self.norm_before_fc else g.clamp(f, -F16_MAX, F16_MAX)
         return product(g, self.weights.matrix(FC), f)
@@ -135,7 +147,8 @@ class Eagle3(Drafter):
         out = self._attention.attend(c, c.product("attn_q", joined), *c.project("kv", joined))
         x = g.add(out, normed if self.norm_before_residual else rows.prev_hidden)
         x = g.add(self._ffn(c, c.rms_norm(x, "ffn_norm")), x)
-        return g.rms_norm(x, self.weights[NORM], self.eps), x
+        normed = g.rms_norm(x, self.weights[NORM], self.eps)
+        return normed, normed if self.norm_output else x
 
     def logits(self, g: Graph, hidden: Tensor, target: Decoder) -> Tensor:
         """From the drafter's head or the target's."""

@@ -7,7 +7,7 @@ Model   draft-simple: a pass of a whole small model for each draft.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
@@ -67,9 +67,10 @@ class BlockDrafting:
 
     def __init__(self, drafter: DFlash, target: Decoder, kv: KVCache, alone: bool) -> None:
         self.drafter, self.target, self.kv, self.alone = drafter, target, kv, alone
-        self._block_rows, self._visible = cache(drafter.block_rows), cache(partial(drafter.last_visible, 0))
+        self._block_rows = cache(drafter.block_rows)
         self.conditional = drafter.by_position
         self._windows = [(window, f"draft_first_{window}") for window in sorted(set(drafter.hp.window) - {0})]
+        self._kinds = dict(zip(sorted(set(drafter.hp.causal)), ("draft_last", "draft_last_causal")))  # the last visible row's input
 
     def nodes(self, g: Graph, f: StepFields, key: GraphKey, rows: dict, kv: tuple, before: Tensor | None) -> Drafted:
         count, own = key.slots.count, self.drafter.block_rows(key.verify_len)
@@ -86,17 +87,19 @@ class BlockDrafting:
         return Drafted(chosen.ids, hidden, chosen.logits, chosen.confidence)
 
     def _masks(self, g: Graph, f: StepFields, total: int, key: GraphKey) -> tuple[Tensor, ...]:
-        """One mask per drafter layer; layers with the same window share theirs."""
-        last = f.input("draft_last", "f32", 1, total)
-        by_window: dict[int, Tensor] = {}
-        for window in self.drafter.hp.window:
-            if window not in by_window:
-                first = f.input(f"draft_first_{window}", "f32", 1, total) if window else None
-                by_window[window] = g.kv_mask(self.kv.mask_base, last, first, key.kv_bucket, key.slots.count)
-        return tuple(by_window[window] for window in self.drafter.hp.window)
+        """One mask per drafter layer; layers that see the same share theirs."""
+        last = {causal: f.input(name, "f32", 1, total) for causal, name in self._kinds.items()}
+        first = {window: f.input(name, "f32", 1, total) for window, name in self._windows}
+        layers = list(zip(self.drafter.hp.window, self.drafter.hp.causal, strict=True))
+        masks = {
+            (window, causal): g.kv_mask(self.kv.mask_base, last[causal], first.get(window), key.kv_bucket, key.slots.count)
+            for window, causal in dict.fromkeys(layers)
+        }
+        return tuple(masks[layer] for layer in layers)
 
     def fill(self, host: Host, key: GraphKey, items: Items, slots: Sequence[Slot]) -> None:
-        block, last, width = host["block"], host["draft_last"], self._block_rows(key.verify_len)
+        block, width = host["block"], self._block_rows(key.verify_len)
+        last = [(host[name], causal) for causal, name in self._kinds.items()]
         block[:] = self.drafter.hp.mask_token
         positions = host.get("draft_positions", host["positions"])
         if "draft_positions" in host:
@@ -113,14 +116,16 @@ class BlockDrafting:
                 block[first] = slots[slot].cursor.last_token
                 if item.masks is not None:
                     block[first + 1 : first + real] = item.masks[: real - 1]
-                last[first : first + real] = n + self._visible(real)
-                last[first + real : end] = n + real - 1
+                for rows, causal in last:
+                    rows[first : first + real] = n + (np.arange(real) if causal else real - 1)
+                    rows[first + real : end] = n + real - 1
             else:
-                last[first:end] = positions[first:end]  # a row that it may see, window or not: attention to none is NaN
+                for rows, _ in last:
+                    rows[first:end] = positions[first:end]  # a row that it may see, window or not: attention to none is NaN
             if "draft_rows" in host:
-                rows = host["draft_rows"][first:end]
-                self.kv.rows_for(n, width, real, rows)
-                rows += at * (self.kv.live + self.kv.trash)
+                own = host["draft_rows"][first:end]
+                self.kv.rows_for(n, width, real, own)
+                own += at * (self.kv.live + self.kv.trash)
 
     def count(self, verify_len: int, most: int) -> int:
         return verify_len - 1

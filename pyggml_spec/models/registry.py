@@ -86,7 +86,8 @@ def open_drafter(file: GGUFFile, target: GGUFFile | None = None) -> Drafter:
     read = as_dflash(file)
     if GATE in read.tensors:
         return DFlash2(read)
-    return DSpark(read) if FROM in read.tensors else DFlash(read)
+    anchored = read.get(f"{read.get('general.architecture', str)}.sample_from_anchor", bool, False)
+    return DSpark(read) if FROM in read.tensors or anchored else DFlash(read)
 
 
 def _instead(target: GGUFFile | None) -> str:

@@ -12,7 +12,9 @@ from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
 from ..gguf_io.safetensors import SafetensorsFile
 
-SUPPORTED = "DFlash, DFlash2 and DSpark drafters in the z-lab layout, and EAGLE-3 drafters, are supported"
+SUPPORTED = (
+    "DFlash, DFlash2, DSpark, JetSpec and EAGLE-3 drafters in the layouts of their makers and of the speculators library are supported"
+)
 OTHER_TARGET = "name the target that it was made for"
 AGAIN = "fetch the checkpoint again"
 TOKENS = "d2t"  # for reduced vocabularies: the target's id of each entry minus its index
@@ -21,11 +23,18 @@ Files = Mapping[str, SafetensorsFile]
 
 class Source(NamedTuple):
     """Source of a tensor: its ``name`` in the checkpoint, its ``shape`` (outermost first). ``head``: rows per head whose halves are
-    interleaved; 0 for none."""
+    interleaved; 0 for none. ``first``: of its rows, where the checkpoint's tensor holds ``total`` rows of several; 0 for all."""
 
     name: str
     shape: tuple[int, ...]
     head: int = 0
+    first: int = 0
+    total: int = 0
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape of the checkpoint's tensor."""
+        return (self.total or self.shape[0], *self.shape[1:])
 
 
 @dataclass(frozen=True)
@@ -41,17 +50,81 @@ class Layout:
     notes: list[str] = field(default_factory=list)
 
 
-class Config:
-    """config.json; keys of the nested object ``own`` take precedence. Values are range-checked."""
+# keys of transformers and of training that say nothing of what is computed
+WITHOUT_EFFECT = {
+    "_name_or_path", "_attn_implementation", "_attn_implementation_internal", "_commit_hash", "architectures", "auto_map",
+    "attention_dropout", "bos_token_id", "chunk_size_feed_forward", "classifier_dropout", "dtype", "eos_token_id",
+    "has_no_defaults_at_init", "id2label", "initializer_range", "is_decoder", "label2id", "layer_norm_epsilon", "model_type",
+    "num_anchors", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict",
+    "sep_token_id", "speculators_config", "speculators_model_type", "speculators_version", "tie_word_embeddings", "torch_dtype",
+    "torchscript", "transformers_version", "unk_token_id", "use_bfloat16", "use_cache", "confidence_head_alpha",
+    "draft_num_hidden_layers", "embed_requires_grad", "kd_temperature", "loss_decay_gamma", "projector_type", "step_loss_decay",
+    "target_model_name_or_path", "target_model_type", "target_text_model_type", "ttt_length",
+}  # fmt: skip
+# of a target's config, copied into its drafter's, whose layers do not read them
+WITHOUT_EFFECT |= {
+    "attn_output_gate", "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_value_head_dim", "mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+    "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok",
+    "output_router_logits", "router_aux_loss_coef",
+}  # fmt: skip
+# other values of these would change what is computed
+NEUTRAL: dict[str, tuple] = {
+    "attention_bias": (False,), "mlp_bias": (False,), "add_cross_attention": (False,), "tie_encoder_decoder": (False,), "pruned_heads": ({},),
+    "is_encoder_decoder": (False,), "use_aux_hidden_state": (True,), "markov_head_type": ("vanilla",), "rope_is_neox_style": (True,),
+    "is_neox_style": (True,), "attention_mode": ("gqa",), "logit_scale": (1, 1.0), "parallel_drafting": (False,),
+    "quantization_config": ({},), "attention_sink_bias": (False,), "add_swa_attention_sink_bias": (False,),
+}  # fmt: skip
+_SIZES = {
+    "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "rms_norm_eps", "partial_rotary_factor", "rope_parameters", "rope_scaling", "rope_theta", "vocab_size",
+    "transformer_layer_config",
+}  # fmt: skip
+_ROPE = {  # keys of rope_parameters by type
+    None: {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"},
+    "linear": {"factor"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"},
+}
 
-    def __init__(self, values: dict, own: str) -> None:
+
+class Config:
+    """config.json; keys of the nested object ``own`` take precedence. Values are range-checked.
+
+    ``kind``: of the layers whose rope parameters count, where there are several."""
+
+    def __init__(self, values: dict, own: str, kind: str = "full_attention") -> None:
         inner, nested = values.get(own, {}), values.get("transformer_layer_config", {})
         for name, value in ((own, inner), ("transformer_layer_config", nested)):
             if value is not None and not isinstance(value, dict):
                 raise ConvertError(f"config.json: {name} is {brief(value)}, but it has to be an object")
-        self.top, self.inner = {**values, **(nested or {})}, inner or {}
+        self.top, self.inner, self.own = {**values, **(nested or {})}, inner or {}, own
         rope = self.top.get("rope_parameters") or self.top.get("rope_scaling") or {}
-        self.rope = rope if isinstance(rope, dict) else {}
+        rope = rope if isinstance(rope, dict) else {}
+        several = isinstance(rope.get(kind), dict)
+        self.rope: dict = rope[kind] if several else rope
+
+    def refuse_unknown(self, read: Iterable[str], neutral: Mapping[str, tuple] | None = None) -> None:
+        """Raises ConvertError for a key that is neither in ``read`` nor known to be without effect: what it asks for would be left out.
+
+        ``neutral``: more keys that have to have one of these values, if any."""
+        known, fixed = {*read, *WITHOUT_EFFECT, *_SIZES, self.own}, NEUTRAL | (dict(neutral) if neutral else {})
+        for where, values in (("", self.top), (f" in {self.own}", self.inner)):
+            for key, value in values.items():
+                if value is not None and key in fixed and not any(value == one for one in fixed[key]):
+                    usual = f"{' or '.join(map(repr, fixed[key]))} is supported"
+                    raise ConvertError(f"config.json: {key}{where} is {brief(value)}, but only {usual}; {SUPPORTED}")
+                if value is not None and key not in known and key not in fixed:
+                    self._refuse(key, where)
+        kind = self.rope_type if self.rope_type in _ROPE else None
+        for key in self.rope:
+            if self.rope[key] is not None and key not in _ROPE[None] | _ROPE[kind]:
+                self._refuse(key, " in its rope parameters")
+
+    @staticmethod
+    def _refuse(key: str, where: str) -> None:
+        remedy = "remove it if it does not change what the drafter computes, and else say which drafter has it"
+        raise ConvertError(f"config.json has the key {brief(key)}{where}, which is not known here and would be ignored; {remedy}")
 
     def get(self, *keys: str):
         """The first key that is present and not null, nested object first."""
@@ -234,17 +307,28 @@ def plain_names(files: Files) -> dict[str, str]:
 def match(wanted: dict[str, Source], files: Files, unread: tuple[str, ...] = ()) -> dict[str, Source]:
     """The wanted tensors under their checkpoint names; all others must be in ``unread``."""
     plain = plain_names(files)
-    for name in unread:
-        plain.pop(name, None)
     out = {}
     for ours, source in wanted.items():
         if source.name not in plain:
             raise ConvertError(f"the checkpoint has no tensor {source.name!r}; {SUPPORTED}, so fetch the complete one")
-        out[ours] = source._replace(name=plain.pop(source.name))
-    if plain:
-        unknown = brief(next(iter(plain.values())))
-        raise ConvertError(f"the checkpoint has the unknown tensor {unknown}: its layout is not that of config.json; {SUPPORTED}")
+        out[ours] = source._replace(name=plain[source.name])
+    known = {*unread, *(source.name for source in wanted.values())}
+    if unknown := [stored for name, stored in plain.items() if name not in known]:
+        raise ConvertError(f"the checkpoint has the unknown tensor {brief(unknown[0])}: its layout is not that of config.json; {SUPPORTED}")
     return out
+
+
+def vector(files: Files, plain: Mapping[str, str], name: str, size: int) -> np.ndarray:
+    """A tensor F32 [size] by its name without the prefix. Raises ConvertError: it is missing, of another shape, or not finite."""
+    if name not in plain:
+        raise ConvertError(f"the checkpoint has no tensor {name!r}; {SUPPORTED}, so fetch the complete one")
+    file = files[plain[name]]
+    if (shape := file.tensors[plain[name]].shape) != (size,):
+        raise ConvertError(f"the tensor {name!r} has the shape {list(shape)}, but config.json calls for {[size]}; {AGAIN}")
+    values = file.rows(plain[name], 0, 1)[0]
+    if not np.isfinite(values).all():
+        raise ConvertError(f"{file.path.name}: the tensor {name!r} holds NaN or Inf; {AGAIN}")
+    return values
 
 
 def draft_vocabulary(c: Config, files: Files, n_vocab: int) -> tuple[int, dict[str, np.ndarray]]:

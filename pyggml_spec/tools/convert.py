@@ -1,5 +1,6 @@
-"""Converts DFlash, DFlash2, DSpark and EAGLE-3 drafters from safetensors to GGUF, without torch, one tensor in memory at a time."""
+"""Converts published drafters from safetensors to GGUF, without torch, one tensor in memory at a time."""
 
+import math
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -160,11 +161,11 @@ def convert_drafter(
         target_file = stack.enter_context(GGUFFile(target))
         layout = read_layout(config, places, target_file)
         notes += layout.notes
-        for theirs, shape, _ in layout.tensors.values():
-            if (seen := places[theirs].tensors[theirs].shape) != shape:
-                wanted = f"config.json calls for {list(shape)}; {AGAIN}"
-                raise ConvertError(f"the tensor {brief(theirs)} has the shape {list(seen)}, but {wanted}")
-        kinds = {ours: _choose(ours, shape, type_id(kind), notes) for ours, (_, shape, _) in layout.tensors.items()}
+        for source_of in layout.tensors.values():
+            if (seen := places[source_of.name].tensors[source_of.name].shape) != source_of.stored:
+                wanted = f"config.json calls for {list(source_of.stored)}; {AGAIN}"
+                raise ConvertError(f"the tensor {brief(source_of.name)} has the shape {list(seen)}, but {wanted}")
+        kinds = {ours: _choose(ours, source_of.shape, type_id(kind), notes) for ours, source_of in layout.tensors.items()}
         part = stack.enter_context(written_whole(out, replace))
         writer = gguf.GGUFWriter(str(part), layout.arch)
         stack.callback(writer.close)
@@ -198,12 +199,12 @@ def _write_header(writer: gguf.GGUFWriter, layout: Layout, kinds: dict[str, int]
     writer.add_file_type(int(gguf.LlamaFileType[_FILE_TYPES.get(kind, f"MOSTLY_{kind.upper()}")]))
     for key, value in layout.metadata.items():
         writer.add_key_value(key if key.startswith("tokenizer.") else f"{layout.arch}.{key}", *typed(value))
-    for name, (_, shape, _) in layout.tensors.items():
+    for name, tensor in layout.tensors.items():
         dtype: Any = np.dtype(np.float32)
-        raw, stored = None, shape
+        raw, stored = None, tensor.shape
         if kinds[name] != lib.GGML_TYPE_F32:
             dtype, raw = np.dtype(np.uint8), gguf.GGMLQuantizationType(kinds[name])
-            stored = (*shape[:-1], lib.ggml_row_size(kinds[name], shape[-1]))
+            stored = (*stored[:-1], lib.ggml_row_size(kinds[name], stored[-1]))
         writer.add_tensor_info(name, stored, dtype, int(np.prod(stored)) * dtype.itemsize, raw)
     for name, values in layout.made.items():
         writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes, gguf.GGMLQuantizationType(_MADE[values.dtype]))
@@ -213,12 +214,14 @@ def _write_header(writer: gguf.GGUFWriter, layout: Layout, kinds: dict[str, int]
 
 
 def _write_tensors(writer: gguf.GGUFWriter, layout: Layout, kinds, places, pool: ThreadPoolExecutor, progress: Progress) -> None:
-    total = sum(places[theirs].tensors[theirs].nbytes for theirs, *_ in layout.tensors.values())
+    total = sum(math.prod(tensor.shape) for tensor in layout.tensors.values())
     done = 0
-    for name, (theirs, shape, head) in layout.tensors.items():
+    for name, (theirs, shape, head, first, _) in layout.tensors.items():
         rows, unit = int(np.prod(shape[:-1])), max(1, head)
         step = unit * max(1, CHUNK_VALUES // (shape[-1] * unit))
-        jobs = [pool.submit(_chunk, places[theirs], theirs, i, min(step, rows - i), kinds[name], head) for i in range(0, rows, step)]
+        jobs = [
+            pool.submit(_chunk, places[theirs], theirs, first + i, min(step, rows - i), kinds[name], head) for i in range(0, rows, step)
+        ]
         try:
             parts = [job.result() for job in jobs]
         except BaseException:
@@ -226,8 +229,8 @@ def _write_tensors(writer: gguf.GGUFWriter, layout: Layout, kinds, places, pool:
                 job.cancel()
             raise
         writer.write_tensor_data(np.concatenate(parts))
-        done += places[theirs].tensors[theirs].nbytes
-        progress("conversion", done, total)
+        done += math.prod(shape)
+        progress("conversion", 4 * done, 4 * total)
     for values in layout.made.values():
         writer.write_tensor_data(values)
 
@@ -255,13 +258,17 @@ def _refuse_other_layouts(config: dict, files: Files) -> None:
     ours = eagle3.is_eagle3(config, files)
     dspark = zlab.is_dspark(config, files)
     other_spark = any_arch("dspark") if not {*archs} & {*zlab.DSPARK} else None
+    scalars = zlab.GEMMA not in archs and any_name("layer_scalar")
     found = (
-        ("a DeepSeek V4 or Gemma 4 DSpark", other_spark or any_name("hc_attn", "layer_scalar")),
+        ("a DeepSeek V4 or other DSpark", other_spark or any_name("hc_attn") or scalars),
         ("a Domino", any_name("domino") or any_arch("domino")),
         ("an EAGLE", None if ours else any_arch("eagle") or any_name("eagle")),
         ("an MTP", any_name("mtp.", "nextn.", "eh_proj") or any_arch("mtp", "nextn")),
-        ("a speculators", "speculators_config" in config and not ours and not dspark and "speculators_config"),
-        ("a reduced-vocabulary", None if ours or dspark else any_name("d2t", "t2d")),
+        (
+            "a speculators",
+            "speculators_config" in config and not ours and not dspark and not {*archs} & {*zlab.ARCHITECTURES} and "speculators_config",
+        ),
+        ("a reduced-vocabulary", None if ours or dspark or "transformer_layer_config" in config else any_name("d2t", "t2d")),
     )
     for layout, sign in found:
         if sign:

@@ -1,8 +1,11 @@
-"""Layout of EAGLE-3 drafters (source: llama.cpp, conversion/llama.py).
+"""Layout of EAGLE-3 drafters.
 
 One layer, `midlayer` or `layers.0`; `d2t` holds target id minus drafter id. Hidden-state ids are layer inputs, as in the GGUF; the defaults
 are the paper's: 2, the middle one, and the third from the end. The checkpoint rotates halves of a head, the GGUF adjacent pairs: rows of q
-and k are permuted.
+and k, and their norms, are permuted. Layers of the speculators library may be a Qwen3's, with norms of q and k; `fc_norm` norms each hidden
+state of the target, and `norm_output` hands the next draft the state after the last norm. llama.cpp loads no drafter with either norm.
+
+Sources: llama.cpp (conversion/llama.py), vllm-project/speculators (models/eagle3), sgl-project/SpecForge (modeling/draft/llama3_eagle.py).
 """
 
 import math
@@ -10,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..drafters.dflash import FEATURE_NORMS
 from ..errors import ConvertError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
@@ -18,8 +22,14 @@ from .checkpoint import HEADS, TOKENS, Config, Files, Layout, Source
 
 ARCH = "eagle3"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+_READ = {
+    "draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual", "norm_before_fc", "fc_norm",
+    "norm_output", "hidden_act", "max_window_layers", "sliding_window",
+}  # fmt: skip
+_FIXED: dict[str, tuple] = {"use_sliding_window": (False,), "layer_types": (["full_attention"],)}
 PLAIN = "LlamaForCausalLM"  # variants with a draft_vocab_size
 _LAYERS = ("midlayer.", "layers.0.")
+_HEAD_NORMS = {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}
 LAYER_TENSORS = checkpoint.LAYER_TENSORS | {"hidden_norm": "attn_norm_2"}
 _ROPES = ("default", "linear", "yarn", "llama3", None)
 _YARN = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
@@ -43,6 +53,7 @@ def _refuse_features(c: Config) -> None:
         (c.get("use_aux_hidden_state") is False, "one hidden state of the target (use_aux_hidden_state false; three are supported)"),
         (c.rope.get("partial_rotary_factor", c.top.get("partial_rotary_factor")) not in (None, 1, 1.0), "a partial_rotary_factor"),
         (bool(c.get("parallel_drafting")), "all drafts in one pass (parallel_drafting)"),
+        (bool(c.get("fc_norm")) and bool(c.get("norm_before_fc")), "both fc_norm and norm_before_fc"),
     )
     checkpoint.refuse(features)
 
@@ -85,6 +96,9 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
     another target."""
     c = Config(config, "eagle_config")
     _refuse_features(c)
+    nested = "transformer_layer_config" in config
+    # elsewhere it says that the head reads the state after the norm, as it does here
+    c.refuse_unknown(_READ, _FIXED if nested else _FIXED | {"norm_output": (True,)})
     n_embd, theirs = c.integer("hidden_size"), checkpoint.of_target(target, "embedding_length")
     wide = c.integer("target_hidden_size", default=theirs)
     checkpoint.check_hidden(wide, target)
@@ -94,6 +108,8 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
     size = meta["attention.key_length"]
     meta |= {"target_layers": np.array(_captured(c, target), np.uint32), "target_hidden_size": wide}
     meta |= {key: c.flag(key, False) for key in ("norm_before_residual", "norm_before_fc")}
+    if nested and c.flag("norm_output", False):
+        meta["norm_output"] = True
     if c.rope_type == "yarn":
         meta |= _yarn(c)
     if c.rope_type == "llama3":
@@ -106,8 +122,17 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
     layer = _LAYERS[0] if any(name.startswith(_LAYERS[0]) for name in plain) else _LAYERS[1]
     for name, ours in LAYER_TENSORS.items():
         wanted[f"blk.0.{ours}.weight"] = Source(f"{layer}{name}.weight", shapes[ours], size if ours in ("attn_q", "attn_k") else 0)
+    unread = [TOKENS, "t2d"]
+    for ours, name in _HEAD_NORMS.items():
+        if (name := f"{layer}self_attn.{name}.weight") in plain:
+            made[f"blk.0.{ours}.weight"] = checkpoint.vector(files, plain, name, size).reshape(2, size // 2).T.ravel().copy()
+            unread.append(name)
+    if c.flag("fc_norm", False):
+        names = [f"fc_norm.{i}.weight" for i in range(3)]
+        made[FEATURE_NORMS] = np.stack([checkpoint.vector(files, plain, name, wide) for name in names])
+        unread += names
     rows = {"embed_tokens.weight": (n_vocab, n_embd != theirs), "lm_head.weight": (count, n_embd != theirs or count < n_vocab)}
     for name, (n, needed) in rows.items():
         if name in plain or needed:
             wanted[HEADS[name]] = Source(name, (n, n_embd))
-    return Layout(ARCH, meta | checkpoint.tokenizer(target), checkpoint.match(wanted, files, (TOKENS, "t2d")), made)
+    return Layout(ARCH, meta | checkpoint.tokenizer(target), checkpoint.match(wanted, files, tuple(unread)), made)

@@ -323,13 +323,13 @@ def write_dflash(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2, *,
     gelu: bool = False, value_scale: float = 0.0, softcap: float = 0.0, post_norms: bool = False, shared_kv: bool = False,
     factors: bool = False, own: tuple[str, ...] = (), causal: bool = False, gate: str = "", feature_norms: bool = False,
-    block: int = 16, tokens: int = 0, more: Callable[[Writer], None] = lambda w: None
+    sinks: bool = False, block: int = 16, tokens: int = 0, more: Callable[[Writer], None] = lambda w: None
 ) -> Path:  # fmt: skip
     """Writes a random dflash drafter for a target of the same shape; embedding and head are the target's, unless ``own`` names them.
 
     ``tokens``: of the target's vocabulary, so many that a head of its own chooses among (d2t); ``more`` writes what other drafters have besides.
 
-    ``post_norms`` adds norms after attention and FFN and a scale per layer, ``shared_kv`` leaves attn_v out, ``factors`` adds rope_freqs.
+    ``post_norms`` adds norms after attention and FFN and a scale per layer, ``shared_kv`` leaves attn_v out, ``factors`` adds rope_freqs, ``sinks`` attn_sinks.
     As drafters of Laguna targets: ``feature_norms`` adds enc.aux_norm, ``gate`` adds attn_gate per "head" or per "output".
     """
     s, path = shape, Path(path)
@@ -400,6 +400,8 @@ def write_dflash(
             w.vector(f"{b}{name}.weight", n, 0.5, 1.5)
         if post_norms:
             w.norms(b, {"post_attention_norm": s.n_embd, "post_ffw_norm": s.n_embd, "layer_output_scale": 1})
+        if sinks:
+            w.vector(f"{b}attn_sinks.weight", s.draft_heads, -1.0, 3.0)
     more(w)
     w.close()
     return path

@@ -57,7 +57,7 @@ def both(method, target, draft, prompt, n_ctx=512, width=5, kv=KVTypes()):
     ) as session:
         drafter = session.drafter
         if method in ("dflash2", "dspark"):
-            options = {"causal": drafter.hp.causal} | (
+            options = {"causal": all(drafter.hp.causal)} | (
                 {"top_k": drafter.top_k} if method == "dflash2" else {"from_anchor": drafter.from_anchor, "confident": drafter.confident}
             )
             made = LlamaDFlash(target, draft, drafter.hp.target_layers, drafter.hp.mask_token, block=width, **sizes, **options)
@@ -93,7 +93,7 @@ def assert_blocks_equal(session, target, draft, prompt, blocks):
     engine, hp, opt = session.runner, session.drafter.hp, session.runner.options
     kv, accepted = {"kv": opt.kv, "draft_kv": opt.draft_kv}, 0
     with closing(
-        LlamaDFlash(target, draft, hp.target_layers, hp.mask_token, n_ctx=opt.n_ctx, block=hp.block_size, causal=hp.causal, **kv)
+        LlamaDFlash(target, draft, hp.target_layers, hp.mask_token, n_ctx=opt.n_ctx, block=hp.block_size, causal=all(hp.causal), **kv)
     ) as oracle:
         assert engine.prefill(prompt) == oracle.prefill(prompt)
         for i in range(blocks):

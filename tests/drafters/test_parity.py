@@ -480,7 +480,7 @@ class Drafter:
             q = rotated(rms(q, w[f"blk.{i}.attn_q_norm.weight"]), here, hp.rope.base)
             scores = np.einsum("qhd,khd->hqk", q, k) / hp.head_size**0.5
             ahead = here[:, None] - np.concatenate([past, here])[None, :]
-            unseen = (ahead < 0) & hp.causal | (ahead >= (hp.window[i] or np.inf))
+            unseen = (ahead < 0) & hp.causal[i] | (ahead >= (hp.window[i] or np.inf))
             scores[:, unseen] = -np.inf
             p = np.exp(scores - scores.max(-1, keepdims=True))
             out = np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v)
@@ -545,6 +545,7 @@ DFLASH_VARIANTS = {
     "norms behind": {"post_norms": True},
     "K is V": {"shared_kv": True},
     "rope table": {"factors": True},
+    "sinks": {"sinks": True},
     "own embedding": {"own": ("embedding",)},
     "own head": {"own": ("head",), "softcap": 2.0},
     "causal": {"causal": True},

@@ -552,10 +552,8 @@ def test_nan_and_infinity_are_found_wherever_they_are(bad):
 def test_every_row_of_a_block_sees_a_position_with_every_drafter(window):
     """Slots in a step of others' drafts had rows that saw nothing where layers have a window: attention to nothing is NaN."""
     width, live, committed = 4, 64, [40, 30, 0]
-    hp = SimpleNamespace(mask_token=9, window=(window, 0))
-    drafter = SimpleNamespace(
-        hp=hp, by_position=False, block_rows=lambda rows: rows, last_visible=lambda first, rows: np.full(rows, first + rows - 1)
-    )
+    hp = SimpleNamespace(mask_token=9, window=(window, 0), causal=(False, False))
+    drafter = SimpleNamespace(hp=hp, by_position=False, block_rows=lambda rows: rows)
     kv = SimpleNamespace(live=live, trash=16, rows_for=lambda n, count, real, out: out.fill(0))
     slots = [SimpleNamespace(cursor=SimpleNamespace(committed=n, last_token=5)) for n in committed]
     positions = np.concatenate([n + np.arange(width) for n in committed]).astype(np.int32)
