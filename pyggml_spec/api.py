@@ -54,8 +54,8 @@ BY_ROWS = frozenset((
     "UNARY", "GLU", "CONCAT", "REPEAT", "SQR", "SQRT", "LOG", "SIN", "COS", "PAD",
 ))  # fmt: skip
 NOT_BATCH_INVARIANT = (
-    "some products are ggml's, which round by the rows of a step: where drafts of the text's own repetitions are verified, a near-tie can fall "
-    "otherwise than in plain decoding; `spec` none takes such drafts away"
+    "some products use ggml's kernels, which round by the rows of a step: near-ties may resolve differently from plain decoding where n-gram "
+    "drafts are verified; `spec` none disables them"
 )
 
 MANY = "this session runs many requests at once: submit this one too, or close what concurrent() or batch() returned"

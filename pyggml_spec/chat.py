@@ -19,7 +19,7 @@ from .text.template import DEFAULT, KEY, NAME, TOOL_USE, ChatTemplate, templates
 from .text.tokenizer import Tokenizer
 
 CONTINUE = "{% for m in messages %}{{ m.content }}{% if not loop.last or m.role != 'assistant' %}{{ '\\n' }}{% endif %}{% endfor %}"
-"""For models without a chat template: all turns are one running text."""
+"""For models without a chat template: messages are joined as plain text."""
 CONTINUE_STOP, CONTINUE_TOKENS = ("\n\n\n",), 256  # such models rarely emit an end token
 
 
@@ -79,7 +79,7 @@ class Chat:
 
     @property
     def continues(self) -> bool:
-        """Whether the turns are one running text."""
+        """Whether messages are joined as plain text."""
         return self.template.source == CONTINUE
 
     def answer(self, text: str, max_tokens: int | None = None) -> str:
@@ -198,7 +198,7 @@ def chat_template(session: Session, source: str | None = None, otherwise: str = 
     if found:
         return ChatTemplate.from_gguf(file, found.get(DEFAULT) or next(iter(found.values()))), f"the template of {file.path.name}"
     has = "an empty chat template" if KEY in file.metadata else "no chat template"
-    how = ": your lines and its answers are one running text" if otherwise == CONTINUE else ": it is spoken to in ChatML"
+    how = ": messages are joined as plain text" if otherwise == CONTINUE else ": ChatML is used"
     return ChatTemplate(otherwise), f"{file.path.name} has {has}{how}; `chat_template` gives it one"
 
 

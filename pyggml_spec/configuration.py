@@ -42,7 +42,7 @@ def configuration_of(session: Any) -> Configuration:
     runner.threads.refresh()
     now, most = runner.threads.now, runner.threads.most
     if now != most:
-        busy.append(f"other work has the processor: {now} of {most} threads compute now, and all of them when it ends")
+        busy.append(f"other processes use the CPU: {now} of {most} threads compute now, all of them once it is idle")
     return Configuration(
         target=session.target.file.path.name,
         drafter=drafter.title if drafter is not None else None,

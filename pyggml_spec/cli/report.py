@@ -11,7 +11,7 @@ from .options import in_options
 from .terminal import size
 
 BUSY = (
-    f"warning: other work had the processor for more than {100 * MUCH_WAITING:.0f} % of the time, so speeds, and what they are of each other, "
+    f"warning: other processes used the CPU for more than {100 * MUCH_WAITING:.0f} % of the time, so speeds, and what they are of each other, "
     "are not those of an idle machine"
 )
 LEAST_REPLAY = 0.99
@@ -49,7 +49,7 @@ def configuration_line(e: Configuration, mode: str | None, sampling: str = "gree
 def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     """Speed, acceptance and the proof that nothing was built while decoding.
 
-    ``plain_ms``: cost of one plain step, measured by this process; ``busy``: while other work had the processor, so that it is not compared.
+    ``plain_ms``: cost of one plain step, measured by this process; ``busy``: while other processes used the CPU, so that it is not compared.
     """
     lines = [""]
     decode, alone = s.seconds["decode"], not (busy or s.contended)
@@ -79,7 +79,7 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
     lines += _of_others(s)
     if s.steps and plain_ms and not (alone and agrees):
         lines.append(
-            "no speed of plain decoding to compare with: other work had the processor during the generation or the measurement after it"
+            "no speed of plain decoding to compare with: other processes used the CPU during the generation or the measurement after it"
         )
     if s.seed is not None:
         lines.append(f"sampling: {s.sampling}; --seed {s.seed}")
@@ -105,10 +105,10 @@ def _of_others(s: Stats) -> list[str]:
     if not s.contended:
         return []
     waited = f" for {s.waited_s:.1f} of {s.seconds['decode']:.1f} s" if s.waited_s and s.waited_s >= LEAST_WAITED else ""
-    line = f"warning: other work had the processor{waited}, so the speeds are not those of an idle machine"
+    line = f"warning: other processes used the CPU{waited}, so the speeds are not those of an idle machine"
     if s.threads_follow and s.most_threads > 1:
         used = ", ".join(f"{n} steps by {threads} thread{'s' * (threads > 1)}" for threads, n in sorted(s.threads.items(), reverse=True))
-        line += f"; threads gave way to it, and come back when it ends: {used}"
+        line += f"; fewer threads computed meanwhile: {used}"
     elif s.most_threads > 1:
         line += f"; -t {s.most_threads} keeps all threads, each of which waits whenever one does: leave -t out, use -t 1, or stop that work"
     return [line]

@@ -454,6 +454,8 @@ class StepGraphs(GraphCache):
         slots, nodes = len(r.slots), most_nodes(r.target, r.drafter)
         super().__init__(r.devices, io or r.io, widths, buckets_up_to(r.kv.live), slots, most or slots, widest, nodes)
         self._padded = any(segment.backend.device.kind != "cpu" for segment in r.devices.segments)  # a graph costs more than padding
+        # ggml's kernels round by the rows of a step, so prompts and plain steps have llama.cpp's shapes
+        self._as_llama = all(s.backend.device.kind == "cpu" and s.backend.level is None for s in r.devices.segments)
 
     def _role_of(self, kind: str, method: str) -> str:
         """The first drafter's graphs have the name of their kind."""
@@ -512,6 +514,8 @@ class StepGraphs(GraphCache):
 
     def chunk_width(self, rows: int) -> int:
         """Rows per slot of the graph that computes ``rows`` rows of a prompt."""
+        if self._as_llama:
+            return rows
         planned = next(w for w in self._widths["prefill"] if rows <= w)
         return planned if self._padded else min(planned, fine_width(rows))
 
@@ -524,7 +528,7 @@ class StepGraphs(GraphCache):
         """Cache rows that a graph reads which leaves ``rows`` tokens. Exact graphs read what llama.cpp does: where a sum over rows is split depends
         on their number."""
         kv = self.resources.kv
-        if kind in ("logits", "capture"):
+        if kind in ("logits", "capture") or (self._as_llama and kind in ("prefill", "plain")):
             return min(padded(rows), kv.live)
         return kv.bucket(rows, KV_BUCKET if self.slots == 1 and kind == "prefill" else None)
 

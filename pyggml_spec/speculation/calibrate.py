@@ -190,7 +190,7 @@ def _drafts_path(runner: ModelRunner) -> Path:
 def cached_costs(runner: ModelRunner, steps: tuple[K, ...], fresh: bool = False, given: bool = False) -> tuple[dict[K, float], bool]:
     """``step_costs``, of widths with that of plain decoding, and whether they come from the cache. Invalid entries are measured again.
 
-    ``fresh``: measure in any case. Costs measured while other work had the processor are not stored.
+    ``fresh``: measure in any case. Costs measured while other processes used the CPU are not stored.
     """
     if not steps:
         return {}, False

@@ -32,7 +32,7 @@ class Methods(NamedTuple):
 
 
 def methods(names: Iterable[str] | None, without: Iterable[str] = (), tokens: int | None = None) -> Methods:
-    """The ways that may draft.
+    """The drafting methods that may be used.
 
     Args:
         names: of METHODS, or "none" alone; None for whatever there is: a drafter's file, given or in the target's folder, or the target's own MTP layer.
@@ -45,17 +45,17 @@ def methods(names: Iterable[str] | None, without: Iterable[str] = (), tokens: in
     tokens = 0 if tokens is None else whole(tokens, "the vocabulary of drafts (`draft_vocab`)", LEAST_TOKENS, 1 << 30, PyspecError)
     for given in (names, without):
         if isinstance(given, str) or not isinstance(given, (Iterable, type(None))):  # of a text, every letter would be one
-            raise PyspecError(f"ways of drafting are a list of names, like ['suffix'], and not {given!r}")
+            raise PyspecError(f"drafting methods are a list of names, like ['suffix'], and not {given!r}")
     asked, refused = None if names is None else list(names), list(without)
     for name in (*(asked or ()), *refused):
         if name in METHODS or name == NONE:
             continue
         why = f": {_REFUSED[name]}" if name in _REFUSED else ""
         raise PyspecError(
-            f"{name!r} is not a way of drafting here{why}; use {', '.join(METHODS)}, or {NONE}{'' if why else meant(name, METHODS)}"
+            f"unknown drafting method {name!r}{why}; available: {', '.join(METHODS)}, {NONE}{'' if why else meant(name, METHODS)}"
         )
     if both := [name for name in refused if name in (asked or ())]:
-        raise PyspecError(f"{both[0]} is asked for as a way of drafting and ruled out at once; leave one of the two out")
+        raise PyspecError(f"{both[0]} is both requested and excluded as a drafting method; leave one of the two out")
     if asked is None:
         return Methods(frozenset(MODELS) - {*refused}, tokens=tokens, implied=None if IMPLIED in refused else IMPLIED)
     if NONE in asked and len(asked) > 1:

@@ -317,7 +317,7 @@ def test_figures_of_a_busy_machine_are_called_that(pair, tmp_path, capsys, monke
         main(
             ["bench", *f"-m {pair[0]} -md {pair[1]} --device CPU -t 1 -n 2 -r 1 {measured}".replace("FILE", f"{tmp_path}/p.jsonl").split()]
         )
-    assert end.value.code == 0 and ("warning: other work had the processor" in capsys.readouterr().err) is busy
+    assert end.value.code == 0 and ("warning: other processes used the CPU" in capsys.readouterr().err) is busy
 
 
 @pytest.mark.parametrize("output", ["md", "jsonl"])

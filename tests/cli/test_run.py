@@ -212,17 +212,17 @@ def test_speeds_in_the_footer():
 def test_a_busy_machine_is_named():
     """Two threads on two busy cores decode at a seventieth of the speed; without a word the model or the engine would be blamed."""
     busy = footer(_stats(waited_s=1.5, most_threads=2), None)
-    assert "other work had the processor for 1.5 of 2.0 s" in busy and "-t 2 keeps all threads" in busy and "leave -t out" in busy
+    assert "other processes used the CPU for 1.5 of 2.0 s" in busy and "-t 2 keeps all threads" in busy and "leave -t out" in busy
     follows = _stats(waited_s=0.0, most_threads=2, threads_follow=True, threads=Counter({2: 3, 1: 6}), contended_s=1.2)
     busy = footer(follows, None)
-    assert "threads gave way to it, and come back when it ends: 3 steps by 2 threads, 6 steps by 1 thread" in busy
-    assert "other work had the processor, so" in busy and "-t" not in busy
+    assert "fewer threads computed meanwhile: 3 steps by 2 threads, 6 steps by 1 thread" in busy
+    assert "other processes used the CPU, so" in busy and "-t" not in busy
     moment = _stats(waited_s=0.02)
     moment.seconds["decode"] = 0.03
-    assert "other work" not in footer(moment, None)  # it said "for 0.0 of 0.0 s"
+    assert "other processes" not in footer(moment, None)  # it said "for 0.0 of 0.0 s"
     for idle in (0.02, 0.0, None):
         calm = _stats(waited_s=idle, contended_s=0.1, threads=Counter({2: 9}), most_threads=2, threads_follow=True)
-        assert "other work" not in footer(calm, None)
+        assert "other processes" not in footer(calm, None)
 
 
 def _drafted(**more) -> Stats:
@@ -236,7 +236,7 @@ def test_speeds_that_are_not_claimed():
     assert "plain 2.0 tok/s (calibrated)" in (line := footer(_drafted(), 500.0)) and "speedup 1.50x" in line
     for line in (footer(_drafted(), 500.0, True), footer(_drafted(contended_s=0.5), 500.0)):
         assert "plain 2.0" not in line and "speedup" not in line and "expected" not in line
-        assert "no speed of plain decoding to compare with: other work had the processor" in line
+        assert "no speed of plain decoding to compare with: other processes used the CPU" in line
     # It said "plain 0.4 tok/s (measured on a busy processor) | decoded plainly at 109.0 tok/s".
     plainly = _stats()
     for _ in range(40):

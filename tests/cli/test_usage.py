@@ -44,7 +44,7 @@ def said(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options, words", [
-    (["--spec-type", "draft-dflash", "--no-spec", "draft-dflash"], "draft-dflash is asked for as a way of drafting and ruled out"),
+    (["--spec-type", "draft-dflash", "--no-spec", "draft-dflash"], "draft-dflash is both requested and excluded"),
     (["--spec-type", ","], "--spec-type ',' names no drafting method"),
     (["--mode", "plain", "--reference-shape"], "--mode plain contradicts it"),
     (["--mode", "speculative", "--spec-type", "none"], "--spec-type none takes them away"),

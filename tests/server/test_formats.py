@@ -262,7 +262,7 @@ def test_files_and_servers_with_templates_for_tools(tmp_path):
         props = model.server.http.get("/props").json()
         assert (props["chat_template"], props["chat_template_tool_use"]) == ("without: " + body, more["tokenizer.chat_template.tool_use"])
     for template, more, says in (
-        (" ", {}, "has an empty chat template: it is spoken to in ChatML; --chat-template gives it one"),
+        (" ", {}, "has an empty chat template: ChatML is used; --chat-template gives it one"),
         (None, {"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre"),
     ):
         with Scripted(tmp_path / "model.gguf", {"one": "some words"}, template, more=more) as model:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def idle(monkeypatch):
-    """Nobody else has the processor, whatever else runs here."""
+    """No other process uses the CPU, whatever runs here."""
     monkeypatch.setattr("pyggml_spec.speculation.calibrate.cpu_wait_s", lambda: 0.0)
 
 

@@ -45,7 +45,7 @@ def test_a_layer_that_may_not_draft_is_left_aside(files, options):
     ("plain", None, {"spec": ["draft-mtp"]}, "nothing that drafts as draft-mtp"),
     ("own", "dflash", {"spec": ["draft-mtp"]}, "dflash.gguf drafts as draft-dflash"),
     ("own", "layer", {"no_spec": ["draft-mtp"]}, "not among what may draft"),
-    ("own", None, {"spec": ["draft-mtp"], "no_spec": ["draft-mtp"]}, "asked for as a way of drafting and ruled out at once"),
+    ("own", None, {"spec": ["draft-mtp"], "no_spec": ["draft-mtp"]}, "both requested and excluded"),
     ("layer", None, {}, "is the MTP layer of a qwen35 model"),
     ("plain", "plain", {}, "has recurrent layers"),
 ])  # fmt: skip
@@ -54,7 +54,7 @@ def test_what_is_not_there_is_said(files, target, draft, options, words):
 
 
 @pytest.mark.parametrize("names, words", [
-    (["ngram-cache"], "no lookup files"), (["draft-mtpp"], "not a way"), (["none", "draft-mtp"], "no drafts at all"),
+    (["ngram-cache"], "no lookup files"), (["draft-mtpp"], "unknown drafting method"), (["none", "draft-mtp"], "no drafts at all"),
 ])  # fmt: skip
 def test_names_that_are_refused(names, words):
     fails_with(PyspecError, words, methods, names)
@@ -62,7 +62,7 @@ def test_names_that_are_refused(names, words):
 
 @pytest.mark.parametrize("options", [{"spec": "suffix"}, {"no_spec": "suffix"}, {"spec": 5}])
 def test_one_name_is_no_list_of_letters(options):
-    """It said that 's' is not a way of drafting."""
+    """It said that 's' is an unknown method."""
     with pytest.raises(PyspecError, match=r"are a list of names, like \['suffix'\], and not ('suffix'|5)"):
         ps.load(device="CPU", threads=1, n_ctx=256, **options)
 
