@@ -44,6 +44,7 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python scripts/make_reference.py --check
 	$(BIN)/python scripts/make_stub.py --check
+	$(BIN)/python scripts/models_table.py --check
 	$(BIN)/python -m pytest -q checks
 
 test-patches: $(READY)
