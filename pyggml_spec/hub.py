@@ -1,17 +1,18 @@
 """Model files of the Hugging Face hub, by the names that llama.cpp's -hf takes. The package huggingface_hub downloads and keeps them."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .drafters.names import kind_of
 from .errors import HubError
 
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
-_DRAFTERS = ("dflash-", "dspark-", "eagle3-", "mtp-")  # the first kind that a repository has is taken
-_OTHERS = ("mmproj", "imatrix", *_DRAFTERS)  # parts of the names of GGUFs that are no target
+_OTHERS = ("mmproj", "imatrix")  # parts of the names of GGUFs that are neither targets nor drafters
 _DEFAULTS = ("Q4_K_M", "Q8_0")
 PATIENCE = 10  # seconds until the hub has to answer
 _SHOWN = 8  # names of files in a message
@@ -29,7 +30,7 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
     Args:
         repo: "USER/MODEL" or "USER/MODEL:QUANT", in any case. Without QUANT: Q4_K_M, else Q8_0, else the first file.
         file: this file of the repository, instead of QUANT.
-        drafter: files whose name begins with "dflash-", "dspark-", "eagle3-" or "mtp-", in this order, come before others.
+        drafter: files that are named like drafters (``drafters.names``) come before others.
         progress: called with ("download", done, total) in bytes; for a model in several files ("download 2 of 5", done, total), file by file.
 
     Raises:
@@ -51,7 +52,8 @@ def _fetch_all(repo: str, file: str | None, drafter: bool, companion: bool, prog
     try:
         hub = _package()
         names, cached = _names(hub, name)
-        found = companion and any(kind in other.rsplit("/")[-1] for other in names for kind in _DRAFTERS)
+        # all files may be named like drafters, as those of a model called "...-assistant" are
+        found = companion and len({kind_of(other) is None for other in names if not _is_other(other)}) == 2
         model = _fetch(hub, name, names, cached, quant, file, drafter, progress)
         return model, _fetch(hub, name, names, cached, None, None, True, progress) if found else None
     except Exception as error:
@@ -138,16 +140,35 @@ def _cached(hub: Any, repo: str) -> dict[str, Path]:
 def _chosen(names: Sequence[str], quant: str | None, drafter: bool) -> str | None:
     """The file of this quantisation, or the default one; None if there is none."""
     first = [n for n in names if (part := _PART.search(n)) is None or int(part[1]) == 1]
-    kinds = ([n for n in first if kind in n.rsplit("/")[-1]] for kind in _DRAFTERS)
-    drafters = next((found for found in kinds if found), [])
-    models = [n for n in first if not any(word in n.rsplit("/")[-1] for word in _OTHERS)]
-    usable = drafters if drafter and drafters else models
+    usable = [n for n in first if not _is_other(n)]
+    drafters = [n for n in usable if kind_of(n) is not None]
+    models = [n for n in usable if kind_of(n) is None] or drafters
+    best = min(map(kind_of, drafters), default=None)  # type: ignore[type-var]
+    usable = [n for n in drafters if kind_of(n) == best] if drafter and drafters else models
     for wanted in _DEFAULTS if quant is None else (quant,):
         pattern = re.compile(rf"(?<![a-z0-9]){re.escape(wanted)}[.-]", re.IGNORECASE)
         for name in usable:
             if pattern.search(name):
                 return name
     return usable[0] if usable and quant is None else None
+
+
+def _is_other(name: str) -> bool:
+    return any(word in name.rsplit("/", maxsplit=1)[-1] for word in _OTHERS)
+
+
+def is_later_part(name: str) -> bool:
+    """Whether a file is a part of a model, and not the first one."""
+    part = _PART.search(name)
+    return part is not None and int(part[1]) > 1
+
+
+def cached_files() -> list[Path]:
+    """GGUFs in the caches of the hub and of llama.cpp, by the variables that both read; without huggingface_hub, too."""
+    home, get = Path.home() / ".cache", os.environ.get
+    of_hub = Path(get("HF_HUB_CACHE") or Path(get("HF_HOME") or home / "huggingface") / "hub")
+    found = [*of_hub.glob("models--*/snapshots/*/**/*.gguf"), *Path(get("LLAMA_CACHE") or home / "llama.cpp").glob("**/*.gguf")]
+    return sorted(path for path in found if path.is_file())
 
 
 def _parts(name: str) -> list[str]:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +13,7 @@ from .checks import path, whole
 from .drafters.base import Drafter
 from .drafters.model import ModelDrafter
 from .drafters.multi import AnyDrafter, combine
+from .drafters.names import kind_of
 from .drafters.pairs import drafters_for
 from .engine.devices import Segment
 from .engine.memory import MemoryCount, count_memory, longest
@@ -36,7 +36,6 @@ from .text.tokenizer import Tokenizer, first_difference, vocabulary_note
 DEMO = Path(__file__).parent / "demo"
 DEMO_TARGET, DEMO_DRAFTER, DEMO_MTP = DEMO / "target.gguf", DEMO / "drafter.gguf", DEMO / "mtp.gguf"
 TRAINED = "the model's"  # where a context comes from
-COMPANIONS = ("*dflash*", "*dspark*", "*eagle3*", "mtp-*", "*-assistant*")  # names of drafters
 WIDTH = 16  # rows of the widest block without a drafter
 LEAST_CONTEXT = 4096  # tokens that the default context has even where memory has no room for them
 CONTEXT_STEP = 1024  # a context that memory limits is a multiple of it
@@ -177,13 +176,8 @@ class Loader:
         if drafter.method not in self.options.methods.model:
             remedy = "name it with `spec`, or leave the file out"
             raise PairError(f"{draft.name} drafts as {drafter.method}, which is not among what may draft; {remedy}")
-        drafter.check_pair(self.target)
-        if isinstance(drafter, ModelDrafter):
-            if drafter.vocabulary is not None:
-                self.notes.append(f"{draft.name} has another vocabulary: {drafter.vocabulary.description()}")
-        elif difference := first_difference(file, draft_file):
-            fitting = f"a drafter only fits the target it was made for: {drafters_for(file)}"
-            raise PairError(f"{draft.name} cannot draft for {file.path.name}: {difference}; {fitting}")
+        if note := check_fit(drafter, self.target):
+            self.notes.append(f"{draft.name} {note}")
         return drafter
 
     # -- options of the engine
@@ -474,8 +468,20 @@ def companions(target: Path) -> list[Path]:
     """Drafters by name in the folder of ``target``, those of the most tokens per step first."""
     with suppress(OSError):
         names = [path.name for path in target.parent.iterdir() if path.suffix.lower() == ".gguf" and path.name != target.name]
-        return [target.parent / name for pattern in COMPANIONS for name in sorted(names) if fnmatch(name.lower(), pattern)]
+        kinds = {name: kind for name in sorted(names) if (kind := kind_of(name)) is not None}
+        return [target.parent / name for name in sorted(kinds, key=kinds.__getitem__)]
     return []
+
+
+def check_fit(drafter: Drafter, target: Decoder) -> str:
+    """Raises PairError unless the drafter fits the target, by shape and vocabulary; returns how far a small model's vocabulary does, or ""."""
+    drafter.check_pair(target)
+    if isinstance(drafter, ModelDrafter):
+        return f"has another vocabulary: {drafter.vocabulary.description()}" if drafter.vocabulary is not None else ""
+    if difference := first_difference(target.file, drafter.file):
+        fits = f"a drafter only fits the target it was made for: {drafters_for(target.file)}"
+        raise PairError(f"{drafter.file.path.name} cannot draft for {target.file.path.name}: {difference}; {fits}")
+    return ""
 
 
 # -- the default context: the trained one, or as much of it as memory has room for

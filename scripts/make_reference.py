@@ -41,6 +41,7 @@ MORE = {  # what else is meant to be used, by module
     "tools.compare": ("compare_logits", "Comparison"),
     "tools.compare_weights": ("compare_weights", "WeightComparison", "TensorDifference"),
     "tools.convert": ("convert_drafter", "Conversion"),
+    "tools.drafters": ("find_drafters", "Candidate"),
     "tools.inspect": ("inspect_file", "Inspection"),
     "tools.plan": ("plan", "plan_everywhere", "Plan", "NoPlan"),
 }

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Prints the table of docs/pairs.md: the public block drafters that the package knows, and which of them run here."""
+"""Prints the table of docs/pairs.md: the public drafters that the package knows, and which of them run here."""
 
+import pyggml_spec.models.registry  # noqa: F401  (which targets run)
 from pyggml_spec.drafters.pairs import PUBLISHED
 
 

@@ -55,14 +55,16 @@ def test_which_file_a_name_means(quant, drafter, name):
 
 
 def test_which_drafter_and_which_quantisation():
-    names = ["mtp-m-Q8_0.gguf", "eagle3-m-F16.gguf", "dspark-m-Q8_0.gguf", "sub/dflash-m-F16.gguf", "m-F16.gguf"]
-    for kind in ("sub/dflash-m-F16.gguf", "dspark-m-Q8_0.gguf", "eagle3-m-F16.gguf", "mtp-m-Q8_0.gguf"):
+    names = ["m-assistant-F16.gguf", "mtp-m-Q8_0.gguf", "m.EAGLE3.gguf", "dspark-m-Q8_0.gguf", "sub/M-DFlash2-F16.gguf", "m-F16.gguf"]
+    for kind in ("sub/M-DFlash2-F16.gguf", "dspark-m-Q8_0.gguf", "m.EAGLE3.gguf", "mtp-m-Q8_0.gguf", "m-assistant-F16.gguf"):
         assert _chosen(names, None, True) == kind and _chosen(names, None, False) == "m-F16.gguf"
         names.remove(kind)
     assert _chosen(names, None, True) == "m-F16.gguf" and _chosen(["a-F16.gguf", "a-Q8_0.gguf"], None, False) == "a-Q8_0.gguf"
     assert _chosen(["mmproj-a.gguf", "a-Q5_1.gguf", "a-F16.gguf"], None, False) == "a-Q5_1.gguf"
     assert _chosen(["a-Q4_K_M.gguf"], None, True) == "a-Q4_K_M.gguf"  # a drafter's own repository
     assert _chosen(["mmproj-a.gguf"], None, False) is None
+    whole = ["code-assistant-Q8_0.gguf", "code-assistant-Q4_K_M.gguf"]  # models that are called so
+    assert _chosen(whole, None, False) == whole[1] and _chosen(whole, "Q8_0", False) == whole[0]
 
 
 def test_a_pair_of_the_hub_runs_and_is_fetched_once(hub, asked, pair, tmp_path):

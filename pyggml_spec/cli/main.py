@@ -36,6 +36,7 @@ class Commands(click.Group):
         "bench": "Measures speed, or acceptance on real prompts.",
         "doctor": "Finds causes of low acceptance and missing speed.",
         "plan": "Predicts the memory of a pair without loading it.",
+        "drafters": "Lists drafters for a target: what is there, what is published, and what fits.",
         "inspect": "Shows the contents of a GGUF and how pyspec uses it.",
         "compare": "Compares logits with llama.cpp's, or the weights of two files.",
         "convert": "Converts a published drafter in safetensors to GGUF.",

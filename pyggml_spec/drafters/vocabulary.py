@@ -75,7 +75,8 @@ def map_vocabulary(target: GGUFFile, draft: GGUFFile) -> VocabularyMap | None:
 
 
 def _tokens(file: GGUFFile, tokens: StringArray) -> list[tuple[bool, bytes]]:
-    """(control, bytes) of each token."""
+    """(control, bytes) of each token, as libllama has them (``Tokenizer.pieces``, which needs a vocabulary of libllama for each file: 2.4 s instead of 0.5 for
+    262,144 tokens)."""
     types = file.metadata.get("tokenizer.ggml.token_type")
     kinds = types.tolist() if isinstance(types, np.ndarray) and len(types) == len(tokens) else [1] * len(tokens)
     spelled = file.metadata.get("tokenizer.ggml.model") == "gpt2"

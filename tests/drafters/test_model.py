@@ -15,12 +15,14 @@ from random_gguf.mtp import write_mtp_target
 import pyggml_spec as ps
 from pyggml_spec.doctor import FAIL, OK, WARN, examine
 from pyggml_spec.doctor.files import tokenizer
-from pyggml_spec.drafters.vocabulary import map_vocabulary
+from pyggml_spec.drafters.vocabulary import _tokens, map_vocabulary
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ModelError, PairError
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO_TARGET
+from pyggml_spec.text.tokenizer import Tokenizer
 
 native = pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing")
 OPTIONS = {"device": "CPU", "threads": 1, "n_ctx": 256}
@@ -229,3 +231,9 @@ def test_inspect_and_doctor_say_what_the_vocabularies_share(files, tmp_path):
         assert (check.verdict, tokenizer(target, same).verdict) == (WARN, OK) and words in check.found
     report = examine(files[0], files[1], device="CPU", threads=1)
     assert not [check for check in report.checks if check.verdict == FAIL]
+
+
+def test_bytes_of_tokens_are_libllamas():
+    with GGUFFile(DEMO_TARGET) as file, closing(Tokenizer(file)) as tokenizer:
+        ours = _tokens(file, file.metadata[TOKENS])
+        assert [raw for _, raw in ours] == tokenizer.pieces() and sum(control for control, _ in ours) == len(tokenizer.control_tokens())
