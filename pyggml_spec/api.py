@@ -35,11 +35,22 @@ from .loading import Loader, Progress, default_context, files_to_load, room, rou
 from .models.decoder import Decoder
 from .sampling.recommended import chosen
 from .sampling.sampler import Sampler, Sampling
-from .speculation.calibrate import cached_costs, keep_drafts, known_drafts, plain_cost
+from .speculation.calibrate import Waiting, keep_costs, keep_drafts, known_costs, known_drafts, plain_cost
 from .speculation.confidence import Confidence
 from .speculation.ngram import NgramMethod
 from .speculation.plan import skip_drafter_rows
-from .speculation.policy import NEVER_PAYS, AcceptancePrior, SpeculationPolicy, StepPlan, chain_plans, worth_keeping
+from .speculation.policy import (
+    NEVER_PAYS,
+    PLAIN_STEP,
+    ROW_COST,
+    AcceptancePrior,
+    SpeculationPolicy,
+    StepPlan,
+    chain_plans,
+    estimate,
+    with_known,
+    worth_keeping,
+)  # fmt: skip
 from .speculation.synthetic import SyntheticAcceptance
 from .text.stream import TextStream, stop_texts
 from .text.tokenizer import Tokenizer
@@ -81,16 +92,11 @@ class Session:
         self.load_seconds = 0.0
         self.drafter: AnyDrafter | None = None
         self.lookup: NgramMethod | None = None  # n-gram drafting
-        self.costs: dict[int, float] | None = None  # milliseconds per step by width, of the first drafter; None where the width is pinned
-        self._verify_costs: dict[int, float] = {}  # of steps that verify given ids, by rows; where a drafter reports confidence
-        # of other kinds of steps: further drafters, and graphs of more rows than there are drafts
-        self.other_costs: dict[StepPlan, float] = {}
-        self.costs_cached = False
+        self._plans: list[StepPlan] = []  # among which the policy chooses; empty where the width is pinned
+        self._known_costs: dict[StepPlan, float] = {}  # of earlier sessions
+        self._watched: Waiting | None = None  # whether other work had the processor
         self._known_drafts: Mapping[str, AcceptancePrior] = {}  # acceptance of each drafter, of earlier sessions at first
         self._drafts_count = False  # whether this session's acceptance is to be stored
-        self._costs_under: tuple[tuple[int, bool], ...] | None = None  # the engine's condition in which they were measured
-        self._costs_again = False  # whether they were measured again because other work had ended; once
-        self._costs_checked = False  # whether they were measured again because steps ran faster; once, as routed blocks vary with the text
         self._concurrent: ConcurrentSession | None = None  # the last one
         self._rows_stay = False  # whether rows in place equal those that would be computed
         self._last: tuple[int, list[int]] = (-1, [])  # the engine's epoch of the last generation, and its tokens
@@ -110,18 +116,17 @@ class Session:
         self.target, self.tokenizer, self.drafter = loader.target, loader.tokenizer, loader.drafter
         self.runner = loader.runner()
         self.notes, self.context_from, width = loader.notes, loader.context_from, self.runner.options.width
-        if loader.default_ngram and loader.ngram is not None:
+        if loader.ngram is not None:
             self.lookup = NgramMethod.unmeasured(loader.ngram, [w for w in candidate_widths(width) if w > 1])
-            if not self.batch_invariant:
+            if loader.default_ngram and not self.batch_invariant:
                 self.notes.append(NOT_BATCH_INVARIANT)
-        elif loader.ngram is not None:
-            costs, cached = self._given_costs()
-            self.lookup = NgramMethod(loader.ngram, costs)
-            self.lookup.set_condition(self.runner.threads.quiet if cached else self.runner.threads.condition)
         self.engine = Engine(self.runner, width, ngram=self.lookup)
         if self.drafter is not None and options.draft_width is None:
-            self._measure_costs()
+            self._plans = self._possible_plans()
+            self._known_costs, self._watched = known_costs(self.runner, self._plans), Waiting(self.runner).__enter__()
             self._known_drafts, self._drafts_count = known_drafts(self.runner), True
+            if not self._known_costs and (why := why_nothing_is_kept()):
+                self.notes.append(why)
         self.engine.policy = self.new_policy()
         files = self._prefix_files(self.runner, options, progress)
         self.prefix = self._own(PrefixCache(self.runner, self._prefix_memory(options.prefix_memory), files))
@@ -155,38 +160,53 @@ class Session:
         """Bytes for copies of prompts; by default of what is free now."""
         return min(PREFIX_MEMORY, free_bytes(present(self.backend.device)) // 8) if nbytes is None else nbytes
 
-    def _given_costs(self) -> tuple[dict[int, float], bool]:
-        """Milliseconds by rows of steps that verify given ids, and whether they were known."""
-        widths = candidate_widths(self.runner.options.width)
-        return cached_costs(self.runner, tuple(w for w in widths if w > 1), given=True)
-
-    def _measure_costs(self, fresh: bool = False) -> None:
+    def _possible_plans(self) -> list[StepPlan]:
+        """What a lone sequence may do in a step: plain decoding first."""
         assert self.drafter is not None
-        widths, (first, *_) = candidate_widths(self.runner.options.width), self.drafter.methods
-        self.costs, self.costs_cached = cached_costs(self.runner, tuple(w for w in widths if w <= first.block_size), fresh)
-        self._costs_under = self.runner.threads.quiet if self.costs_cached else self.runner.threads.condition
-        kinds = []
+        out, widths = [PLAIN_STEP], [w for w in candidate_widths(self.runner.options.width) if w > 1]
         for member in self.drafter.methods:
             fitting = [width for width in widths if width <= member.block_size]
-            chains = member.chained or member.whole_model
-            kinds += chain_plans(member.method, fitting) if chains else [StepPlan.of(member.method, width) for width in fitting]
-        if not self.costs_cached and (why := why_nothing_is_kept()) and why not in self.notes:
-            self.notes.append(why)
-        known = {StepPlan.of(first.method, width): ms for width, ms in self.costs.items() if width > 1}
-        costs = known | cached_costs(self.runner, tuple(kind for kind in kinds if kind not in known), fresh)[0] if known else {}
-        self.other_costs = {kind: ms for kind, ms in worth_keeping(costs).items() if kind not in known}
+            out += [StepPlan.of(member.method, width) for width in fitting]
+            out += chain_plans(member.method, fitting) if fitting and (member.chained or member.whole_model) else []
+        return [plan for plan in dict.fromkeys(out) if plan.verify_len <= self.runner.options.n_ctx]
+
+    @property
+    def costs(self) -> dict[int, float] | None:
+        """Milliseconds per step by its tokens at most, of plain decoding and of the first drafter, as far as steps have told them; None where the width is
+        pinned."""
+        if self.drafter is None or self.engine.policy is None:
+            return None
+        first = ("", self.drafter.method)
+        known = {plan.tokens: ms for plan, ms in self._learnt().items() if plan.method in first and plan.verify_len == plan.tokens}
+        return dict(sorted(known.items()))
+
+    def _learnt(self) -> dict[StepPlan, float]:
+        """Milliseconds of steps by plan, of this session or of earlier ones."""
+        policy, known = self.engine.policy, self._known_costs
+        if policy is None or not (learnt := policy.learnt):
+            return known
+        unit = policy.costs[1, PLAIN_STEP] / known[PLAIN_STEP] if PLAIN_STEP in known else 1.0  # the machine may have been slower then
+        return {plan: unit * ms for plan, ms in known.items()} | learnt
 
     def new_policy(self) -> SpeculationPolicy | None:
-        """A new one, with the costs that were measured of this session; None where the width is pinned."""
-        if self.drafter is None or not self.costs:
+        """A new one, with what steps have told of their costs so far, and estimates of the others; None where the width is pinned."""
+        if self.drafter is None or not self._plans:
             return None
-        control = SpeculationPolicy.measured_for(self.drafter.method, self.costs, self.other_costs)
-        control.condition_changed(self.runner.threads.condition if self._costs_under is None else self._costs_under, 0, ())
-        for name, known in self._known_drafts.items():
-            control.load_prior(name, known)
-        confident = [member.method for member in self.drafter.methods if member.confident]
-        if confident and (given := self._verify_costs or self._given_costs()[0]):
-            self._verify_costs, control.confidence = given, {method: Confidence(given) for method in confident}
+
+        def matrices(weights: Any) -> int:
+            return weights.native_bytes + weights.other_matrix_bytes
+
+        members, row_cost = self.drafter.methods, ROW_COST["cpu" if self.backend.device.kind == "cpu" else "gpu"]
+        shares = {member.method: matrices(member.weights) / max(matrices(self.target.weights), 1) for member in members}
+        chained = [member.method for member in members if member.chained or member.whole_model]
+        known = self._learnt()
+        costs = with_known(estimate(self._plans, row_cost, shares, chained), known)
+        control = SpeculationPolicy(costs, costs, relative=True, told=PLAIN_STEP in known)
+        control.condition_changed(self.runner.threads.condition, 0, ())
+        for name, prior in self._known_drafts.items():
+            control.load_prior(name, prior)
+        rows = {rows: 1 + row_cost * (rows - 1) for rows in (1, *candidate_widths(self.runner.options.width))}
+        control.confidence = {member.method: Confidence(rows, relative=True) for member in members if member.confident}
         return control
 
     def slots_context(self, slots: int, only: bool = False) -> int:
@@ -305,14 +325,6 @@ class Session:
 
     def _begin(self, ids: list[int], mode: str, append: bool, stats: Stats) -> tuple[Reuse, int]:
         """What the caches have of ``ids``, and how much of that the last generation left."""
-        widths = self.engine.policy
-        threads = self.runner.threads
-        others_gone = not self._costs_again and self._costs_under not in (None, threads.condition) and threads.calm
-        if widths is not None and (others_gone or (widths.costs_outdated and not self._costs_checked)):
-            self._costs_again |= others_gone
-            self._measure_costs(fresh=True)
-            self._costs_checked, self._known_drafts = self._costs_checked or not others_gone, widths.priors
-            widths = self.engine.policy = self.new_policy()
         drafting = mode == SPECULATIVE and self._needs_drafters_rows(ids, append)
         held = self._held(ids, drafting) if append else 0
         alike = 0 if held else self._alike(ids, drafting)
@@ -485,16 +497,18 @@ class Session:
             engine.close()
             raise
         lookup = self.lookup.for_slots(candidate_widths(options.width)) if self.lookup is not None else None
-        pinned = None if self.costs else options.width
+        control = self.new_policy()
+        pinned = options.width if control is None else None
+        kinds = worth_keeping({plan: control.costs[1, plan] for plan in control.plans if plan.draft_tokens}) if control is not None else ()
         if engine.devices.groups and wanted != 1:
             from .multi_device.pipeline import PipelinedEngine
 
-            scheduler: Engine = PipelinedEngine(engine, pinned, memory, lookup, files, self.other_costs, groups=wanted)
+            scheduler: Engine = PipelinedEngine(engine, pinned, memory, lookup, files, kinds, groups=wanted)
         else:
-            scheduler = Engine(engine, pinned, memory, lookup, files, self.other_costs)
+            scheduler = Engine(engine, pinned, memory, lookup, files, kinds)
         if slots == 1:  # the same graphs
-            scheduler.policy = self.new_policy()
-        elif self.costs and (control := self.new_policy()) is not None:
+            scheduler.policy = control
+        elif control is not None:
             if control.never_pays:
                 scheduler.pin_width(1, NEVER_PAYS)  # where W rows cost W plain steps, those of several sequences are no cheaper
             elif scheduler.policy is not None and not engine.devices.groups:  # whose steps are launched before drafts can be read
@@ -574,6 +588,11 @@ class Session:
 
     def _free(self) -> None:
         self._lock.shut(CLOSED)
+        if self._watched is not None and self._parts:
+            self._watched.__exit__()
+            if not self._watched.much:
+                keep_costs(self.runner, self._plans, self._learnt())
+            self._watched = None
         if self._drafts_count and (widths := self.engine.policy) is not None:
             keep_drafts(self.runner, widths.priors)
             self._drafts_count = False

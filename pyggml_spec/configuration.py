@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .speculation.policy import useful_widths
-
 
 @dataclass(frozen=True)
 class Configuration:
@@ -37,8 +35,7 @@ class Configuration:
 def configuration_of(session: Any) -> Configuration:
     """What this ``Session`` uses."""
     runner, drafter, weights = session.runner, session.drafter, session.target.weights
-    options, costs, busy = runner.options, session.costs, []
-    others = {plan.tokens for plan, ms in session.other_costs.items() if plan.tokens * costs[1] > ms} if costs else ()
+    options, policy, busy = runner.options, session.engine.policy, []
     runner.threads.refresh()
     now, most = runner.threads.now, runner.threads.most
     if now != most:
@@ -50,7 +47,7 @@ def configuration_of(session: Any) -> Configuration:
         device=", ".join(map(str, weights.segments)) if weights.segments else session.backend.device.name,
         threads=max(backend.threads for backend in session.backends),
         width=options.width if drafter is not None else 1,
-        widths=tuple(sorted({*useful_widths(costs), *others})) if costs else (),
+        widths=tuple(sorted({plan.tokens for plan in policy.worth_trying})) if policy is not None else (),
         n_ctx=options.n_ctx,
         context=session.context_from,
         kv_type=str(options.kv) if drafter is None or options.kv == options.draft_kv else f"{options.kv}, drafter {options.draft_kv}",

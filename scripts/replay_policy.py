@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyggml_spec.speculation.policy import PLAIN_STEP, SpeculationPolicy, StepPlan, chain_plans
+from pyggml_spec.speculation.policy import PLAIN_STEP, ROW_COST, SpeculationPolicy, StepPlan, chain_plans, estimate
 
 DATA = Path(__file__).parent.parent / "tests" / "speculation"
 TOKENS, METHOD, CHAIN = (2, 4, 8, 16), "draft-dflash", "draft-mtp"
@@ -146,6 +146,15 @@ class New:
         self.policy.observe(1, plan, ms, [self.state], [matched], True, late)
 
 
+class Estimated(New):
+    """As in a first session: costs are estimates."""
+
+    def __init__(self, costs: Mapping[StepPlan, float]) -> None:
+        gpu = costs[PLAIN_STEP] * 3 > min(ms for plan, ms in costs.items() if plan.tokens == max(TOKENS))
+        row_cost = ROW_COST["gpu" if gpu else "cpu"]
+        self.policy = SpeculationPolicy(costs, estimate(costs, row_cost, {METHOD: 0.1, CHAIN: 0.08}, {CHAIN}), relative=True)
+
+
 def old_rules(folder: Path) -> Callable[[Mapping[StepPlan, float]], Any]:
     """``WidthControl`` of a folder, with the same interface."""
     package = types.ModuleType("old_rules")
@@ -257,7 +266,7 @@ def main() -> None:
     parser.add_argument("--old", type=Path)
     parser.add_argument("--only", nargs="*")
     args = parser.parse_args()
-    rules = {"new": New} | ({"old": old_rules(args.old)} if args.old else {})
+    rules = {"measured": New, "estimated": Estimated} | ({"old": old_rules(args.old)} if args.old else {})
     print(f"Half: {args.half}. Mean speedup over plain decoding / least of a text.\n")
     print(
         "| machine | texts | best fixed per text / one for all |"

@@ -108,8 +108,10 @@ def test_nothing_is_computed_after_a_stop_text(session, mode):
 
 def test_where_no_block_can_pay_requests_do_not_draft_either(session, monkeypatch):
     """Each width was tried all the same, by every number of slots."""
-    for costs, drafts in (({1: 1e-3, 2: 3e-3, 4: 5e-3}, False), ({1: 1e-3, 2: 1.1e-3, 4: 1.2e-3}, True)):
-        monkeypatch.setattr(session, "costs", costs)
+    monkeypatch.setattr(session, "_plans", session._possible_plans())
+    for block_ms, drafts in ((2e-2, False), (1.1e-3, True)):
+        monkeypatch.setattr(session.engine, "policy", None)
+        monkeypatch.setattr(session, "_known_costs", {plan: block_ms if plan.draft_tokens else 1e-3 for plan in session._plans})
         monkeypatch.setattr(session.engine, "policy", session.new_policy())
         text, alone = session.generate(PROMPTS[0], 20)
         assert session.runner.slots[0].drafting == drafts  # whether the drafter's rows were computed
@@ -326,14 +328,13 @@ def threads_of_this_process() -> set[str]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted where Linux lists them")
-def test_only_threads_of_the_stepping_thread_compute(pair, tmp_path, monkeypatch):
+def test_only_threads_of_the_stepping_thread_compute(pair):
     """Threads of OpenMP that had measured costs, in the thread that loaded, made every barrier of the stepping thread's sleep: on two cores
     concurrent(slots=1) had a quarter of the session's speed."""
     assert device_feature(pick_device("CPU"), "OPENMP") == "1", "ggml makes its own threads here, for each graph"
-    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))  # so that loading measures
     before = threads_of_this_process()
     with ps.load(*pair, device="CPU", threads=3, n_ctx=251) as session:
-        assert threads_of_this_process() <= before and not session.costs_cached
+        assert threads_of_this_process() <= before
         steps = session.steps(PROMPTS[0], 20, ignore_end=True)
         next(steps)
         assert len(threads_of_this_process() - before) == 2  # alongside this one

@@ -227,7 +227,7 @@ class _Desk:
             say("no answer yet")
             return
         stats, session = self.chat.stats, self.chat.session
-        say(footer(stats[-1], session.costs[1] if session.costs else None).lstrip())
+        say(footer(stats[-1], (session.costs or {}).get(1)).lstrip())
         names = "drafted", "matched", "emitted", "prompt_tokens", "reused_tokens"
         drafted, matched, emitted, prompts, reused = (sum(getattr(s, name) for s in stats) for name in names)
         used = f"{session.runner.cursor.committed} of {session.runner.options.n_ctx} tokens of context used"

@@ -21,7 +21,7 @@ from ..files import make_private, replacing
 from ..folders import cache_folder
 from ..ggml.device import cpu_wait_s, graph_replay_enabled, kernels_in_use
 from ..ggml.library import versions
-from .policy import AcceptancePrior, StepPlan
+from .policy import PLAIN_STEP, AcceptancePrior, StepPlan
 
 WARMUP, WARM_S = 3, 0.015  # runs, and seconds of runs, that are not counted: CUDA graphs replay from the third on, caches fill
 MOST, ENOUGH_S, LIMIT_S = 12, 0.15, 0.6  # runs per width; seconds after which three runs are enough, and after which one is
@@ -187,28 +187,24 @@ def _drafts_path(runner: ModelRunner) -> Path:
     return cache_folder() / f"drafts-{_hash([SEED, *_files(runner)])}.json"
 
 
-def cached_costs(runner: ModelRunner, steps: tuple[K, ...], fresh: bool = False, given: bool = False) -> tuple[dict[K, float], bool]:
-    """``step_costs``, of widths with that of plain decoding, and whether they come from the cache. Invalid entries are measured again.
+def known_costs(runner: ModelRunner, plans: Sequence[StepPlan]) -> dict[StepPlan, float]:
+    """Milliseconds of steps by plan, of earlier sessions with these files on this machine; empty without a valid entry."""
+    return kept(_costs_path(runner, plans), {_name(plan): plan for plan in plans}) or {}
 
-    ``fresh``: measure in any case. Costs measured while other processes used the CPU are not stored.
-    """
-    if not steps:
-        return {}, False
-    path = cache_folder() / f"costs-{cost_key(runner, steps, given)}.json"
-    widths = isinstance(steps[0], int)
-    names: dict[str, Any] = {
-        str(step) if widths else "/".join(map(str, cast(StepPlan, step))): step for step in ((1, *steps) if widths else steps)
-    }
-    stored = None if fresh else kept(path, names)
-    if stored and (not widths or 1 in stored):
-        return stored, True
-    with Waiting(runner) as waiting:
-        costs = step_costs(runner, list(names.values()), given)
-    if widths and 1 not in costs:
-        return {}, False
-    if costs and not waiting.much:
-        keep(path, {name: costs[step] for name, step in names.items() if step in costs})
-    return costs, False
+
+def keep_costs(runner: ModelRunner, plans: Sequence[StepPlan], costs: Mapping[StepPlan, float]) -> None:
+    """Stores for ``known_costs`` of later sessions what steps have told of these ``plans``."""
+    if PLAIN_STEP in costs and len(costs) > 1:
+        with suppress(OSError, PyspecError):  # a deleted file, an untrusted folder
+            keep(_costs_path(runner, plans), {_name(plan): costs[plan] for plan in plans if plan in costs})
+
+
+def _costs_path(runner: ModelRunner, plans: Sequence[StepPlan]) -> Path:
+    return cache_folder() / f"costs-{cost_key(runner, plans)}.json"
+
+
+def _name(plan: StepPlan) -> str:
+    return "/".join(map(str, plan))
 
 
 def kept(path: Path, names: dict[str, K]) -> dict[K, float] | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
-from .cost_model import CostModel
+from .cost_model import WARMUP, CostModel
 
 LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # bounds between which draft tokens are counted together
 PRIOR_WEIGHT, DECAY = 8.0, 0.995  # draft tokens that the confidence itself counts for; weight of one draft token of a level later
@@ -18,14 +18,19 @@ CUT_RATE = 0.05  # weight of a block in what cuts save
 
 class Confidence:
     """Of one drafter and engine; sequences that share a step verify as many draft tokens. ``costs``: milliseconds of verifying by rows, one slot; 1: a plain
-    step."""
+    step. ``relative``: in plain steps, of which ``tell`` says what they take."""
 
-    def __init__(self, costs: Mapping[int, float]) -> None:
+    def __init__(self, costs: Mapping[int, float], relative: bool = False) -> None:
         self._rows = sorted(costs)
-        self.costs = CostModel({(1, rows): ms for rows, ms in costs.items()})
+        self.costs = CostModel({(1, rows): ms for rows, ms in costs.items()}, relative)
         self._tries, self._hits = [0.0] * (len(LEVELS) + 1), [0.0] * (len(LEVELS) + 1)
         self._ratings: dict[int, list[float]] = {}  # of the last blocks' draft tokens, by slot
         self._cuts: dict[int, dict[int, float]] = {}  # by slots: share of the blocks that were cut to so many rows
+
+    def tell(self, plain_ms: float) -> None:
+        """Milliseconds of a plain step, before the first block is cut."""
+        while self.costs.steps((1, 1)) <= WARMUP:
+            self.costs.observe((1, 1), plain_ms)
 
     def chance(self, rating: float) -> float:
         """That a draft token of this confidence is accepted if those before it are."""

@@ -7,11 +7,11 @@ from collections.abc import Hashable, Mapping, Sequence
 RATE = 0.05  # least weight of one step
 MEASURED_WEIGHT = 4  # steps that a cost counts for which was measured beforehand
 WARMUP, TRIES = 2, 4  # steps of a new graph that do not count (it is built, then captured), and steps after which its cost is known
+FIRST_STEPS = 6  # of which the cheapest one counts, where costs are estimates
 CLAMP = 2.0  # a step counts as at most so many times the known cost, and at least the same part of it: stalls prove nothing
 SLOW_RATE = 0.02  # weight of a step beyond that: after long texts steps do take longer
 FORGET_EVERY, FORGET_RATE = 8, 0.15  # steps of a key, and how far costs of the others return to what was measured then
 COLD_RATE, COLD = 0.9, 0.9  # weight of a step with cold caches, and the part of the known cost that it has to stay below to count
-TOO_SLOW = 0.6  # measured costs are outdated where a quarter of the steps take less than this part of them
 
 
 class CostModel(dict[Hashable, float]):
@@ -23,7 +23,7 @@ class CostModel(dict[Hashable, float]):
     def __init__(self, measured: Mapping[Hashable, float], relative: bool = False) -> None:
         super().__init__(measured)
         self.measured, self._relative = dict(measured), relative
-        self._steps, self._fast = Counter[Hashable](), Counter[Hashable]()
+        self._steps = Counter[Hashable]()
         # of another condition, where a key has no step under this one
         self._base: dict[Hashable, float] = dict(measured) if relative else {}
         self._unseen: set[Hashable] = set(measured) if relative else set()
@@ -46,6 +46,10 @@ class CostModel(dict[Hashable, float]):
             return known
         total, widest = slots * rows, widths[-1]
         return self[1, next((width for width in widths if total <= width), widest)] * max(1.0, total / widest)
+
+    def learnt(self, slots: int = 1) -> dict[Hashable, float]:
+        """Of the keys (slots, other): costs by the other part, where steps have told them."""
+        return {key[1]: ms for key, ms in self.items() if isinstance(key, tuple) and key[0] == slots and self._steps[key] > WARMUP}
 
     def guess(self, key: Hashable, ms: float) -> None:
         """A cost until steps with this key say otherwise."""
@@ -70,12 +74,14 @@ class CostModel(dict[Hashable, float]):
         if key in self._unseen:
             self._unseen.discard(key)
             self._set(key, ms)
+        elif self._relative and measured is not None and n <= FIRST_STEPS:
+            if ms < self[key]:
+                self._set(key, ms)
         elif measured is None and n <= TRIES:
             if n > WARMUP:
                 self[key] = ms if known is None or n == WARMUP + 1 else min(known, ms)
         else:
             assert known is not None
-            self._fast[key] += measured is not None and ms < TOO_SLOW * measured
             least, most, weight = known / CLAMP, CLAMP * (measured or known), 1 / (n - WARMUP if self._relative else n + MEASURED_WEIGHT)
             if weight < RATE:  # noqa: PLR1730  (in every step)
                 weight = RATE
@@ -104,11 +110,6 @@ class CostModel(dict[Hashable, float]):
             if key not in (first, seen) and (self[key] > longer * measured or longer > 1):
                 self[key] += FORGET_RATE * (longer * measured - self[key])
 
-    @property
-    def outdated(self) -> bool:
-        """Whether steps took much less than was measured."""
-        return any(n >= 8 and self._fast[key] > n // 4 for key, n in self._steps.items())
-
     def set_condition(self, condition: Hashable, looks: int = 0) -> bool:
         """The condition of the machine, before each step; True where it has changed. Costs then are those that were last known under it.
 
@@ -124,7 +125,6 @@ class CostModel(dict[Hashable, float]):
                 self.update(costs)
             else:
                 self._base, self._unseen = dict(self), set(self)
-            self._fast.clear()
             return True
         if looks != self._looks:
             self._looks, now = looks, (dict(self), *map(copy.copy, (self._steps, self._base, self._unseen)))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..engine.options import MOST_SLOTS
 from .acceptance import Counts
-from .cost_model import CostModel
+from .cost_model import WARMUP, CostModel
 
 MOST_TOKENS = 1 << 18  # of ended sequences together: about 40 MB with their index
 MOST_OWNERS = 8  # whose ended sequences are kept apart from the others'; together they have as many tokens again
@@ -331,6 +331,17 @@ class NgramMethod:
         other = NgramMethod.unmeasured(self.method, [rows for rows in widths or self.widths if rows > 1])
         other.pool = self.pool
         return other
+
+    @property
+    def timed(self) -> bool:
+        """Whether it is known what a plain step takes."""
+        return self._timed
+
+    def tell(self, slots: int, plain_ms: float) -> None:
+        """Milliseconds of a plain step of so many slots, where a policy knows them."""
+        while self.costs.steps((1, 1)) <= WARMUP:
+            self.costs.observe((1, 1), plain_ms / (1 + ROW_COST * (slots - 1)))
+        self._timed = True
 
     def begin(self, prompt: Sequence[int], owner: str = "") -> NgramDrafts:
         """A sequence that looks for matches, in ended ones of the same owner."""

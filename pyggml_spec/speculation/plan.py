@@ -243,6 +243,8 @@ class Planner:
         ngram, decoding, indexes = self.ngram, batch.decoding, self._indexes
         assert ngram is not None
         n = len(decoding)
+        if not ngram.timed and self.policy is not None and (plain_ms := self.policy.plain_ms(self.slots)) is not None:
+            ngram.tell(self.slots, plain_ms)
         if width == 1 and n == 1 and indexes[0] is not None and ngram.finds_nothing(self.slots, indexes[0]):
             self._ngram_choice = NOTHING[1]
             return 1
@@ -274,6 +276,7 @@ class Planner:
         if self.policy is None or confidence is None or not self.policy.calibrated(self.slots):  # whole blocks are being measured
             return None
         self._weighed = True
+        confidence.tell(self.policy.costs[self.slots, PLAIN_STEP])
         pace, slots = self.policy.tokens_per_ms(self.slots, plan, self._acceptance), self.slots
         return lambda of: confidence.worth({slot: chances.tolist() for slot, chances in of.items()}, pace, slots)
 

@@ -5,7 +5,7 @@ budget goes, which bounds the regret against plain decoding: each sequence has o
 rejected need no budget. Where sequences gain too little, speculation is disabled for the next ones, with longer waits between tries.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -57,6 +57,11 @@ MOST_BUDGET = 6.0  # plain steps of that at most, and half of what a budget grow
 BUDGET_RATE = 0.005  # share of the time that is added to the budget
 MOST_REGRET = 0.05  # share of its time that a sequence may lose without budget, and that sequences have to gain for speculation to stay on
 MOST_WAIT = 8  # sequences in a row without speculation, at most; each try that gains nothing doubles the wait
+FIRST_PLAIN, FIRST_BLOCKS = (
+    6,
+    3,
+)  # steps of plain decoding before the first block, and of a plan before another one, where costs are estimates
+ROW_COST = {"cpu": 0.15, "gpu": 0.05}  # of a further row, in plain steps: an estimate
 HOPED = 0.9  # acceptance of draft tokens that is hoped for of a plan that is explored
 CATCH_UP = "catch up"  # key of the cost that blocks after plain steps add
 
@@ -68,6 +73,30 @@ def chain_plans(method: str, rows: Sequence[int], tokens: Sequence[int] = (2, 3,
     for n in (n for n in tokens if n <= max(rows)):
         fitting = [r for r in sorted(rows) if r >= n][:2]
         out += [StepPlan.of(method, n, r) for r in fitting if r <= 2 * n or r == fitting[0]]
+    return out
+
+
+def estimate(plans: Iterable[StepPlan], row_cost: float, shares: Mapping[str, float], chained: Container[str]) -> dict[StepPlan, float]:
+    """Estimated costs, in plain steps. ``shares``: matrix bytes of each method's drafter by those of the target; ``chained``: methods with a pass for each
+    draft token."""
+    out = {PLAIN_STEP: 1.0}
+    for plan in plans:
+        rows, share = 1 + row_cost * (plan.verify_len - 1), shares.get(plan.method, 0.0)
+        out[plan] = rows + share * (plan.draft_tokens if plan.method in chained else rows)
+    return out
+
+
+def with_known(estimates: Mapping[StepPlan, float], known: Mapping[StepPlan, float]) -> dict[StepPlan, float]:
+    """Known costs, and estimates in proportion to the nearest known one; no plan that is known not to pay. Without plain decoding nothing is known."""
+    if PLAIN_STEP not in known:
+        return dict(estimates)
+    out = {plan: ms for plan, ms in known.items() if plan in estimates and (plan == PLAIN_STEP or plan.tokens * known[PLAIN_STEP] > ms)}
+    for plan, ms in estimates.items():
+        if plan not in known:
+            near = min(
+                (p for p in known if p in estimates), key=lambda p: (p.method not in (plan.method, ""), abs(p.verify_len - plan.verify_len))
+            )
+            out[plan] = ms * known[near] / estimates[near]
     return out
 
 
@@ -116,19 +145,25 @@ class _Phase:
 
 
 class SpeculationPolicy:
-    """``plans``: of all methods; ``costs``: milliseconds by plan for one slot, None to learn them from steps.
+    """``plans``: of all methods; ``costs``: milliseconds by plan for one slot, None to learn them from steps; ``relative``: in a unit of their own, which
+    steps tell (``estimate`` makes such); ``told``: they are of earlier steps, so that blocks may come first.
 
     Attributes:
         priors: by method, and by method and class of sampling ("draft-mtp temperature 0.75").
         confidence: by method, of drafters that rate their draft tokens.
     """
 
-    def __init__(self, plans: Iterable[StepPlan], costs: Mapping[StepPlan, float] | None = None) -> None:
+    def __init__(
+        self, plans: Iterable[StepPlan], costs: Mapping[StepPlan, float] | None = None, relative: bool = False, told: bool = False
+    ) -> None:
         plain, plans = costs[PLAIN_STEP] if costs else 0.0, list(plans)
-        drafting = sorted({plan for plan in plans if plan.draft_tokens and (not costs or plan.tokens * plain > costs.get(plan, 0.0))})
+        drafting = sorted(
+            {plan for plan in plans if plan.draft_tokens and (relative or not costs or plan.tokens * plain > costs.get(plan, 0.0))}
+        )
         self.plans = [PLAIN_STEP, *drafting]
         self.methods = list(dict.fromkeys(plan.method for plan in drafting))
-        self.costs = CostModel({(1, plan): costs[plan] for plan in self.plans} if costs else {})
+        self.costs = CostModel({(1, plan): costs[plan] for plan in self.plans} if costs else {}, relative)
+        self._relative, self._first_plain = relative, FIRST_PLAIN if relative and not told else 0
         most: dict[str, int] = {}  # draft tokens by method
         for plan in plans:
             if plan.draft_tokens:
@@ -205,6 +240,8 @@ class SpeculationPolicy:
         """The plan of the next step of these sequences, in a graph of so many slots; None is a sequence that never drafts."""
         drafting = [s for s in states if s is not None]
         if not drafting or len(self.plans) == 1 or any(s.disabled for s in drafting):
+            return PLAIN_STEP
+        if self._first_plain and slots == 1 and self.costs.steps((1, PLAIN_STEP)) < self._first_plain:
             return PLAIN_STEP
         if not self.calibrated(slots):
             return next(plan for plan in reversed(self.plans) if not self.costs.known((slots, plan)))
@@ -285,7 +322,8 @@ class SpeculationPolicy:
         if plan.draft_tokens:
             speeds = self._speeds(slots, states)
             best = max(speeds, key=speeds.__getitem__)
-            if best != phase.plan and speeds[best] > self._margin * speeds[phase.plan]:
+            learning = self._relative and slots == 1 and self.costs.steps((1, phase.plan)) < FIRST_BLOCKS
+            if best != phase.plan and (best == PLAIN_STEP or not learning) and speeds[best] > self._margin * speeds[phase.plan]:
                 self.changes += 1
                 phase.plan = best
 
@@ -375,14 +413,25 @@ class SpeculationPolicy:
     # -- for messages
 
     @property
+    def worth_trying(self) -> list[StepPlan]:
+        """Plans that could be faster than plain decoding by what steps of one slot are expected to cost, and plain decoding."""
+        costs = {plan: self.costs.get((1, plan), 0.0) for plan in self.plans}
+        kept = worth_keeping({plan: ms for plan, ms in costs.items() if plan.draft_tokens and plan.tokens * costs[PLAIN_STEP] > ms})
+        return [PLAIN_STEP, *kept]
+
+    @property
+    def learnt(self) -> dict[StepPlan, float]:
+        """Milliseconds of steps of one slot, by plan, as far as steps have told them."""
+        return {plan: ms for plan, ms in self.costs.learnt().items() if isinstance(plan, StepPlan)}
+
+    def plain_ms(self, slots: int) -> float | None:
+        """Milliseconds of a plain step of so many slots, once steps have told them."""
+        return self.costs.get((slots, PLAIN_STEP)) if self.costs.learnt(slots) else None
+
+    @property
     def never_pays(self) -> bool:
         """Whether no plan could be faster than plain decoding, even if every draft token were accepted."""
         return len(self.plans) == 1
-
-    @property
-    def costs_outdated(self) -> bool:
-        """Whether steps take much less than was measured."""
-        return self.costs.outdated
 
     @property
     def useful(self) -> list[int]:

@@ -36,7 +36,6 @@ from pyggml_spec.ggml.library import ffi, lib, read_tensor
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.registry import TARGETS
 from pyggml_spec.sampling.sampler import Sampler
-from pyggml_spec.speculation.policy import StepPlan
 from pyggml_spec.tools.inspect import inspect_file
 from pyggml_spec.tools.plan import plan
 
@@ -130,13 +129,7 @@ def test_nothing_is_built_while_it_runs(session):
 def test_a_constraint_finds_the_graphs_of_every_number_of_drafts(monkeypatch):
     """12 drafts of a chain, all of which may come, were verified by a graph that was not built: blocks are of 2, 4, 8 and 16 rows."""
     monkeypatch.setattr(
-        "pyggml_spec.api.cached_costs",
-        lambda engine, steps, *_, **__: (
-            {s: 1.0 if s.tokens == 12 else 0.9 * s.tokens for s in steps}
-            if not steps or isinstance(steps[0], StepPlan)
-            else {1: 1.0, **{w: 0.9 * w for w in steps}},
-            True,
-        ),
+        "pyggml_spec.api.known_costs", lambda runner, plans: {p: 1.0 if p.tokens in (1, 12) else 0.9 * p.tokens for p in plans}
     )
     unforeseen, prepare, add = [], GraphPrebuilder.prepare, StepGraphs._add
 
