@@ -15,6 +15,7 @@ HERE = Path(__file__).resolve().parent
 GGML = """
 enum ggml_type { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_I8, GGML_TYPE_I32, GGML_TYPE_I64, GGML_TYPE_BF16, GGML_TYPE_COUNT, ... };
 enum ggml_status { GGML_STATUS_SUCCESS, ... };
+enum ggml_op_pool { GGML_OP_POOL_MAX, ... };
 enum ggml_prec { GGML_PREC_DEFAULT, GGML_PREC_F32, ... };
 enum ggml_op_hint { GGML_HINT_NONE, GGML_HINT_SRC0_IS_HADAMARD, ... };
 enum ggml_log_level { GGML_LOG_LEVEL_NONE, GGML_LOG_LEVEL_ERROR, ... };
@@ -103,6 +104,17 @@ struct ggml_tensor * ggml_argsort_top_k(struct ggml_context *, struct ggml_tenso
 struct ggml_tensor * ggml_top_k(struct ggml_context *, struct ggml_tensor *, int k);
 struct ggml_tensor * ggml_lightning_indexer(struct ggml_context *, struct ggml_tensor * q, struct ggml_tensor * k, struct ggml_tensor * weights,
                                             struct ggml_tensor * mask);
+struct ggml_tensor * ggml_cast(struct ggml_context *, struct ggml_tensor *, enum ggml_type);
+struct ggml_tensor * ggml_arange(struct ggml_context *, float start, float stop, float step);
+struct ggml_tensor * ggml_step(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_abs(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_sgn(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_sqrt(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_pool_2d(struct ggml_context *, struct ggml_tensor *, enum ggml_op_pool, int k0, int k1, int s0, int s1, float p0,
+                                  float p1);
+struct ggml_tensor * ggml_dsv4_hc_pre_gated(struct ggml_context *, struct ggml_tensor * x, struct ggml_tensor * gate, float scale);
+struct ggml_tensor * ggml_dsv4_hc_post(struct ggml_context *, struct ggml_tensor * x, struct ggml_tensor * residual, struct ggml_tensor * post,
+                                       struct ggml_tensor * comb);
 struct ggml_tensor * ggml_sum_rows(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_argmax(struct ggml_context *, struct ggml_tensor *);
 

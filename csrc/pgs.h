@@ -201,6 +201,19 @@ bool pgs_finite_at(const float * values, int64_t n, int64_t rows, const int64_t 
 void pgs_kv_write_rows(struct ggml_context * ctx, struct ggml_cgraph * gf, struct ggml_tensor * cache, struct ggml_tensor * rows,
                        struct ggml_tensor * index);
 
+// ---- ngram_rows.c
+
+// Hashes of n-grams of 2 to `longest` tokens, `heads` of each; head i has `sizes[i]` rows from `offsets[i]` on. `end`: the end token.
+typedef struct {
+    int64_t          longest, heads, end;
+    const uint64_t * multipliers;
+    const uint64_t * sizes;
+    const uint64_t * offsets;
+} pgs_ngrams;
+
+struct ggml_tensor * pgs_rows_before(struct ggml_context * ctx, struct ggml_tensor * cache, struct ggml_tensor * positions, int64_t back);
+struct ggml_tensor * pgs_ngram_rows(struct ggml_context * ctx, struct ggml_tensor * tokens, struct ggml_tensor * positions, const pgs_ngrams * hash);
+
 // ---- flash_attention.c
 
 struct ggml_tensor * pgs_kv_mask(struct ggml_context * ctx, struct ggml_tensor * mask_base, struct ggml_tensor * q_last,

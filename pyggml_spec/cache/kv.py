@@ -87,10 +87,14 @@ class KVTypes:
         """The ggml types of K and V."""
         return _IDS[self.k], _IDS[self.v]
 
+    def of(self, shape: KVShape) -> tuple[int, int]:
+        """The ggml types of a layer's rows."""
+        return (lib.GGML_TYPE_F32,) * 2 if shape.exact else self.ids
+
     def row_bytes(self, shape: KVShape) -> int:
         """Bytes per position and layer: K, V and an indexer's row."""
         sizes = (shape.size,) if shape.latent else (shape.size, shape.size_v)
-        attended = sum(lib.ggml_row_size(kind, size * shape.n_head_kv) for kind, size in zip(self.ids, sizes))
+        attended = sum(lib.ggml_row_size(kind, size * shape.n_head_kv) for kind, size in zip(self.of(shape), sizes))
         return attended + (lib.ggml_row_size(self.ids[0], shape.index) if shape.index else 0)
 
     def rotations(self, shape: KVShape) -> tuple[int, int]:
@@ -98,7 +102,7 @@ class KVTypes:
 
         Latent rows are not rotated, as in llama.cpp.
         """
-        if shape.latent:
+        if shape.latent or shape.exact:
             return 0, 0
         sizes = zip(self.ids, (shape.size, shape.size_v), strict=True)
         quantised_k, quantised_v = (lib.ggml_is_quantized(kind) and size % SMALLEST_ROTATION == 0 for kind, size in sizes)
@@ -121,7 +125,7 @@ def check_types(types: KVTypes, shapes: Iterable[KVShape], backend: Backend, dra
         DeviceError: the backend lacks a kernel.
     """
     whose, option = ("the drafter's", "draft_cache_type") if draft else ("the target's", "cache_type")
-    for shape in set(shapes):
+    for shape in {shape for shape in shapes if not shape.exact}:
         if shape.latent and types.k != types.v:
             raise ModelError(
                 f"{whose} K and V are one row, which cannot be {types.k} and {types.v}; give `{option}_k` and `{option}_v` the same type"
@@ -267,7 +271,7 @@ class KVCache:
             k = self._tensor(home, types.ids[0], s.size, rows, self.slots)
             v = lib.ggml_view_3d(home.ctx, k, s.latent, rows, self.slots, k.nb[1], k.nb[2], 0)
         else:
-            sizes = zip(types.ids, (s.size, s.size_v), strict=True)
+            sizes = zip(types.of(s), (s.size, s.size_v), strict=True)
             k, v = (self._tensor(home, kind, size * s.n_head_kv, rows, self.slots) for kind, size in sizes)
         of_k, of_v, of_index = (home.rotations.get(n) for n in (*types.rotations(s), s.index))
         return KVLayer(k, v, of_k, of_v, index, of_index)

@@ -29,7 +29,7 @@ from ..models.weights import MATMUL, ROWS, VECTOR, Spec, Weights
 from .base import ChainInputs, ContextInputs, Drafter
 
 # architectures whose layers draft here
-LAYERS = ("deepseek2", "deepseek32", "glm-dsa", "glm4moe", "mimo2", "qwen35", "qwen35moe", "qwen3next", "step35")
+LAYERS = ("deepseek2", "deepseek32", "glm-dsa", "glm4moe", "hy_v3", "mimo2", "qwen35", "qwen35moe", "qwen3next", "step35")
 EMBEDDING, NORM, HEAD = "token_embd.weight", "output_norm.weight", "output.weight"
 SHARED_TENSORS = {
     EMBEDDING: ("nextn.embed_tokens",),

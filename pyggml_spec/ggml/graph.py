@@ -124,8 +124,8 @@ class Graph:
     # -- operations of models
 
     # of one tensor, with the arguments of ggml: scale(x, factor), clamp(x, low, high); gelu is the tanh approximation, softmax over the innermost dimension
-    scale, clamp, sigmoid, silu, softplus, tanh, gelu, softmax, cont = map(
-        _operation, ("scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "gelu", "soft_max", "cont")
+    scale, clamp, sigmoid, silu, softplus, tanh, gelu, softmax, cont, abs, sgn, sqrt, step = map(
+        _operation, ("scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "gelu", "soft_max", "cont", "abs", "sgn", "sqrt", "step")
     )
 
     def matmul(self, weight: Tensor, x: Tensor) -> Tensor:
@@ -348,6 +348,61 @@ class Graph:
         step = weights.nb[1]
         weights = lib.ggml_view_4d(self.ctx, weights, weights.ne[0], each, 1, slots, step, step * each, step * each, 0)
         return lib.ggml_lightning_indexer(self.ctx, q, k, weights, mask)
+
+    def arange(self, start: float, stop: float, step: float = 1.0) -> Tensor:
+        """F32 [n]: start, start + step, ... below stop."""
+        require(step > 0 and start < stop, "arange", start=start, stop=stop, step=step)
+        return lib.ggml_arange(self.ctx, start, stop, step)
+
+    def cast(self, x: Tensor, kind: int) -> Tensor:
+        """``x`` in another type, a copy."""
+        return lib.ggml_cast(self.ctx, x, kind)
+
+    def streams_mean(self, x: Tensor, gate: Tensor) -> Tensor:
+        """The mean over H of x * sigmoid(gate), both F32 [n, H, T] -> F32 [n, T]."""
+        require(list(x.ne) == list(gate.ne) and x.type == gate.type == F32, "streams_mean", x=x, gate=gate)
+        return lib.ggml_dsv4_hc_pre_gated(self.ctx, x, gate, float(np.float32(1) / np.float32(x.ne[1])))
+
+    def add_to_streams(self, x: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
+        """streams F32 [n, H, T] plus x F32 [n, T] times weights F32 [H, T]."""
+        fits = list(x.ne)[:2] == [streams.ne[0], streams.ne[2]] and list(weights.ne)[:2] == [streams.ne[1], streams.ne[2]]
+        require(fits, "add_to_streams", x=x, streams=streams, weights=weights)
+        return lib.ggml_dsv4_hc_post(self.ctx, x, streams, weights, ffi.NULL)
+
+    def block_max(self, x: Tensor, n: int) -> Tensor:
+        """The largest of each ``n`` values, F32 [n * m, ...] -> [m, ...]."""
+        require(x.type == F32 and x.ne[0] % n == 0 and lib.ggml_is_contiguous(x), "block_max", x=x, n=n)
+        return lib.ggml_pool_2d(self.ctx, x, lib.GGML_OP_POOL_MAX, n, 1, n, 1, 0, 0)
+
+    def block_mask(self, scores: Tensor, k: int, n: int) -> Tensor:
+        """0 for each ``n`` values of the ``k`` blocks with the largest scores, -inf for others: F32 [blocks, H, T] -> F32 [blocks * n, H, T]."""
+        blocks, heads, rows = list(scores.ne)[:3]
+        require(0 < k <= blocks and scores.type == F32 and scores.ne[3] == 1, "block_mask", scores=scores, k=k)
+        chosen = self.reshape(lib.ggml_top_k(self.ctx, scores, k), k, heads * rows)
+        hidden = self.reshape(lib.ggml_fill(self.ctx, scores, float("-inf")), 1, blocks, heads * rows)
+        zeros = self.reshape(lib.ggml_fill(self.ctx, lib.ggml_view_1d(self.ctx, scores, k * heads * rows, 0), 0.0), 1, k, heads * rows)
+        seen = lib.ggml_set_rows(self.ctx, hidden, zeros, chosen)
+        return self.reshape(self.repeat(seen, n, blocks, heads * rows), blocks * n, heads, rows)
+
+    def of_head(self, cache: Tensor, size: int, head: int) -> Tensor:
+        """Rows of one K/V head of [size * heads, rows (, slots)], as a view."""
+        require(
+            (head + 1) * size <= cache.ne[0] and size % lib.ggml_blck_size(cache.type) == 0, "of_head", cache=cache, size=size, head=head
+        )
+        first = lib.ggml_row_size(cache.type, size) * head
+        return lib.ggml_view_3d(self.ctx, cache, size, cache.ne[1], cache.ne[2], cache.nb[1], cache.nb[2], first)
+
+    def rows_before(self, cache: Tensor, positions: Tensor, back: int) -> Tensor:
+        """Of a ring F32 [n, rows (, slots)], position p in row p % rows, those ``back`` before positions I32 [T]: F32 [n, T], 0 before the first. On CPUs."""
+        fits = cache.type == F32 and positions.type == I32 and positions.ne[0] % cache.ne[2] == 0 and back >= 0
+        require(fits, "rows_before", cache=cache, positions=positions, back=back)
+        return lib.pgs_rows_before(self.ctx, cache, positions, back)
+
+    def ngram_rows(self, tokens: Tensor, positions: Tensor, hashes: Any) -> Tensor:
+        """Rows of the n-grams (``pgs_ngrams``) that end at positions I32 [T], of ids F32 [1, rows (, slots)] as in ``rows_before``: I32 [hashes, T]. On CPUs."""
+        fits = tokens.type == F32 and positions.type == I32 and positions.ne[0] % tokens.ne[2] == 0 and tokens.ne[0] == 1
+        require(fits, "ngram_rows", tokens=tokens, positions=positions)
+        return lib.pgs_ngram_rows(self.ctx, tokens, positions, hashes)
 
     def top_k_mask(self, mask: Tensor, scores: Tensor, k: int) -> Tensor:
         """mask F16 [kv_bucket, T, 1, S] with -inf outside the ``k`` largest scores (F32, same shape) of each row."""

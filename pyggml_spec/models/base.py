@@ -50,6 +50,7 @@ class KVShape:
 
     ``latent``: V is the first ``latent`` values of K's row (MLA); 0 for separate rows. ``index``: size of an indexer's row, shared by ``index_heads``
     heads; 0 without an indexer. ``other_v``: values per head of separate V rows, 0 for ``size``.
+    ``exact``: F32 rows, which attention does not read.
     """
 
     n_head_kv: int
@@ -59,6 +60,7 @@ class KVShape:
     index: int = 0
     index_heads: int = 0
     other_v: int = 0
+    exact: bool = False
 
     @property
     def size_v(self) -> int:

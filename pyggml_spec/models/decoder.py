@@ -188,7 +188,7 @@ class Decoder(Model):
         x = self.embed(g, rows.tokens)
         x = g.scale(x, self.embedding_scale) if self.embedding_scale != 1 else x
         x = g.rms_norm(x, None, self.eps) if self.norm_embedding else x
-        extra, captured = self.extra(g, x, rows.tokens), {}
+        extra, captured, x = self.extra(g, x, rows.tokens), {}, self.widened(g, x)
         for i, layer in enumerate(self.layers):
             rows, x, extra = rows.at(i, x, extra if layer.reads_extra else None)
             captured[i] = x
@@ -196,8 +196,19 @@ class Decoder(Model):
             x = layer(c, x)
             extra = c.extra
         captured[self.n_layer] = x
-        normed = any_norm(g, self.weights, "output_norm", x, self.eps, self.layer_norms)
-        return g.name(normed, "result_norm"), [captured[v] for v in capture]
+        return g.name(self.normed(g, x), "result_norm"), [self.feature(g, captured[v]) for v in capture]
+
+    def widened(self, g: Graph, x: Tensor) -> Tensor:
+        """What the first layer reads, of the embedding F32 [n_embd, T]."""
+        return x
+
+    def normed(self, g: Graph, x: Tensor) -> Tensor:
+        """What the head reads, F32 [n_embd, T], of the last layer's output."""
+        return any_norm(g, self.weights, "output_norm", x, self.eps, self.layer_norms)
+
+    def feature(self, g: Graph, x: Tensor) -> Tensor:
+        """What drafters read of a layer's input, F32 [n_embd, T]."""
+        return x
 
     def extra(self, g: Graph, x: Tensor, tokens: Tensor) -> Tensor | None:
         """The ``extra`` tensor for layer 0."""

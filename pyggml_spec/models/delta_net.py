@@ -51,7 +51,11 @@ class GatedDeltaNet(Part):
         proj, z, beta, alpha = self.projections(c, x)
         assert c.recurrent is not None
         o = c.recurrent(g, c.state, proj, c["ssm_conv1d"], beta=beta, alpha=alpha, dt=w[f"{b}ssm_dt.bias"], a=w[f"{b}ssm_a"], eps=c.eps)
-        return product(g, c.matrix("ssm_out"), g.gated_norm(o, c["ssm_norm"], c.eps, z))
+        return product(g, c.matrix("ssm_out"), self.gated(c, o, z))
+
+    def gated(self, c: LayerContext, out: Tensor, z: Tensor) -> Tensor:
+        """The norm of the output F32 [S, H_v, T], gated by z; F32 [S * H_v, T]."""
+        return c.g.gated_norm(out, c["ssm_norm"], c.eps, z)
 
     def projections(self, c: LayerContext, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """F32 rows of ``row`` values that begin with q | k | v; z [S * H_v, T]; beta and alpha [H_v, T]."""

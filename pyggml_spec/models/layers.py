@@ -365,7 +365,7 @@ class Attention(Part):
 class GatedMLP(Part):
     """W_down (act(W_gate x) * W_up x) with ``n_ff`` hidden values.
 
-    ``act`` "silu" or "gelu"; ``suffix`` of the tensors' names; ``packed``: gate and up are one tensor, `ffn_up`; ``limit``: see ``Graph.swiglu_limited``, 0
+    ``act`` "silu", "gelu" or "oai", gpt-oss's; ``suffix`` of the tensors' names; ``packed``: gate and up are one tensor, `ffn_up`; ``limit``: see ``Graph.swiglu_limited``, 0
     for none.
     """
 
@@ -388,6 +388,9 @@ class GatedMLP(Part):
         return {} if self.packed else {"ffn": self.names[:2]}
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        if self.act == "oai":
+            gate, up = c.project("ffn", x)
+            return c.product(self.names[2], c.g.gated("swiglu_oai", gate, up))
         glu = {"silu": "swiglu", "gelu": "geglu"}[self.act]
         if self.packed:
             return c.product(self.names[2], c.g.gated_halves(glu, c.product(self.names[1], x)))
@@ -450,7 +453,7 @@ class Layer:
     Attributes:
         mixer_norm, ffn_norm: names of the input norms, "" for none.
         post_mixer, post_ffn: names of the output norms, "" for none; ``post_eps``: of these, None for the model's.
-        parallel: the FFN reads the mixer's input.
+        parallel: the FFN reads the mixer's input; ``parts_first``: both outputs are added before the residual.
         residual: factor of the outputs.
     """
 
@@ -463,6 +466,7 @@ class Layer:
     post_eps: float | None = None
     parallel: bool = False
     residual: float = 1.0
+    parts_first: bool = False
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -497,6 +501,8 @@ class Layer:
         a = self._residual(c, self.mixer(c, h), self.post_mixer)
         if self.ffn is None:
             return c.name(c.g.add(a, x), "l_out")
+        if self.parallel and self.parts_first:
+            return c.name(c.g.add(c.g.add(a, c.name(self.ffn(c, h), "ffn_out")), x), "l_out")
         if self.parallel:
             return c.name(c.g.add(c.g.add(c.name(self.ffn(c, h), "ffn_out"), x), a), "l_out")
         x = c.name(c.g.add(a, x), "ffn_inp")

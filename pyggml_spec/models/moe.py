@@ -59,7 +59,8 @@ class Experts:
             names = ("gate", "up") if self.gated else ("up",)
             out += [Spec(f"{prefix}ffn_{name}_exps.weight", (n_embd, self.n_ff, self.n_expert), EXPERTS) for name in names]
         if self.biased:
-            out.append(Spec(f"{prefix}exp_probs_b.bias", (self.n_expert,), VECTOR))
+            plain = f"{prefix}exp_probs_b"  # as hy_v3's files have it
+            out.append(Spec(f"{plain}.bias", (self.n_expert,), VECTOR, plain if plain in file.tensors else None))
         for spec in out if self.biases else ():
             out = [*out, Spec(spec.name.removesuffix("weight") + "bias", spec.shape[1:], VECTOR, of=spec.name)]
         return out

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import gguf
 import numpy as np
 
 from pyggml_spec.errors import GGUFError
@@ -71,6 +72,8 @@ KEYS: dict[str, dict[str, Any]] = {  # that a description has defaults for, and 
     "afmoe": LEADING | {"rope.freq_base_swa": 2e4},
     "bailingmoe": {"expert_shared_count": 2, "expert_weights_norm": True, "expert_weights_scale": 0.7},
     "bailingmoe2": LEADING | {"expert_shared_count": 2, "expert_shared_feed_forward_length": 96},
+    "cohere2moe": LEADING | {"logit_scale": 0.3, "expert_shared_count": 2},
+    "hy_v3": LEADING | {"expert_shared_feed_forward_length": 96},
     "cohere2": {"logit_scale": 0.3},
     "command-r": {"logit_scale": 0.3},
     "deepseek2": LATENT | {"attention.q_lora_rank": 48},
@@ -93,10 +96,19 @@ KEYS: dict[str, dict[str, Any]] = {  # that a description has defaults for, and 
     },
     "lfm2moe": {"leading_dense_block_count": 1, "expert_gating_func": 2},
     "mimo2": {"attention.value_scale": 0.7, "rope.dimension_count": 16, "rope.freq_base_swa": 2e4},
+    "minimax-m3": LEADING | {
+        "attention.indexer.key_length": 32, "attention.indexer.head_count": 2, "attention.indexer.top_k": 3, "attention.indexer.block_size": 16,
+        "attention.indexer.local_blocks": 1, "rope.dimension_count": 32,
+    },
     "minicpm": {"attention.scale": 0.19},
     "mistral3": TEMPERED | YARN | {"rope.scaling.yarn_beta_fast": 24.0, "rope.scaling.yarn_beta_slow": 2.0, "rope.scaling.yarn_log_multiplier": 0.7},
     "nemotron_h": {"attention.layer_norm_epsilon": 1e-5},
     "nemotron_h_moe": {"expert_count": 8, "expert_used_count": 3, "expert_weights_norm": True, "expert_weights_scale": 1.3, "moe_latent_size": 96},
+    "qwen4exp": {
+        "hyper_connection.count": 3, "hyper_connection.low_rank": 64, "attention.indexer.head_count": 3, "attention.indexer.top_k": 64, "ple.ngram_size": 3, "ple.heads_per_ngram": 2, "ple.conv_kernel": 4,
+        "ple.eos_token_id": 7, "ple.layer_multipliers": np.array([35184372088831, 9, 8796093022207], np.uint64),
+        "ple.head_vocab_sizes": np.array([101, 103, 107, 109], np.uint64), "ple.head_offsets": np.array([0, 101, 204, 311], np.uint64),
+    },
     "step35": {"expert_gating_func": 2, "expert_weights_scale": 1.3, "expert_shared_feed_forward_length": 96, "rope.freq_base_swa": 2e4},
     "phi3": {"rope.scaling.attn_factor": 1.2, "rope.scaling.original_context_length": 64},
     "phimoe": {"rope.scaling.attn_factor": 1.2, "rope.scaling.original_context_length": 4000},
@@ -110,11 +122,12 @@ GATED = (
 )
 OPTIONAL = {  # tensors, of each layer i
     "bailingmoe2": (PACKED, BIASED), "deepseek2": (BIASED,), "deepseek32": (BIASED,), "glm-dsa": (BIASED,), "dots1": (BIASED,), "ernie4_5-moe": (BIASED,), "exaone-moe": (BIASED,), "falcon-h1": ("blk.0.ssm_norm.weight", "blk.{i}.ffn_norm"),
-    "glm4moe": ("blk.0.attn_q_norm.weight",), "mimo2": (PACKED, *(name for name in GATED if "ffn" in name or "exp" in name), *(f"blk.{i}.attn_sinks.weight" for i in range(1, 9, 2))),
+    "glm4moe": ("blk.0.attn_q_norm.weight",), "hy_v3": tuple(f"blk.{i}.{name}" for i in range(1, 9) for name in ("ffn_gate_inp.weight", "exp_probs_b")),
+    "chatglm": (PACKED,), "stablelm": ("blk.0.attn_q_norm.weight", "blk.0.ffn_norm.weight"), "mimo2": (PACKED, *(name for name in GATED if "ffn" in name or "exp" in name), *(f"blk.{i}.attn_sinks.weight" for i in range(1, 9, 2))),
     "nemotron_h_moe": ("blk.1.ffn_latent_down.weight",), "phi3": (PACKED, *FACTORS), "phimoe": FACTORS, "step35": (*GATED, "rope_freqs.weight"),
 }  # fmt: skip
-WINDOWED = ("afmoe", "cohere2", "exaone-moe", "gemma2", "gemma3", "olmo2")
-MTP_LAYERS = {"mimo2": 3, "step35": 3}
+WINDOWED = ("afmoe", "cohere2", "cohere2moe", "exaone-moe", "gemma2", "gemma3", "olmo2")
+MTP_LAYERS = {"hy_v3": 2, "mimo2": 3, "step35": 3}
 LISTED = ("mimo2", "step35")  # every other layer slides, by a list
 TIED = ("cohere2", "command-r", "gemma", "gemma2")  # llama.cpp reads no head of theirs
 HYBRID = ("granitehybrid", "kimi-linear", "lfm2", "lfm2moe")  # every third layer is recurrent
@@ -138,6 +151,29 @@ def own_keys(arch: str, s: Shape) -> dict[str, Any]:
     if arch in HYBRID:
         kv_heads = 1 if arch == "kimi-linear" else s.n_head_kv
         keys["attention.head_count_kv"] = np.array([0 if i % 3 == 0 else kv_heads for i in range(s.n_layer)])
+    if arch == "deci":  # layers with attention, without, and with a matrix in its place
+        keys["attention.head_count"] = np.array([0 if i % 4 == 2 else s.n_head for i in range(s.n_layer)])
+        keys["attention.head_count_kv"] = np.array([0 if i % 4 > 1 else s.n_head_kv for i in range(s.n_layer)])
+        keys["feed_forward_length"] = np.array([s.n_ff * (1 + i % 2) for i in range(s.n_layer)])
+    if arch in ("chatglm", "phi2", "stablelm"):
+        keys["rope.dimension_count"] = s.head_size // 2
+    if arch == "minimax-m3":
+        keys |= {
+            "attention.indexer.head_count": s.n_head_kv,
+            "attention.indexer.key_length": 2 * s.head_size,
+            "rope.dimension_count": s.head_size // 2,
+        }
+    if arch == "qwen4exp":
+        ratios = np.array([0 if (i + 1) % s.every else 4 for i in range(s.n_layer)])
+        keys |= {"full_attention_interval": s.every, "ple.layers": np.array([int(s.every > 2)])}
+        keys |= {
+            "embedding_length_per_layer_input": s.n_embd // 4,
+            "attention.compress_ratios": ratios,
+            "attention.indexer.key_length": s.head_size,
+        }
+        keys |= {"ssm.inner_size": s.delta_v * s.delta_head, "ssm.state_size": s.delta_head}
+        keys |= {"ssm.time_step_rank": s.delta_v, "ssm.group_count": s.delta_k}
+        keys["rope.dimension_sections"] = np.array([(s.head_size // 2 + 2 - i) // 3 for i in range(3)] + [0])
     if arch == "mimo2":
         kv_heads = np.array([s.n_head_kv * (1 + (i % 2) * (s.n_head % (2 * s.n_head_kv) == 0)) for i in range(s.n_layer)])
         keys |= {"attention.value_length": 2 * s.head_size, "attention.head_count_kv": kv_heads}
@@ -207,7 +243,7 @@ def write_described(
     for key, value in asked.metadata.items():
         if not key.startswith("tokenizer."):
             _add(w, key, value)
-    w.embedding_and_head(shape, next(spec.source or spec.name for spec in target.tensors() if spec.name == "output_norm.weight"))
+    w.embedding_and_head(shape, next((spec.source or spec.name for spec in target.tensors() if spec.name == "output_norm.weight"), ""))
     kinds = dict.fromkeys(("attn_v", "ffn_down"), type_id("q6_K")) if mixed else {}
     for spec in [*target.tensors(), *(_mtp_specs(target, mtp) if mtp is not None else ())]:
         if spec.name not in ("token_embd.weight", "output.weight", "output_norm.weight"):
@@ -240,7 +276,8 @@ def _mtp_specs(target: Decoder, own: tuple[str, ...]) -> list[Spec]:
 
 def _add(w: Writer, key: str, value: Any) -> None:
     if isinstance(value, np.ndarray):
-        w.out.add_array(key, value.tolist())
+        wide = gguf.GGUFValueType.UINT64 if value.dtype == np.uint64 else None
+        w.out.add_key_value(key, value.tolist(), gguf.GGUFValueType.ARRAY, wide)
     elif isinstance(value, bool):
         w.out.add_bool(key, value)
     elif isinstance(value, str):

@@ -193,12 +193,13 @@ class Writer:
         out.add_layer_norm_rms_eps(1e-6)
 
     def embedding_and_head(self, s: Shape, norm: str = "output_norm.weight") -> None:
-        """Tokenizer, embedding, head and last norm."""
+        """Tokenizer, embedding, head and last norm, if it has a name."""
         self.tokenizer(s.n_vocab)
         self.matrix("token_embd.weight", s.n_embd, s.n_vocab, gain=1.0 if s.tied else s.n_embd**0.5)
         if not s.tied:
             self.matrix("output.weight", s.n_embd, s.n_vocab)
-        self.vector(norm, s.n_embd, 0.5, 1.5)
+        if norm:
+            self.vector(norm, s.n_embd, 0.5, 1.5)
 
     def matrices(self, prefix: str, shapes: dict[str, tuple[int, int]], kinds: dict[str, int] | None = None) -> None:
         """``prefix``name.weight of (n_in, n_out) each; ``kinds`` gives some of them another type."""

@@ -108,6 +108,10 @@ def cases(method):
             *(("F32", arch, {"own": ("norm", "head", "embedding")}, {}, 90, 30, 4) for arch in ("step35", "mimo2")),
             ("F32", "step35", {}, {}, 40, 13, 3),
             *(
+                (quant, "hy_v3", {"own": own}, {}, 20, 30, 3)
+                for quant, own in (("F32", ()), ("Q8_0", ("norm",)), ("Q4_K", ("norm", "head")))
+            ),
+            *(
                 ("F32", "qwen35", {"own": own}, {}, 40, 13, 5)
                 for own in (("embedding",), ("norm",), ("head",), ("embedding", "norm", "head"))
             ),

@@ -43,6 +43,8 @@ pytestmark = pytest.mark.slow
 WRITERS = {name: write for name, write in TARGETS.items() if name != "qwen35"}
 THOROUGH = [name for name in thorough() if name != "qwen35"]
 ONE_ROW, WINDOWED = having("latent"), having("windowed")  # one row: K and V are of one type
+STREAMS = ("qwen4exp",)  # layers' inputs have several rows per token
+GATHERED = ("minimax-m3",)  # a single token attends to chosen blocks in the order of their scores in llama.cpp
 JOINED = {"qwen3next joined": lambda *args: write_qwen3next(*args, joined=True)}
 QUANTS = ["F32", "Q8_0", "Q4_K"]
 LEAN = {"n_ff": 128, "n_ff_expert": 64, "n_ff_shared": 64}  # what most of the default shape's time goes to; K-quants need rows of 256
@@ -53,7 +55,9 @@ def lean(quant):
 
 
 def assert_equal(path, tokens, **types):
-    result = compare_logits(path, tokens, seed=tokens, device="CPU", threads=1, kernels="ggml", greedy=6, **types)
+    with GGUFFile(path) as file:
+        greedy = 1 if file.get("general.architecture", str) in GATHERED else 6
+    result = compare_logits(path, tokens, seed=tokens, device="CPU", threads=1, kernels="ggml", greedy=greedy, **types)
     assert (result.nmse, result.max_abs) == (0.0, 0.0) and (result.argmax_agree, result.greedy_agree) == (1.0, 1.0)
 
 
@@ -80,7 +84,8 @@ def test_logits_of_every_cache_type(tmp_path, arch, types):
 
 
 @pytest.mark.parametrize(  # llama.cpp decodes rejected blocks of hybrids again, falcon-h1's at Q4_K up to 0.1 from the logits of its own block
-    "arch, quant", [(arch, quant) for quant in ("F32", "Q4_K") for arch in THOROUGH if (arch, quant) != ("falcon-h1", "Q4_K")]
+    "arch, quant",
+    [(arch, quant) for quant in ("F32", "Q4_K") for arch in THOROUGH if (arch, quant) != ("falcon-h1", "Q4_K") and arch not in STREAMS],
 )
 def test_drafted_ids(tmp_path, arch, quant):
     shape = Shape(window=12, embedding_scale=16.0 if arch == "gemma4" else 0.0, **lean(quant))  # sqrt(256)
@@ -139,7 +144,7 @@ def test_rollback_after_every_accepted_length(tmp_path, arch):
             assert seen[accepted] == engine.verify_step(tokens[34 + accepted : 49 + accepted]).ids.tolist(), accepted
 
 
-@pytest.mark.parametrize("arch", params(TARGETS))
+@pytest.mark.parametrize("arch", params([arch for arch in TARGETS if arch not in (*STREAMS, *GATHERED)]))
 def test_features_equal_llama_cpps_layer_inputs(tmp_path, arch):
     """Of every layer and of the last one's output, bit for bit, at a position that was decoded plainly."""
     path = TARGETS[arch](tmp_path / "t.gguf", Shape(**LEAN))
@@ -495,7 +500,7 @@ def test_positions_as_a_caller_asks_for_them(tmp_path, arch, rope):
     assert_equal(path, 90, rope=rope)
 
 
-@pytest.mark.parametrize("arch", WINDOWED)
+@pytest.mark.parametrize("arch", [arch for arch in WINDOWED if arch != "qwen4exp"])  # which has no rope of its own for the ring
 def test_models_with_sliding_layers_take_no_rope_options(tmp_path, arch):
     with pytest.raises(ModelError, match=f"{arch} models take no rope options"):
         assert_equal(TARGETS[arch](tmp_path / "t.gguf"), 8, rope=RopeOptions("none"))

@@ -1,11 +1,11 @@
 """glm4 (GLM-4, GLM-Z1): norms of what both parts read and give, gate and up in one tensor. glm4moe (GLM-4.5): dense layers, then experts.
 
-Source of the formulae: llama.cpp, src/models/glm4.cpp, glm4-moe.cpp.
+chatglm (ChatGLM 3, GLM-4-9B): glm4 with norms of inputs only. Source of the formulae: llama.cpp, src/models/glm4.cpp, glm4-moe.cpp, chatglm.cpp.
 """
 
 from ..decoder import Decoder, register
 from ..hparams import Hparams
-from ..layers import HEAD, Attention, GatedMLP, Layer, MoE, post_normed
+from ..layers import HEAD, QKV, Attention, GatedMLP, Layer, MoE, post_normed
 from ..model import ATTENTION, EXPERT, FFN, SHARED
 from ..moe import SIGMOID
 from .qwen35 import MTP_LAYERS
@@ -17,6 +17,13 @@ def glm4(f: Hparams) -> Decoder:
     attention = Attention(f.heads, f.kv_heads, size, f.rope(size, neox=f.has_sections(size)))
     layer = post_normed(attention, GatedMLP(f.ff, packed=True))
     return Decoder(f, [layer] * f.n_layer, biased=ATTENTION, unscaled=FFN)
+
+
+@register("chatglm")
+def chatglm(f: Hparams) -> Decoder:
+    size = f.head_dim()
+    layer = Layer(Attention(f.heads, f.kv_heads, size, f.rope(size, neox=False)), GatedMLP(f.ff, packed=True))
+    return Decoder(f, [layer] * f.n_layer, biased=(*ATTENTION, QKV), unscaled=FFN)
 
 
 @register("glm4moe")
