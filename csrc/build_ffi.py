@@ -110,6 +110,11 @@ struct ggml_tensor * ggml_step(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_abs(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_sgn(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_sqrt(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_sub(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
+struct ggml_tensor * ggml_sqr(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_mean(struct ggml_context *, struct ggml_tensor *);
+struct ggml_tensor * ggml_scale_bias(struct ggml_context *, struct ggml_tensor *, float scale, float bias);
+struct ggml_tensor * ggml_xielu(struct ggml_context *, struct ggml_tensor *, float alpha_n, float alpha_p, float beta, float eps);
 struct ggml_tensor * ggml_pool_2d(struct ggml_context *, struct ggml_tensor *, enum ggml_op_pool, int k0, int k1, int s0, int s1, float p0,
                                   float p1);
 struct ggml_tensor * ggml_dsv4_hc_pre_gated(struct ggml_context *, struct ggml_tensor * x, struct ggml_tensor * gate, float scale);

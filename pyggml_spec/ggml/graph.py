@@ -124,8 +124,9 @@ class Graph:
     # -- operations of models
 
     # of one tensor, with the arguments of ggml: scale(x, factor), clamp(x, low, high); gelu is the tanh approximation, softmax over the innermost dimension
-    scale, clamp, sigmoid, silu, softplus, tanh, gelu, softmax, cont, abs, sgn, sqrt, step = map(
-        _operation, ("scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "gelu", "soft_max", "cont", "abs", "sgn", "sqrt", "step")
+    scale, clamp, sigmoid, silu, softplus, tanh, gelu, softmax, cont, abs, sgn, sqrt, sqr, mean, step = map(
+        _operation,
+        ("scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "gelu", "soft_max", "cont", "abs", "sgn", "sqrt", "sqr", "mean", "step"),
     )
 
     def matmul(self, weight: Tensor, x: Tensor) -> Tensor:
@@ -211,6 +212,14 @@ class Graph:
         require(can_repeat(b, a.ne), "div", a=a, b=b)
         return lib.ggml_div(self.ctx, a, b)
 
+    def sub(self, a: Tensor, b: Tensor) -> Tensor:
+        require(can_repeat(b, a.ne), "sub", a=a, b=b)
+        return lib.ggml_sub(self.ctx, a, b)
+
+    def scale_bias(self, x: Tensor, scale: float, bias: float) -> Tensor:
+        """x * scale + bias."""
+        return lib.ggml_scale_bias(self.ctx, x, scale, bias)
+
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap); x itself for 0."""
         return self.scale(self.tanh(self.scale(x, float(np.float32(1) / np.float32(cap)))), cap) if cap else x
@@ -219,6 +228,10 @@ class Graph:
         """max(x, 0)^2. Overwrites x."""
         rectified = self.clamp(x, 0.0, float("inf"))
         return self.mul(rectified, rectified)
+
+    def xielu(self, x: Tensor, negative: float, positive: float, beta: float, eps: float) -> Tensor:
+        """Apertus's activation: with a = softplus(positive), x > 0: a x^2 + beta x; below, of exp(x) and softplus(negative)."""
+        return lib.ggml_xielu(self.ctx, x, negative, positive, beta, eps)
 
     def gated(self, glu: str, gate: Tensor, up: Tensor, native: bool = True) -> Tensor:
         """act(gate) * up, elementwise; ``native`` False: always by ggml's kernel.
@@ -314,6 +327,11 @@ class Graph:
             require(out.ne[0] == x.ne[0] and out.ne[2] == x.ne[2] == 1 and out.type == x.type, "stack", first=out, next=x)
             out = lib.ggml_concat(self.ctx, out, x, 1)
         return out
+
+    def pile(self, a: Tensor, b: Tensor) -> Tensor:
+        """Concatenates a [n, T, H] and b [n, T, I] along the third dimension."""
+        require(list(a.ne)[:2] == list(b.ne)[:2] and a.type == b.type, "pile", a=a, b=b)
+        return lib.ggml_concat(self.ctx, a, b, 2)
 
     def prepend_row(self, first: Tensor, x: Tensor) -> Tensor:
         """first F32 [n, S], x F32 [n, T] in S sequences -> F32 [n, T / S + 1, S], with ``first`` before each sequence's rows."""

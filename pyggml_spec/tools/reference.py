@@ -12,12 +12,12 @@ from ..ggml.device import Device, devices
 from ..ggml.library import FITNESS, ffi, lib
 from ..models.rope import KINDS, RopeOptions
 
-PER_HEAD = ffi.new("char[]", rb"attn_[kv]_b\.weight$")  # expert matrices
+PER_HEAD = ffi.new("char[]", rb"(attn_[kv]_b|altup_proj|altup_unembd_proj)\.weight$")  # stacks of matrices
 
 
 def stacks_as_they_are() -> Any:
-    """Overrides of ``llama_model_params`` that keep llama.cpp from repacking expert matrices, where ggml's AMX kernels abort on permuted
-    rows (patches/0012).
+    """Overrides of ``llama_model_params`` that keep llama.cpp from repacking stacks of matrices: ggml's AMX kernels abort on permuted rows (patches/0012), and
+    give NaN for some.
 
     A buffer type of caller memory prevents it; the CPU's own type would still be repacked.
     """

@@ -126,7 +126,7 @@ OPTIONAL = {  # tensors, of each layer i
     "chatglm": (PACKED,), "stablelm": ("blk.0.attn_q_norm.weight", "blk.0.ffn_norm.weight"), "mimo2": (PACKED, *(name for name in GATED if "ffn" in name or "exp" in name), *(f"blk.{i}.attn_sinks.weight" for i in range(1, 9, 2))),
     "nemotron_h_moe": ("blk.1.ffn_latent_down.weight",), "phi3": (PACKED, *FACTORS), "phimoe": FACTORS, "step35": (*GATED, "rope_freqs.weight"),
 }  # fmt: skip
-WINDOWED = ("afmoe", "cohere2", "cohere2moe", "exaone-moe", "gemma2", "gemma3", "olmo2")
+WINDOWED = ("afmoe", "cohere2", "cohere2moe", "exaone-moe", "gemma2", "gemma3", "gemma3n", "olmo2")
 MTP_LAYERS = {"hy_v3": 2, "mimo2": 3, "step35": 3}
 LISTED = ("mimo2", "step35")  # every other layer slides, by a list
 TIED = ("cohere2", "command-r", "gemma", "gemma2")  # llama.cpp reads no head of theirs
@@ -151,6 +151,9 @@ def own_keys(arch: str, s: Shape) -> dict[str, Any]:
     if arch in HYBRID:
         kv_heads = 1 if arch == "kimi-linear" else s.n_head_kv
         keys["attention.head_count_kv"] = np.array([0 if i % 3 == 0 else kv_heads for i in range(s.n_layer)])
+    if arch == "apertus":
+        keys |= {f"xielu.{name}": np.array([0.3 + j + i / 8 for i in range(s.n_layer)]) for j, name in enumerate(("alpha_n", "alpha_p"))}
+        keys |= {"xielu.beta": 0.5, "xielu.eps": -1e-6}
     if arch == "deci":  # layers with attention, without, and with a matrix in its place
         keys["attention.head_count"] = np.array([0 if i % 4 == 2 else s.n_head for i in range(s.n_layer)])
         keys["attention.head_count_kv"] = np.array([0 if i % 4 > 1 else s.n_head_kv for i in range(s.n_layer)])
@@ -200,10 +203,14 @@ class Asked:
 
     def __init__(self, arch: str, s: Shape, keys: dict[str, Any], optional: tuple[str, ...]) -> None:
         self._known, self._always = samples(s) | keys, {*UNCHECKED, *keys}
-        self.arch, self.metadata = arch, {f"{arch}.{name}": self._known[name] for name in self._always}
+        self.arch = arch
+        self.metadata = {self._key(name): self._known[name] for name in self._always}
         # only whether they are there, and the vocabulary, is looked at
         there = ("token_embd.weight", *(() if s.tied else ("output.weight",)), *optional)
         self.tensors = {name: Spec(name, (s.n_embd, s.n_vocab)) for name in there}
+
+    def _key(self, name: str) -> str:
+        return name if name.startswith("xielu.") else f"{self.arch}.{name}"  # apertus's are without it
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         name = key.removeprefix(f"{self.arch}.")
@@ -245,7 +252,7 @@ def write_described(
             _add(w, key, value)
     w.embedding_and_head(shape, next((spec.source or spec.name for spec in target.tensors() if spec.name == "output_norm.weight"), ""))
     kinds = dict.fromkeys(("attn_v", "ffn_down"), type_id("q6_K")) if mixed else {}
-    for spec in [*target.tensors(), *(_mtp_specs(target, mtp) if mtp is not None else ())]:
+    for spec in [*target.tensors(), *(_mtp_specs(target, mtp) if mtp is not None else ()), *_unread(target)]:
         if spec.name not in ("token_embd.weight", "output.weight", "output_norm.weight"):
             _tensor(w, spec, kinds.get(spec.name.split(".")[-2]))
         short = spec.name.removesuffix(".weight").split(".")[-1]
@@ -274,6 +281,13 @@ def _mtp_specs(target: Decoder, own: tuple[str, ...]) -> list[Spec]:
     return out
 
 
+def _unread(target: Decoder) -> list[Spec]:
+    """K/V matrices of gemma3n's layers that read those of others: its files have them."""
+    shared = [i for i, layer in enumerate(target.layers) if target.arch == "gemma3n" and layer.mixer.kv is None]
+    own = {spec.name: spec for spec in target.layers[0].tensors(target.f, "")}
+    return [replace(own[name], name=f"blk.{i}.{name}") for i in shared for name in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")]
+
+
 def _add(w: Writer, key: str, value: Any) -> None:
     if isinstance(value, np.ndarray):
         wide = gguf.GGUFValueType.UINT64 if value.dtype == np.uint64 else None
@@ -289,10 +303,12 @@ def _add(w: Writer, key: str, value: Any) -> None:
 
 
 def _tensor(w: Writer, spec: Spec, kind: int | None) -> None:
+    if ("altup" in spec.name or "laurel" in spec.name) and w.kind != type_id("f32"):
+        kind = type_id("f32" if spec.name.endswith("_coef.weight") else "f16")  # as in published files, whatever their type
     if spec.use == EXPERTS:
         w.experts(spec.name, *spec.shape, kind=kind)
     elif spec.use == HEADS:
-        w.heads(spec.name, *spec.shape)
+        w.heads(spec.name, *spec.shape, kind=kind)
     elif spec.use in (MATMUL, ROWS) and len(spec.shape) == 2:
         router = spec.name.endswith("ffn_gate_inp.weight")
         w.matrix(spec.name, *spec.shape, gain=2.0 if router else 1.0, kind=type_id("f32") if router else kind)

@@ -136,9 +136,9 @@ class Writer:
         """``count`` matrices as one 3-D tensor: one is random, the others permute its rows."""
         self._add(name, n_in, n_out * count, (count, n_out), 1.0, kind, n_out)
 
-    def heads(self, name: str, n_in: int, n_out: int, count: int) -> None:
+    def heads(self, name: str, n_in: int, n_out: int, count: int, kind: int | None = None) -> None:
         """One matrix per head, as one 3-D tensor."""
-        self._add(name, n_in, n_out * count, (count, n_out), 1.0, None, n_out * count)
+        self._add(name, n_in, n_out * count, (count, n_out), 1.0, kind, n_out * count)
 
     def _add(self, name: str, n_in: int, n_out: int, shape: tuple[int, ...], gain: float, kind: int | None, drawn: int) -> None:
         if kind is None:

@@ -162,7 +162,9 @@ def test_logits(tmp_path, arch, quant):
     path, counts = dressed(TARGETS[arch](tmp_path / "t.gguf", Shape(**lean(quant)), quant))
     # matrices whose scales llama.cpp applies
     least = {"deepseek2": 4, "granitehybrid": 12, "kimi-linear": 0, "lfm2": 8, "lfm2moe": 8, "nemotron_h": 10, "nemotron_h_moe": 14}
-    assert counts["scale"] >= least.get(arch, 16) and (counts["bias"] > 0) == (arch not in ("gemma4", "qwen4exp", *having("latent")))
+    assert counts["scale"] >= least.get(arch, 16) and (counts["bias"] > 0) == (
+        arch not in ("gemma3n", "gemma4", "qwen4exp", *having("latent"))
+    )
     for tokens in (1, 37):
         assert_equal(path, tokens)
 

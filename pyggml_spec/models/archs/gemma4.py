@@ -12,6 +12,7 @@ Source of the formulae: llama.cpp, src/models/gemma4.cpp.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -150,8 +151,8 @@ class Gemma4(Decoder):
 
     scales_borrowed_embedding = True
 
-    def __init__(self, f: Hparams, layers: Sequence[GemmaLayer], n_per_layer: int, **more: float) -> None:
-        super().__init__(f, layers, **more)  # type: ignore[arg-type]
+    def __init__(self, f: Hparams, layers: Sequence[GemmaLayer], n_per_layer: int, **more: Any) -> None:
+        super().__init__(f, layers, **more)
         self.n_per_layer = n_per_layer
         self.experts = next((layer.experts for layer in layers if layer.experts), None)
 
