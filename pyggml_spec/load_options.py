@@ -28,7 +28,7 @@ class LoadOptions:
         kernels: "native" or "ggml" for products on a CPU; None takes "native" on x86 with AVX2, and "ggml" elsewhere, whose results equal llama.cpp's bit for bit.
         n_ctx: tokens of context; 0 takes the trained context; None that too, or as many as fit three quarters of the free memory and all but 4 GiB of
             it; ``Session.configuration`` reports which.
-        draft_width: rows per verified block; None lets the speculation policy choose, from costs measured here and acceptance seen while running.
+        draft_width: rows per verified block; None lets the speculation policy choose, from costs and acceptance of the steps so far.
         graphs: False disables CUDA graph replay for the whole process (a control).
         cache_type_k, cache_type_v: types of the target's K and V rows, of ``cache.kv.TYPES``.
         draft_cache_type_k, draft_cache_type_v: of the drafter's.

@@ -35,9 +35,10 @@ def padded(n: int) -> int:
 
 
 @lru_cache(maxsize=1 << 12)  # called three times per step
-def bucket_for(n: int, least: int = KV_BUCKET) -> int:
-    """KV bucket of ``n`` tokens: a multiple of ``least``, above 8 times that of an eighth of the next power of two."""
-    step = max(least, (1 << (n - 1).bit_length()) // 8)
+def bucket_for(n: int, least: int = KV_BUCKET, fine: bool = False) -> int:
+    """KV bucket of ``n`` tokens: a multiple of ``least``, above 8 times that of an eighth of the next power of two. ``fine``: above 17 times that, of a
+    power of two that pads by at most 6 %."""
+    step = max(least, (1 << (n // 17).bit_length()) // 2 if fine else (1 << (n - 1).bit_length()) // 8)
     return (n + step - 1) // step * step
 
 
@@ -52,11 +53,11 @@ def least_bucket(row_bytes: int) -> int:
     return least
 
 
-def buckets_up_to(live: int) -> list[int]:
+def buckets_up_to(live: int, fine: bool = False) -> list[int]:
     """All KV buckets of a cache of ``live`` rows, ascending; the last one is ``live``."""
     out = [min(KV_BUCKET, live)]
     while out[-1] < live:
-        out.append(min(bucket_for(out[-1] + 1), live))
+        out.append(min(bucket_for(out[-1] + 1, fine=fine), live))
     return out
 
 
@@ -235,7 +236,8 @@ class KVCache:
         self.mask_bases = [home.mask_base for home in self._homes]
         self.mask_base = self.mask_bases[-1]
         row_bytes = sum(tensor.nb[1] for layer in self.layers for tensor in layer.stored)
-        self._least = KV_BUCKET if backend.device.kind == "cpu" else least_bucket(row_bytes)
+        self.fine = backend.device.kind != "cpu"  # graphs are built while the device computes
+        self._least = least_bucket(row_bytes) if self.fine else KV_BUCKET
         try:
             for home in self._homes:
                 self._allocate(home, n_ctx)
@@ -278,7 +280,7 @@ class KVCache:
 
     def bucket(self, n: int, least: int | None = None) -> int:
         """KV bucket of ``n`` tokens; ``least`` defaults to that of generation on this device."""
-        return min(bucket_for(n, least or self._least), self.live)
+        return min(bucket_for(n, least or self._least, self.fine), self.live)
 
     def fill(self, value: int) -> None:
         """Sets every byte of every row; tests poison with 0xff (NaN) and 0x3e."""

@@ -452,7 +452,7 @@ class StepGraphs(GraphCache):
             widths |= {self._role_of(kind, member.method): own for kind in ("fused", "draft")}
         widest = max(BATCH, *(width for of_role in widths.values() for width in of_role))
         slots, nodes = len(r.slots), most_nodes(r.target, r.drafter)
-        super().__init__(r.devices, io or r.io, widths, buckets_up_to(r.kv.live), slots, most or slots, widest, nodes)
+        super().__init__(r.devices, io or r.io, widths, buckets_up_to(r.kv.live, r.kv.fine), slots, most or slots, widest, nodes)
         self._padded = any(segment.backend.device.kind != "cpu" for segment in r.devices.segments)  # a graph costs more than padding
         # ggml's kernels round by the rows of a step, so prompts and plain steps have llama.cpp's shapes
         self._as_llama = all(s.backend.device.kind == "cpu" and s.backend.level is None for s in r.devices.segments)

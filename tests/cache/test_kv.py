@@ -53,6 +53,10 @@ def test_spans_pairs_and_types_at_their_limits(tmp_path):
         span = min(bucket_for(n), live)
         assert span in listed and n <= span <= max(n + kv.KV_BUCKET, 1.25 * n) and span % kv.KV_BUCKET == 0
         assert min(bucket_for(n, kv.GPU_KV_BUCKET), live) in listed  # whose memory has been measured
+    fine = buckets_up_to(padded(140_000), True)
+    for n in range(1, fine[-1], 97):
+        span = min(bucket_for(n, kv.GPU_KV_BUCKET, True), fine[-1])
+        assert span in fine and n <= span <= max(n + kv.GPU_KV_BUCKET, 1.06 * n)  # behind a power of two it was 1.25
     assert [len({bucket_for(n, least) for n in range(1, 4097)}) for least in (kv.GPU_KV_BUCKET, kv.KV_BUCKET)] == [4, 12]
     fails_with(PyspecError, "'q4_K'.*use one of f16, bf16, q8_0", KVTypes, "q4_K")
     fails_with(PyspecError, "'Q8_0'", ps.load, device="CPU", cache_type_v="Q8_0")
