@@ -118,6 +118,7 @@ struct ggml_tensor * ggml_xielu(struct ggml_context *, struct ggml_tensor *, flo
 struct ggml_tensor * ggml_pool_2d(struct ggml_context *, struct ggml_tensor *, enum ggml_op_pool, int k0, int k1, int s0, int s1, float p0,
                                   float p1);
 struct ggml_tensor * ggml_dsv4_hc_pre_gated(struct ggml_context *, struct ggml_tensor * x, struct ggml_tensor * gate, float scale);
+struct ggml_tensor * ggml_dsv4_hc_pre(struct ggml_context *, struct ggml_tensor * x, struct ggml_tensor * weights);
 struct ggml_tensor * ggml_dsv4_hc_post(struct ggml_context *, struct ggml_tensor * x, struct ggml_tensor * residual, struct ggml_tensor * post,
                                        struct ggml_tensor * comb);
 struct ggml_tensor * ggml_sum_rows(struct ggml_context *, struct ggml_tensor *);

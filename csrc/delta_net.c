@@ -620,8 +620,12 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     // part of a fused product, beta has gaps between its rows, which the sigmoid of several backends does not take
     struct ggml_tensor * beta = ggml_sigmoid(ctx, ggml_is_contiguous(in->beta) ? in->beta : ggml_cont(ctx, in->beta));
     const int64_t decays_per_head = gates_row(d) / s.n_head_v;
-    struct ggml_tensor * g = ggml_softplus(ctx, ggml_add(ctx, in->alpha, in->dt));
+    struct ggml_tensor * g = ggml_add(ctx, in->alpha, in->dt);
+    g = in->bound == 0.0f ? ggml_softplus(ctx, g) : g;
     g = ggml_mul(ctx, decays_per_head > 1 ? ggml_reshape_3d(ctx, g, decays_per_head, s.n_head_v, rows) : g, in->a);
+    if (in->bound != 0.0f) {
+        g = ggml_scale(ctx, ggml_sigmoid(ctx, ggml_scale(ctx, g, -1.0f)), in->bound);
+    }
     if (uncommitted) {
         const size_t each = gates_row(d) * T * f;
         if (pgs_place(d->gates, each * at, g, err) != 0 || pgs_place(d->gates, each * L * d->n_slots + beta_row(d) * T * f * at, beta, err) != 0) {

@@ -179,6 +179,7 @@ typedef struct pgs_rows {  // inputs of one graph in host memory; NULL: it has n
     int64_t   live, ring, trash;    // live rows of full caches, of rings, and trash rows
     int64_t   window, near;         // positions that sliding layers see, ring rows that they read
     int64_t   history;              // rows of a convolution's history
+    bool      chunked;              // sliding layers see their part of `window` positions, up to the row, and none before it
     int32_t * positions;            // [width * count]
     int64_t * kv_rows;              // [width * count] rows past those that count, or past the last live one, are trash rows
     float *   q_last;               // [width * count] the last position that each row sees
@@ -260,6 +261,7 @@ typedef struct pgs_delta_inputs {  // the tensors of one layer, all F32; T rows.
     struct ggml_tensor * last;    // I32 [d_conv - 1 (, slots)] rows of [history ; block] that become the next history (prefill only)
     struct ggml_tensor * take;    // with slots, for blocks and single rows: I32 [(d_conv - 1 + T) * slots], rows of the layer's table in `conv`
     float                eps;     // epsilon of the L2 norm of q and k
+    float                bound;   // of KDA: the decay is bound * sigmoid(-a (alpha + dt)); 0: a softplus(alpha + dt)
 } pgs_delta_inputs;
 
 pgs_delta * pgs_delta_new(ggml_backend_t backend, const pgs_delta_shape * shape, char * err);

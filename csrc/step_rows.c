@@ -30,7 +30,8 @@ static void fill_slot(const pgs_rows * r, int64_t at, int64_t committed, int64_t
             r->q_last[first + i] = (float) position;
         }
         if (r->q_first != NULL) {
-            r->q_first[first + i] = (float) (position - r->window + 1);
+            const int64_t own     = least(position, real > 0 ? n + real - 1 : 0);  // padding sees what the last row sees
+            r->q_first[first + i] = (float) (r->chunked ? own - own % r->window : position - r->window + 1);
         }
         if (r->sliding_rows != NULL) {
             r->sliding_rows[first + i] = at * (r->ring + r->trash) + (i < real ? (n + i) % r->ring : r->ring + (i - real) % r->trash);

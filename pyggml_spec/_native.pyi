@@ -159,6 +159,7 @@ class pgs_delta_inputs(CData):
     last: ggml_tensor
     take: ggml_tensor
     eps: float
+    bound: float
 
 class pgs_delta_shape(CData):
     recurrence: int
@@ -237,6 +238,7 @@ class pgs_rows(CData):
     window: int
     near: int
     history: int
+    chunked: bool
     positions: Array[int]
     kv_rows: Array[int]
     q_last: Array[float]
@@ -367,6 +369,7 @@ class Lib:
     def ggml_cpy(self, a0: ggml_context, a1: ggml_tensor, a2: ggml_tensor, /) -> ggml_tensor: ...
     def ggml_div(self, a0: ggml_context, a1: ggml_tensor, a2: ggml_tensor, /) -> ggml_tensor: ...
     def ggml_dsv4_hc_post(self, a0: ggml_context, a1: ggml_tensor, a2: ggml_tensor, a3: ggml_tensor, a4: ggml_tensor, /) -> ggml_tensor: ...
+    def ggml_dsv4_hc_pre(self, a0: ggml_context, a1: ggml_tensor, a2: ggml_tensor, /) -> ggml_tensor: ...
     def ggml_dsv4_hc_pre_gated(self, a0: ggml_context, a1: ggml_tensor, a2: ggml_tensor, a3: float, /) -> ggml_tensor: ...
     def ggml_fill(self, a0: ggml_context, a1: ggml_tensor, a2: float, /) -> ggml_tensor: ...
     def ggml_free(self, a0: ggml_context, /) -> None: ...

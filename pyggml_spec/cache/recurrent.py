@@ -180,10 +180,10 @@ class RecurrentInputs:
 
     def __call__(
         self, g: Graph, index: int, proj: Tensor, conv_w: Tensor, beta: Tensor | None = None, alpha: Tensor | None = None,
-        dt: Tensor | None = None, a: Tensor | None = None, conv_b: Tensor | None = None, eps: float = 0.0
+        dt: Tensor | None = None, a: Tensor | None = None, conv_b: Tensor | None = None, eps: float = 0.0, bound: float = 0.0
     ) -> Tensor:  # fmt: skip
         tensors = [x or ffi.NULL for x in (proj, beta, alpha, conv_w, conv_b, dt, a)]
-        inputs = ffi.new("pgs_delta_inputs *", [*tensors, *self.inputs, eps])
+        inputs = ffi.new("pgs_delta_inputs *", [*tensors, *self.inputs, eps, bound])
         err, pool = new_err(), self.state.pool(g.segment)
         assert pool is not None
         out = lib.pgs_delta_layer(pool.handle, g.ctx, g.gf, index - pool.first, self.width, self.mode, inputs, err)

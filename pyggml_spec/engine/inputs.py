@@ -95,7 +95,8 @@ class InputBuilder:
         lib.pgs_fill_rows(step.rows, self._committed, self._real)
         if "q_scale" in step.host:
             scale, length = self._target.temperature
-            times = np.floor(step.host["positions"].astype(np.float32) / np.float32(length)).astype(np.float64)
+            positions = step.host["positions"].astype(np.float32) + np.float32(self._target.temperature_from)
+            times = np.floor(positions / np.float32(length)).astype(np.float64)
             step.host["q_scale"].reshape(-1)[:] = np.log(times + 1) * np.float32(scale) + 1
 
     def _pointers(self, step: Step, width: int, count: int) -> Any:
@@ -105,6 +106,7 @@ class InputBuilder:
         sizes |= {
             "near": near.size // count if near is not None else 0,
             "history": self._recurrent.history_rows if self._recurrent is not None else 0,
+            "chunked": self._target.chunked,
         }
         names = ("positions", "kv_rows", "q_last", "q_first", "sliding_rows", "sliding_near", "on", "last", "out_row")
         return ffi.new("pgs_rows *", sizes | {name: step.fields.at[name] for name in names if name in step.fields.at})

@@ -259,6 +259,12 @@ class Graph:
         act = self.clamp(self.silu(gate if self.view_source(gate) == gate else self.cont(gate)), float("-inf"), limit)
         return self.mul(act, self.clamp(up, -limit, limit))
 
+    def situ(self, gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
+        """b tanh(gate / b) sigmoid(gate) * l tanh(up / l), elementwise; up itself for an l of 0."""
+        gate, up = (x if self.view_source(x) == x else self.cont(x) for x in (gate, up))
+        act = self.mul(self.soft_cap(gate, beta), self.sigmoid(gate))
+        return self.mul(act, self.soft_cap(up, linear_beta))
+
     def _gates(self, gate: Tensor, up: Tensor) -> bool:
         """Whether the native gate kernel supports these operands."""
         return self.backend.level is not None and all(x.type == F32 and x.nb[0] == 4 and x.ne[2] == x.ne[3] == 1 for x in (gate, up))
@@ -321,10 +327,10 @@ class Graph:
         return out
 
     def stack(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenates matrices of the same width along the second dimension."""
+        """Concatenates matrices of the same width, or stacks of as many, along the second dimension."""
         out = parts[0]
         for x in parts[1:]:
-            require(out.ne[0] == x.ne[0] and out.ne[2] == x.ne[2] == 1 and out.type == x.type, "stack", first=out, next=x)
+            require(out.ne[0] == x.ne[0] and out.ne[2] == x.ne[2] and out.type == x.type, "stack", first=out, next=x)
             out = lib.ggml_concat(self.ctx, out, x, 1)
         return out
 
@@ -380,6 +386,11 @@ class Graph:
         """The mean over H of x * sigmoid(gate), both F32 [n, H, T] -> F32 [n, T]."""
         require(list(x.ne) == list(gate.ne) and x.type == gate.type == F32, "streams_mean", x=x, gate=gate)
         return lib.ggml_dsv4_hc_pre_gated(self.ctx, x, gate, float(np.float32(1) / np.float32(x.ne[1])))
+
+    def streams_sum(self, x: Tensor, weights: Tensor) -> Tensor:
+        """The sum over H of x F32 [n, H, T] times weights F32 [H, T]: F32 [n, T]."""
+        require(list(weights.ne)[:2] == list(x.ne)[1:3] and x.type == weights.type == F32, "streams_sum", x=x, weights=weights)
+        return lib.ggml_dsv4_hc_pre(self.ctx, x, weights)
 
     def add_to_streams(self, x: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
         """streams F32 [n, H, T] plus x F32 [n, T] times weights F32 [H, T]."""

@@ -50,11 +50,12 @@ class Decoder(Model):
     """A target made of ``layers``. ``weights`` has to be set before ``forward``.
 
     Args:
-        window: positions visible to sliding layers, 0 for none.
+        window: positions visible to sliding layers, 0 for none; ``chunked``: of parts of so many positions the current one.
         layer_norms: norms subtract the mean, too. ``norm_biases``: all have a bias.
         output_norm: name of the last norm in the file.
         long_from: tokens of context above which ROPE_LONG applies, and ROPE_SHORT below; 0 for models without these tables.
         temperature: (scale s, length n): queries at position p are multiplied by 1 + s ln(1 + floor(p / n)); (0, 0) for none.
+            ``temperature_from`` is added to p.
         embedding_scale: factor of the embedding. ``norm_embedding``: RMS-normalise it, without a weight.
         logit_scale, softcap: logits are scaled, then capped, c tanh(l / c); 0 for none.
         scaled, unscaled, biased: as in ``Model``, by short names.
@@ -74,11 +75,13 @@ class Decoder(Model):
         layers: Sequence[Layer],
         *,
         window: int = 0,
+        chunked: bool = False,
         layer_norms: bool = False,
         norm_biases: bool = False,
         output_norm: str = "output_norm",
         long_from: int = 0,
         temperature: tuple[float, int] = (0.0, 0),
+        temperature_from: int = 0,
         embedding_scale: float = 1.0,
         norm_embedding: bool = False,
         logit_scale: float = 1.0,
@@ -95,7 +98,7 @@ class Decoder(Model):
         self.n_embd, self.n_layer, self.n_vocab, self.context_length = f.n_embd, f.n_layer, f.n_vocab, f.context_length
         self.eps, self.window, self._output_norm = f.layer_norm_eps if layer_norms else f.eps, window, output_norm
         self.norm_embedding, self.layer_norms, self.norm_biases = norm_embedding, layer_norms, norm_biases
-        self.long_from, self.temperature = long_from, temperature
+        self.long_from, self.temperature, self.temperature_from, self.chunked = long_from, temperature, temperature_from, chunked
         self.embedding_scale, self.logit_scale, self.softcap = embedding_scale, logit_scale, softcap
         self.scaled, self.unscaled, self.biased, self._unused = scaled, frozenset(unscaled), biased, unused
         self.mtp, self.mtp_before_norm, self._drafting_layers = tuple(mtp), mtp_before_norm, drafting_layers
@@ -196,14 +199,14 @@ class Decoder(Model):
             x = layer(c, x)
             extra = c.extra
         captured[self.n_layer] = x
-        return g.name(self.normed(g, x), "result_norm"), [self.feature(g, captured[v]) for v in capture]
+        return g.name(self.normed(g, x, extra), "result_norm"), [self.feature(g, captured[v]) for v in capture]
 
     def widened(self, g: Graph, x: Tensor) -> Tensor:
         """What the first layer reads, of the embedding F32 [n_embd, T]."""
         return x
 
-    def normed(self, g: Graph, x: Tensor) -> Tensor:
-        """What the head reads, F32 [n_embd, T], of the last layer's output."""
+    def normed(self, g: Graph, x: Tensor, extra: Tensor | None) -> Tensor:
+        """What the head reads, F32 [n_embd, T], of the last layer's output and ``extra``."""
         return any_norm(g, self.weights, "output_norm", x, self.eps, self.layer_norms)
 
     def feature(self, g: Graph, x: Tensor) -> Tensor:

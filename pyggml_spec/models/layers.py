@@ -20,7 +20,8 @@ from .weights import VECTOR, Group, Matrix, Spec, Weights
 ROPE_FREQS = "rope_freqs.weight"  # divisors of the frequencies, Llama 3.1 and later
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"  # the same, chosen by the context length
 QKV = "attn_qkv"  # q, k and v as one matrix of the file
-HEAD, ROW, EACH = "head", "row", "each"  # norms of q and k: per head, over all heads, or per head with weights of its own
+# norms of q and k: per head, over all heads, per head with weights of its own, or per head without, after RoPE
+HEAD, ROW, EACH, UNIT = "head", "row", "each", "unit"
 MAY, MUST = "may", "must"  # have a bias
 
 
@@ -233,6 +234,7 @@ class Attention(Part):
         factors: whether the frequency divisors of the file apply, if present.
         norm: HEAD or ROW for RMS norms of q and k before RoPE, EACH for the model's kind of norm; ``norm_last``: after it.
         scale: of the scores, None for 1 / sqrt(size); ``scale_q``: q is scaled instead.
+        tempered: whether queries are scaled by position, in models that do.
         cap: scores are cap * tanh(score / cap); 0 for none.
         out_bias: whether the output MAY or MUST have a bias.
         sliding: limited to the model's window.
@@ -258,6 +260,7 @@ class Attention(Part):
     gate: str = ""
     other_v: int = 0
     result_scale: float = 0.0
+    tempered: bool = True
 
     @property
     def kv(self) -> KVShape:  # type: ignore[override]
@@ -289,7 +292,7 @@ class Attention(Part):
         matrices["attn_output"] = (out, n)
         vectors = {"attn_sinks": self.heads} if self.sinks else {}
         norms = []
-        for name, heads in (("attn_q_norm", self.heads), ("attn_k_norm", self.kv_heads)) if self.norm else ():
+        for name, heads in (("attn_q_norm", self.heads), ("attn_k_norm", self.kv_heads)) if self.norm not in ("", UNIT) else ():
             shape = {HEAD: (self.size,), ROW: (self.size * heads,), EACH: (self.size, heads)}[self.norm]
             norms.append(Spec(f"{prefix}{name}.weight", shape, VECTOR))
         bias = [Spec(f"{prefix}attn_output.bias", (n,), VECTOR, of=f"{prefix}attn_output.weight")] if self.out_bias == MUST else []
@@ -326,7 +329,7 @@ class Attention(Part):
         scale = inverse_root(size) if self.scale is None else self.scale
         if self.scale_q:
             q, scale = g.scale(q, scale), 1.0
-        q = q if c.q_scale is None else g.mul(q, c.q_scale)
+        q = q if c.q_scale is None or not self.tempered else g.mul(q, c.q_scale)
         if k is not None and v is not None:
             k, v = self.keys_values(c, k, v)
             k, v = c.name(k, "Kcur"), c.name(v, "Vcur")
@@ -358,6 +361,8 @@ class Attention(Part):
         x = c.norm(x, norm) if self.norm == EACH else c.rms_norm(x, norm) if self.norm == HEAD and not self.norm_last else x
         if self.rope is not None:
             x = self.rope(c.g, x, c.positions, c.factors if self.factors else None)
+        if self.norm == UNIT:
+            return c.g.rms_norm(x, None, c.eps)
         return c.rms_norm(x, norm) if self.norm == HEAD and self.norm_last else x
 
 
@@ -366,7 +371,7 @@ class GatedMLP(Part):
     """W_down (act(W_gate x) * W_up x) with ``n_ff`` hidden values.
 
     ``act`` "silu", "gelu" or "oai", gpt-oss's; ``suffix`` of the tensors' names; ``packed``: gate and up are one tensor, `ffn_up`; ``limit``: see ``Graph.swiglu_limited``, 0
-    for none.
+    for none; ``situ``: the numbers of ``Graph.situ``, or None.
     """
 
     n_ff: int
@@ -374,6 +379,7 @@ class GatedMLP(Part):
     suffix: str = ""
     packed: bool = False
     limit: float = 0.0
+    situ: tuple[float, float] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -388,6 +394,9 @@ class GatedMLP(Part):
         return {} if self.packed else {"ffn": self.names[:2]}
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
+        if self.situ:
+            gate, up = c.project("ffn", x)
+            return c.product(self.names[2], c.g.situ(gate, up, *self.situ))
         if self.act == "oai":
             gate, up = c.project("ffn", x)
             return c.product(self.names[2], c.g.gated("swiglu_oai", gate, up))

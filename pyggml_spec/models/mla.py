@@ -74,6 +74,10 @@ class MLA(Part):
 
     def attend(self, c: LayerContext, q: Tensor, row: Tensor, mask: Tensor) -> Tensor:
         """Attention output F32 [n_embd, T] from ``projected``, over the rows that ``mask`` shows."""
+        return c.product("attn_output", self.attended(c, q, row, mask))
+
+    def attended(self, c: LayerContext, q: Tensor, row: Tensor, mask: Tensor) -> Tensor:
+        """The same before the output matrix, F32 [size_v * heads, T]."""
         g, kv, n_rot, attention = c.g, c.kv, self.rope.n_rot, c.attention
         assert attention is not None
         q = c.product("attn_q_b", q) if self.lora_q else q
@@ -86,4 +90,4 @@ class MLA(Part):
         g.kv_write_rows(kv.k, stored, attention.kv_rows)
         out = g.reshape(g.flash_attention(q, kv.k, kv.v, mask, 1, attention.kv_bucket, self.scale), self.latent, self.heads, row.ne[1])
         out = g.permute(g.matmul(c["attn_v_b"], g.permute(out, 0, 2, 1, 3)), 0, 2, 1, 3)
-        return c.product("attn_output", g.cont_flat(out))
+        return g.cont_flat(out)

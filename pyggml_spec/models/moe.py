@@ -28,6 +28,8 @@ class Experts:
         gating: SOFTMAX, SIGMOID or SOFTMAX_OF_CHOSEN.
         normalise, scale: divide the weights by their sum; multiply them.
         glu: the method of ``Graph`` that combines gate and up, or of up alone unless ``gated``; ``limit``: see ``Graph.swiglu_limited``, 0 for none.
+        weighted_input: the weight of the one used expert is applied to its input.
+        situ: the two numbers of ``Graph.situ``, which combines gate and up then.
         biased: `exp_probs_b` is added for the selection, not to the weights.
         biases: the router and all expert products have a bias.
         groups, groups_used: experts are limited to the best groups; 1 of 1 for no limit.
@@ -42,6 +44,8 @@ class Experts:
     glu: str = "swiglu"
     gated: bool = True
     limit: float = 0.0
+    situ: tuple[float, float] | None = None
+    weighted_input: bool = False
     biased: bool = False
     biases: bool = False
     groups: int = 1
@@ -74,13 +78,16 @@ class Experts:
         weights, chosen = self._route(g, w, prefix, logits)
         # first, so that ggml-cuda finds the router's nodes adjacent
         g.expand(weights)
+        if self.weighted_input:
+            x = g.mul(x, g.reshape(weights, 1, x.ne[1]))
         streamed = w.streaming and w.stream is not None and layer in w.stream.layers
         with w.arrived(g, layer) if streamed else nullcontext():
             if w.host_experts is not None and layer in w.host_experts and not streamed:
                 out = w.host_experts.run(g, layer, x, chosen, lambda slots: self._results(g, w, prefix, x, slots, chosen))
             else:
                 out = self._results(g, w, prefix, x, chosen, chosen)
-            out = g.mul(self._scaled(g, w, f"{prefix}ffn_down_exps.weight", out, chosen), weights)
+            out = self._scaled(g, w, f"{prefix}ffn_down_exps.weight", out, chosen)
+            out = out if self.weighted_input else g.mul(out, weights)
             g.expand(out)
             total = self._sum(g, out)
             if streamed:  # the weighted sum, too: ggml-cuda fuses it within a part, with one rounding less
@@ -135,6 +142,8 @@ class Experts:
             if not gates:
                 return getattr(g, self.glu)(up)
             gate = gates[0]
+        if self.situ:
+            return g.situ(gate, up, *self.situ)
         if self.limit:
             return g.swiglu_limited(gate, up, self.limit)
         # ggml's kernel, as for experts in host memory: the same bits on either side

@@ -91,9 +91,15 @@ KEYS: dict[str, dict[str, Any]] = {  # that a description has defaults for, and 
     "granitehybrid": SCALES,
     "hunyuan-moe": {"expert_feed_forward_length": 48, "expert_shared_feed_forward_length": 96},
     "kimi-linear": LEADING | {
-        "kda.head_dim": 32, "attention.key_length_mla": 80, "attention.value_length_mla": 40, "attention.kv_lora_rank": 64, "rope.dimension_count": 32,
+        "kda.head_dim": 64, "attention.key_length_mla": 80, "attention.value_length_mla": 40, "attention.kv_lora_rank": 64, "rope.dimension_count": 32,
         "attention.key_length": 96, "attention.value_length": 64,
     },
+    "kimi-k3": LEADING | {
+        "kda.head_dim": 64, "kda.gate_lower_bound": -5.0, "attention.key_length_mla": 80, "attention.value_length_mla": 40,
+        "attention.kv_lora_rank": 64, "attention.q_lora_rank": 48, "rope.dimension_count": 32, "attention.key_length": 96, "attention.value_length": 64,
+        "attn_res.block_size": 2, "activation.situ_beta": 1.3, "activation.situ_linear_beta": 0.8, "expert_latent_length": 128,
+    },
+    "llama4": {"interleave_moe_layer_step": 2, "rope.freq_base_swa": 2e4},
     "lfm2moe": {"leading_dense_block_count": 1, "expert_gating_func": 2},
     "mimo2": {"attention.value_scale": 0.7, "rope.dimension_count": 16, "rope.freq_base_swa": 2e4},
     "minimax-m3": LEADING | {
@@ -123,6 +129,7 @@ GATED = (
 OPTIONAL = {  # tensors, of each layer i
     "bailingmoe2": (PACKED, BIASED), "deepseek2": (BIASED,), "deepseek32": (BIASED,), "glm-dsa": (BIASED,), "dots1": (BIASED,), "ernie4_5-moe": (BIASED,), "exaone-moe": (BIASED,), "falcon-h1": ("blk.0.ssm_norm.weight", "blk.{i}.ffn_norm"),
     "glm4moe": ("blk.0.attn_q_norm.weight",), "hy_v3": tuple(f"blk.{i}.{name}" for i in range(1, 9) for name in ("ffn_gate_inp.weight", "exp_probs_b")),
+    "kimi-k3": ("blk.{i}.attn_q_a_norm.weight", "blk.{i}.attn_gate.weight", "blk.1.ffn_routed_norm.weight"),
     "chatglm": (PACKED,), "stablelm": ("blk.0.attn_q_norm.weight", "blk.0.ffn_norm.weight"), "mimo2": (PACKED, *(name for name in GATED if "ffn" in name or "exp" in name), *(f"blk.{i}.attn_sinks.weight" for i in range(1, 9, 2))),
     "nemotron_h_moe": ("blk.1.ffn_latent_down.weight",), "phi3": (PACKED, *FACTORS), "phimoe": FACTORS, "step35": (*GATED, "rope_freqs.weight"),
 }  # fmt: skip
@@ -130,7 +137,7 @@ WINDOWED = ("afmoe", "cohere2", "cohere2moe", "exaone-moe", "gemma2", "gemma3", 
 MTP_LAYERS = {"hy_v3": 2, "mimo2": 3, "step35": 3}
 LISTED = ("mimo2", "step35")  # every other layer slides, by a list
 TIED = ("cohere2", "command-r", "gemma", "gemma2")  # llama.cpp reads no head of theirs
-HYBRID = ("granitehybrid", "kimi-linear", "lfm2", "lfm2moe")  # every third layer is recurrent
+HYBRID = ("granitehybrid", "kimi-k3", "kimi-linear", "lfm2", "lfm2moe")  # every third layer is recurrent
 UNGROUPED = ("dots1", "olmoe")  # as many KV heads as query heads
 
 
@@ -149,11 +156,13 @@ def own_keys(arch: str, s: Shape) -> dict[str, Any]:
     if arch in ("hunyuan_vl", "qwen2vl"):
         keys["rope.dimension_sections"] = np.array([s.head_size // 8, s.head_size // 4, s.head_size // 8, 0])
     if arch in HYBRID:
-        kv_heads = 1 if arch == "kimi-linear" else s.n_head_kv
+        kv_heads = 1 if arch.startswith("kimi") else s.n_head_kv
         keys["attention.head_count_kv"] = np.array([0 if i % 3 == 0 else kv_heads for i in range(s.n_layer)])
     if arch == "apertus":
         keys |= {f"xielu.{name}": np.array([0.3 + j + i / 8 for i in range(s.n_layer)]) for j, name in enumerate(("alpha_n", "alpha_p"))}
         keys |= {"xielu.beta": 0.5, "xielu.eps": -1e-6}
+    if arch == "llama4":
+        keys["expert_used_count"] = 1
     if arch == "deci":  # layers with attention, without, and with a matrix in its place
         keys["attention.head_count"] = np.array([0 if i % 4 == 2 else s.n_head for i in range(s.n_layer)])
         keys["attention.head_count_kv"] = np.array([0 if i % 4 > 1 else s.n_head_kv for i in range(s.n_layer)])

@@ -161,7 +161,16 @@ QUANTS = ["F32", "Q4_K", "MXFP4", "NVFP4"]
 def test_logits(tmp_path, arch, quant):
     path, counts = dressed(TARGETS[arch](tmp_path / "t.gguf", Shape(**lean(quant)), quant))
     # matrices whose scales llama.cpp applies
-    least = {"deepseek2": 4, "granitehybrid": 12, "kimi-linear": 0, "lfm2": 8, "lfm2moe": 8, "nemotron_h": 10, "nemotron_h_moe": 14}
+    least = {
+        "deepseek2": 4,
+        "granitehybrid": 12,
+        "kimi-k3": 0,
+        "kimi-linear": 0,
+        "lfm2": 8,
+        "lfm2moe": 8,
+        "nemotron_h": 10,
+        "nemotron_h_moe": 14,
+    }
     assert counts["scale"] >= least.get(arch, 16) and (counts["bias"] > 0) == (
         arch not in ("gemma3n", "gemma4", "qwen4exp", *having("latent"))
     )

@@ -124,7 +124,7 @@ class Gemma3n(Gemma4):
         others = self._as_long_as(g, g.matmul(self.weights["altup_proj.weight"], g.repeat(x, n, rows, STREAMS - 1)), x)
         return g.pile(g.reshape(x, n, rows, 1), others)
 
-    def normed(self, g: Graph, x: Tensor) -> Tensor:
+    def normed(self, g: Graph, x: Tensor, extra: Tensor | None) -> Tensor:
         first = g.pick(x, 2, 0)
         others = self._as_long_as(g, g.matmul(self.weights["altup_unembd_proj.weight"], g.slice(x, 2, 1, STREAMS - 1)), first)
         for i in range(STREAMS - 1):

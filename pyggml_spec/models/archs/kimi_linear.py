@@ -5,6 +5,7 @@ output norm that is gated by sigmoid(W_gb W_ga h). Source of the formulae: llama
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from ...ggml.library import Tensor
 from ..base import Recurrence, RecurrentShape
@@ -22,20 +23,27 @@ CONVS = ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")
 
 @dataclass(frozen=True)
 class KimiDelta(Part):
-    """Kimi delta attention; ``recurrent``: geometry of the states."""
+    """Kimi delta attention; ``recurrent``: geometry of the states. ``bound``: see ``pgs_delta_inputs``; ``whole_gate``: the gate is one matrix."""
 
     recurrent: RecurrentShape
+    bound: float = 0.0
+    whole_gate: bool = False
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
         size, heads = self.recurrent.head_size, self.recurrent.n_head_v
         n, inner = f.n_embd, size * heads
         shapes = dict.fromkeys(ATTENTION, (n, inner)) | {"ssm_beta": (n, heads), "attn_output": (inner, n)}
-        for name in ("ssm_f", "ssm_g"):
+        for name in ("ssm_f",) if self.whole_gate else ("ssm_f", "ssm_g"):
             shapes |= {f"{name}_a": (n, size), f"{name}_b": (size, inner)}
+        shapes |= {"ssm_g": (n, inner)} if self.whole_gate else {}
         out = specs(prefix, shapes, {"ssm_norm": size}) + [
             Spec(f"{prefix}{name}.weight", (self.recurrent.conv, 1, inner), VECTOR) for name in CONVS
         ]
-        return [*out, Spec(f"{prefix}ssm_a", (1, heads), VECTOR), Spec(f"{prefix}ssm_dt.bias", (inner,), VECTOR)]
+        return [
+            *out,
+            Spec(f"{prefix}ssm_a", (heads,) if self.whole_gate else (1, heads), VECTOR),
+            Spec(f"{prefix}ssm_dt.bias", (inner,), VECTOR),
+        ]
 
     def groups(self, f: Hparams, prefix: str) -> dict[str, tuple[str, ...]]:
         return {"mixer": ATTENTION}
@@ -43,29 +51,35 @@ class KimiDelta(Part):
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
         g, w, b, s = c.g, c.w, c.prefix, self.recurrent
         # separate products: joined, ggml's F32 matmul sums beta in another order
-        decay, gate, beta = (c.product(name, x) for name in ("ssm_f_a", "ssm_g_a", "ssm_beta"))
+        decay, gate, beta = (c.product(name, x) for name in ("ssm_f_a", "ssm_g" if self.whole_gate else "ssm_g_a", "ssm_beta"))
+        gate = gate if self.whole_gate else c.product("ssm_g_b", gate)
         convs = g.stack([g.reshape(c[name], s.conv, s.head_size * s.n_head_v) for name in CONVS])
         assert c.recurrent is not None
         out = c.recurrent(
-            g, c.state, g.concat(c.project("mixer", x)), convs, beta=beta, alpha=c.product("ssm_f_b", decay), dt=w[f"{b}ssm_dt.bias"], a=w[f"{b}ssm_a"],
-            eps=c.eps,
+            g, c.state, g.concat(c.project("mixer", x)), convs, beta=beta, alpha=c.product("ssm_f_b", decay), dt=w[f"{b}ssm_dt.bias"],
+            a=g.reshape(w[f"{b}ssm_a"], 1, s.n_head_v), eps=c.eps, bound=self.bound,
         )  # fmt: skip
         return c.product(
             "attn_output",
-            g.flat(g.mul(c.rms_norm(out, "ssm_norm"), g.heads(g.sigmoid(c.product("ssm_g_b", gate)), s.head_size, s.n_head_v))),
+            g.flat(g.mul(c.rms_norm(out, "ssm_norm"), g.heads(g.sigmoid(gate), s.head_size, s.n_head_v))),
         )
 
 
-@register("kimi-linear")
-def kimi_linear(f: Hparams) -> Decoder:
+def delta(f: Hparams, **how: Any) -> KimiDelta:
+    """From `kda.head_dim` and `ssm.conv_kernel`; ``how``: further arguments."""
     heads, size = max(n for n, _ in f.hybrid_heads), f.positive("kda.head_dim", limit=1024)
     n_recurrent = sum(not kv for _, kv in f.hybrid_heads)
     if not n_recurrent:
-        raise f.refuse("it has no recurrent layer, which every kimi-linear model has")
+        raise f.refuse(f"it has no recurrent layer, which every {f.arch} model has")
     conv = f.positive("ssm.conv_kernel", limit=16)
     if conv < 2:
         raise f.refuse("ssm.conv_kernel is 1, but a convolution needs 2 taps or more")
-    delta = KimiDelta(RecurrentShape(n_recurrent, size, heads, heads, conv, False, size, Recurrence.KDA))
+    return KimiDelta(RecurrentShape(n_recurrent, size, heads, heads, conv, False, size, Recurrence.KDA), **how)
+
+
+def latent_attention(f: Hparams, lora_q: int = 0) -> MLA:
+    """Latent attention without RoPE."""
+    heads = max(n for n, _ in f.hybrid_heads)
     key, value = f.positive("attention.key_length_mla", limit=4096), f.positive("attention.value_length_mla", limit=4096)
     rope = f.rope(key, neox=False)
     if rope.n_rot >= key:
@@ -75,8 +89,13 @@ def kimi_linear(f: Hparams) -> Decoder:
         raise f.refuse(
             f"attention.head_count_kv and key_length are not the 1 and {latent + rope.n_rot} that latent rows of {latent} values call for"
         )
-    mla = MLA(heads, 0, latent, key, value, rope, inverse_root(key), rotated=False)
+    return MLA(heads, lora_q, latent, key, value, rope, inverse_root(key), rotated=False)
+
+
+@register("kimi-linear")
+def kimi_linear(f: Hparams) -> Decoder:
+    kda, mla = delta(f), latent_attention(f)
     moe = shared_moe(f, gating=f.gating(), biased=True)
-    layers = [Layer(mla if kv else delta, ffn) for (_, kv), ffn in zip(f.hybrid_heads, ffns(f, moe), strict=True)]
+    layers = [Layer(mla if kv else kda, ffn) for (_, kv), ffn in zip(f.hybrid_heads, ffns(f, moe), strict=True)]
     unused = {f"blk.{i}.{name}.bias": UNADDED for i in range(f.n_layer) for name in ATTENTION}
     return Decoder(f, layers, unused=unused, unscaled=(*ATTENTION, "attn_output", "ssm_beta", "output", *FFN, *EXPERT, *SHARED))

@@ -321,7 +321,7 @@ class Qwen4Exp(Decoder):
     def widened(self, g: Graph, x: Tensor) -> Tensor:
         return g.repeat(g.reshape(x, self.n_embd, 1, x.ne[1]), self.n_embd, self.streams, x.ne[1])
 
-    def normed(self, g: Graph, x: Tensor) -> Tensor:
+    def normed(self, g: Graph, x: Tensor, extra: Tensor | None) -> Tensor:
         w, h = self.weights, self.streams
         n = g.flat(_rms(g, x, w["output_hc_norm.weight"], self.eps))
         gated = g.mul(n, g.sigmoid(gates(g, h, n, w.matrix("output_hc_down.weight"), w.matrix("output_hc_up.weight"))))
