@@ -5,8 +5,8 @@
     make_random_gguf.py 27B 4B --mtp --out models/          (targets with an MTP layer, and no drafter)
     make_random_gguf.py 4B --twin --drafter dflash2 --out models/
 
-``--quant``: a tensor type, or Q4_K_M or Q5_K_M, mixed as llama-quantize does. Shapes are those of the published configurations; a drafter without one
-has the target's width. ``--layers`` reduces the target.
+``--quant``: a tensor type, or Q4_K_M or Q5_K_M, mixed as llama-quantize does, or UD-IQ3_XXS. Shapes are those of the published configurations; a
+drafter without one has the target's width. ``--layers`` reduces the target.
 """
 
 import argparse

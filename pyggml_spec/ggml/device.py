@@ -115,6 +115,7 @@ SWITCHES = tuple(
         "SMALL_BATCH",
         "SMALL_BATCH_TMA",
         "SMALL_BATCH_WGMMA",
+        "SMALL_BATCH_TYPES",
         "LARGE_BATCH",
         "LARGE_BATCH_WGMMA",
         "DELTA_CHUNKS",

@@ -11,8 +11,9 @@ from typing import Any
 import gguf
 import numpy as np
 
-from pyggml_spec.ggml.library import lib
-from pyggml_spec.tools.quants import quantise, type_id
+from pyggml_spec.ggml.library import ffi, lib, text
+from pyggml_spec.tools import quants
+from pyggml_spec.tools.quants import type_id
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,19 @@ class Mix:
         return self.more if part in ("attn_v", "ffn_down") and ends else self.most
 
 
-MIXES = {"Q4_K_M": Mix("q4_K", "q6_K", "q5_K", "q6_K"), "Q5_K_M": Mix("q5_K", "q6_K", "q6_K", "q6_K")}
+MIXES = {"Q4_K_M": Mix("q4_K", "q6_K", "q5_K", "q6_K"), "Q5_K_M": Mix("q5_K", "q6_K", "q6_K", "q6_K"),
+         "UD-IQ3_XXS": Mix("iq3_xxs", "q6_K", "q5_K", "iq4_xs")}  # fmt: skip
+
+
+def quantise(values: np.ndarray, kind: int) -> np.ndarray:
+    """F32 [rows, n] to U8 [rows, row bytes]; types that want an importance matrix get one that finds all values alike."""
+    if text(lib.ggml_type_name(kind)) in quants.TYPES:
+        return quants.quantise(values, kind)
+    values, alike = np.ascontiguousarray(values, np.float32), np.ones(values.shape[1], np.float32)
+    out = np.empty((len(values), lib.ggml_row_size(kind, values.shape[1])), np.uint8)
+    source, importance = (ffi.cast("float *", ffi.from_buffer(array)) for array in (values, alike))
+    lib.ggml_quantize_chunk(kind, source, ffi.from_buffer(out), 0, *values.shape, importance)
+    return out
 
 
 class Drawn(dict[tuple, tuple[np.ndarray, Any]]):

@@ -8,6 +8,7 @@ import pytest
 from cli.process import pyspec
 from gguf_io.build import Model
 from random_gguf.model import MIXES, Shape, write_qwen35
+from random_gguf.model import quantise as quantise_any
 from sessions import fails_with
 from tools.checkpoint import floats
 
@@ -149,3 +150,12 @@ def test_quantised_values_and_types(tmp_path):
     assert down == ["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]  # the first and last eighth, and every third between
     assert kinds["blk.3.attn_v.weight"] == "Q6_K" and kinds["blk.3.attn_k.weight"] == "Q4_K"
     assert MIXES["Q5_K_M"].of("token_embd.weight", 32) == "q5_K" and MIXES["Q5_K_M"].of("output.weight", 32) == "q6_K"
+    assert [MIXES["UD-IQ3_XXS"].of(f"blk.0.{name}.weight", 32) for name in ("ffn_up", "attn_qkv", "ffn_down")] == [
+        "iq3_xxs",
+        "q5_K",
+        "iq4_xs",
+    ]
+    values = np.random.default_rng(1).standard_normal((2, 256), np.float32)
+    for name, worst in (("q6_K", 0.03), ("iq3_xxs", 0.25), ("iq2_xxs", 0.4)):  # the last one wants an importance matrix
+        read = dequantise(quantise_any(values, type_id(name)).tobytes(), type_id(name), 512).reshape(2, 256)
+        assert np.linalg.norm(read - values) < worst * np.linalg.norm(values)
