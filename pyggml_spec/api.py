@@ -167,7 +167,7 @@ class Session:
         for member in self.drafter.methods:
             fitting = [width for width in widths if width <= member.block_size]
             out += [StepPlan.of(member.method, width) for width in fitting]
-            out += chain_plans(member.method, fitting) if fitting and (member.chained or member.whole_model) else []
+            out += chain_plans(member.method, fitting) if fitting and (member.one_by_one) else []
         return [plan for plan in dict.fromkeys(out) if plan.verify_len <= self.runner.options.n_ctx]
 
     @property
@@ -198,7 +198,7 @@ class Session:
 
         members, row_cost = self.drafter.methods, ROW_COST["cpu" if self.backend.device.kind == "cpu" else "gpu"]
         shares = {member.method: matrices(member.weights) / max(matrices(self.target.weights), 1) for member in members}
-        chained = [member.method for member in members if member.chained or member.whole_model]
+        chained = [member.method for member in members if member.one_by_one]
         known = self._learnt()
         costs = with_known(estimate(self._plans, row_cost, shares, chained), known)
         control = SpeculationPolicy(costs, costs, relative=True, told=PLAIN_STEP in known)

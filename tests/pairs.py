@@ -13,6 +13,7 @@ from random_gguf.mtp import write_mtp_target
 
 def write_pair(folder: Path, name: str, shape: Shape = Shape()) -> tuple[Path, Path]:
     """Target and drafter of an architecture; "mtp": a qwen35 target that drafts for itself; "eagle3": a llama target and such a drafter;
+    "peagle": a qwen35 target and an eagle3 drafter of three layers, in one pass;
     "assistant": a gemma4 target and such a drafter; "dflash2": a qwen35 target and such a drafter;
     "dspark": a qwen3 target and such a drafter.
     """
@@ -25,6 +26,8 @@ def write_pair(folder: Path, name: str, shape: Shape = Shape()) -> tuple[Path, P
         return WRITERS["qwen3"](folder / "t.gguf", shape), write_dspark(folder / "d.gguf", shape, block=15, own=("head",), tokens=200)
     if name == "assistant":
         return WRITERS["gemma4"](folder / "t.gguf", shape), write_gemma4_assistant(folder / "d.gguf", shape)
+    if name == "peagle":
+        return WRITERS["qwen35"](folder / "t.gguf", shape), write_eagle3(folder / "d.gguf", shape, tokens=200, layers=3, mask=7)
     if name == "eagle3":
         return WRITERS["llama"](folder / "t.gguf", shape), write_eagle3(folder / "d.gguf", shape, tokens=200)
     return WRITERS[name](folder / "t.gguf", shape), write_dflash(folder / "d.gguf", shape)

@@ -16,7 +16,7 @@ from .terminal import progress_line, say, size
 @flag("--force replace", "Replace an existing output.")
 @option("-t --threads", "Quantiser threads. Default: the cores of this process, at most 16.", type=click.IntRange(1, 512))
 def command(source: str, target: str, out: str, kind: str, replace: bool, threads: int | None):
-    """Converts a DFlash, DSpark or EAGLE-3 drafter. SOURCE is its folder (config.json, *.safetensors) or one safetensors file.
+    """Converts a DFlash, JetSpec, DSpark, EAGLE-3 or P-EAGLE drafter. SOURCE is its folder (config.json, *.safetensors) or one safetensors file.
 
     An interrupted run leaves no file.
     """

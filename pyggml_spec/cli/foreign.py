@@ -41,7 +41,9 @@ NOTED = """
  there is no such setting; --prefix-memory limits the prefix cache
 -bs --backend-sampling --spec-draft-backend-sampling 0
  candidates are always chosen on the device
---draft-p-min --spec-draft-p-min --draft-p-split --spec-draft-p-split --draft-min --draft-n-min --spec-draft-n-min 1
+--draft-p-min --spec-draft-p-min 1
+ all drafts of a step and their verification are one graph, which does not stop at an unsure one: their number follows from measured costs and acceptance; --spec-draft-n-max limits it
+--draft-p-split --spec-draft-p-split --draft-min --draft-n-min --spec-draft-n-min 1
 --spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match --spec-ngram-simple-size-n --spec-ngram-simple-size-m 1
 --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n --spec-ngram-map-k-size-m --spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n 1
 --spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits --spec-ngram-size-n --spec-ngram-size-m --spec-ngram-min-hits 1

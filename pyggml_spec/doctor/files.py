@@ -10,7 +10,7 @@ from ..ggml.device import Device, build_notes
 from ..ggml.library import FITNESS, GGML_VERSION, lib
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
-from ..models.weights import MATMUL
+from ..models.weights import INDEX, MATMUL
 from ..pin import LLAMA_CPP_PYTHON, pip_command
 from ..text.tokenizer import first_difference
 from ..tools.quants import dequantise
@@ -95,7 +95,9 @@ def weights(name: str, model, most: int, known: Check | None = None) -> Check:
     bad, looked = [], 0
     for spec in model.specs():
         info = model.file.tensors.get(spec.source or spec.name)
-        if info is None or spec.source or (known is not None and known.verdict == FAIL and spec.name == "token_embd.weight"):
+        if info is None or spec.source or spec.use == INDEX:
+            continue
+        if known is not None and known.verdict == FAIL and spec.name == "token_embd.weight":
             continue
         count = int(np.prod(info.shape))
         whole = min(count, max(info.shape[0], most // info.shape[0] * info.shape[0]))

@@ -37,7 +37,7 @@ class ContextInputs(NamedTuple):
         prev_hidden: F32 [n, T / slots, slots]: the ``carry`` of each previous token, zeros at the start; None unless ``chained``.
         positions: I32 [T], minus ``Drafter.position_lag``.
         kv_rows: I64 [T] rows of the drafter's caches.
-        attention, sliding: what a whole model's layers read; None for others.
+        attention, sliding: what the layers of a whole model read, or of a chain with ``rows_read_rows``; None for others.
     """
 
     tokens: Tensor | None
@@ -50,7 +50,8 @@ class ContextInputs(NamedTuple):
 
 
 class ChainInputs(NamedTuple):
-    """One row of each of S sequences: ``tokens`` I32 [S], ``prev_hidden`` F32 [n, S] carried from the previous token, ``positions`` I32 [S].
+    """One row of each of S sequences: ``tokens`` I32 [S], ``prev_hidden`` F32 [n, S] carried from the previous token, ``positions`` I32 [S]; all drafts'
+    rows, one sequence after the other, where they are one pass.
 
     ``kv``: the drafter's caches, or the target's with ``shares_kv``; ``sliding``: inputs of layers with the target's window. ``number``: which of
     ``drafts`` it is.
@@ -92,6 +93,8 @@ class Drafter(Model):
         whole_model: reads tokens alone, and drafts one by one; its K/V rows of drafts stay.
         window: of the sliding layers of a chain or a whole model, 0 for none.
         shares_kv: a chain that reads the target's K/V and writes none; all drafts see committed tokens only.
+        parallel: a chain whose drafts are one pass: every row after the first has ``masked`` in place of a token and its hidden state.
+        rows_read_rows: its K/V rows depend on those of earlier tokens, because it has several layers.
         draft_tokens: drafts only the first tokens of the vocabulary; 0 for all.
         confident: estimates the confidence of each draft.
         position_lag: offset of its positions from the tokens' (1: positions of the hidden states; the first row is unused).
@@ -106,6 +109,8 @@ class Drafter(Model):
     whole_model = False
     window = 0
     shares_kv = False
+    parallel = False
+    rows_read_rows = False
     draft_tokens = 0
     position_lag = 0
     confident = False
@@ -114,6 +119,11 @@ class Drafter(Model):
     def methods(self) -> "tuple[Drafter, ...]":
         """Itself; of a ``MultiDrafter`` all drafters."""
         return (self,)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether each draft takes a pass of its own."""
+        return self.whole_model or (self.chained and not self.parallel)
 
     @property
     def title(self) -> str:
@@ -167,6 +177,10 @@ class Drafter(Model):
 
     def step(self, g: Graph, rows: ChainInputs, target: Decoder) -> tuple[Tensor, Tensor]:
         """Input of the head for the tokens of ``rows``, and their carry, F32 [carry_size, S]."""
+        raise NotImplementedError
+
+    def masked(self) -> tuple[int, Tensor]:
+        """The token, and the carry F32 [carry_size], of rows whose own are not known, if ``parallel``."""
         raise NotImplementedError
 
     def draft_logits(self, g: Graph, hidden: Tensor, target: Decoder, number: int) -> Tensor:

@@ -107,7 +107,7 @@ PUBLISHED = (
     Published("GLM-5.1", "glm-dsa", 78, 6144, 256, "z-lab/GLM-5.1-FP8-DFlash"),
     *(_for(target, f"JetSpec/jetspec-{name}", "JetSpec") for target, name in _JETSPEC.items()),
     *(
-        _for(target, f"RedHatAI/{target}-speculator.{kind}", _NAMES[kind], "P-EAGLE" if kind == "peagle" else "")
+        _for(target, f"RedHatAI/{target}-speculator.{kind}", _NAMES[kind])
         for target, kinds in _SPECULATORS.items()
         for kind in kinds.split()
     ),

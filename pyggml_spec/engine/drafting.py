@@ -3,6 +3,7 @@
 Block   DFlash: [last token, mask, mask, ...] of every slot at once; what one row sees depends on the layer's window.
 Chain   MTP, EAGLE-3: a pass for each draft, over one row of every slot; each reads the draft before it and the hidden state that it left.
         gemma4-assistant: the same over the target's K/V rows, of which all drafts see those of committed tokens.
+        P-EAGLE: one pass over all drafts' rows, of which those after the first have a mask token and a mask's hidden state.
 Model   draft-simple: a pass of a whole small model for each draft.
 """
 
@@ -199,6 +200,48 @@ class ChainDrafting:
         return at + count * np.arange(drafts)
 
 
+class ParallelDrafting(ChainDrafting):
+    """Borrows the drafter and its caches. The inputs are those of all drafts, one slot after the other."""
+
+    conditional = False
+
+    def nodes(self, g: Graph, f: StepFields, key: GraphKey, rows: dict, kv: tuple, before: Tensor | None) -> Drafted:
+        assert before is not None
+        count, bucket, total = key.slots.count, key.kv_bucket, key.drafts * key.slots.count
+        tokens, positions, kv_rows = (
+            f.input("draft_tokens", "i32", total),
+            f.input("draft_positions", "i32", total),
+            f.input("draft_rows", "i64", total),
+        )
+        last, first = f.input("draft_last", "f32", 1, total), f.input("draft_first", "f32", 1, total)
+        seen = AttentionInputs(kv_rows, g.kv_mask(self.kv.mask_base, last, first, bucket, count), bucket)
+        if total > count:
+            n = before.ne[0]
+            masks = g.repeat(g.reshape(self.drafter.masked()[1], n, 1), n, total - count, 1)
+            before = g.reshape(g.prepend_row(before, g.reshape(masks, n, total - count)), n, total)
+        hidden, _ = self.drafter.step(g, ChainInputs(tokens, before, positions, seen, kv, drafts=key.drafts), self.target)
+        logits = self.drafter.logits(g, hidden, self.target)
+        return Drafted((self.drafter.choose(g, logits, draws_input(g, f, total)),), hidden, logits)
+
+    def fill(self, host: Host, key: GraphKey, items: Items, slots: Sequence[Slot]) -> None:
+        drafts, lag = key.drafts, self.drafter.position_lag
+        tokens, last, rows = (host[name].reshape(-1, drafts) for name in ("draft_tokens", "draft_last", "draft_rows"))
+        tokens[:] = self.drafter.masked()[0]
+        for at, slot in enumerate(key.slots.slots):
+            item, n = items.get(slot), slots[slot].cursor.committed
+            real = item.verify_len - 1 if isinstance(item, Draft) else 0
+            last[at] = n + np.arange(drafts) if real else lag  # a row that it may see: attention to none is NaN
+            if real:
+                tokens[at, 0] = slots[slot].cursor.last_token
+            self.kv.rows_for(n, drafts, real, rows[at])
+            rows[at] += at * (self.kv.live + self.kv.trash)
+        host["draft_positions"][:] = np.maximum(last.reshape(-1) - lag, 0)
+        host["draft_first"][:] = lag
+
+    def order(self, at: int, drafts: int, count: int) -> np.ndarray:
+        return at * drafts + np.arange(drafts)
+
+
 class BorrowingDrafting(ChainDrafting):
     """Borrows the drafter and the target's caches: all drafts stand at the last token's position, and nothing is written."""
 
@@ -285,6 +328,15 @@ def fill_near(host: Host, window: int) -> None:
         host["near_first"].reshape(-1)[:] = host["positions"] - window + 1
 
 
+def fill_lagging(host: Host) -> None:
+    """Of a chain's rows of committed tokens: the first one has no hidden state before it, but needs a position, and others do not see it."""
+    if "draft_context" in host:
+        np.maximum(host["positions"] - 1, 0, out=host["draft_context"])
+    if "context_last" in host:
+        host["context_last"].reshape(-1)[:] = host["positions"]
+        host["context_first"].reshape(-1)[:] = np.minimum(host["positions"], 1)
+
+
 def draws_input(g: Graph, f: StepFields, drafts: int) -> Tensor | None:
     """Noise of the drafts in the order of their ids, where the device can draw."""
     return f.input("draft_draws", "i32", OPTIONS_PER_DRAW, drafts) if g.backend.device.kind == "cpu" else None
@@ -310,6 +362,8 @@ def drafting_of(
         return ModelDrafting(drafter, target, draft_kv, hidden_states)
     if drafter.shares_kv:
         return BorrowingDrafting(drafter, target, kv)
+    if drafter.parallel:
+        return ParallelDrafting(drafter, target, draft_kv)
     if drafter.chained:
         return ChainDrafting(drafter, target, draft_kv)
     assert isinstance(drafter, DFlash)

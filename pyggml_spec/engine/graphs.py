@@ -72,7 +72,7 @@ def most_nodes(target: Decoder, drafter: AnyDrafter | None) -> int:
     experts = getattr(target, "experts", None)
     per_layer = 160 + (4 * experts.n_used if experts is not None else 0)
     members = drafter.methods if drafter is not None else ()
-    passes = sum(member.n_layer * (member.block_size if member.chained or member.whole_model else 1) for member in members)
+    passes = sum(member.n_layer * (1 + (member.block_size if member.one_by_one else 1)) for member in members)
     return NODES_BESIDE_LAYERS + (target.n_layer + passes) * per_layer + sum(member.extra_nodes for member in members)
 
 
@@ -276,13 +276,23 @@ class GraphBuilder:
                 continue  # drafts have their rows, and others wait in the hidden-state buffer
             at = positions if member.position_lag else rows["positions"]
             read = [by_layer[layer] for layer in member.captures]
-            seen = (
-                (AttentionInputs(rows["kv_rows"], rows["mask"], rows["kv_bucket"]), self._near(member, rows)) if member.whole_model else ()
-            )
+            seen: tuple = ()
+            if member.whole_model:
+                seen = AttentionInputs(rows["kv_rows"], rows["mask"], rows["kv_bucket"]), self._near(member, rows)
+            elif member.rows_read_rows:
+                seen = (self._lagging(rows["kv_rows"]),)
             context = ContextInputs(tokens, read, shifted if member.chained else None, at, rows["kv_rows"], *seen)
             member.context_rows(g, context, self._own_layers(member, draft_kv), self.target)
         if carry is not None and self.last_hidden is not None:
             g.kv_write_rows(self.last_hidden.table, g.reshape(kept, kept.ne[0], 1, kept.ne[1] * kept.ne[2]), carry.rows)
+
+    def _lagging(self, kv_rows: Tensor) -> AttentionInputs:
+        """What the rows of a chain's committed tokens read of each other: all but the first token's."""
+        assert self.draft_kv is not None
+        last, first = (self.f.input(name, "f32", 1, self.key.total) for name in ("context_last", "context_first"))
+        return AttentionInputs(
+            kv_rows, self.g.kv_mask(self.draft_kv.mask_base, last, first, self.key.kv_bucket, self.count), self.key.kv_bucket
+        )
 
     def _near(self, member: Drafter, rows: dict) -> AttentionInputs | None:
         """What the sliding layers of a whole model read."""
@@ -569,7 +579,8 @@ class StepGraphs(GraphCache):
         """Those of all drafters, the largest first."""
         buffer = self.resources.hidden_states
         for method in self.resources.drafting if buffer is not None and drafting else ():
-            bucket = self.resources.kv.live if self.resources.member(method).whole_model else 0
+            member = self.resources.member(method)
+            bucket = self.resources.kv.live if member.whole_model or member.rows_read_rows else 0
             for width in reversed(cast(HiddenStateBuffer, buffer).catch_ups):
                 self.get(catch_up_key(method, width, self.every, bucket))
 
@@ -580,5 +591,5 @@ def commit_key(verify_len: int, slots: SlotRange, next_len: int, replay: bool) -
 
 
 def catch_up_key(method: str, rows: int, slots: SlotRange, kv_bucket: int = 0) -> GraphKey:
-    """Of the graph that computes K/V rows that a drafter lacks. ``kv_bucket``: of a whole model."""
+    """Of the graph that computes K/V rows that a drafter lacks. ``kv_bucket``: where they read other rows."""
     return GraphKey.of("catchup", rows, kv_bucket, slots, method, drafting=True)

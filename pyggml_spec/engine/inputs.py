@@ -6,7 +6,7 @@ import numpy as np
 
 from ..ggml.library import ffi, lib
 from .batch import Batch, Draft, Prefill, Verify
-from .drafting import fill_draws, fill_near
+from .drafting import fill_draws, fill_lagging, fill_near
 from .graph_cache import Step
 from .resources import Resources
 
@@ -150,8 +150,7 @@ class InputBuilder:
         last_hidden = self._last_hidden
         if last_hidden is None or "last_hidden" not in host:
             return
-        if "draft_context" in host:  # the first token has no hidden state before it, but needs a position
-            np.maximum(host["positions"] - 1, 0, out=host["draft_context"])
+        fill_lagging(host)
         kept = host["last_hidden"].reshape(batch.slots.count, -1)
         most = kept.shape[1]
         for at, slot in enumerate(batch.slots.slots):

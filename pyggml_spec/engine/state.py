@@ -14,7 +14,7 @@ from ..cache.snapshot import Snapshot
 from ..checks import token_ids, whole
 from ..errors import ContextError, DeviceError, EngineError
 from .batch import Batch, BatchItem, Draft, Ids, Prefill, Verify
-from .drafting import fill_near
+from .drafting import fill_lagging, fill_near
 from .graphs import StepGraphs, catch_up_key, commit_key
 from .options import MOST_SLOTS, MOST_WIDTH
 from .resources import Resources
@@ -503,7 +503,7 @@ class StateManager:
         assert r.draft_kv is not None and buffer is not None
         covered, bucket = covering(counts, len(r.slots)), 0
         width = next(w for w in buffer.catch_ups if max(counts.values()) <= w)
-        if method == buffer.whole_model:
+        if method == buffer.whole_model or r.member(method).rows_read_rows:
             bucket = r.draft_kv.bucket(max(s.cursor.committed for s in r.slots[covered.part]))
         step = self._graphs.get(catch_up_key(method, width, covered, bucket))
         host = step.host
@@ -524,8 +524,7 @@ class StateManager:
                 host["last"][i] = own.start + max(count - 1, 0)
                 host["before"][i] = r.last_hidden.row(slot)
                 r.last_hidden.fill(slot, min(count, 1), host["last_hidden"][i : i + 1])
-        if "draft_context" in host:
-            np.maximum(host["positions"] - 1, 0, out=host["draft_context"])
+        fill_lagging(host)
         if "q_last" in host:
             host["q_last"][:] = host["positions"]
         fill_near(host, r.member(method).window)

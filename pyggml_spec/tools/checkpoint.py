@@ -12,13 +12,12 @@ from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
 from ..gguf_io.safetensors import SafetensorsFile
 
-SUPPORTED = (
-    "DFlash, DFlash2, DSpark, JetSpec and EAGLE-3 drafters in the layouts of their makers and of the speculators library are supported"
-)
+SUPPORTED = "DFlash, DFlash2, DSpark, JetSpec, EAGLE-3 and P-EAGLE drafters in the layouts of their makers and of the speculators library are supported"
 OTHER_TARGET = "name the target that it was made for"
 AGAIN = "fetch the checkpoint again"
 TOKENS = "d2t"  # for reduced vocabularies: the target's id of each entry minus its index
 Files = Mapping[str, SafetensorsFile]
+_SLAB = 512  # rows of a matrix that are read at once
 
 
 class Source(NamedTuple):
@@ -319,16 +318,30 @@ def match(wanted: dict[str, Source], files: Files, unread: tuple[str, ...] = ())
 
 
 def vector(files: Files, plain: Mapping[str, str], name: str, size: int) -> np.ndarray:
-    """A tensor F32 [size] by its name without the prefix. Raises ConvertError: it is missing, of another shape, or not finite."""
-    if name not in plain:
-        raise ConvertError(f"the checkpoint has no tensor {name!r}; {SUPPORTED}, so fetch the complete one")
-    file = files[plain[name]]
-    if (shape := file.tensors[plain[name]].shape) != (size,):
-        raise ConvertError(f"the tensor {name!r} has the shape {list(shape)}, but config.json calls for {[size]}; {AGAIN}")
+    """A tensor F32 [size] by its name without the prefix; dimensions of 1 may stand before. Raises ConvertError: it is missing, of another shape, or
+    not finite."""
+    file = _checked(files, plain, name, (size,))
     values = file.rows(plain[name], 0, 1)[0]
     if not np.isfinite(values).all():
         raise ConvertError(f"{file.path.name}: the tensor {name!r} holds NaN or Inf; {AGAIN}")
     return values
+
+
+def times(files: Files, plain: Mapping[str, str], name: str, rows: int, x: np.ndarray) -> np.ndarray:
+    """A tensor [rows, x.size] times ``x``, F32 [rows]. Raises ConvertError: it is missing, or of another shape."""
+    file = _checked(files, plain, name, (rows, x.size))
+    return np.concatenate([file.rows(plain[name], i, min(_SLAB, rows - i)) @ x for i in range(0, rows, _SLAB)])
+
+
+def _checked(files: Files, plain: Mapping[str, str], name: str, wanted: tuple[int, ...]) -> SafetensorsFile:
+    """The file of a tensor of this shape."""
+    if name not in plain:
+        raise ConvertError(f"the checkpoint has no tensor {name!r}; {SUPPORTED}, so fetch the complete one")
+    file = files[plain[name]]
+    shape = file.tensors[plain[name]].shape
+    if shape[-len(wanted) :] != wanted or math.prod(shape) != math.prod(wanted):
+        raise ConvertError(f"the tensor {name!r} has the shape {list(shape)}, but config.json calls for {list(wanted)}; {AGAIN}")
+    return file
 
 
 def draft_vocabulary(c: Config, files: Files, n_vocab: int) -> tuple[int, dict[str, np.ndarray]]:

@@ -176,7 +176,7 @@ def convert_drafter(
         nbytes = part.stat().st_size
     stored = [*kinds.values(), *(_MADE[values.dtype] for values in layout.made.values())]
     types, meta = Counter(text(lib.ggml_type_name(one)) for one in stored), layout.metadata
-    block, mask = meta.get("block_size"), meta["tokenizer.ggml.mask_token_id"] if "block_size" in meta else None
+    block, mask = meta.get("block_size"), meta["tokenizer.ggml.mask_token_id"] if "block_size" in meta else meta.get("mask_token_id")
     few = len(layout.made[TOKENS]) if TOKENS in layout.made else None
     return Conversion(str(out), nbytes, dict(types), block, mask, tuple(meta["target_layers"].tolist()), few, tuple(notes))
 

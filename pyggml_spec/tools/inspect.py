@@ -104,7 +104,7 @@ def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:
             elif arch in CHAINS:
                 read = "K/V of its target" if drafter.shares_kv else layers
                 article = "an" if arch[0] in "aeiou" else "a"
-                said = f"{article} {arch} drafter that reads the {read} and drafts up to {most} tokens, one by one"
+                said = f"{article} {arch} drafter that reads the {read} and drafts up to {most} tokens, {'in one pass' if drafter.parallel else 'one by one'}"
             else:
                 said = f"a {arch} drafter with blocks of {most + 1} that reads the {layers}"
             return f"{said}; give it with `draft`", drafter.unused_in_file()

@@ -11,17 +11,18 @@ from .model import Shape, Writer
 def write_eagle3(
     path: str | Path, shape: Shape = Shape(), quant: str = "F32", seed: int = 2, *,
     own: tuple[str, ...] = ("head",), tokens: int = 0, norm_before_residual: bool = False, norm_before_fc: bool = False,
-    factors: bool = False, n_embd: int = 0, chosen: int = 0
+    factors: bool = False, n_embd: int = 0, chosen: int = 0, layers: int = 1, mask: int = -1
 ) -> Path:  # fmt: skip
     """Writes a random eagle3 drafter for a target of the same shape.
 
     ``own``: "embedding" and "head", where they are not the target's; ``tokens``: of the target's vocabulary, so many that the head chooses among;
-    ``n_embd``: of the drafter, where it is not the target's; ``chosen``: the last of these, where it is to be another.
+    ``n_embd``: of the drafter, where it is not the target's; ``chosen``: the last of these, where it is to be another; ``mask``: the token of masks, of a
+    drafter that makes all drafts in one pass.
     """
     s, n = shape, n_embd or shape.n_embd
-    w = Writer(Path(path), "eagle3", quant, seed, 1)
+    w = Writer(Path(path), "eagle3", quant, seed, layers)
     out = w.out
-    out.add_block_count(1)
+    out.add_block_count(layers)
     out.add_context_length(s.n_ctx)
     out.add_embedding_length(n)
     out.add_feed_forward_length(s.draft_ff)
@@ -52,8 +53,14 @@ def write_eagle3(
         ids = np.sort(w.rng.permutation(s.n_vocab)[:tokens])
         ids[-1] = chosen or ids[-1]
         out.add_tensor("d2t", ids.astype(np.int64))
-    shapes = {"attn_q": (2 * n, wide), "attn_k": (2 * n, wide_kv), "attn_v": (2 * n, wide_kv), "attn_output": (wide, n)}
-    w.matrices("blk.0.", shapes | ffn_shapes(n, s.draft_ff))
-    w.norms("blk.0.", {"attn_norm": n, "attn_norm_2": n, "ffn_norm": n})
+    if mask >= 0:
+        out.add_bool("eagle3.parallel_drafting", True)
+        out.add_uint32("eagle3.mask_token_id", mask)
+        w.vector("enc.mask_hidden.weight", n, -1.0, 1.0)
+    for i in range(layers):
+        rows = n if i else 2 * n
+        shapes = {"attn_q": (rows, wide), "attn_k": (rows, wide_kv), "attn_v": (rows, wide_kv), "attn_output": (wide, n)}
+        w.matrices(f"blk.{i}.", shapes | ffn_shapes(n, s.draft_ff))
+        w.norms(f"blk.{i}.", {"attn_norm": n, **({} if i else {"attn_norm_2": n}), "ffn_norm": n})
     w.close()
     return Path(path)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from gguf_io.build import STR, Model
+from random_gguf.eagle3 import write_eagle3
 from random_gguf.model import Shape, write_qwen35
 from random_gguf.mtp import write_mtp, write_mtp_target
 from sessions import fails_with, loaded
@@ -192,6 +193,9 @@ def test_targets_that_draft_and_ways_of_asking(tmp_path):
     names = [check.name for check in report.checks]
     assert {"drafter weights", "target weights", "micro-batches", "cache hit", "repeated prompt", "acceptance", "break-even"} <= set(names)
     assert "mask embedding" not in names and not [check for check in report.failed if check.name != "tokenizer"]
+    target, chain = write_qwen35(tmp_path / "t.gguf", Shape()), write_eagle3(tmp_path / "c.gguf", Shape(), tokens=100, layers=2, mask=7)
+    report = examine(target, chain, device="CPU", threads=1, n_ctx=256, prompts=["def f(x):\n    return x"])
+    assert report.check("drafter weights").verdict == report.check("repeated prompt").verdict == "ok" and not report.failed
     target, other = write_qwen35(tmp_path / "t.gguf", Shape()), write_mtp(tmp_path / "d.gguf", Shape(n_embd=128))
     report = examine(target, other, device="CPU", threads=1, n_ctx=256, prompts=["def f(x):\n    return x"])
     check = report.check("pair")

@@ -196,12 +196,29 @@ def eagle3(r, layer="midlayer.", **more):
     return config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "use_aux_hidden_state": True}}
 
 
-def speculators_eagle3(r, qk_norms=True, **more):
+def peagle(r, layers=4, name="mask_token_id", **more):
+    """Several layers; rows after the first have `mask_hidden` in place of the target's hidden states."""
+    config = speculators_eagle3(r, layers=layers, **more)
+    r.tensors["mask_hidden"] = r.rng.standard_normal((1, 1, 3 * N)).astype(np.float32)
+    r.matrix("embed_tokens.weight", VOCAB, N, N**0.5)
+    return config | {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "embed_requires_grad": True, name: MASK}
+
+
+def vllm_peagle(r, **more):
+    """As of vLLM's parallel drafting, without the speculators library."""
+    config = eagle3(r, parallel_drafting=True, ptd_token_id=MASK, **more)
+    r.tensors["mask_hidden"] = r.rng.standard_normal((1, 3 * N)).astype(np.float32)
+    return config
+
+
+def speculators_eagle3(r, qk_norms=True, layers=1, **more):
     r.layer("layers.0.", 2 * N, qk_norms=qk_norms)
+    for i in range(1, layers):
+        r.layer(f"layers.{i}.", qk_norms=qk_norms)
     r.norms(**{"layers.0.hidden_norm": N, "norm": N})
     r.matrix("fc.weight", N, 3 * N)
     if more.get("norm_before_fc"):
         r.norms(input_norm=3 * N)
     if more.get("fc_norm"):
         r.norms(**{f"fc_norm.{k}": N for k in range(3)})
-    return speculators(r, "Eagle3", 1, eagle_aux_hidden_state_layer_ids=[1, 3, 5], embed_requires_grad=False, **more)
+    return speculators(r, "Eagle3", layers, eagle_aux_hidden_state_layer_ids=[1, 3, 5], embed_requires_grad=False, **more)

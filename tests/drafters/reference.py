@@ -190,52 +190,62 @@ class Block(Reference):
 
 
 class Eagle(Reference):
-    """EAGLE-3: the row of the token x_p is the pair of it and of what the target's layers made of x_{p-1}."""
+    """EAGLE-3: the row of the token x_p is the pair of it and of what the target's layers made of x_{p-1}. P-EAGLE: all drafts' rows at once, of
+    which those after the first are pairs of the mask's token and hidden state."""
 
     most_drafts = 5
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.layer = "midlayer." if "midlayer.hidden_norm" in self.w else "layers.0."
+        self.first = "midlayer." if "midlayer.hidden_norm" in self.w else "layers.0."
+        self.parallel = "mask_hidden" in self.w
+        self.keys, self.values = {}, {}
 
-    def fused(self, features):
-        f = np.moveaxis(features.astype(float), 0, 1)
+    def fused(self, f):
+        """Of [rows, 3, n_embd]."""
         if self.c.get("fc_norm"):
             f = np.stack([rms(f[:, k], self.w[f"fc_norm.{k}"]) for k in range(3)], 1)
         f = f.reshape(len(f), -1)
         return (rms(f, self.w["input_norm"]) if self.c.get("norm_before_fc") else f) @ self.w["fc"].T
 
+    def forward(self, tokens, g, at):
+        """[rows, n] of more rows, at the positions ``at``; they see those before and themselves."""
+        w, x = self.w, g
+        for i in range(self.c["num_hidden_layers"]):
+            layer = f"layers.{i}." if i else self.first
+            h = rms(x, w[f"{layer}hidden_norm"]) if not i else rms(x, w[f"{layer}input_layernorm"])
+            x = h if not i and self.c.get("norm_before_residual") else x
+            if not i:
+                h = np.concatenate([rms(self.embedding[tokens], w[f"{layer}input_layernorm"]), h], -1)
+            q, k, v = (h @ w[f"{layer}self_attn.{name}_proj"].T for name in "qkv")
+            k = stored(rotated(self.heads(k, f"{layer}self_attn.k_norm"), at, self.frequencies))
+            k = self.keys[i] = np.concatenate([self.keys[i], k] if i in self.keys else [k])
+            v = stored(self.heads(v, ""))
+            v = self.values[i] = np.concatenate([self.values[i], v] if i in self.values else [v])
+            q = rotated(self.heads(q, f"{layer}self_attn.q_norm"), at, self.frequencies)
+            out = self.attention(q, k, v, np.arange(len(k))[None, :] > at[:, None])
+            x = x + out.reshape(len(at), -1) @ w[f"{layer}self_attn.o_proj"].T
+            x = x + self.ffn(layer, rms(x, w[f"{layer}post_attention_layernorm"]))
+        return x
+
     def drafts(self, features, tokens, drafts):
         """As of ``Block``."""
-        w, layer, g = self.w, self.layer, self.fused(features)
-        positions, keys, values, ids, logits, margins = np.arange(len(tokens) - 1), [], [], [], [], []
-
-        def pair(token, g):
-            e, h = rms(self.embedding[token], w[f"{layer}input_layernorm"]), rms(g, w[f"{layer}hidden_norm"])
-            return np.concatenate([e, h], -1), h
-
-        def add(x, at):
-            k, v = (x @ w[f"{layer}self_attn.{name}_proj"].T for name in "kv")
-            keys.append(stored(rotated(self.heads(k, f"{layer}self_attn.k_norm"), at, self.frequencies)))
-            values.append(stored(self.heads(v, "")))
-
-        add(pair(np.array(tokens[1:-1]), g[:-1])[0], positions[:-1])
-        token, carry = tokens[-1], g[-1:]
-        for i in range(drafts):
-            at = np.array([len(tokens) - 2 + i])
-            x, normed = pair(np.array([token]), carry)
-            add(x, at)
-            q = rotated(self.heads(x @ w[f"{layer}self_attn.q_proj"].T, f"{layer}self_attn.q_norm"), at, self.frequencies)
-            k, v = np.concatenate(keys), np.concatenate(values)
-            out = self.attention(q, k, v, np.zeros((1, len(k)), bool)).reshape(1, -1) @ w[f"{layer}self_attn.o_proj"].T
-            x = out + (normed if self.c.get("norm_before_residual") else carry)
-            x = x + self.ffn(layer, rms(x, w[f"{layer}post_attention_layernorm"]))
-            head = rms(x, w["norm"])
+        self.keys, self.values = {}, {}
+        g, n = self.fused(np.moveaxis(features.astype(float), 0, 1)), len(tokens) - 2
+        self.forward(np.array(tokens[1:-1]), g[:-1], np.arange(n))
+        ids, logits, margins, token, carry = [], [], [], np.array(tokens[-1:]), g[-1:]
+        if self.parallel:
+            masks = np.repeat(self.fused(self.w["mask_hidden"].reshape(1, 3, -1)), drafts - 1, 0)
+            token = np.concatenate([token, np.full(drafts - 1, self.c.get("mask_token_id", self.c.get("ptd_token_id")))])
+            carry = np.concatenate([carry, masks])
+        while len(ids) < drafts:
+            x = self.forward(token, carry, n + len(ids) + np.arange(len(token)))
+            head = rms(x, self.w["norm"])
             carry = head if self.c.get("norm_output") and "transformer_layer_config" in self.c else x
-            scores = (head @ self.head.T)[0]
-            best = np.argsort(scores)[::-1][:2]
-            token = int(self.ids[best[0]])
-            ids.append(token)
-            logits.append(scores)
-            margins.append(scores[best[0]] - scores[best[1]])
+            for scores in head @ self.head.T:
+                best = np.argsort(scores)[::-1][:2]
+                ids.append(int(self.ids[best[0]]))
+                logits.append(scores)
+                margins.append(scores[best[0]] - scores[best[1]])
+            token = np.array(ids[-1:])
         return ids, np.stack(logits), margins

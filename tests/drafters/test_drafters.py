@@ -58,6 +58,7 @@ KINDS = {
     "draft-simple": (write_llama, write_llama, {"seed": 1, "quant": "Q4_0"}),
     "draft-simple, windows": (write_gemma4, partial(WRITERS["gemma3"], seed=1), {}),
     "draft-simple and eagle3": (write_llama, (write_llama, write_eagle3), {}),
+    "eagle3 of three layers, in one pass": (write_qwen35, write_eagle3, {"layers": 3, "mask": 7}),
     "eagle3, d2t": (write_llama, write_eagle3, {"tokens": 90, "norm_before_fc": True}),
 }
 PROMPTS = ["def quicksort(items):\n", "import os\n", "class Queue:\n    ", "x = [", "for i in range(", "# sort\n"]

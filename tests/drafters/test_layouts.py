@@ -14,6 +14,9 @@ from llama_oracle import LlamaDFlash
 from random_gguf.archs import WRITERS
 
 import pyggml_spec as ps
+from pyggml_spec.engine.batch import Draft, Verify
+from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ConvertError
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.tools.convert import convert_drafter
@@ -48,6 +51,11 @@ CHAINS = {
     "speculators EAGLE-3": partial(published.speculators_eagle3, qk_norms=False, norm_before_residual=True),
     "speculators EAGLE-3 with a Qwen3 layer": published.speculators_eagle3,
     "speculators EAGLE-3 with norms around": partial(published.speculators_eagle3, fc_norm=True, norm_output=True),
+    "speculators EAGLE-3 with three layers": partial(published.speculators_eagle3, layers=3, norm_before_residual=True),
+    "speculators P-EAGLE": published.peagle,
+    "speculators P-EAGLE with norms around": partial(published.peagle, layers=2, qk_norms=False, fc_norm=True, norm_before_residual=True),
+    "speculators P-EAGLE, norms together": partial(published.peagle, layers=1, norm_before_fc=True),
+    "P-EAGLE of vLLM": published.vllm_peagle,
     "speculators EAGLE-3, norms together": partial(published.speculators_eagle3, qk_norms=False, norm_before_fc=True),
 }
 
@@ -103,6 +111,7 @@ SEEDS = {  # with which no two logits are so near that rounding decides; 7 for o
     "DFlash, sliding layers bidirectional": 8, "DFlash of all sliding layers": 9, "speculators DFlash": 8,
     "speculators DSpark, first row drafts nothing": 8, "DeepSpec DSpark": 8, "DeepSpec DFlash": 10, "Laguna, gate per output": 10,
     "Gemma 4 DSpark": 22, "Gemma 4 DSpark, capped": 9, "speculators EAGLE-3": 8, "speculators EAGLE-3 with a Qwen3 layer": 11,
+    "speculators EAGLE-3 with three layers": 8, "speculators P-EAGLE with norms around": 8,
 }  # fmt: skip
 
 
@@ -119,6 +128,48 @@ def test_drafts_are_what_the_formulae_give(tmp_path, targets, layout):
         expected, wanted, margins = reference.drafts(features[:, : len(tokens) - 1], tokens, drafts)
         assert min(margins) > 2 * NEAR and np.abs(logits - wanted).max() < NEAR
         assert ids == expected
+
+
+@pytest.mark.parametrize("kernels", ["native", "ggml"])
+@pytest.mark.parametrize("layout", ["speculators EAGLE-3 with three layers", "speculators P-EAGLE", "P-EAGLE of vLLM"])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_rows_that_read_rows(tmp_path, targets, layout, slots, kernels):
+    """Drafts after prompts in chunks, plain tokens and given blocks, whose rows are computed later in batches; of two sequences at once, too."""
+    target = targets(layout)
+    folder, tensors = written(tmp_path, (BLOCKS | CHAINS)[layout], SEEDS.get(layout, 7))
+    done = convert_drafter(folder, target, tmp_path / "d.gguf", "f32", threads=1)
+    reference, drafts, seen, compared = made(folder, tensors, target), 4, [], 0
+    with ps.load(target, tmp_path / "d.gguf", device="CPU", threads=1, kernels=kernels, n_ctx=256, draft_width=5, chunk=16) as session:
+        engine = ModelRunner(session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, slots=slots, width=5, chunk=16))
+        tokens = {engine.admit(): list(prompt) for prompt in (PROMPT, PROMPT[:13])[:slots]}
+
+        def step(item, kept=0):
+            """The same for all; of a block, ``kept`` are accepted in the first sequence, and one more in others."""
+            out = engine.step(dict.fromkeys(tokens, item))
+            for slot, result in out.items():
+                n = min(kept + slot, item.rows - 1)
+                engine.accept(n + 1, int(result.ids[n]), slot)
+                tokens[slot] += [*result.tokens[1 : n + 1].tolist(), int(result.ids[n])]
+            return out
+
+        for slot, known in tokens.items():
+            tokens[slot] = [*known, engine.prefill(known, slot=slot)]
+        for plain, kept in ((0, 3), (1, 0), (12, 2), (3, 1), (40, 2)):
+            for _ in range(plain):
+                step(Verify())
+            if plain:
+                step(Verify([5, 6, 7]), 1)
+            before = {slot: list(known) for slot, known in tokens.items()}
+            seen += [(before[slot], result.tokens[1:].tolist()) for slot, result in step(Draft(1 + drafts), kept).items()]
+        engine.close()
+        for known, ids in seen:
+            session.runner.reset()
+            _, features = session.runner.capture(known, done.target_layers)
+            expected, _, margins = reference.drafts(features[:, : len(known) - 1], known, drafts)
+            sure = next((i for i, margin in enumerate(margins) if margin < 2 * NEAR), drafts)
+            assert ids[:sure] == expected[:sure]
+            compared += sure
+        assert len(seen) == 5 * slots and compared > 10 * slots
 
 
 def made(folder, tensors, target):
@@ -162,6 +213,10 @@ def test_a_key_that_is_not_known_is_refused_by_name(tmp_path, targets, layout):
     ("Gemma 4 DSpark", {"enable_moe_block": True}, "enable_moe_block is True"),
     ("EAGLE-3.1", {"norm_output": False}, "norm_output is False"),
     ("EAGLE-3", {"layer_types": ["sliding_attention"], "sliding_window": 9, "use_sliding_window": True}, "layer_types is|use_sliding_window is True"),
+    ("EAGLE-3", {"parallel_drafting": "yes"}, "parallel_drafting is 'yes'"),
+    ("DFlash", {"parallel_drafting": True}, "parallel_drafting is True, but only False"),
+    ("speculators P-EAGLE", {"mask_token_id": None}, "no mask_token_id"),
+    ("speculators P-EAGLE", {"transformer_layer_config": {**published.sizes(4), **windows(layer_types=["sliding_attention"] * 4)}}, "layer_types is|use_sliding_window is True"),
     ("speculators EAGLE-3, norms together", {"fc_norm": True}, "both fc_norm and norm_before_fc"),
 ])  # fmt: skip
 def test_what_would_be_computed_wrongly_is_refused(tmp_path, targets, layout, change, words):
@@ -178,6 +233,9 @@ def test_what_would_be_computed_wrongly_is_refused(tmp_path, targets, layout, ch
     ("Laguna", lambda t: t.update({"layers.0.self_attn.qkv_proj.weight": np.ones((9, N), np.float32)}), r"shape \[9, 64\], but config.json calls for \[256, 64\]"),
     ("EAGLE-3.1", lambda t: t.update({"fc_norm.2.weight": np.full(N, np.nan, np.float32)}), "'fc_norm.2.weight' holds NaN"),
     ("EAGLE-3.1", lambda t: t.pop("fc_norm.0.weight"), "no tensor 'fc_norm.0.weight'"),
+    ("P-EAGLE of vLLM", lambda t: t.update({"mask_hidden": np.ones((1, 64), np.float32)}), r"'mask_hidden' has the shape \[1, 64\]"),
+    ("P-EAGLE of vLLM", lambda t: t["mask_hidden"].fill(np.inf), "'mask_hidden' holds NaN or Inf"),
+    ("speculators P-EAGLE", lambda t: t.pop("layers.3.self_attn.q_norm.weight"), "has no norm of q or k of some layers"),
     ("DFlash", lambda t: t.update({"d2t": np.zeros(VOCAB, np.int64)}), "reduced-vocabulary"),
 ])  # fmt: skip
 def test_tensors_that_are_missing_or_damaged(tmp_path, targets, layout, change, words):

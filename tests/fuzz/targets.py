@@ -135,6 +135,7 @@ OTHER_DRAFTERS = {
     "dflash2": (lambda path: write_dflash2(path, SMALL, top_k=3, group_size=8, rank=8, taps=3), "qwen3"),
     "dspark": (lambda path: write_dspark(path, SMALL, rank=8, confidence=True, own=("head",), tokens=40), "qwen3"),
     "eagle3": (lambda path: write_eagle3(path, replace(SMALL, target_layers=(0, 1, 1)), tokens=40, norm_before_fc=True, factors=True), "llama"),
+    "peagle": (lambda path: write_eagle3(path, replace(SMALL, target_layers=(0, 1, 1)), layers=2, mask=3), "llama"),
     "gemma4-assistant": (lambda path: write_gemma4_assistant(path, TINY, n_embd=64, layers=2, tables=True), "gemma4"),
 }  # fmt: skip
 DRAFTS = ("dflash", "eagle3", "gemma4-assistant")

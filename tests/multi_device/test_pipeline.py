@@ -299,7 +299,7 @@ def test_they_are_not_measured_where_threads_would_wait_for_each_others_cores(pa
 WIDTHS = (8, 2, 1, 4, 8, 1, 3)
 
 
-@pytest.fixture(scope="module", params=["mtp", "eagle3", "assistant", "dflash2", "dspark"])
+@pytest.fixture(scope="module", params=["mtp", "eagle3", "peagle", "assistant", "dflash2", "dspark"])
 def drafting(request, tmp_path_factory):
     made = Pair(tmp_path_factory.mktemp("pair"), request.param)
     yield made

@@ -239,7 +239,7 @@ def test_drafts_and_schedulers_over_devices(tmp_path):
         fails_with(error, words, ps.load, target, draft, device=device, threads=1, n_ctx=256, tensor_split=shares)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash2", "dspark"])
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash2", "dspark"])
 def test_other_drafters(tmp_path, name):
     target, draft = write_pair(tmp_path, name)
     with loaded(target, draft, draft_width=8) as session:
