@@ -31,7 +31,7 @@ EQUAL = {  # files that must be equal; others may be refused, for REASONS
     "cohere2-dense", "deepseek32-moe", "glm-dsa-moe", "nemotron_h-dense", "nemotron_h_moe-dense", "llama-dense", "llama-moe", "mistral3-dense", "mistral3-moe", "qwen3-dense", "qwen3moe-moe", "qwen35-dense",
     "qwen35moe-moe",
 }  # fmt: skip
-NOT_WRITTEN = {"gemma4", "step35"}  # architectures without a file of llama.cpp's test
+NOT_WRITTEN = {"apertus", "gemma3n", "gemma4", "step35"}  # architectures without a file of llama.cpp's test
 ROUNDING = 1e-6  # NMSE of the kernels that are the default here, which add in another order; 1e-10 was seen
 REASONS = ("which llama.cpp reads and does not apply to {arch} models", "has routed experts, which {arch} models here do not")
 

@@ -403,11 +403,16 @@ class Graph:
         require(x.type == F32 and x.ne[0] % n == 0 and lib.ggml_is_contiguous(x), "block_max", x=x, n=n)
         return lib.ggml_pool_2d(self.ctx, x, lib.GGML_OP_POOL_MAX, n, 1, n, 1, 0, 0)
 
+    def top_blocks(self, scores: Tensor, k: int) -> Tensor:
+        """I32 [k, ...]: the blocks with the largest scores F32 [blocks, ...], as ``block_mask`` shows them."""
+        require(0 < k <= scores.ne[0] and scores.type == F32, "top_blocks", scores=scores, k=k)
+        return lib.ggml_top_k(self.ctx, scores, k)
+
     def block_mask(self, scores: Tensor, k: int, n: int) -> Tensor:
         """0 for each ``n`` values of the ``k`` blocks with the largest scores, -inf for others: F32 [blocks, H, T] -> F32 [blocks * n, H, T]."""
         blocks, heads, rows = list(scores.ne)[:3]
         require(0 < k <= blocks and scores.type == F32 and scores.ne[3] == 1, "block_mask", scores=scores, k=k)
-        chosen = self.reshape(lib.ggml_top_k(self.ctx, scores, k), k, heads * rows)
+        chosen = self.reshape(self.top_blocks(scores, k), k, heads * rows)
         hidden = self.reshape(lib.ggml_fill(self.ctx, scores, float("-inf")), 1, blocks, heads * rows)
         zeros = self.reshape(lib.ggml_fill(self.ctx, lib.ggml_view_1d(self.ctx, scores, k * heads * rows, 0), 0.0), 1, k, heads * rows)
         seen = lib.ggml_set_rows(self.ctx, hidden, zeros, chosen)

@@ -11,7 +11,7 @@ Expert matrices are [n_in, n_out, n_expert].
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from ..ggml.graph import Graph
+from ..ggml.graph import Graph, require
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
 from .weights import EXPERTS, MATMUL, VECTOR, Spec, Weights
@@ -28,7 +28,7 @@ class Experts:
         gating: SOFTMAX, SIGMOID or SOFTMAX_OF_CHOSEN.
         normalise, scale: divide the weights by their sum; multiply them.
         glu: the method of ``Graph`` that combines gate and up, or of up alone unless ``gated``; ``limit``: see ``Graph.swiglu_limited``, 0 for none.
-        weighted_input: the weight of the one used expert is applied to its input.
+        weighted_input: weights are applied to the experts' inputs, and logits choose.
         situ: the two numbers of ``Graph.situ``, which combines gate and up then.
         biased: `exp_probs_b` is added for the selection, not to the weights.
         biases: the router and all expert products have a bias.
@@ -78,8 +78,11 @@ class Experts:
         weights, chosen = self._route(g, w, prefix, logits)
         # first, so that ggml-cuda finds the router's nodes adjacent
         g.expand(weights)
-        if self.weighted_input:
+        if self.weighted_input and self.n_used == 1:
             x = g.mul(x, g.reshape(weights, 1, x.ne[1]))
+        elif self.weighted_input:
+            require(w.host_experts is None, "weighted_input", used=self.n_used)  # which have one input per token
+            x = g.mul(g.repeat(g.reshape(x, x.ne[0], 1, x.ne[1]), x.ne[0], self.n_used, x.ne[1]), weights)
         streamed = w.streaming and w.stream is not None and layer in w.stream.layers
         with w.arrived(g, layer) if streamed else nullcontext():
             if w.host_experts is not None and layer in w.host_experts and not streamed:
@@ -98,7 +101,8 @@ class Experts:
         """F32 [1, n_used, T] weights and I32 [n_used, T] chosen experts."""
         rows = logits.ne[1]
         p = g.softmax(logits) if self.gating == SOFTMAX else g.sigmoid(logits) if self.gating == SIGMOID else logits
-        chosen = g.top_k(self._in_groups(g, g.add(p, w[f"{prefix}exp_probs_b.bias"]) if self.biased else p), self.n_used)
+        by = logits if self.weighted_input else g.add(p, w[f"{prefix}exp_probs_b.bias"]) if self.biased else p
+        chosen = g.top_k(self._in_groups(g, by), self.n_used)
         weights = g.rows(g.reshape(p, 1, self.n_expert, rows), chosen)
         if self.gating == SOFTMAX_OF_CHOSEN:
             weights = g.reshape(g.softmax(g.reshape(weights, self.n_used, rows)), 1, self.n_used, rows)
@@ -120,7 +124,8 @@ class Experts:
 
     def _results(self, g: Graph, w: Weights, prefix: str, x: Tensor, slots: Tensor, chosen: Tensor) -> Tensor:
         """FFN_e(x) of the chosen experts at ``slots`` of the device's tensors, without scale and bias, F32 [n_embd, n_used, T]."""
-        hidden = self._hidden(g, w, prefix, g.reshape(x, x.ne[0], 1, x.ne[1]), slots, chosen)
+        apart = self.weighted_input and self.n_used > 1  # an input for each expert
+        hidden = self._hidden(g, w, prefix, x if apart else g.reshape(x, x.ne[0], 1, x.ne[1]), slots, chosen)
         return g.matmul_experts(w[f"{prefix}ffn_down_exps.weight"], hidden, slots)
 
     def _scaled(self, g: Graph, w: Weights, name: str, out: Tensor, chosen: Tensor) -> Tensor:

@@ -86,6 +86,7 @@ KEYS: dict[str, dict[str, Any]] = {  # that a description has defaults for, and 
     "exaone-moe": LEADING | {"expert_shared_feed_forward_length": 96},
     "glm4moe": LEADING,
     "granite": SCALES,
+    "granite_swa": SCALES | {"expert_count": 8, "expert_used_count": 3, "expert_shared_feed_forward_length": 96},
     "granitemoe": SCALES | {"expert_count": 8, "expert_used_count": 3},
     "falcon-h1": {"attention.scale": 0.19},
     "granitehybrid": SCALES,
@@ -135,7 +136,7 @@ OPTIONAL = {  # tensors, of each layer i
 }  # fmt: skip
 WINDOWED = ("afmoe", "cohere2", "cohere2moe", "exaone-moe", "gemma2", "gemma3", "gemma3n", "olmo2")
 MTP_LAYERS = {"hy_v3": 2, "mimo2": 3, "step35": 3}
-LISTED = ("mimo2", "step35")  # every other layer slides, by a list
+LISTED = ("granite_swa", "mimo2", "step35")  # every other layer slides, by a list
 TIED = ("cohere2", "command-r", "gemma", "gemma2")  # llama.cpp reads no head of theirs
 HYBRID = ("granitehybrid", "kimi-k3", "kimi-linear", "lfm2", "lfm2moe")  # every third layer is recurrent
 UNGROUPED = ("dots1", "olmoe")  # as many KV heads as query heads
@@ -161,6 +162,8 @@ def own_keys(arch: str, s: Shape) -> dict[str, Any]:
     if arch == "apertus":
         keys |= {f"xielu.{name}": np.array([0.3 + j + i / 8 for i in range(s.n_layer)]) for j, name in enumerate(("alpha_n", "alpha_p"))}
         keys |= {"xielu.beta": 0.5, "xielu.eps": -1e-6}
+    if arch == "granite_swa":
+        keys["attention.rope_pattern"] = np.array([i % 3 for i in range(s.n_layer)])
     if arch == "llama4":
         keys["expert_used_count"] = 1
     if arch == "deci":  # layers with attention, without, and with a matrix in its place

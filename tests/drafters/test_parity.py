@@ -683,7 +683,7 @@ def test_a_file_is_what_its_architecture_says_whatever_else_it_names(tmp_path, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arch, width", [*((arch, 8) for arch in ("glm4moe", "deepseek2", "deepseek32", "glm-dsa")), ("mimo2", 4), ("step35", 4)]
+    "arch, width", [*((arch, 8) for arch in ("glm4moe", "deepseek2", "deepseek32", "glm-dsa")), ("mimo2", 4), ("step35", 4), ("hy_v3", 3)]
 )
 def test_text_with_mtp_layers_is_plain(tmp_path, arch, width):
     """Blocks are forced, which the policy would not draft with random layers; then drafts are rejected at every position."""

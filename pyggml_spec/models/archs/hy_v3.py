@@ -6,7 +6,7 @@ Source of the formulae: llama.cpp, src/models/hy-v3.cpp.
 from ..decoder import Decoder, register
 from ..hparams import Hparams
 from ..layers import HEAD, Attention, GatedMLP, Layer, MoE
-from ..model import ATTENTION
+from ..model import ATTENTION, FFN
 from ..moe import SIGMOID
 from .qwen35 import MTP_LAYERS
 
@@ -21,4 +21,7 @@ def hy_v3(f: Hparams) -> Decoder:
     )  # fmt: skip
     moe = MoE(experts, GatedMLP(f.number("expert_shared_feed_forward_length", 0) or experts.n_ff, suffix="_shexp"))
     layers = [Layer(attention, moe if f.shape(f"blk.{i}.ffn_gate_inp.weight") else GatedMLP(f.ff)) for i in range(f.n_block)]
-    return Decoder(f, layers[: f.n_layer], biased=ATTENTION, mtp=layers[f.n_layer :], drafting_layers=MTP_LAYERS)
+    routed = [i for i, layer in enumerate(layers[: f.n_layer]) if layer.ffn is moe]
+    names = [f"{name}.{end}" for name in FFN for end in ("weight", "scale", "input_scale")]
+    unused = {f"blk.{i}.{name}": "a dense FFN beside the layer's experts, which llama.cpp does not use" for i in routed for name in names}
+    return Decoder(f, layers[: f.n_layer], biased=ATTENTION, unused=unused, mtp=layers[f.n_layer :], drafting_layers=MTP_LAYERS)

@@ -15,8 +15,10 @@ from ..decoder import Decoder, register
 from ..hparams import Hparams
 from ..layers import GatedMLP, Layer, LayerContext, Part, any_norm, specs
 from ..mla import MLA
+from ..model import ATTENTION, SCALED
 from ..moe import Experts
 from ..weights import VECTOR, Spec
+from .ernie4_5 import UNADDED
 from .kimi_linear import delta, latent_attention
 
 ROUTER = "ffn_gate_inp"
@@ -48,7 +50,8 @@ def kimi_k3(f: Hparams) -> Decoder:
         )
         for i, (_, kv) in enumerate(f.hybrid_heads)
     ]
-    return KimiK3(f, layers, every=every, scaled=(), unscaled=("output",))
+    unused = {f"blk.{i}.{name}.bias": UNADDED for i in range(f.n_layer) for name in ATTENTION}
+    return KimiK3(f, layers, every=every, unused=unused, unscaled=(*SCALED, "attn_q_a", "attn_q_b", "attn_kv_a_mqa", "output"))
 
 
 @dataclass(frozen=True)

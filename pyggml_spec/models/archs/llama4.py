@@ -1,6 +1,6 @@
 """llama4 (Llama 4 Scout and Maverick): three layers see the current part of CHUNK positions; every fourth sees all, has no RoPE, and scaled queries.
 
-q and k of rotated layers are normalised after RoPE, without weights, but not in Maverick. One routed expert, whose input is weighted, and a shared one.
+q and k of rotated layers are normalised after RoPE, without weights, but not in Maverick. Routed experts, whose input is weighted, one in Llama 4, and a shared one.
 Source of the formulae: llama.cpp, src/models/llama4.cpp.
 """
 
@@ -24,8 +24,6 @@ def llama4(f: Hparams) -> Decoder:
     if len(chunked) != f.n_layer:
         raise f.refuse(f"attention.sliding_window_pattern names {len(chunked)} of {f.n_layer} layers")
     experts = f.experts(gating=SIGMOID, normalise=False, weighted_input=True)
-    if experts.n_used != 1:
-        raise f.refuse(f"expert_used_count is {experts.n_used}; every Llama 4 uses one expert per token")
     moe, step = MoE(experts, GatedMLP(experts.n_ff, suffix="_shexp")), f.positive("interleave_moe_layer_step")
     norm, layers = "" if experts.n_expert == MAVERICK else UNIT, []
     for i, s in enumerate(chunked):

@@ -8,6 +8,7 @@ from ..hparams import OF_SLIDING, Hparams
 from ..layers import Attention, GatedMLP, Layer, MoE
 from ..model import ATTENTION, EXPERT, FFN
 from ..moe import SIGMOID
+from .ernie4_5 import UNADDED
 from .qwen35 import MTP_LAYERS
 
 BASE = 10000.0  # of sliding layers where the file has none, as in llama.cpp
@@ -31,7 +32,15 @@ def mimo2(f: Hparams) -> Decoder:
             other_v=size_v, result_scale=value_scale if value_scale != 1 else 0.0,
         )  # fmt: skip
         layers.append(Layer(attention, MoE(experts) if f.shape(f"blk.{i}.ffn_gate_inp.weight") else GatedMLP(f.ff)))
+    unused = {f"blk.{i}.{name}.bias": UNADDED for i in range(f.n_layer) for name in (*ATTENTION, "attn_qkv")}
     unscaled = (*ATTENTION, "attn_qkv", *FFN, *EXPERT)
     return Decoder(
-        f, layers[: f.n_layer], window=window, unscaled=unscaled, mtp=layers[f.n_layer :], mtp_before_norm=True, drafting_layers=MTP_LAYERS
+        f,
+        layers[: f.n_layer],
+        window=window,
+        unscaled=unscaled,
+        unused=unused,
+        mtp=layers[f.n_layer :],
+        mtp_before_norm=True,
+        drafting_layers=MTP_LAYERS,
     )

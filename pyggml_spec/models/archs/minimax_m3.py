@@ -2,13 +2,13 @@
 
 Each group of query heads with a K/V head sees the ``top_k`` blocks of r positions of the largest score, the last ``local`` ones among them:
     score = the largest q . k_j of the block's visible positions;  q = rope(rms(W_iq h)), a head for each group;  k = rope(rms(W_ik h)), one for all
-llama.cpp gathers the blocks of a single token, in the order of their scores: other sums than with a mask, in the last bits, once there are more
-blocks than are chosen. Source of the formulae: llama.cpp, src/models/minimax-m3.cpp.
+ggml's kernels gather the blocks of a single token, in the order of their scores, as llama.cpp does. Source of the formulae: llama.cpp, src/models/minimax-m3.cpp.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ...ggml.graph import F32
+from ...ggml.graph import F32, I32
 from ...ggml.library import Tensor, lib
 from ..base import KVShape
 from ..decoder import Decoder, register
@@ -17,6 +17,7 @@ from ..layers import HEAD, Attention, GatedMLP, Layer, LayerContext, MoE, specs,
 from ..model import ATTENTION, EXPERT, FFN, SHARED
 from ..weights import Spec
 
+F16 = lib.GGML_TYPE_F16
 FORCED = 1e30  # more than any score
 
 
@@ -67,33 +68,34 @@ class BlockAttention(Attention):
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
         g, at, kv, rows = c.g, c.attention, c.kv, x.ne[1]
         assert at is not None
-        masks = self._masks(c, x)
-        if masks is None:
+        scores = self._scores(c, x)
+        if scores is None:
             return super().__call__(c, x)
         q, k, v = c.project("mixer", x)
         q = g.hadamard(c.name(self._rotated(c, q, self.heads, "attn_q_norm"), "Qcur"), kv.rotation_k)
         g.expand(q)
         write_kv(g, *self.keys_values(c, k, v), kv, at.kv_rows)
+        # native kernels have the same bits at every width with the mask
+        seen = self._gathered if rows == 1 and g.backend.level is None else self._masked
         group, size, out = self.heads // self.kv_heads, self.size, []
-        for head, mask in enumerate(masks):
-            own_k, own_v = (g.of_head(cache, size, head) for cache in (kv.k, kv.v))
-            out.append(g.flash_attention(g.slice(q, 1, head * group, group), own_k, own_v, mask, 1, at.kv_bucket, inverse_root(size)))
+        for head, (own_k, own_v, mask) in enumerate(seen(c, scores)):
+            out.append(g.flash_attention(g.slice(q, 1, head * group, group), own_k, own_v, mask, 1, mask.ne[0], inverse_root(size)))
         joined = g.hadamard(g.concat(out), kv.rotation_v)
         return c.product("attn_output", g.reshape(joined, self.heads * size, rows))
 
-    def _masks(self, c: LayerContext, x: Tensor) -> list[Tensor] | None:
-        """Stores the indexer's keys; returns a mask for each K/V head, None where every block is chosen."""
+    def _scores(self, c: LayerContext, x: Tensor) -> Tensor | None:
+        """Stores the indexer's keys; returns the scores F32 [blocks, kv_heads, T], None where every block is chosen."""
         g, at, n, r, heads, rope = c.g, c.attention, self.index_size, self.block, self.kv_heads, self.rope
         assert at is not None and c.kv.indexer is not None and rope is not None
         key = rope(g, c.rms_norm(g.heads(c.product("indexer.k_proj", x), n, 1), "indexer.k_norm"), c.positions)
         g.kv_write_rows(c.kv.indexer, key, at.kv_rows)
         bucket, slots, rows = at.kv_bucket, at.mask.ne[3], x.ne[1]
-        blocks, each = bucket // r, rows // slots
+        blocks = bucket // r
         if blocks <= self.top_k:
             return None
         q = rope(g, c.rms_norm(g.heads(c.product("indexer.q_proj", x), n, heads), "indexer.q_norm"), c.positions)
         keys = g.cast(g.slice(c.kv.indexer, 1, 0, bucket), F32)
-        score = g.reshape(g.matmul(keys, g.reshape(q, n, heads * each, slots)), bucket, heads, rows)
+        score = g.reshape(g.matmul(keys, g.reshape(q, n, heads * (rows // slots), slots)), bucket, heads, rows)
         score = g.add(score, g.reshape(g.cast(at.mask, F32), bucket, 1, rows))
         minus = g.reshape(g.scale(g.cast(c.positions, F32), -1.0), 1, 1, rows)
 
@@ -102,11 +104,26 @@ class BlockAttention(Attention):
             return g.add(g.repeat(g.arange(first, first + bucket, r), blocks, 1, rows), minus)
 
         near = g.mul(g.step(beyond(self.local * r)), g.step(g.scale(beyond(-0.5), -1.0)))  # b r <= p < (b + local) r
-        score = g.add(g.block_max(score, r), g.scale(near, FORCED))
-        chosen = g.block_mask(score, self.top_k, r)  # [bucket, heads, rows]
-        mask = g.cast(at.mask, F32)
-        out = []
-        for head in range(heads):
-            own = g.reshape(g.cont(g.pick(chosen, 1, head)), bucket, each, 1, slots)
-            out.append(g.cast(g.add(own, mask), lib.GGML_TYPE_F16))
-        return out
+        return g.add(g.block_max(score, r), g.scale(near, FORCED))
+
+    def _masked(self, c: LayerContext, scores: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """K, V and mask of each K/V head: all rows."""
+        g, kv, at = c.g, c.kv, c.attention
+        assert at is not None
+        shown, mask = g.block_mask(scores, self.top_k, self.block), g.cast(at.mask, F32)
+        for head in range(self.kv_heads):
+            own = g.reshape(g.cont(g.pick(shown, 1, head)), *at.mask.ne)
+            yield g.of_head(kv.k, self.size, head), g.of_head(kv.v, self.size, head), g.cast(g.add(own, mask), F16)
+
+    def _gathered(self, c: LayerContext, scores: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The rows of the chosen blocks, best first, as llama.cpp has them for a single token."""
+        g, kv, at, r, count = c.g, c.kv, c.attention, self.block, self.top_k
+        assert at is not None
+        chosen, mask = g.cast(g.top_blocks(scores, count), F32), g.reshape(g.cast(at.mask, F32), 1, at.kv_bucket)
+        for head in range(self.kv_heads):
+            firsts = g.repeat(g.reshape(g.scale(g.cont(g.pick(chosen, 1, head)), r), 1, count), r, count, 1)
+            ids = g.cast(g.reshape(g.add(firsts, g.arange(0, r)), r * count), I32)
+            rows = [g.rows(g.of_head(cache, self.size, head), ids) for cache in (kv.k, kv.v)]
+            kinds = [F16 if lib.ggml_is_quantized(cache.type) else cache.type for cache in (kv.k, kv.v)]
+            own_k, own_v = (row if kind == F32 else g.cast(row, kind) for row, kind in zip(rows, kinds, strict=True))
+            yield own_k, own_v, g.cast(g.reshape(g.rows(mask, ids), r * count, 1, 1, 1), F16)

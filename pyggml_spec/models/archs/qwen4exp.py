@@ -25,7 +25,9 @@ from ..decoder import Decoder, register
 from ..delta_net import GatedDeltaNet
 from ..hparams import Hparams
 from ..layers import Attention, GatedMLP, Layer, LayerContext, MoE, Part, product, specs
+from ..model import ATTENTION
 from ..weights import ROWS, VECTOR, Spec
+from .ernie4_5 import UNADDED
 from .qwen35 import hybrid_mixers
 
 TABLE, MANY = "per_layer_token_embd.weight", 1e9  # a score above all others
@@ -49,7 +51,8 @@ def qwen4exp(f: Hparams) -> Decoder:
                 raise f.refuse(f"ple.layers names layer {i}, which has attention; n-gram embeddings go with recurrent layers")
             one = replace(one, ngrams=own.kv)
         layers.append(Streams(one, moe, "", "", streams=streams, rank=rank, ngrams=own, passes=ngrams is not None and i <= ngrams.layer))
-    return Qwen4Exp(f, layers, streams, rank, window=ngrams.reach if ngrams is not None else 0)
+    unused = {f"blk.{i}.{name}.bias": UNADDED for i in range(f.n_layer) for name in ATTENTION}
+    return Qwen4Exp(f, layers, streams, rank, unused=unused, window=ngrams.reach if ngrams is not None else 0)
 
 
 def _shared(f: Hparams) -> int:
