@@ -1,4 +1,4 @@
-"""eagle3: layers over two inputs, a token and what three layers of the target made of the token before it.
+"""eagle3: layers over two inputs, a token and what layers of the target, mostly three, made of the token before it.
 
     g = fc [f_a ; f_b ; f_c], the inputs of the target's layers a, b, c (rms-normalised first: together with norm_before_fc, each with enc.aux_norm)
 Its row after the token x_p is the pair (x_p, g_{p-1}), at position p - 1: it predicts the token after x_p.
@@ -58,9 +58,11 @@ class Eagle3(Drafter):
         if f.get("expert_count", int, 0):
             raise ModelError(f"{file.path} has routed experts, which {self.arch} drafters here do not have")
         layers = file.array(f"{self.arch}.target_layers", "iu")
-        if layers is None or len(layers) != 3:
+        if layers is None or not 1 <= len(layers) <= 64:
             count = "no" if layers is None else len(layers)
-            raise ModelError(f"{file.path} has {count} {self.arch}.target_layers; a drafter of this kind reads the inputs of three")
+            raise ModelError(
+                f"{file.path} has {count} {self.arch}.target_layers; a drafter of this kind reads the inputs of some, mostly three"
+            )
         self.captures = tuple(int(v) for v in layers)
         self.n_embd_target = f.positive("target_hidden_size")
         self.norm_before_residual = file.get(f"{self.arch}.norm_before_residual", bool, False)
@@ -72,7 +74,7 @@ class Eagle3(Drafter):
     # -- tensors
 
     def tensors(self) -> list[Spec]:
-        n, wide = self.n_embd, 3 * self.n_embd_target
+        n, wide = self.n_embd, len(self.captures) * self.n_embd_target
         tensors, out = self.file.tensors, [Spec(FC, (wide, n)), Spec(NORM, (n,), VECTOR)]
         for i in range(self.n_layer):
             layer = f"blk.{i}."
@@ -86,7 +88,7 @@ class Eagle3(Drafter):
         if self.norm_before_fc:
             out.append(Spec(FEATURE_NORM, (wide,), VECTOR))
         if FEATURE_NORMS in tensors:
-            out.append(Spec(FEATURE_NORMS, (self.n_embd_target, 3), VECTOR))
+            out.append(Spec(FEATURE_NORMS, (self.n_embd_target, len(self.captures)), VECTOR))
         if EMBEDDING in tensors:
             out.append(Spec(EMBEDDING, (n, tensors[EMBEDDING].shape[-1]), ROWS))
         if HEAD in tensors:
@@ -138,7 +140,7 @@ class Eagle3(Drafter):
         """g of the rows, F32 [n_embd, T]."""
         f = g.concat(features)
         if FEATURE_NORMS in self.weights:
-            f = g.flat(g.rms_norm(g.heads(f, self.n_embd_target, 3), self.weights[FEATURE_NORMS], self.eps))
+            f = g.flat(g.rms_norm(g.heads(f, self.n_embd_target, len(self.captures)), self.weights[FEATURE_NORMS], self.eps))
         # some targets have activations beyond F16; Inf would spread to all later drafts
         f = g.rms_norm(f, self.weights[FEATURE_NORM], self.eps) if self.norm_before_fc else g.clamp(f, -F16_MAX, F16_MAX)
         return product(g, self.weights.matrix(FC), f)

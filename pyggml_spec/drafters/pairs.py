@@ -119,7 +119,7 @@ PUBLISHED = (
         for name, target in _DEEPSPEC.items()
     ),
     *(
-        _for(target, f"deepseek-ai/eagle3_{name}_ttt7", "EAGLE-3", f"{'Gemma4' if 'gemma' in name else 'Qwen3'}Eagle3Model")
+        _for(target, f"deepseek-ai/eagle3_{name}_ttt7", "EAGLE-3", "Gemma4Eagle3Model" if "gemma" in name else "")
         for name, target in _DEEPSPEC.items()
     ),
     *(_for(target, f"lmsys/SGLang-EAGLE3-{target}-SpecForge{end}", "EAGLE-3") for target, end in _SPECFORGE.items()),

@@ -4,9 +4,10 @@
 are the paper's: 2, the middle one, and the third from the end. The checkpoint rotates halves of a head, the GGUF adjacent pairs: rows of q
 and k, and their norms, are permuted. Layers of the speculators library may be a Qwen3's, with norms of q and k; `fc_norm` norms each hidden
 state of the target, and `norm_output` hands the next draft the state after the last norm. P-EAGLE has a `mask_hidden` in place of the target's
-hidden states in the rows of masks, which is normed and projected here as those are. llama.cpp loads none with these norms, masks or further layers.
+hidden states in the rows of masks, which is normed and projected here as those are. DeepSpec's read five of the target's layers and count them as
+outputs. llama.cpp loads none with these norms, masks, further layers or more than three hidden states.
 
-Sources: llama.cpp (conversion/llama.py), vllm-project/speculators (models/eagle3, models/peagle), sgl-project/SpecForge
+Sources: llama.cpp (conversion/llama.py), deepseek-ai/DeepSpec (modeling/eagle3/qwen3), vllm-project/speculators (models/eagle3, models/peagle), sgl-project/SpecForge
 (modeling/draft/llama3_eagle.py), vLLM (v1/spec_decode/llm_base_proposer.py: `ptd_token_id`, `mask_hidden`; models/llama_eagle3.py).
 """
 
@@ -25,11 +26,13 @@ from .checkpoint import HEADS, TOKENS, Config, Files, Layout, Source
 
 ARCH = "eagle3"
 PARALLEL = ("PEagleSpeculator", "PEagleDraftModel")
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", *PARALLEL)
+DEEPSPEC = "Qwen3Eagle3Model"
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", DEEPSPEC, *PARALLEL)
 _READ = {
     "draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual", "norm_before_fc", "fc_norm",
     "norm_output", "hidden_act", "max_window_layers", "sliding_window",
 }  # fmt: skip
+_OUTPUTS = "target_layer_ids"  # of DeepSpec: the target's layers whose outputs are read
 _MASKS = ("mask_token_id", "ptd_token_id")  # of the speculators library, of vLLM
 _MASK = "mask_hidden"
 PLAIN = "LlamaForCausalLM"  # variants with a draft_vocab_size
@@ -61,15 +64,17 @@ def _refuse_features(c: Config) -> None:
     checkpoint.refuse(features)
 
 
-def _captured(c: Config, target: GGUFFile) -> list[int]:
+def _captured(c: Config, target: GGUFFile, outputs: bool) -> list[int]:
+    """The target's layers whose inputs are read."""
     n_target = checkpoint.target_layers(target)
-    ids = c.list("eagle_aux_hidden_state_layer_ids") or [2, n_target // 2, n_target - 3]
-    bad = [i for i in ids if type(i) is not int or not 0 <= i <= n_target]
-    if bad or len(ids) != 3:
+    name, first, last = (_OUTPUTS, 0, n_target - 1) if outputs else ("eagle_aux_hidden_state_layer_ids", 0, n_target)
+    ids = c.list(name) or ([] if outputs else [2, n_target // 2, n_target - 3])
+    bad = [i for i in ids if type(i) is not int or not first <= i <= last]
+    if bad or (not ids if outputs else len(ids) != 3):
         wrong = f"holds {brief(bad[0])}" if bad else f"has {len(ids)} entries"
-        read = f"three inputs of the layers 0 to {n_target} of {target.path.name} are read"
-        raise ConvertError(f"config.json: eagle_aux_hidden_state_layer_ids {wrong}; {read}")
-    return ids
+        read = f"{'outputs' if outputs else 'three inputs'} of the layers {first} to {last} of {target.path.name} are read"
+        raise ConvertError(f"config.json: {name} {wrong}; {read}")
+    return [i + outputs for i in ids]
 
 
 def _yarn(c: Config) -> dict[str, Any]:
@@ -119,7 +124,15 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
     }
     parallel = c.flag("parallel_drafting", bool({*checkpoint.architectures(config)} & {*PARALLEL}))
     # elsewhere it says that the head reads the state after the norm, as it does here
-    c.refuse_unknown({*_READ, *(_MASKS if parallel else ())}, fixed if nested else fixed | {"norm_output": (True,)})
+    deepspec = DEEPSPEC in checkpoint.architectures(config)
+    more = {*(_MASKS if parallel else ()), *((_OUTPUTS, "num_target_layers") if deepspec else ())}
+    c.refuse_unknown(_READ | more, fixed if nested else fixed | {"norm_output": (True,)})
+    made_for = c.integer("num_target_layers", default=checkpoint.target_layers(target))
+    if made_for != checkpoint.target_layers(target):
+        there = f"{target.path.name} has {checkpoint.target_layers(target)}; {checkpoint.OTHER_TARGET}"
+        raise ConvertError(f"the drafter was made for a target of {made_for} layers, but {there}")
+    if deepspec and layers > 1:  # its further layers read pairs, too
+        raise ConvertError(f"config.json asks for {layers} layers, and a {DEEPSPEC} has one here; {checkpoint.SUPPORTED} without it")
     n_embd, theirs = c.integer("hidden_size"), checkpoint.of_target(target, "embedding_length")
     wide = c.integer("target_hidden_size", default=theirs)
     checkpoint.check_hidden(wide, target)
@@ -127,7 +140,9 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
     count, made = checkpoint.draft_vocabulary(c, files, n_vocab)
     meta, shapes = checkpoint.sizes(c, target, layers)
     size = meta["attention.key_length"]
-    meta |= {"target_layers": np.array(_captured(c, target), np.uint32), "target_hidden_size": wide}
+    captured = _captured(c, target, deepspec)
+    meta |= {"target_layers": np.array(captured, np.uint32), "target_hidden_size": wide}
+    features = len(captured) * wide
     meta |= {key: c.flag(key, False) for key in ("norm_before_residual", "norm_before_fc")}
     if nested and c.flag("norm_output", False):
         meta["norm_output"] = True
@@ -136,9 +151,9 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
     if c.rope_type == "llama3":
         made["rope_freqs.weight"] = _llama3_factors(c, meta["rope.freq_base"], size)
     pairs = shapes | {name: (shapes[name][0], 2 * n_embd) for name in ("attn_q", "attn_k", "attn_v")} | {"attn_norm_2": (n_embd,)}
-    wanted = {"fc.weight": Source("fc.weight", (n_embd, 3 * wide)), "output_norm.weight": Source("norm.weight", (n_embd,))}
+    wanted = {"fc.weight": Source("fc.weight", (n_embd, features)), "output_norm.weight": Source("norm.weight", (n_embd,))}
     if meta["norm_before_fc"]:
-        wanted["enc.output_norm.weight"] = Source("input_norm.weight", (3 * wide,))
+        wanted["enc.output_norm.weight"] = Source("input_norm.weight", (features,))
     plain = checkpoint.plain_names(files)
     unread, first = [TOKENS, "t2d"], _LAYERS[0] if any(name.startswith(_LAYERS[0]) for name in plain) else _LAYERS[1]
     for i in range(layers):
@@ -154,12 +169,12 @@ def read_layout(config: dict, files: Files, target: GGUFFile) -> Layout:
     if len([name for name in made if "attn_" in name]) % (2 * layers):
         raise ConvertError(f"the checkpoint has no norm of q or k of some layers; {checkpoint.AGAIN}")
     if c.flag("fc_norm", False):
-        names = [f"fc_norm.{i}.weight" for i in range(3)]
+        names = [f"fc_norm.{i}.weight" for i in range(len(captured))]
         made[FEATURE_NORMS] = np.stack([checkpoint.vector(files, plain, name, wide) for name in names])
         unread += names
     if parallel:
         meta |= {"parallel_drafting": True, "mask_token_id": c.integer(*_MASKS, low=0, high=n_vocab - 1)}
-        made[MASK_HIDDEN] = _masked(c, files, plain, made.get(FEATURE_NORMS), n_embd, 3 * wide)
+        made[MASK_HIDDEN] = _masked(c, files, plain, made.get(FEATURE_NORMS), n_embd, features)
         unread.append(_MASK)
     rows = {"embed_tokens.weight": (n_vocab, n_embd != theirs), "lm_head.weight": (count, n_embd != theirs or count < n_vocab)}
     for name, (n, needed) in rows.items():

@@ -196,6 +196,16 @@ def eagle3(r, layer="midlayer.", **more):
     return config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5], "use_aux_hidden_state": True}}
 
 
+def deepspec_eagle3(r, **more):
+    """Five hidden states of the target, which are outputs of the layers named; all of its vocabulary."""
+    r.layer("layers.0.", 2 * N)
+    r.norms(**{"layers.0.hidden_norm": N, "norm": N})
+    r.matrix("fc.weight", N, 5 * N)
+    r.ends()
+    return {**sizes(1), "architectures": ["Qwen3Eagle3Model"], "draft_num_hidden_layers": 1, "num_target_layers": 6, "step_loss_decay": 0.8,
+            "target_layer_ids": [0, 1, 2, 3, 4], "target_model_name_or_path": "Qwen/Qwen3-4B", "ttt_length": 7, **more}  # fmt: skip
+
+
 def peagle(r, layers=4, name="mask_token_id", **more):
     """Several layers; rows after the first have `mask_hidden` in place of the target's hidden states."""
     config = speculators_eagle3(r, layers=layers, **more)

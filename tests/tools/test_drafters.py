@@ -13,6 +13,7 @@ from random_gguf.eagle3 import write_eagle3
 from random_gguf.model import Shape, write_dflash
 from random_gguf.mtp import write_mtp_target
 
+from pyggml_spec.drafters.pairs import Published
 from pyggml_spec.tools.drafters import CACHE, FOLDER, HUB, OWN, find_drafters
 
 
@@ -65,16 +66,17 @@ def test_the_commands_run(folder):
             assert done.returncode == 0 and f"drafter {one.name.rsplit('/')[-1]}" in done.stderr, done.stderr
 
 
-def test_published_ones_by_shape(tmp_path, folder):
+def test_published_ones_by_shape(tmp_path, folder, monkeypatch):
     target = of_shape(tmp_path / "t x.gguf", write_qwen3moe, "qwen3moe", block_count=48, embedding_length=2048, expert_count=128)
     found = {one.name: one for one in find_drafters(target) if one.where == HUB}
     one = found["z-lab/Qwen3-Coder-30B-A3B-DFlash"]
     assert one.fits and [shlex.split(line)[:2] for line in one.commands] == [["hf", "download"], ["pyspec", "convert"], ["pyspec", "run"]]
     assert shlex.split(one.commands[1])[2:] == ["Qwen3-Coder-30B-A3B-DFlash", "-m", str(target), "-o", "Qwen3-Coder-30B-A3B-DFlash.gguf"]
     assert {"JetSpec/jetspec-qwen3-30b-a3b", "RedHatAI/Qwen3-30B-A3B-speculator.dflash"} < set(found)
-    qwen = of_shape(tmp_path / "m.gguf", write_qwen3, "qwen3", block_count=36, embedding_length=4096)
-    (other,) = [one for one in find_drafters(qwen) if "deepseek-ai/eagle3" in one.name]
-    assert not other.fits and not other.commands and "Qwen3Eagle3Model" in other.said
+    refused = Published("x", "qwen3moe", 48, 2048, 128, "a/b", layout="Gemma4Eagle3Model")
+    monkeypatch.setattr("pyggml_spec.drafters.pairs.PUBLISHED", (refused,))
+    (other,) = [one for one in find_drafters(target) if one.where == HUB]
+    assert not other.fits and not other.commands and "Gemma4Eagle3Model" in other.said
 
 
 def test_the_command(tmp_path, folder):
