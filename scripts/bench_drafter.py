@@ -2,20 +2,41 @@
 """Real prompts plainly, with fixed numbers of drafts, and with the policy's choice, in turn in one process; texts are compared with plain ones.
 
     bench_drafter.py -m target.gguf -md small.gguf --prompts prompts.jsonl [-t 1] [--drafts 2,4,8] [-n 128] [--device CPU]
+                     [--tools DIR --server-drafts 0,3,5]      llama-server with the same pair and so many drafts at most, in the same turns
 
-Each line of the file is {"category": ..., "prompt": TEXT} (continued as it is) or {"category": ..., "messages": [...]} (the model's chat template).
+Each line of the file is {"category": ..., "prompt": TEXT} (continued as it is), or {"category": ..., "messages": [...]} or {"category": ..., "turns": [QUESTION, ...]}
+(the model's chat template; the first turn).
 """
 
 import argparse
 import json
 import statistics
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import mkdtemp
+
+from llama_server import LlamaServer
 
 import pyggml_spec as ps
 from pyggml_spec.chat import chat_template
 
 PLAIN, POLICY = "plain", "policy"
+
+
+def start_servers(stack: ExitStack, args: argparse.Namespace) -> dict[str, LlamaServer]:
+    """One llama-server per number of drafts; 0 decodes plainly."""
+    servers = {}
+    for drafts in map(int, args.server_drafts.split(",")):
+        options = ["-m", args.m, "-c", 2048, "-t", args.t, "-tb", args.t, "-np", 1, "-fa", "on"]
+        options += (
+            ["-md", args.md, "--spec-type", "draft-simple", "--spec-draft-n-max", drafts, "-td", args.t, "-tbd", args.t] if drafts else []
+        )
+        log = Path(mkdtemp()) / "server.log"
+        servers[f"llama-server, {drafts}"] = stack.enter_context(LlamaServer(args.tools, log, *options))
+    for server in servers.values():
+        server.wait()
+    return servers
 
 
 def main() -> None:
@@ -27,14 +48,22 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=128)
     parser.add_argument("-t", type=int, default=1)
     parser.add_argument("--device", default="CPU")
+    parser.add_argument("--tools", type=Path, help="folder of llama-server")
+    parser.add_argument("--server-drafts", default="0,3,5")
     args = parser.parse_args()
     prompts = [json.loads(line) for line in args.prompts.read_text().splitlines() if line.strip()]
-    fixed, rows = [int(n) for n in args.drafts.split(",")], defaultdict(list)
-    with ps.load(args.m, args.md, device=args.device, threads=args.t, n_ctx=2048) as session:
+    fixed, rows = [int(n) for n in args.drafts.split(",") if n], defaultdict(list)
+    with ExitStack() as stack:
+        servers = start_servers(stack, args) if args.tools else {}
+        session = stack.enter_context(ps.load(args.m, args.md, device=args.device, threads=args.t, n_ctx=2048))
         template = chat_template(session)[0]
         print("costs in ms:", {k: round(v, 1) for k, v in (session.costs or {}).items()})
         for item in prompts:
-            text = item["prompt"] if "prompt" in item else template.encode(session.tokenizer, item["messages"])
+            if "prompt" in item:
+                text = item["prompt"]
+            else:
+                messages = item.get("messages") or [{"role": "user", "content": item["turns"][0]}]
+                text = template.encode(session.tokenizer, messages)
             texts = {}
             for way in (PLAIN, *fixed, POLICY, PLAIN):
                 policy = session.engine.policy
@@ -44,6 +73,11 @@ def main() -> None:
                 session.engine.policy = policy
                 texts.setdefault(way, "".join(parts))
                 rows[item["category"], way].append((stats.emitted - 1, stats.steps, stats.seconds["decode"]))
+            for way, server in servers.items():
+                ids = session.prompt_ids(text, special=True)
+                timings = server.post("/completion", prompt=ids, n_predict=args.n, temperature=0, cache_prompt=False)["timings"]
+                emitted, accepted = timings["predicted_n"] - 1, timings.get("draft_n_accepted", 0)
+                rows[item["category"], way].append((emitted, emitted - accepted, timings["predicted_ms"] / 1000))
             different = [way for way in texts if texts[way] != texts[PLAIN]]
             print(
                 item["category"],
