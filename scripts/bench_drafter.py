@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Real prompts plainly, with fixed numbers of drafts, and with the policy's choice, in turn in one process; texts are compared with plain ones.
 
-    bench_drafter.py -m target.gguf -md small.gguf --prompts prompts.jsonl [-t 1] [--drafts 2,4,8] [-n 128] [--device CPU]
-                     [--tools DIR --server-drafts 0,3,5]      llama-server with the same pair and so many drafts at most, in the same turns
+    bench_drafter.py -m target.gguf [-md small.gguf] --prompts prompts.jsonl [-t 1] [--drafts 2,4,8] [-n 128] [--device CPU]
+                     [--tools DIR --server "" --server "-md small.gguf --spec-type draft-simple --spec-draft-n-max 3"]
+
+Without -md the policy drafts by n-grams. Each --server is a llama-server of the folder DIR with these options besides, in the same turns.
 
 Each line of the file is {"category": ..., "prompt": TEXT} (continued as it is), or {"category": ..., "messages": [...]} or {"category": ..., "turns": [QUESTION, ...]}
 (the model's chat template; the first turn).
@@ -10,6 +12,7 @@ Each line of the file is {"category": ..., "prompt": TEXT} (continued as it is),
 
 import argparse
 import json
+import shlex
 import statistics
 from collections import defaultdict
 from contextlib import ExitStack
@@ -25,15 +28,12 @@ PLAIN, POLICY = "plain", "policy"
 
 
 def start_servers(stack: ExitStack, args: argparse.Namespace) -> dict[str, LlamaServer]:
-    """One llama-server per number of drafts; 0 decodes plainly."""
+    """A llama-server for each text of options."""
     servers = {}
-    for drafts in map(int, args.server_drafts.split(",")):
-        options = ["-m", args.m, "-c", 2048, "-t", args.t, "-tb", args.t, "-np", 1, "-fa", "on"]
-        options += (
-            ["-md", args.md, "--spec-type", "draft-simple", "--spec-draft-n-max", drafts, "-td", args.t, "-tbd", args.t] if drafts else []
-        )
+    for options in args.server:
+        shared = ["-m", args.m, "-c", 2048, "-t", args.t, "-tb", args.t, "-np", 1, "-fa", "on"]
         log = Path(mkdtemp()) / "server.log"
-        servers[f"llama-server, {drafts}"] = stack.enter_context(LlamaServer(args.tools, log, *options))
+        servers[f"llama-server {options}".strip()] = stack.enter_context(LlamaServer(args.tools, log, *shared, *shlex.split(options)))
     for server in servers.values():
         server.wait()
     return servers
@@ -42,19 +42,19 @@ def start_servers(stack: ExitStack, args: argparse.Namespace) -> dict[str, Llama
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", required=True)
-    parser.add_argument("-md", required=True)
+    parser.add_argument("-md")
     parser.add_argument("--prompts", required=True, type=Path)
     parser.add_argument("--drafts", default="2,4,8")
     parser.add_argument("-n", type=int, default=128)
     parser.add_argument("-t", type=int, default=1)
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--tools", type=Path, help="folder of llama-server")
-    parser.add_argument("--server-drafts", default="0,3,5")
+    parser.add_argument("--server", action="append", default=[])
     args = parser.parse_args()
     prompts = [json.loads(line) for line in args.prompts.read_text().splitlines() if line.strip()]
     fixed, rows = [int(n) for n in args.drafts.split(",") if n], defaultdict(list)
     with ExitStack() as stack:
-        servers = start_servers(stack, args) if args.tools else {}
+        servers = start_servers(stack, args)
         session = stack.enter_context(ps.load(args.m, args.md, device=args.device, threads=args.t, n_ctx=2048))
         template = chat_template(session)[0]
         print("costs in ms:", {k: round(v, 1) for k, v in (session.costs or {}).items()})
