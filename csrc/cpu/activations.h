@@ -101,19 +101,16 @@ static inline __m256i sums_of_4(__m256i q) {
 OF_HALVES(largest_of_halves, _mm256_max_epu32)
 OF_HALVES(sums_of_halves, _mm256_add_epi32)
 
-// What OP makes of each of eight vectors
-#define OF_EIGHT(OP, halves, v)                                                                                          \
-    OP(_mm256_permute2x128_si256(halves(v), halves((v) + 4), 0x20), _mm256_permute2x128_si256(halves(v), halves((v) + 4), 0x31))
-
 // Eight blocks of a row, or fewer: `count`
 static inline void round_blocks_32(const float * x, act_32 * to, int row, int count) {
     __m256i v[8];
     float   scale[8], d[8];
-    int32_t sum[8];
+    int32_t sum[8], first[8];
     for (int b = 0; b < 8; b++) {
         v[b] = b < count ? largest_bits_of_32(x + 32 * b) : _mm256_setzero_si256();
     }
-    const __m256i most = OF_EIGHT(_mm256_max_epu32, largest_of_halves, v);
+    const __m256i few = largest_of_halves(v), others = largest_of_halves(v + 4);
+    const __m256i most = _mm256_max_epu32(_mm256_permute2x128_si256(few, others, 0x20), _mm256_permute2x128_si256(few, others, 0x31));
     const __m256  amax = _mm256_castsi256_ps(most), by = _mm256_set1_ps(127.0f);
     const __m256  zero = _mm256_castsi256_ps(_mm256_cmpeq_epi32(most, _mm256_setzero_si256()));
     const __m256  infinite = _mm256_castsi256_ps(_mm256_cmpgt_epi32(most, _mm256_set1_epi32(NOT_FINITE - 1)));
@@ -125,10 +122,13 @@ static inline void round_blocks_32(const float * x, act_32 * to, int row, int co
         _mm256_storeu_si256((__m256i *) to[b].q[row], q);
         v[b] = sums_of_4(q);
     }
-    _mm256_storeu_si256((__m256i *) sum, OF_EIGHT(_mm256_add_epi32, sums_of_halves, v));
+    const __m256i low = sums_of_halves(v), high = sums_of_halves(v + 4), of_first = _mm256_permute2x128_si256(low, high, 0x20);
+    _mm256_storeu_si256((__m256i *) first, of_first);
+    _mm256_storeu_si256((__m256i *) sum, _mm256_add_epi32(of_first, _mm256_permute2x128_si256(low, high, 0x31)));
     for (int b = 0; b < count; b++) {
         to[b].by_128[row] = -128 * sum[b];
         to[b].by_8[row]   = -8 * sum[b];
+        to[b].first[row]  = first[b];
         to[b].d[row]      = d[b];
     }
 }
@@ -170,6 +170,8 @@ static void round_256(const float * x, act_256 * to, int row) {
         _mm_storeu_si128((__m128i *) (to->by_32[row] + 2 * j), _mm_unpacklo_epi32(low, high));
         _mm_storeu_si128((__m128i *) (to->by_32[row] + 2 * j + 4), _mm_unpackhi_epi32(low, high));
         _mm_storel_epi64((__m128i *) (to->sum[row] + j), _mm_packs_epi32(both, both));
+        const __m128i lower = _mm256_castsi256_si128(sums), upper = _mm256_extracti128_si256(sums, 1);
+        _mm_storeu_si128((__m128i *) (to->of_16[row] + 2 * j), _mm_packs_epi32(_mm_unpacklo_epi32(lower, upper), _mm_unpackhi_epi32(lower, upper)));
     }
     to->d[row] = most >= NOT_FINITE ? NAN : most != 0 ? 1.0f / scale : 0.0f;
 }
@@ -188,17 +190,19 @@ static void activations_32(const float * x, int64_t n, char * tile, int row) {
 static void round_32(const float * x, act_32 * to, int row) {
     const uint32_t most = largest(x, 32);
     const float    amax = as_float(most), scale = most != 0 ? 127.0f / amax : 0.0f;
-    int32_t        sum = 0;
+    int32_t        sum = 0, first = 0;
     int8_t         q[32];
     for (int i = 0; i < 32; i++) {
         q[i] = nearest(x[i] * scale);
     }
-    for (int i = 0; i < 32; i++) {
-        sum += q[i];
+    for (int i = 0; i < 16; i++) {
+        first += q[i];
+        sum += q[i] + q[16 + i];
     }
     memcpy(to->q[row], q, 32);
     to->by_128[row] = -128 * sum;
     to->by_8[row]   = -8 * sum;
+    to->first[row]  = first;
     // a row that is not finite must not look like one that is
     to->d[row] = most < NOT_FINITE ? ggml_fp16_to_fp32(ggml_fp32_to_fp16(amax / 127.0f)) : NAN;
 }
@@ -224,6 +228,7 @@ static void round_256(const float * x, act_256 * to, int row) {
             sum += q[16 * j + i];
         }
         to->by_32[row][j]   = -32 * sum;
+        to->of_16[row][j]   = (int16_t) sum;
         to->sum[row][j / 2] = (int16_t) (j % 2 == 0 ? sum : to->sum[row][j / 2] + sum);
     }
     to->d[row] = most >= NOT_FINITE ? NAN : most != 0 ? 1.0f / scale : 0.0f;

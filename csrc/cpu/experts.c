@@ -9,6 +9,8 @@
 
 #define READING 2  // rows that cost as much time as reading weights
 
+_Static_assert(sizeof(act_256) % sizeof(act_32) != 0 && sizeof(act_f32) % sizeof(act_32) != 0, "copy_row knows activations by their size");
+
 // ---- which pair is where
 
 typedef struct run {  // the pairs of one expert
@@ -110,14 +112,18 @@ static void copy_row(const pgs_kernel * k, int64_t blocks, const char * from, in
             memcpy(y->q[at], x->q[row], sizeof(x->q[0]));
             memcpy(y->by_32[at], x->by_32[row], sizeof(x->by_32[0]));
             memcpy(y->sum[at], x->sum[row], sizeof(x->sum[0]));
+            memcpy(y->of_16[at], x->of_16[row], sizeof(x->of_16[0]));
             y->d[at] = x->d[row];
-        } else if (k->act == sizeof(act_32)) {
+        } else if (k->act % sizeof(act_32) == 0) {
             const act_32 * x = (const act_32 *) from;
             act_32 *       y = (act_32 *) to;
-            memcpy(y->q[at], x->q[row], sizeof(x->q[0]));
-            y->by_128[at] = x->by_128[row];
-            y->by_8[at]   = x->by_8[row];
-            y->d[at]      = x->d[row];
+            for (size_t i = 0; i < k->act / sizeof(act_32); i++) {
+                memcpy(y[i].q[at], x[i].q[row], sizeof(x->q[0]));
+                y[i].by_128[at] = x[i].by_128[row];
+                y[i].by_8[at]   = x[i].by_8[row];
+                y[i].first[at]  = x[i].first[row];
+                y[i].d[at]      = x[i].d[row];
+            }
         } else {
             memcpy(((act_f32 *) to)->x[at], ((const act_f32 *) from)->x[row], sizeof(act_f32) / TILE);
         }
@@ -226,12 +232,8 @@ static void multiply_groups(const weights * w, int64_t expert, int64_t group, in
         if (!w->packed) {
             regroup(w, expert, group, first, n, room);
         }
-        const char * records = w->packed ? packed + (size_t) first * size : room;
-        for (int t = 0; t < p->count; t++) {
-            const char * tile = p->tiles + (size_t) (t * w->blocks + first) * k->act;
-            const int    rows = p->rows - t * TILE < TILE ? p->rows - t * TILE : TILE;
-            k->product(records, groups, n, tile, rows, sums + (size_t) t * TILE * SUMS_STEP, w->ahead);
-        }
+        k->product(w->packed ? packed + (size_t) first * size : room, groups, n, p->tiles + (size_t) first * k->act, (size_t) w->blocks * k->act, p->rows,
+                   sums, w->ahead);
     }
 }
 

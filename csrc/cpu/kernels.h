@@ -12,15 +12,16 @@
 
 typedef struct pgs_kernel {  // products with one type of weight
     int    type;             // enum ggml_type
-    int    block;            // inputs of a record
     size_t record;           // bytes of a record
+    int    block;            // inputs of a record
     size_t act;              // bytes of a block of a tile
 
     // Rounds `n` values of one row to what products read: `blocks` blocks of row `row` of a tile, zero-padded.
     void (*activations)(const float * x, int64_t n, char * tile, int row);
-    // sums[r * SUMS_STEP + i] += the products of the outputs i of a pair of groups, or of one, with the rows r of a tile, over `blocks` blocks: their records
-    // lie as layout.h says. `ahead`: prefetch distance of weights in bytes. A row's bits depend neither on the other rows nor on the other group.
-    void (*product)(const char * records, int groups, int64_t blocks, const char * tile, int rows, float * sums, size_t ahead);
+    // sums[r * SUMS_STEP + i] += the products of the outputs i of a pair of groups, or of one, with the rows r of tiles, over `blocks` blocks: their records
+    // lie as layout.h says, tiles `step` bytes apart. `ahead`: prefetch distance of weights in bytes. A row's bits depend neither on the other rows nor on
+    // the other group.
+    void (*product)(const char * records, int groups, int64_t blocks, const char * tiles, size_t step, int rows, float * sums, size_t ahead);
 } pgs_kernel;
 
 #define POSITIONS 32      // rows of K and V that are taken together

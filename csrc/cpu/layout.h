@@ -71,7 +71,7 @@ typedef struct rec_q5_k {
 } rec_q5_k;
 
 typedef struct rec_q2_k {        // of 256 inputs in 16 sub-blocks
-    uint8_t  scale[16][LANES], min[16][LANES];
+    uint8_t  scale[16][LANES];  // low nibbles; high ones are mins
     uint16_t d[LANES], dmin[LANES];
     uint8_t  q[4][4][4 * LANES];  // [i][quad]: bits 2 j and 2 j + 1 are of sub-block 4 i + j
 } rec_q2_k;
@@ -96,6 +96,17 @@ typedef struct rec_q6_k {        // of 256 inputs in 16 sub-blocks
     uint8_t  high[4][4][4 * LANES];  // [i][quad]: bits 2 j and 2 j + 1 are the upper two of sub-block 4 i + j
 } rec_q6_k;
 
+// Records of IQ1 to IQ3 and NVFP4 are the words of a file's blocks, then the F16 scales that blocks begin with; IQ1_M and NVFP4 have none. X(type, bytes of a block)
+#define EACH_TURNED(X) X(IQ1_S, 50) X(IQ1_M, 56) X(IQ2_XXS, 66) X(IQ2_XS, 74) X(IQ2_S, 82) X(IQ3_XXS, 98) X(IQ3_S, 110) X(NVFP4, 36)
+#define MOST_TURNED    110
+
+// Grids, made of what ggml decodes (pack.c). Of IQ3 the four values + 128 of an index; of IQ1 and IQ2 which of three values: byte i has two bits for each of
+// inputs i and i + 4.
+extern struct pgs_grids {
+    uint32_t iq1[2048], iq2_xxs[256], iq2_xs[512], iq2_s[1024], iq3_xxs[256], iq3_s[512];
+} pgs_grids;
+void pgs_make_grids(void);  // before the first product
+
 typedef struct rec_f16 {  // F16 or BF16
     uint16_t w[32][LANES];
 } rec_f16;
@@ -109,13 +120,14 @@ typedef struct rec_f32 {
 typedef struct act_32 {
     int8_t  q[TILE][32];
     int32_t by_128[TILE], by_8[TILE];  // what weights + 128, and + 8, add too much: - 128 and - 8 times the sum of the values
+    int32_t first[TILE];               // the sum of the first 16
     float   d[TILE];
 } act_32;
 
 typedef struct act_256 {
     int8_t  q[TILE][256];
     int32_t by_32[TILE][16];  // - 32 times the sum of 16 values each
-    int16_t sum[TILE][8];     // of 32 values each
+    int16_t sum[TILE][8], of_16[TILE][16];  // of 32 and of 16 values each
     float   d[TILE];
 } act_256;
 

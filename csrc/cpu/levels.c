@@ -87,6 +87,7 @@ static bool runs_here(const pgs_level * level) {
 }
 
 const pgs_level * pgs_level_at(int index) {
+    pgs_make_grids();
     for (int i = 0; LEVELS[i] != NULL; i++) {
         if (runs_here(LEVELS[i]) && index-- == 0) {
             return LEVELS[i];

@@ -3,6 +3,7 @@
 #include "pgs.h"
 
 #include <math.h>
+#include <stdatomic.h>
 #include <string.h>
 
 // ---- blocks as files have them
@@ -129,6 +130,10 @@ static bool shape_of(enum ggml_type type, shape * out) {
         case GGML_TYPE_Q4_K: *out = (shape) { 256, sizeof(rec_q4_k), sizeof(block_q4_k) }; return true;
         case GGML_TYPE_Q5_K: *out = (shape) { 256, sizeof(rec_q5_k), sizeof(block_q5_k) }; return true;
         case GGML_TYPE_Q6_K: *out = (shape) { 256, sizeof(rec_q6_k), sizeof(block_q6_k) }; return true;
+#define TURNED_SHAPE(type, size) case GGML_TYPE_##type:
+        EACH_TURNED(TURNED_SHAPE)
+            *out = (shape) { (int) ggml_blck_size(type), LANES * ggml_type_size(type), ggml_type_size(type) };
+            return true;
         case GGML_TYPE_F16:
         case GGML_TYPE_BF16: *out = (shape) { 32, sizeof(rec_f16), 0 }; return true;
         case GGML_TYPE_F32: *out = (shape) { 32, sizeof(rec_f32), 0 }; return true;
@@ -174,8 +179,7 @@ static void pack_two_bits(uint8_t (*to)[4][4 * LANES], const uint8_t * q, int la
 
 static void pack_q2_k(rec_q2_k * to, const block_q2_k * b, int lane) {
     for (int j = 0; j < 16; j++) {
-        to->scale[j][lane] = b->scales[j] & 15;
-        to->min[j][lane]   = b->scales[j] >> 4;
+        to->scale[j][lane] = b->scales[j];
     }
     to->d[lane]    = b->d;
     to->dmin[lane] = b->dmin;
@@ -224,6 +228,23 @@ static void pack_q6_k(rec_q6_k * to, const block_q6_k * b, int lane) {
         }
     }
     to->d[lane] = b->d;
+}
+
+// A block of `size` bytes to its lane of a record, and back.
+static void turn_block(const char * block, size_t size, char * record, int lane) {
+    const size_t half = size % 4, words = size / 4;
+    for (size_t t = 0; t < words; t++) {
+        memcpy(record + 4 * (t * LANES + (size_t) lane), block + half + 4 * t, 4);
+    }
+    memcpy(record + 4 * words * LANES + half * (size_t) lane, block, half);
+}
+
+static void turn_back(const char * record, size_t size, char * block, int lane) {
+    const size_t half = size % 4, words = size / 4;
+    for (size_t t = 0; t < words; t++) {
+        memcpy(block + half + 4 * t, record + 4 * (t * LANES + (size_t) lane), 4);
+    }
+    memcpy(block, record + 4 * words * LANES + half * (size_t) lane, half);
 }
 
 static void pack_block(enum ggml_type type, const void * from, int64_t left, void * record, int lane) {
@@ -298,6 +319,9 @@ static void pack_block(enum ggml_type type, const void * from, int64_t left, voi
             break;
         }
         case GGML_TYPE_Q6_K: pack_q6_k(record, from, lane); break;
+        EACH_TURNED(TURNED_SHAPE)
+            turn_block(from, ggml_type_size(type), record, lane);
+            break;
         case GGML_TYPE_F32:
             for (int64_t i = 0; i < 32 && i < left; i++) {
                 ((rec_f32 *) record)->w[i][lane] = ((const float *) from)[i];
@@ -325,6 +349,44 @@ void pgs_pack_rows(enum ggml_type type, const void * rows, int64_t n_in, int64_t
             pack_block(type, from + (size_t) b * step, n_in - 32 * b, record, (int) (out % LANES));
         }
     }
+}
+
+// ---- grids
+
+struct pgs_grids pgs_grids;
+
+// Which of three values a decoded one is.
+static uint32_t one_of_three(float x, bool iq1) {
+    return (uint32_t) (iq1 ? x + 1.0f : x / 2.0f);  // -7/8, 1/8, 9/8 or 1, 25/8, 43/8
+}
+
+void pgs_make_grids(void) {
+    static atomic_bool made;
+    const struct {
+        enum ggml_type type;
+        uint32_t *     grid;
+        int            count, high;  // indices, and the byte of a block with the upper bits of the first one
+    } grids[] = {
+        { GGML_TYPE_IQ1_S, pgs_grids.iq1, 2048, 34 },   { GGML_TYPE_IQ2_XXS, pgs_grids.iq2_xxs, 256, 3 }, { GGML_TYPE_IQ2_XS, pgs_grids.iq2_xs, 512, 3 },
+        { GGML_TYPE_IQ2_S, pgs_grids.iq2_s, 1024, 66 }, { GGML_TYPE_IQ3_XXS, pgs_grids.iq3_xxs, 256, 3 }, { GGML_TYPE_IQ3_S, pgs_grids.iq3_s, 512, 66 },
+    };
+    for (size_t g = 0; g < sizeof(grids) / sizeof(grids[0]) && !atomic_load(&made); g++) {
+        const enum ggml_type type = grids[g].type;
+        const bool           iq3 = type == GGML_TYPE_IQ3_XXS || type == GGML_TYPE_IQ3_S;
+        for (int i = 0; i < grids[g].count; i++) {
+            uint8_t  block[MOST_TURNED] = { 0, 0x3c, (uint8_t) i };  // d is 1
+            float    x[256];
+            uint32_t word = 0;
+            block[grids[g].high] |= (uint8_t) (i >> 8);
+            ggml_get_type_traits(type)->to_float(block, x, 256);
+            for (int j = 0; j < 4; j++) {
+                const uint32_t three = one_of_three(x[j], type == GGML_TYPE_IQ1_S) | one_of_three(x[j + 4], type == GGML_TYPE_IQ1_S) << 2;
+                word |= (iq3 ? 128 + (uint32_t) (type == GGML_TYPE_IQ3_S ? x[j] : 4 * x[j]) : three) << (8 * j);
+            }
+            grids[g].grid[i] = word;
+        }
+    }
+    atomic_store(&made, true);
 }
 
 // ---- one output back as numbers
@@ -415,8 +477,9 @@ void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t
             case GGML_TYPE_Q2_K: {
                 const rec_q2_k * r = (const rec_q2_k *) record;
                 for (int i = 0; i < 256; i++) {
-                    const float d = half(r->d[lane]) * r->scale[i / 16][lane], m = half(r->dmin[lane]) * r->min[i / 16][lane];
-                    out[i]        = d * (float) two_bits_at(r->q, lane, i) - m;
+                    const uint8_t both = r->scale[i / 16][lane];
+                    const float   d = half(r->d[lane]) * (both & 15), m = half(r->dmin[lane]) * (both >> 4);
+                    out[i]          = d * (float) two_bits_at(r->q, lane, i) - m;
                 }
                 break;
             }
@@ -462,6 +525,12 @@ void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t
                     const int v = (r->q[j / 2][t][at] >> (j % 2 * 4) & 15) | (r->high[j / 4][t][at] >> (j % 4 * 2) & 3) << 4;
                     out[i] = d * r->scale[j][lane] * (float) (v - 32);
                 }
+                break;
+            }
+            EACH_TURNED(TURNED_SHAPE) {
+                char block[MOST_TURNED];
+                turn_back(record, s.file, block, lane);
+                ggml_get_type_traits(type)->to_float(block, out, s.block);
                 break;
             }
             case GGML_TYPE_F32:

@@ -10,7 +10,6 @@
 #define TRIALS  32  // timed products per distance
 #define WAYS    3
 #define KINDS   6   // classes of row counts
-#define TYPES   16
 
 static const size_t AHEAD[WAYS] = { 0, 4 << 10, 16 << 10 };
 
@@ -19,28 +18,7 @@ typedef struct trial {
     float took[WAYS][TRIALS];  // nanoseconds per byte
 } trial;
 
-static _Thread_local trial trials[TYPES][PGS_PLACES][KINDS];
-
-static int index_of(int type) {
-    switch (type) {
-        case GGML_TYPE_Q8_0: return 0;
-        case GGML_TYPE_Q4_0: return 1;
-        case GGML_TYPE_MXFP4: return 2;
-        case GGML_TYPE_Q4_K: return 3;
-        case GGML_TYPE_Q5_K: return 4;
-        case GGML_TYPE_Q6_K: return 5;
-        case GGML_TYPE_F16: return 6;
-        case GGML_TYPE_BF16: return 7;
-        case GGML_TYPE_Q4_1: return 9;
-        case GGML_TYPE_Q5_0: return 10;
-        case GGML_TYPE_Q5_1: return 11;
-        case GGML_TYPE_IQ4_NL: return 12;
-        case GGML_TYPE_Q2_K: return 13;
-        case GGML_TYPE_Q3_K: return 14;
-        case GGML_TYPE_IQ4_XS: return 15;
-        default: return 8;
-    }
-}
+static _Thread_local trial trials[GGML_TYPE_COUNT][PGS_PLACES][KINDS];
 
 static double now(void) {
     struct timespec t;
@@ -64,7 +42,7 @@ static int way_of(int seen) {
 
 pgs_prefetch_tune pgs_prefetch_tune_begin(int type, pgs_locality where, int64_t rows) {
     const int kind = rows <= 2 ? (int) rows - 1 : rows <= 4 ? 2 : rows <= 8 ? 3 : rows <= 16 ? 4 : 5;
-    trial *   t    = &trials[index_of(type)][where][kind];
+    trial *   t    = &trials[type][where][kind];
     if (t->seen == SKIPPED + WAYS * TRIALS) {
         return (pgs_prefetch_tune) { NULL, t->best, AHEAD[t->best], 0 };
     }

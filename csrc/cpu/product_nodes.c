@@ -119,11 +119,7 @@ static void multiply_groups(const job * j, const char * records, int groups, flo
     const int64_t      fit  = (int64_t) (CHUNK_BYTES / size), chunk = j->count == 1 ? j->blocks : fit < 1 ? 1 : fit;
     for (int64_t first = 0; first < j->blocks; first += chunk) {
         const int64_t n = j->blocks - first < chunk ? j->blocks - first : chunk;
-        for (int t = 0; t < j->count; t++) {
-            const char * tile = j->tiles + (size_t) (t * j->blocks + first) * k->act;
-            const int    rows = j->rows - t * TILE < TILE ? j->rows - t * TILE : TILE;
-            k->product(records + (size_t) first * size, groups, n, tile, rows, sums + (size_t) t * TILE * SUMS_STEP, j->ahead);
-        }
+        k->product(records + (size_t) first * size, groups, n, j->tiles + (size_t) first * k->act, (size_t) j->blocks * k->act, j->rows, sums, j->ahead);
     }
 }
 

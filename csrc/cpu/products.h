@@ -84,6 +84,9 @@ INLINE void prefetch_matrix(const char * w, size_t size) {
         EACH_VEC SUM_IS(acc, r, vf_fma(vf_int((s)[v][r]), vf_mul(d[v], dx), SUM_OF(acc, r)));        \
     }
 
+static const uint8_t FP4[16] = { 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0 };                     // twice a value of E2M1, + 12
+static const uint8_t IQ4[16] = { 1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241 };  // + 128
+
 INLINE vb nibbles(const uint8_t * p, int high) { return high ? vb_high(vb_load(p)) : vb_low(vb_load(p)); }
 
 #define ARGUMENTS const char * w, int64_t blocks, const char * tile, int row, float * sums, size_t ahead
@@ -137,7 +140,7 @@ INLINE size_t size_of_32(const int kind) {
 INLINE vb quads_of_32(const char * record, int t, int p, const int kind) {
     const uint8_t * q   = (const uint8_t *) record;
     const vb        low = nibbles(q + t % 4 * (4 * LANES) + 4 * VL * p, t / 4);
-    return kind == MXFP4 ? vb_fp4(low) : FIVE_BITS(kind) ? vb_fifth(low, vb_load(q + 16 * LANES + 4 * VL * p), t) : low;
+    return kind == MXFP4 ? vb_look(FP4, low) : FIVE_BITS(kind) ? vb_fifth(low, vb_load(q + 16 * LANES + 4 * VL * p), t) : low;
 }
 
 INLINE vf scale_of_32(const char * record, int p, const int kind) {
@@ -189,11 +192,255 @@ INLINE void iq4_nl_rows(ARGUMENTS, const int R, const int G, const int N) {
         EACH_FEW {
             vi s[2][ROWS];
             EACH_VEC EACH_ROW s[v][r] = bias_start(x->by_128 + row + r);
-            BIASED_DOTS(s, vb_iq4(nibbles(((const rec_iq4_nl *) w)[GROUP].q[t % 4] + 4 * VL * PART, t / 4)), x->q[row], 32)
+            BIASED_DOTS(s, vb_look(IQ4, nibbles(((const rec_iq4_nl *) w)[GROUP].q[t % 4] + 4 * VL * PART, t / 4)), x->q[row], 32)
             ADD_BLOCK(acc, s, vf_half(((const rec_iq4_nl *) w)[GROUP].d + VL * PART))
         }
     }
     SUMS_STAY(acc)
+}
+
+// ---- words of VL outputs, of records that are turned blocks
+
+INLINE vw vw_load(const char * record, int word, int p) {
+    vw x;
+    memcpy(&x, record + (word * LANES + VL * p) * 4, sizeof(x));
+    return x;
+}
+
+INLINE vb vb_of(vw x) {
+    vb out;
+    memcpy(&out, &x, sizeof(out));
+    return out;
+}
+
+INLINE vw vw_of(vb x) {
+    vw out;
+    memcpy(&out, &x, sizeof(out));
+    return out;
+}
+
+INLINE vf vf_words(vw x) {  // below 2^31
+    vi whole;
+    memcpy(&whole, &x, sizeof(whole));
+    return vf_int(whole);
+}
+
+// NVFP4: E2M1 times a scale of E4M3, without a sign, of 16 inputs; 0x7f is 0, too. As F16 such a scale is 2^-8 of itself, and values are doubled.
+INLINE vf nvfp4_scale(const char * record, int j, int p) {
+    const vw x = (vw_load(record, 0, p) >> (8 * j)) & 255;
+    return vf_mul(vf_half_words(((x & 127) << 7) & ~(vw) (x == 127)), vf_set(128.0f));
+}
+
+INLINE void nvfp4_rows(ARGUMENTS, const int R, const int G, const int N) {
+    const size_t   size = 36 * LANES;
+    const act_32 * x    = (const act_32 *) tile;
+    vf             acc[4][ROWS];
+    SUMS_COME(acc)
+    for (int64_t b = 0; b < blocks; b++, w += G * size) {
+        prefetch_matrix(w + ahead, G * size);
+        for (int half = 0; half < 2; half++, x++) {
+            EACH_FEW {
+                _Pragma("GCC unroll 2") for (int j = 0; j < 2; j++) {
+                    vi s[2][ROWS];
+                    EACH_ROW {
+                        const int32_t first = 12 * x->first[row + r];
+                        EACH_VEC s[v][r]    = vi_set(j == 0 ? -first : first + x->by_8[row + r] / 2 * 3);
+                    }
+                    const uint8_t * q = (const uint8_t *) w + 4 * LANES * (1 + 4 * half + 2 * j);
+                    DOTS_OF(s, vb_look(FP4, nibbles(q + GROUP * size + 4 * LANES * (t % 2) + 4 * VL * PART, t / 2)), 24, 4, x->q[row] + 16 * j, 32)
+                    ADD_BLOCK(acc, s, nvfp4_scale(w + GROUP * size, 2 * half + j, PART))
+                }
+            }
+        }
+    }
+    SUMS_STAY(acc)
+}
+
+// ---- grids: d * (1 + 2 scale) * values of a table, with signs (IQ2, IQ3) or an eighth more or less (IQ1). Scales are of 16 or 32 inputs.
+
+enum { IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S };
+#define IS_IQ1(kind) ((kind) <= IQ1_M)
+#define IS_IQ3(kind) ((kind) >= IQ3_XXS)
+#define OF_16(kind)  ((kind) == IQ1_M || (kind) == IQ2_XS || (kind) == IQ2_S)
+
+INLINE size_t size_of_grid(const int kind) {
+    static const uint8_t sizes[] = { 50, 56, 66, 74, 82, 98, 110 };
+    return sizes[kind] * (size_t) LANES;
+}
+
+INLINE const uint32_t * grid_of(const int kind) {
+    return IS_IQ1(kind) ? pgs_grids.iq1 : kind == IQ2_XXS ? pgs_grids.iq2_xxs : kind == IQ2_XS ? pgs_grids.iq2_xs : kind == IQ2_S ? pgs_grids.iq2_s
+         : kind == IQ3_XXS ? pgs_grids.iq3_xxs : pgs_grids.iq3_s;
+}
+
+typedef struct grid_part {  // of 32 inputs
+    vw index[2], high;  // low bytes of indices (IQ2_XS: halves with the whole index), and bits that go with them
+    vw signs, scales;   // a bit of each input, IQ2_XS with its bytes 1 and 2 exchanged; two scales of four bits
+} grid_part;
+
+// Four bytes of seven bits, the eighth of which is their parity.
+INLINE vw with_parity(vw x) {
+    vw all = x ^ (x << 4);
+    all ^= all << 2;
+    all ^= all << 1;
+    return x | (all & 0x80808080u);
+}
+
+// Words of four times seven bits and a scale.
+INLINE vw signs_of_28(vw x) {
+    return with_parity((x & 0x7f) | ((x << 1) & 0x7f00) | ((x << 2) & 0x7f0000) | ((x << 3) & 0x7f000000));
+}
+
+INLINE grid_part grid_part_of(const char * w, int i, int p, const int kind) {
+    grid_part      g;
+    const uint32_t byte = 8 * (i % 4), half = 16 * (i % 2);
+#define WORD(n) vw_load(w, n, p)
+    if (kind == IQ2_XXS || kind == IQ2_XS || IS_IQ3(kind)) {
+        g.index[0] = WORD(2 * i);
+        g.index[1] = kind == IQ2_XXS ? g.index[0] : WORD(2 * i + 1);
+    } else {
+        g.index[0] = g.index[1] = WORD(i);
+    }
+    g.high = g.signs = g.index[0];  // where there are none
+    switch (kind) {
+        case IQ1_S:
+            g.high   = WORD(8 + i / 2) >> half;
+            g.scales = (g.high >> 12) & 7;
+            break;
+        case IQ1_M:
+            g.high   = WORD(8 + i / 2) >> half;
+            g.scales = (WORD(12 + i / 4) >> (16 * (i / 2 % 2) + 6 * (i % 2)));
+            g.scales = (g.scales & 7) | ((g.scales << 1) & 0x70);
+            break;
+        case IQ2_XXS:
+            g.signs  = WORD(2 * i + 1);
+            g.scales = g.signs >> 28;
+            g.signs  = signs_of_28(g.signs);
+            break;
+        case IQ2_XS:
+            g.signs  = with_parity(((g.index[0] >> 9) & 0x007f007f) | ((g.index[1] >> 1) & 0x7f007f00));
+            g.scales = WORD(16 + i / 4) >> byte;
+            break;
+        case IQ2_S:
+            g.signs  = WORD(8 + i);
+            g.high   = WORD(16 + i / 4) >> byte;
+            g.scales = WORD(18 + i / 4) >> byte;
+            break;
+        case IQ3_XXS:
+            g.signs  = WORD(16 + i);
+            g.scales = g.signs >> 28;
+            g.signs  = signs_of_28(g.signs);
+            break;
+        default:
+            g.signs  = WORD(18 + i);
+            g.high   = WORD(16 + i / 4) >> byte;
+            g.scales = WORD(26) >> (4 * i);
+    }
+#undef WORD
+    return g;
+}
+
+// Eight inputs of 32, + 128, as two quads.
+INLINE void grid_quads(const grid_part * g, int l, const int kind, vb * quads) {
+    static const uint8_t lower[2][16] = {  // by the lower two bits: 8 g - 1 of IQ1, and the values of IQ2
+        { 119, 127, 135, 0, 119, 127, 135, 0, 119, 127, 135 }, { 136, 153, 171, 0, 136, 153, 171, 0, 136, 153, 171 } };
+    static const uint8_t upper[2][16] = { { 119, 119, 119, 0, 127, 127, 127, 0, 135, 135, 135 }, { 136, 136, 136, 0, 153, 153, 153, 0, 171, 171, 171 } };
+    if (IS_IQ3(kind)) {
+        _Pragma("GCC unroll 2") for (int t = 0; t < 2; t++) {
+            const vw low = (g->index[l / 2] >> (8 * (l % 2 * 2 + t))) & 255;
+            quads[t] = vb_grid(grid_of(kind), kind == IQ3_S ? low | (((g->high >> (2 * l + t)) & 1) << 8) : low);
+        }
+    } else {
+        vw index = kind == IQ2_XS ? (g->index[l / 2] >> (16 * (l % 2))) & 511 : (g->index[0] >> (8 * l)) & 255;
+        if (IS_IQ1(kind) || kind == IQ2_S) {
+            const int bits = kind == IQ1_S ? 3 : kind == IQ1_M ? 4 : 2;
+            index |= ((g->high >> (bits * l)) & (kind == IQ2_S ? 3 : 7)) << 8;
+        }
+        const vb threes = vb_grid(grid_of(kind), index);
+        quads[0] = vb_look(lower[!IS_IQ1(kind)], threes);
+        quads[1] = vb_look(upper[!IS_IQ1(kind)], threes);
+    }
+    if (IS_IQ1(kind)) {
+        const vw more = (((g->high >> (kind == IQ1_S ? 15 : 4 * l + 3)) & 1) - 1) & 0x02020202;
+        quads[0] = vb_of(vw_of(quads[0]) + more);
+        quads[1] = vb_of(vw_of(quads[1]) + more);
+    } else {
+        const int at = kind == IQ2_XS ? l / 2 + l % 2 * 2 : l;
+        quads[0] = vb_signed(quads[0], g->signs, at, 0);
+        quads[1] = vb_signed(quads[1], g->signs, at, 1);
+    }
+}
+
+INLINE vf grid_scale(const char * w, int p, const int kind) {
+    if (kind == IQ1_M) {  // the upper nibbles of four scales
+        const vw a = vw_load(w, 12, p), b = vw_load(w, 13, p);
+        return vf_mul(vf_half_words(((a >> 12) & 15) | ((a >> 24) & 0xf0) | ((b >> 4) & 0xf00) | ((b >> 16) & 0xf000)), vf_set(0.125f));
+    }
+    const uint16_t * d = (const uint16_t *) (w + size_of_grid(kind)) - LANES + VL * p;
+    return vf_mul(vf_half(d), vf_set(kind == IQ3_S ? 1.0f : kind == IQ3_XXS ? 0.25f : 0.125f));
+}
+
+// A record with its values as bytes, + 128: a row more costs as much as with Q8_0, whatever the grid.
+typedef struct rec_grid {
+    uint8_t q[64][4 * LANES];
+    float   scale[16][LANES], d[LANES];  // of 16 or 32 inputs each, and of all
+} rec_grid;
+
+INLINE void grid_unpack(const char * w, rec_grid * to, const int kind) {
+#pragma GCC unroll 1
+    for (int i = 0; i < 8; i++) {
+        EACH_PART {
+            const grid_part g = grid_part_of(w, i, p, kind);
+            _Pragma("GCC unroll 4") for (int l = 0; l < 4; l++) {
+                vb quads[2];
+                grid_quads(&g, l, kind, quads);
+                memcpy(to->q[8 * i + 2 * l] + 4 * VL * p, &quads[0], sizeof(vb));
+                memcpy(to->q[8 * i + 2 * l + 1] + 4 * VL * p, &quads[1], sizeof(vb));
+            }
+            vf_store(to->scale[OF_16(kind) ? 2 * i : i] + VL * p, vf_words((g.scales & 15) * 2 + 1));
+            if (OF_16(kind)) {
+                vf_store(to->scale[2 * i + 1] + VL * p, vf_words(((g.scales >> 4) & 15) * 2 + 1));
+            }
+        }
+    }
+    EACH_PART vf_store(to->d + VL * p, grid_scale(w, p, kind));
+}
+
+INLINE void grid_rows(ARGUMENTS, const int R, const int G, const int N, const int each) {
+    const act_256 * x = (const act_256 *) tile;
+    (void) ahead;
+    for (int64_t b = 0; b < blocks; b++, w += G * sizeof(rec_grid), x++) {
+        EACH_TURN {
+#define RECORD (((const rec_grid *) w) + GROUP)
+            vf sum[2][ROWS];
+            EACH_VEC EACH_ROW sum[v][r] = vf_zero();
+#pragma GCC unroll 1
+            for (int j = 0; j < 256 / each; j++) {
+                vi s[2][ROWS];
+                EACH_ROW {
+                    const int32_t by_128 = each == 16 ? 4 * x->by_32[row + r][j] : -128 * x->sum[row + r][j];
+                    EACH_VEC s[v][r]     = bias_start(&by_128);
+                }
+                _Pragma("GCC unroll 8") for (int t = 0; t < each / 4; t++) {
+                    vbias q[2];
+                    EACH_VEC q[v] = bias_load(RECORD->q[j * (each / 4) + t] + 4 * VL * PART, 0);
+                    EACH_ROW {
+                        const vx a = vx_quad(x->q[row + r] + each * j + 4 * t);
+                        EACH_VEC s[v][r] = bias_dot(s[v][r], q[v], a);
+                    }
+                }
+                EACH_VEC {
+                    const vf scale = vf_load(RECORD->scale[j] + VL * PART);
+                    EACH_ROW sum[v][r] = vf_fma(vf_int(s[v][r]), scale, sum[v][r]);
+                }
+            }
+            EACH_VEC {
+                const vf d = vf_load(RECORD->d + VL * PART);
+                EACH_ROW vf_store(SUM(r), vf_fma(sum[v][r], vf_mul(d, vf_set(x->d[row + r])), vf_load(SUM(r))));
+            }
+#undef RECORD
+        }
+    }
 }
 
 // ---- blocks of 256
@@ -309,29 +556,39 @@ INLINE void signed_k_rows(ARGUMENTS, const int R, const int G, const int N, cons
     }
 }
 
-// Q2_K: d * scale * q - dmin * min; sums of products with mins are whole numbers below 2^24, which floats hold exactly
+// Q2_K: d * scale * q - dmin * min. Sums times scales and mins are whole numbers below 2^24, which floats hold exactly.
 INLINE void q2_k_rows(ARGUMENTS, const int R, const int G, const int N) {
     const size_t    size = sizeof(rec_q2_k);
     const act_256 * x    = (const act_256 *) tile;
     for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
         EACH_TURN {
 #define RECORD (((const rec_q2_k *) w) + GROUP)
-            vf sum[2][ROWS], mins[2][ROWS];
-            EACH_VEC EACH_ROW sum[v][r] = mins[v][r] = vf_zero();
+            vf sum[2][ROWS];
+            vi z[2][ROWS];
+            EACH_VEC EACH_ROW {
+                sum[v][r] = vf_zero();
+                z[v][r]   = vi_set(0);
+            }
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++) {
                 if (at == 0) {
                     prefetch_matrix(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
                 }
+                vw both[2][4];
+                EACH_VEC {
+                    _Pragma("GCC unroll 4") for (int u = 0; u < 4; u++) both[v][u] = vw_bytes(RECORD->scale[4 * i + u] + VL * PART);
+                    EACH_ROW {
+                        z[v][r] = vi_pairs(z[v][r], (both[v][0] >> 4) | (both[v][1] >> 4 << 16), x->of_16[row + r] + 4 * i);
+                        z[v][r] = vi_pairs(z[v][r], (both[v][2] >> 4) | (both[v][3] >> 4 << 16), x->of_16[row + r] + 4 * i + 2);
+                    }
+                }
                 _Pragma("GCC unroll 4") for (int u = 0; u < 4; u++) {
-                    const int j = 4 * i + u;
-                    vi        s[2][ROWS];
+                    vi s[2][ROWS];
                     EACH_VEC EACH_ROW s[v][r] = vi_set(0);
-                    DOTS_OF(s, vb_place(vb_load(RECORD->q[i][t] + 4 * VL * PART), 2 * u, 2, 0), 3, 4, x->q[row] + 16 * j, 256)
+                    DOTS_OF(s, vb_place(vb_load(RECORD->q[i][t] + 4 * VL * PART), 2 * u, 2, 0), 3, 4, x->q[row] + 64 * i + 16 * u, 256)
                     EACH_VEC {
-                        const vf scale = vf_u8(RECORD->scale[j] + VL * PART), min = vf_u8(RECORD->min[j] + VL * PART);
-                        EACH_ROW sum[v][r]  = vf_fma(vf_int(s[v][r]), scale, sum[v][r]);
-                        EACH_ROW mins[v][r] = vf_fma(min, vf_set((float) (x->by_32[row + r][j] / -32)), mins[v][r]);
+                        const vf scale = vf_words(both[v][u] & 15);
+                        EACH_ROW sum[v][r] = vf_fma(vf_int(s[v][r]), scale, sum[v][r]);
                     }
                 }
             }
@@ -339,7 +596,7 @@ INLINE void q2_k_rows(ARGUMENTS, const int R, const int G, const int N) {
                 const vf d = vf_half(RECORD->d + VL * PART), dmin = vf_half(RECORD->dmin + VL * PART);
                 EACH_ROW {
                     const vf dx = vf_set(x->d[row + r]);
-                    vf_store(SUM(r), vf_fnma(mins[v][r], vf_mul(dmin, dx), vf_fma(sum[v][r], vf_mul(d, dx), vf_load(SUM(r)))));
+                    vf_store(SUM(r), vf_fnma(vf_int(z[v][r]), vf_mul(dmin, dx), vf_fma(sum[v][r], vf_mul(d, dx), vf_load(SUM(r)))));
                 }
             }
 #undef RECORD
@@ -366,7 +623,7 @@ INLINE void iq4_xs_rows(ARGUMENTS, const int R, const int G, const int N) {
                     const int32_t by_128 = -128 * x->sum[row + r][j];
                     EACH_VEC s[v][r] = bias_start(&by_128);
                 }
-                BIASED_DOTS(s, vb_iq4(nibbles(RECORD->q[j][t % 4] + 4 * VL * PART, t / 4)), x->q[row] + 32 * j, 256)
+                BIASED_DOTS(s, vb_look(IQ4, nibbles(RECORD->q[j][t % 4] + 4 * VL * PART, t / 4)), x->q[row] + 32 * j, 256)
                 EACH_VEC {
                     const vf scale = vf_i8(RECORD->scale[j] + VL * PART);
                     EACH_ROW sum[v][r] = vf_fma(vf_int(s[v][r]), scale, sum[v][r]);
@@ -421,78 +678,93 @@ INLINE void float_rows(ARGUMENTS, const int R, const int G, const int N, const i
 // ---- one function per number of rows, for a pair and for a group alone; not inlined, because compilers keep the sums of one in registers and spill those
 // of many
 
-#define ONE(name, R, G, N, call)                                        \
-    static __attribute__((noinline)) void name##_##R##_##G(ARGUMENTS) { \
-        call(w, blocks, tile, row, sums, ahead, R, G, N);               \
+#define ONE(name, R, G, N, call, ...)                                                  \
+    static __attribute__((noinline)) void name##_##R##_##G(ARGUMENTS) {                \
+        call(w, blocks, tile, row, sums, ahead, R, G, N, ##__VA_ARGS__);               \
     }
-#define BOTH(name, R, N, call) ONE(name, R, 1, N, call) ONE(name, R, 2, N, call)
-#define ROWS_4(name, call, few, many) BOTH(name, 1, few, call) BOTH(name, 2, few, call) BOTH(name, 3, few, call) BOTH(name, 4, few, call)
-#define ROWS_8(name, call, few, many)                                                                                                \
-    ROWS_4(name, call, few, many) BOTH(name, 5, many, call) BOTH(name, 6, many, call) BOTH(name, 7, many, call) BOTH(name, 8, many, call)
+#define BOTH(name, R, N, ...)         ONE(name, R, 1, N, __VA_ARGS__) ONE(name, R, 2, N, __VA_ARGS__)
+#define ROWS_4(name, few, many, ...)  BOTH(name, 1, few, __VA_ARGS__) BOTH(name, 2, few, __VA_ARGS__) BOTH(name, 3, few, __VA_ARGS__) BOTH(name, 4, few, __VA_ARGS__)
+#define LAST_4(name, many, ...)       BOTH(name, 5, many, __VA_ARGS__) BOTH(name, 6, many, __VA_ARGS__) BOTH(name, 7, many, __VA_ARGS__) BOTH(name, 8, many, __VA_ARGS__)
+#define ROWS_8(name, few, many, ...)  ROWS_4(name, few, many, __VA_ARGS__) LAST_4(name, many, __VA_ARGS__)
 #define LIST_4(name, G) name##_1_##G, name##_2_##G, name##_3_##G, name##_4_##G
 #define LIST_8(name, G) LIST_4(name, G), name##_5_##G, name##_6_##G, name##_7_##G, name##_8_##G
 
+#define TAKES const char * records, int groups, int64_t blocks, const char * tiles, size_t step, int rows, float * sums, size_t ahead
+
 // `shape`, of each level: rows at once at most, vectors of outputs at once for up to four rows, and for more.
-#define PRODUCT(name, call, shape) PRODUCT_OF(name, call, shape)
-#define PRODUCT_OF(name, call, most, few, many)                                                                                      \
-    ROWS_##most(name, call, few, many)                                                                                               \
-    static void name(const char * records, int groups, int64_t blocks, const char * tile, int rows, float * sums, size_t ahead) {    \
+#define PRODUCT(type, of, record, shape, ...) PRODUCT_OF(type, shape, __VA_ARGS__)
+#define PRODUCT_OF(name, ...)                 PRODUCT_AS(name, __VA_ARGS__)
+#define PRODUCT_AS(name, most, few, many, ...)                                                                                       \
+    ROWS_##most(name, few, many, __VA_ARGS__)                                                                                        \
+    static void product_##name(TAKES) {                                                                                              \
         typedef void (*one)(ARGUMENTS);                                                                                              \
         static const one of_rows[2][most] = { { LIST_##most(name, 1) }, { LIST_##most(name, 2) } };                                  \
         for (int row = 0; row < rows; row += most) {                                                                                 \
             const int now = rows - row < most ? rows - row : most;                                                                   \
-            of_rows[groups - 1][now - 1](records, blocks, tile, row, sums + SUMS_STEP * row, ahead);                                 \
+            of_rows[groups - 1][now - 1](records, blocks, tiles + row / TILE * step, row % TILE, sums + SUMS_STEP * row, ahead);     \
         }                                                                                                                            \
     }
 
-#define Q4_0_ROWS(w, n, x, row, sums, ahead, R, G, N)  small_rows(w, n, x, row, sums, ahead, R, G, N, Q4_0)
-#define Q4_1_ROWS(w, n, x, row, sums, ahead, R, G, N)  small_rows(w, n, x, row, sums, ahead, R, G, N, Q4_1)
-#define Q5_0_ROWS(w, n, x, row, sums, ahead, R, G, N)  small_rows(w, n, x, row, sums, ahead, R, G, N, Q5_0)
-#define Q5_1_ROWS(w, n, x, row, sums, ahead, R, G, N)  small_rows(w, n, x, row, sums, ahead, R, G, N, Q5_1)
-#define MXFP4_ROWS(w, n, x, row, sums, ahead, R, G, N) small_rows(w, n, x, row, sums, ahead, R, G, N, MXFP4)
-#define Q4_K_ROWS(w, n, x, row, sums, ahead, R, G, N)  k_rows(w, n, x, row, sums, ahead, R, G, N, 0)
-#define Q5_K_ROWS(w, n, x, row, sums, ahead, R, G, N)  k_rows(w, n, x, row, sums, ahead, R, G, N, 1)
-#define Q3_K_ROWS(w, n, x, row, sums, ahead, R, G, N)  signed_k_rows(w, n, x, row, sums, ahead, R, G, N, 0)
-#define Q6_K_ROWS(w, n, x, row, sums, ahead, R, G, N)  signed_k_rows(w, n, x, row, sums, ahead, R, G, N, 1)
-#define F16_ROWS(w, n, x, row, sums, ahead, R, G, N)   float_rows(w, n, x, row, sums, ahead, R, G, N, F16)
-#define BF16_ROWS(w, n, x, row, sums, ahead, R, G, N)  float_rows(w, n, x, row, sums, ahead, R, G, N, BF16)
-#define F32_ROWS(w, n, x, row, sums, ahead, R, G, N)   float_rows(w, n, x, row, sums, ahead, R, G, N, F32)
+// Of grids: each block is unpacked for all rows.
+PRODUCT(GRID_16, , , GRID_SHAPE, grid_rows, 16)
+PRODUCT(GRID_32, , , GRID_SHAPE, grid_rows, 32)
 
-PRODUCT(q8_0, q8_0_rows, BYTES_SHAPE)
-PRODUCT(q4_0, Q4_0_ROWS, BYTES_SHAPE)
-PRODUCT(q4_1, Q4_1_ROWS, BYTES_SHAPE)
-PRODUCT(q5_0, Q5_0_ROWS, BYTES_SHAPE)
-PRODUCT(q5_1, Q5_1_ROWS, BYTES_SHAPE)
-PRODUCT(iq4_nl, iq4_nl_rows, BYTES_SHAPE)
-PRODUCT(mxfp4, MXFP4_ROWS, BYTES_SHAPE)
-PRODUCT(q2_k, q2_k_rows, Q6_K_SHAPE)
-PRODUCT(q3_k, Q3_K_ROWS, Q6_K_SHAPE)
-PRODUCT(iq4_xs, iq4_xs_rows, Q6_K_SHAPE)
-PRODUCT(q4_k, Q4_K_ROWS, Q4_K_SHAPE)
-PRODUCT(q5_k, Q5_K_ROWS, Q5_K_SHAPE)
-PRODUCT(q6_k, Q6_K_ROWS, Q6_K_SHAPE)
-PRODUCT(f16, F16_ROWS, FLOAT_SHAPE)
-PRODUCT(bf16, BF16_ROWS, FLOAT_SHAPE)
-PRODUCT(f32, F32_ROWS, FLOAT_SHAPE)
+static void grid_product(TAKES, size_t size, void (*unpack)(const char *, rec_grid *), bool of_16) {
+    _Alignas(64) rec_grid room[2];
+    for (int64_t b = 0; b < blocks; b++, records += (size_t) groups * size, tiles += sizeof(act_256)) {
+        prefetch_matrix(records + ahead, (size_t) groups * size);
+        for (int g = 0; g < groups; g++) {
+            unpack(records + (size_t) g * size, &room[g]);
+        }
+        (of_16 ? product_GRID_16 : product_GRID_32)((const char *) room, groups, 1, tiles, step, rows, sums, 0);
+    }
+}
 
-static const pgs_kernel kernels[] = {
-    { GGML_TYPE_Q8_0, 32, sizeof(rec_q8_0), sizeof(act_32), activations_32, q8_0 },
-    { GGML_TYPE_Q4_0, 32, sizeof(rec_q4_0), sizeof(act_32), activations_32, q4_0 },
-    { GGML_TYPE_Q4_1, 32, sizeof(rec_q4_1), sizeof(act_32), activations_32, q4_1 },
-    { GGML_TYPE_Q5_0, 32, sizeof(rec_q5_0), sizeof(act_32), activations_32, q5_0 },
-    { GGML_TYPE_Q5_1, 32, sizeof(rec_q5_1), sizeof(act_32), activations_32, q5_1 },
-    { GGML_TYPE_IQ4_NL, 32, sizeof(rec_iq4_nl), sizeof(act_32), activations_32, iq4_nl },
-    { GGML_TYPE_Q2_K, 256, sizeof(rec_q2_k), sizeof(act_256), activations_256, q2_k },
-    { GGML_TYPE_Q3_K, 256, sizeof(rec_q3_k), sizeof(act_256), activations_256, q3_k },
-    { GGML_TYPE_IQ4_XS, 256, sizeof(rec_iq4_xs), sizeof(act_256), activations_256, iq4_xs },
-    { GGML_TYPE_MXFP4, 32, sizeof(rec_mxfp4), sizeof(act_32), activations_32, mxfp4 },
-    { GGML_TYPE_Q4_K, 256, sizeof(rec_q4_k), sizeof(act_256), activations_256, q4_k },
-    { GGML_TYPE_Q5_K, 256, sizeof(rec_q5_k), sizeof(act_256), activations_256, q5_k },
-    { GGML_TYPE_Q6_K, 256, sizeof(rec_q6_k), sizeof(act_256), activations_256, q6_k },
-    { GGML_TYPE_F16, 32, sizeof(rec_f16), sizeof(act_f32), activations_f32, f16 },
-    { GGML_TYPE_BF16, 32, sizeof(rec_f16), sizeof(act_f32), activations_f32, bf16 },
-    { GGML_TYPE_F32, 32, sizeof(rec_f32), sizeof(act_f32), activations_f32, f32 },
-};
+#define GRID(name, of, record)                                                                                                       \
+    static __attribute__((noinline)) void unpack_##name(const char * from, rec_grid * to) { grid_unpack(from, to, name); }            \
+    static void product_##name(TAKES) {                                                                                              \
+        grid_product(records, groups, blocks, tiles, step, rows, sums, ahead, record, unpack_##name, OF_16(name));                   \
+    }
+
+#define OF_32    32, sizeof(act_32), activations_32
+#define OF_64    64, 2 * sizeof(act_32), activations_32
+#define OF_256   256, sizeof(act_256), activations_256
+#define OF_FLOAT 32, sizeof(act_f32), activations_f32
+
+// Type, its blocks and their activations, bytes of a record, shape, function with what it takes besides. The first type of an activation names it.
+#define EACH_TYPE(X)                                                     \
+    X(Q8_0, OF_32, sizeof(rec_q8_0), BYTES_SHAPE, q8_0_rows)             \
+    X(Q4_0, OF_32, sizeof(rec_q4_0), BYTES_SHAPE, small_rows, Q4_0)      \
+    X(Q4_1, OF_32, sizeof(rec_q4_1), BYTES_SHAPE, small_rows, Q4_1)      \
+    X(Q5_0, OF_32, sizeof(rec_q5_0), BYTES_SHAPE, small_rows, Q5_0)      \
+    X(Q5_1, OF_32, sizeof(rec_q5_1), BYTES_SHAPE, small_rows, Q5_1)      \
+    X(MXFP4, OF_32, sizeof(rec_mxfp4), BYTES_SHAPE, small_rows, MXFP4)   \
+    X(IQ4_NL, OF_32, sizeof(rec_iq4_nl), BYTES_SHAPE, iq4_nl_rows)       \
+    X(NVFP4, OF_64, 36 * LANES, BYTES_SHAPE, nvfp4_rows)                 \
+    X(Q2_K, OF_256, sizeof(rec_q2_k), Q6_K_SHAPE, q2_k_rows)             \
+    X(Q3_K, OF_256, sizeof(rec_q3_k), Q6_K_SHAPE, signed_k_rows, 0)      \
+    X(Q4_K, OF_256, sizeof(rec_q4_k), Q4_K_SHAPE, k_rows, 0)             \
+    X(Q5_K, OF_256, sizeof(rec_q5_k), Q5_K_SHAPE, k_rows, 1)             \
+    X(Q6_K, OF_256, sizeof(rec_q6_k), Q6_K_SHAPE, signed_k_rows, 1)      \
+    X(IQ4_XS, OF_256, sizeof(rec_iq4_xs), Q6_K_SHAPE, iq4_xs_rows)       \
+    X(F16, OF_FLOAT, sizeof(rec_f16), FLOAT_SHAPE, float_rows, F16)      \
+    X(BF16, OF_FLOAT, sizeof(rec_f16), FLOAT_SHAPE, float_rows, BF16)    \
+    X(F32, OF_FLOAT, sizeof(rec_f32), FLOAT_SHAPE, float_rows, F32)
+
+#define EACH_GRID(X)              \
+    X(IQ1_S, OF_256, 50 * LANES)  \
+    X(IQ1_M, OF_256, 56 * LANES)  \
+    X(IQ2_XXS, OF_256, 66 * LANES) \
+    X(IQ2_XS, OF_256, 74 * LANES) \
+    X(IQ2_S, OF_256, 82 * LANES)  \
+    X(IQ3_XXS, OF_256, 98 * LANES) \
+    X(IQ3_S, OF_256, 110 * LANES)
+
+EACH_TYPE(PRODUCT)
+EACH_GRID(GRID)
+
+#define KERNEL(name, of, record, ...) { GGML_TYPE_##name, record, of, product_##name },
+static const pgs_kernel kernels[] = { EACH_TYPE(KERNEL) EACH_GRID(KERNEL) };
 
 #undef V
 #undef GROUP

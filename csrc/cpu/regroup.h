@@ -214,9 +214,7 @@ INLINE void regroup_q2_k(const char * from, size_t step, rec_q2_k * to) {
     words w[4];
     four_quads(from, step, w);
     for (int j = 0; j < 16; j++) {
-        const words one = w[j / 4] >> (j % 4 * 8);
-        put_bytes(to->scale[j], one & 15);
-        put_bytes(to->min[j], (one >> 4) & 15);
+        put_bytes(to->scale[j], w[j / 4] >> (j % 4 * 8));
     }
     two_bits_of(from + 16, step, to->q);
     scales_of(from + 80, step, to->d);
@@ -267,6 +265,18 @@ INLINE void regroup_f16(const char * from, size_t step, rec_f16 * to) {
     }
 }
 
+// Four words at a time, the last ones perhaps twice.
+INLINE void regroup_turned(const char * from, size_t step, const size_t size, char * to) {
+    const size_t words_ = size / 4, half = size % 4;
+    for (size_t t = 0; t < words_; t += 4) {
+        const size_t at = t + 4 < words_ ? t : words_ - 4;
+        quads_of(from + half + 4 * at, step, 4, (uint8_t (*)[4 * LANES]) to + at, 0);
+    }
+    if (half != 0) {
+        scales_of(from, step, (uint16_t *) (to + words_ * 4 * LANES));
+    }
+}
+
 // Hardware prefetchers cannot follow so many streams: the next rows are prefetched in memory order.
 #define EACH_BLOCK(rec, file, call)                                                                \
     for (int64_t b = 0; b < blocks; b++) {                                                         \
@@ -291,6 +301,14 @@ static void regroup(int type, const char * rows, size_t step, int64_t blocks, ch
         case GGML_TYPE_Q4_K: EACH_BLOCK(rec_q4_k, 144, regroup_q4_k)
         case GGML_TYPE_Q5_K: EACH_BLOCK(rec_q5_k, 176, regroup_q5_k)
         case GGML_TYPE_Q6_K: EACH_BLOCK(rec_q6_k, 210, regroup_q6_k)
+#define TURNED_BLOCKS(type, size)                                                                             \
+        case GGML_TYPE_##type:                                                                               \
+            for (int64_t b = 0; b < blocks; b++) {                                                           \
+                pgs_prefetch(next + (size_t) b * LANES * (size), LANES * (size));                            \
+                regroup_turned(rows + (size_t) b * (size), step, size, records + (size_t) b * LANES * (size)); \
+            }                                                                                                \
+            break;
+        EACH_TURNED(TURNED_BLOCKS)
         case GGML_TYPE_F32:
             for (int64_t i = 0; i < 32 * blocks; i += 4) {
                 pgs_prefetch(next + i * 4 * LANES, 16 * LANES);

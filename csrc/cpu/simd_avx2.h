@@ -14,6 +14,7 @@ typedef __m256  vf;
 typedef __m256i vi;
 typedef __m256i vb;
 typedef __m256i vx;  // a quad of a row, VL times
+typedef uint32_t vw __attribute__((vector_size(4 * VL)));
 
 INLINE vf vf_zero(void) { return _mm256_setzero_ps(); }
 INLINE vf vf_set(float x) { return _mm256_set1_ps(x); }
@@ -29,6 +30,11 @@ INLINE vf vf_bf16(const uint16_t * p) {
 }
 INLINE vf vf_u8(const uint8_t * p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) p))); }
 INLINE vf vf_i8(const int8_t * p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) p))); }
+INLINE vf vf_half_words(vw x) {  // the lower halves, of words below 2^16
+    const __m128i low = _mm256_castsi256_si128((__m256i) x), high = _mm256_extracti128_si256((__m256i) x, 1);
+    return _mm256_cvtph_ps(_mm_packus_epi32(low, high));
+}
+INLINE vw vw_bytes(const uint8_t * p) { return (vw) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) p)); }
 INLINE vf vf_int(vi x) { return _mm256_cvtepi32_ps(x); }
 INLINE vi vi_set(int32_t x) { return _mm256_set1_epi32(x); }
 
@@ -41,13 +47,19 @@ INLINE int32_t quad(const void * p) {
 INLINE vb   vb_load(const uint8_t * p) { return _mm256_loadu_si256((const __m256i *) p); }
 INLINE vb   vb_low(vb x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 INLINE vb   vb_high(vb x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
-// For every byte of 0 .. 15 the value of FP4 (E2M1) that it stands for, twice that plus 12: 0 .. 24
-INLINE vb   vb_fp4(vb x) {
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)), x);
+// For every byte of 0 .. 15 that of `table`
+INLINE vb vb_look(const uint8_t * table, vb x) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) table)), x);
 }
-// The value of IQ4_NL that a byte of 0 .. 15 stands for, + 128
-INLINE vb vb_iq4(vb x) {
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, -127, -115, -103, -90, -75, -59, -39, -15)), x);
+// Words of `table`
+INLINE vb vb_grid(const uint32_t * table, vw index) { return _mm256_i32gather_epi32((const int *) table, (__m256i) index, 4); }
+// 256 - x where bit i, of `high` ones bit 4 + i, of byte `at` of a word is set: i is the byte's place in its quad
+INLINE vb vb_signed(vb x, vw signs, int at, int high) {
+    const __m128i each = _mm_add_epi8(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c), _mm_set1_epi8((char) at));
+    const __m256i bits = _mm256_set1_epi32(high ? (int) 0x80402010 : 0x08040201);
+    const __m256i four = _mm256_shuffle_epi8((__m256i) signs, _mm256_broadcastsi128_si256(each));
+    const __m256i less = _mm256_cmpeq_epi8(_mm256_and_si256(four, bits), bits);
+    return _mm256_sub_epi8(_mm256_xor_si256(x, less), less);
 }
 INLINE vb vb_or(vb a, vb b) { return _mm256_or_si256(a, b); }
 // `bits` of every byte, from bit `from` on, put at bit `to`
@@ -90,12 +102,14 @@ INLINE vx vx_quad(const void * p) { return _mm256_set1_epi32(quad(p)); }
 #define Q4_K_SHAPE  8, 2, 2
 #define Q5_K_SHAPE  8, 2, 2
 #define Q6_K_SHAPE  8, 1, 1
+#define GRID_SHAPE  8, 1, 1
 #define FLOAT_SHAPE 4, 2, 2
 #else
 #define BYTES_SHAPE 4, 2, 2
 #define Q4_K_SHAPE  4, 2, 2
 #define Q5_K_SHAPE  4, 2, 2
 #define Q6_K_SHAPE  4, 1, 1
+#define GRID_SHAPE  4, 1, 1
 #define FLOAT_SHAPE 4, 1, 1
 #endif
 
@@ -119,6 +133,7 @@ INLINE vi    bias_dot(vi s, vbias w, vx x) { return DOT_BYTES(s, w, x); }
 #define Q4_K_SHAPE  4, 2, 2
 #define Q5_K_SHAPE  8, 1, 1
 #define Q6_K_SHAPE  8, 1, 1
+#define GRID_SHAPE  8, 1, 1
 #define FLOAT_SHAPE 4, 1, 1
 
 // The products of two pairs are added in 16 bits, which saturate: weights up to 63 fit twice (2 * 2 * 63 * 128 = 32,256), up to 31 four times, up to
@@ -191,9 +206,11 @@ INLINE vi bias_dot(vi s, vbias w, vx x) {
 
 #endif
 
+INLINE vi vi_pairs(vi z, vw m, const int16_t * pair) {
+    return _mm256_add_epi32(z, _mm256_madd_epi16((__m256i) m, _mm256_set1_epi32(quad(pair))));
+}
 INLINE vi vi_mins(vi z, const uint8_t * m, const int16_t * pair) {
-    const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *) m));
-    return _mm256_add_epi32(z, _mm256_madd_epi16(wide, _mm256_set1_epi32(quad(pair))));
+    return vi_pairs(z, (vw) _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *) m)), pair);
 }
 
 INLINE void sum_four(const vf * a, const vf * b, const vf * c, const vf * d, float * out) {

@@ -16,6 +16,7 @@
 #define Q4_K_SHAPE  8, 2, 1
 #define Q5_K_SHAPE  8, 2, 1
 #define Q6_K_SHAPE  4, 2, 2
+#define GRID_SHAPE  8, 2, 1
 #define FLOAT_SHAPE 4, 2, 2
 
 typedef __m512  vf;
@@ -23,6 +24,7 @@ typedef __m512i vi;
 typedef __m512i vb;      // VL quads of bytes
 typedef __m512i vbias;   // the same, of weights + 128, ready for products
 typedef __m512i vx;      // a quad of a row, VL times
+typedef uint32_t vw __attribute__((vector_size(4 * VL)));
 
 INLINE vf vf_zero(void) { return _mm512_setzero_ps(); }
 INLINE vf vf_set(float x) { return _mm512_set1_ps(x); }
@@ -38,6 +40,8 @@ INLINE vf vf_bf16(const uint16_t * p) {
 }
 INLINE vf vf_u8(const uint8_t * p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) p))); }
 INLINE vf vf_i8(const int8_t * p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) p))); }
+INLINE vf vf_half_words(vw x) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i) x)); }  // the lower halves
+INLINE vw vw_bytes(const uint8_t * p) { return (vw) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) p)); }
 INLINE vf vf_int(vi x) { return _mm512_cvtepi32_ps(x); }
 INLINE vi vi_set(int32_t x) { return _mm512_set1_epi32(x); }
 
@@ -50,13 +54,18 @@ INLINE int32_t quad(const void * p) {
 INLINE vb   vb_load(const uint8_t * p) { return _mm512_loadu_si512(p); }
 INLINE vb   vb_low(vb x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 INLINE vb   vb_high(vb x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
-// For every byte of 0 .. 15 the value of FP4 (E2M1) that it stands for, twice that plus 12: 0 .. 24
-INLINE vb vb_fp4(vb x) {
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)), x);
+// For every byte of 0 .. 15 that of `table`
+INLINE vb vb_look(const uint8_t * table, vb x) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) table)), x);
 }
-// The value of IQ4_NL that a byte of 0 .. 15 stands for, + 128
-INLINE vb vb_iq4(vb x) {
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, -127, -115, -103, -90, -75, -59, -39, -15)), x);
+// Words of `table`
+INLINE vb vb_grid(const uint32_t * table, vw index) { return _mm512_i32gather_epi32((__m512i) index, table, 4); }
+// 256 - x where bit i, of `high` ones bit 4 + i, of byte `at` of a word is set: i is the byte's place in its quad
+INLINE vb vb_signed(vb x, vw signs, int at, int high) {
+    const __m128i   each = _mm_add_epi8(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c), _mm_set1_epi8((char) at));
+    const __m512i   four = _mm512_shuffle_epi8((__m512i) signs, _mm512_broadcast_i32x4(each));
+    const __mmask64 less = _mm512_test_epi8_mask(four, _mm512_set1_epi32(high ? (int) 0x80402010 : 0x08040201));
+    return _mm512_mask_sub_epi8(x, less, _mm512_setzero_si512(), x);
 }
 INLINE vb vb_or(vb a, vb b) { return _mm512_or_si512(a, b); }
 // `bits` of every byte, from bit `from` on, put at bit `to`
@@ -101,9 +110,11 @@ INLINE vbias bias_load(const uint8_t * p, int second) {
 INLINE vi    bias_start(const int32_t * by_128) { return _mm512_set1_epi32(*by_128); }
 INLINE vi    bias_dot(vi s, vbias w, vx x) { return _mm512_dpbusd_epi32(s, w, x); }
 
+// z + two halves of every word times a pair of sums
+INLINE vi vi_pairs(vi z, vw m, const int16_t * pair) { return _mm512_dpwssd_epi32(z, (__m512i) m, _mm512_set1_epi32(quad(pair))); }
 // z + two mins of every output times the sums of two sub-blocks
 INLINE vi vi_mins(vi z, const uint8_t * m, const int16_t * pair) {
-    return _mm512_dpwssd_epi32(z, _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *) m)), _mm512_set1_epi32(quad(pair)));
+    return vi_pairs(z, (vw) _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *) m)), pair);
 }
 
 // The sums of four vectors of LANES values, each added as i + (i + 8), then i + (i + 4), i + (i + 2), i + (i + 1).

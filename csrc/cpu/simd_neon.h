@@ -16,6 +16,7 @@
 #define Q4_K_SHAPE  4, 1, 1
 #define Q5_K_SHAPE  4, 1, 1
 #define Q6_K_SHAPE  4, 1, 1
+#define GRID_SHAPE  4, 1, 1
 #define FLOAT_SHAPE 4, 1, 1
 
 typedef struct vf { float32x4_t a, b; } vf;
@@ -23,6 +24,7 @@ typedef struct vi { int32x4_t a, b; } vi;
 typedef struct vb { uint8x16_t a, b; } vb;
 typedef struct vbias { int8x16_t a, b; } vbias;
 typedef int32x4_t vx;  // a quad of a row, four times
+typedef uint32_t vw __attribute__((vector_size(4 * VL)));
 
 INLINE vf vf_set(float x) { return (vf) { vdupq_n_f32(x), vdupq_n_f32(x) }; }
 INLINE vf vf_zero(void) { return vf_set(0.0f); }
@@ -51,6 +53,18 @@ INLINE vf vf_bf16(const uint16_t * p) {
     return (vf) { vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)), vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4), 16)) };
 }
 INLINE vf vf_int(vi x) { return (vf) { vcvtq_f32_s32(x.a), vcvtq_f32_s32(x.b) }; }
+INLINE vf vf_half_words(vw x) {  // the lower halves
+    uint32x4_t of[2];
+    memcpy(of, &x, sizeof(of));
+    return (vf) { vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(of[0]))), vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(of[1]))) };
+}
+INLINE vw vw_bytes(const uint8_t * p) {
+    const uint16x8_t half  = vmovl_u8(vld1_u8(p));
+    const uint32x4_t of[2] = { vmovl_u16(vget_low_u16(half)), vmovl_high_u16(half) };
+    vw               out;
+    memcpy(&out, of, sizeof(out));
+    return out;
+}
 INLINE vf vf_u8(const uint8_t * p) {
     const uint16x8_t w = vmovl_u8(vld1_u8(p));
     return (vf) { vcvtq_f32_u32(vmovl_u16(vget_low_u16(w))), vcvtq_f32_u32(vmovl_high_u16(w)) };
@@ -73,17 +87,27 @@ INLINE int32_t quad(const void * p) {
 INLINE vb vb_load(const uint8_t * p) { return (vb) { vld1q_u8(p), vld1q_u8(p + 16) }; }
 INLINE vb vb_low(vb x) { return (vb) { vandq_u8(x.a, vdupq_n_u8(15)), vandq_u8(x.b, vdupq_n_u8(15)) }; }
 INLINE vb vb_high(vb x) { return (vb) { vshrq_n_u8(x.a, 4), vshrq_n_u8(x.b, 4) }; }
-// For every byte of 0 .. 15 the value of FP4 (E2M1) that it stands for, twice that plus 12: 0 .. 24
-INLINE vb vb_fp4(vb x) {
-    static const uint8_t values[16] = { 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0 };
-    const uint8x16_t     table      = vld1q_u8(values);
-    return (vb) { vqtbl1q_u8(table, x.a), vqtbl1q_u8(table, x.b) };
+// For every byte of 0 .. 15 that of `table`
+INLINE vb vb_look(const uint8_t * table, vb x) {
+    const uint8x16_t of = vld1q_u8(table);
+    return (vb) { vqtbl1q_u8(of, x.a), vqtbl1q_u8(of, x.b) };
 }
-// The value of IQ4_NL that a byte of 0 .. 15 stands for, + 128
-INLINE vb vb_iq4(vb x) {
-    static const uint8_t values[16] = { 1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241 };
-    const uint8x16_t     table      = vld1q_u8(values);
-    return (vb) { vqtbl1q_u8(table, x.a), vqtbl1q_u8(table, x.b) };
+// Words of `table`
+INLINE vb vb_grid(const uint32_t * table, vw index) {
+    uint32_t words[VL];
+    for (int i = 0; i < VL; i++) {
+        words[i] = table[index[i]];
+    }
+    return vb_load((const uint8_t *) words);
+}
+// 256 - x where bit i, of `high` ones bit 4 + i, of byte `at` of a word is set: i is the byte's place in its quad
+INLINE vb vb_signed(vb x, vw signs, int at, int high) {
+    static const uint8_t places[16] = { 0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12 };
+    const uint8x16_t     each = vaddq_u8(vld1q_u8(places), vdupq_n_u8((uint8_t) at)), bits = vreinterpretq_u8_u32(vdupq_n_u32(high ? 0x80402010 : 0x08040201));
+    uint8x16_t           of[2];
+    memcpy(of, &signs, sizeof(of));
+    const uint8x16_t a = vtstq_u8(vqtbl1q_u8(of[0], each), bits), b = vtstq_u8(vqtbl1q_u8(of[1], each), bits);
+    return (vb) { vsubq_u8(veorq_u8(x.a, a), a), vsubq_u8(veorq_u8(x.b, b), b) };
 }
 INLINE vb vb_or(vb a, vb b) { return (vb) { vorrq_u8(a.a, b.a), vorrq_u8(a.b, b.b) }; }
 // `bits` of every byte, from bit `from` on, put at bit `to`
@@ -131,13 +155,20 @@ INLINE vi bias_dot(vi s, vbias w, vx x) {
     const int8x16_t by = vreinterpretq_s8_s32(x);
     return (vi) { vdotq_s32(s.a, w.a, by), vdotq_s32(s.b, w.b, by) };
 }
-INLINE int32x4_t pairs_of(uint8x8_t m, int16x8_t pair) {
-    const int16x8_t wide = vreinterpretq_s16_u16(vmovl_u8(m));
+INLINE int32x4_t pairs_of(int16x8_t wide, int16x8_t pair) {
     return vpaddq_s32(vmull_s16(vget_low_s16(wide), vget_low_s16(pair)), vmull_high_s16(wide, pair));
 }
-INLINE vi vi_mins(vi z, const uint8_t * m, const int16_t * pair) {
+INLINE vi vi_pairs(vi z, vw m, const int16_t * pair) {
     const int16x8_t by = vreinterpretq_s16_s32(vdupq_n_s32(quad(pair)));
-    return (vi) { vaddq_s32(z.a, pairs_of(vld1_u8(m), by)), vaddq_s32(z.b, pairs_of(vld1_u8(m + 8), by)) };
+    int16x8_t       of[2];
+    memcpy(of, &m, sizeof(of));
+    return (vi) { vaddq_s32(z.a, pairs_of(of[0], by)), vaddq_s32(z.b, pairs_of(of[1], by)) };
+}
+INLINE vi vi_mins(vi z, const uint8_t * m, const int16_t * pair) {
+    const uint16x8_t wide[2] = { vmovl_u8(vld1_u8(m)), vmovl_u8(vld1_u8(m + 8)) };
+    vw               words;
+    memcpy(&words, wide, sizeof(words));
+    return vi_pairs(z, words, pair);
 }
 
 INLINE float32x2_t half_sum(const vf * x) {  // i + (i + 8), i + (i + 4), i + (i + 2)

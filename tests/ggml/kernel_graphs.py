@@ -9,7 +9,7 @@ from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.kernels import levels, new_packed, pack, pack_experts
 from pyggml_spec.ggml.library import check, ffi, lib, new_err
-from pyggml_spec.tools.quants import quantise
+from pyggml_spec.tools.quants import TYPES, quantise, type_id
 
 LEVELS = levels()
 
@@ -97,6 +97,22 @@ def product(level, kind, rows, x, threads=1, pieces=1):
         return compute(graph, graph.matmul(weight, memory.tensor(x)))
 
 
+QUANTISED = [type_id(name) for name in TYPES]
+
+
 def matrix(kind, n_in, n_out, seed=0):
-    """Random rows as a file of this type has them."""
-    return quantise(np.random.default_rng(seed).standard_normal((n_out, n_in), np.float32), kind)
+    """Random rows as a file of this type has them; of types of grids, which ggml searches for minutes, random bits."""
+    rng = np.random.default_rng(seed)
+    if kind in QUANTISED:
+        return quantise(rng.standard_normal((n_out, n_in), np.float32), kind)
+    return scaled(rng.integers(0, 256, (n_out, lib.ggml_row_size(kind, n_in)), np.uint8), kind, 0.02)
+
+
+def scaled(rows, kind, d):
+    """U8 [n_out, row bytes] of a type of grids with ``d`` as the scale of every block."""
+    words, half = rows.reshape(len(rows), -1, lib.ggml_type_size(kind)).view(np.uint16), int(np.float16(d).view(np.uint16))
+    if kind == type_id("iq1_m"):  # four bits of it above each word of scales
+        words[:, :, 24:] = words[:, :, 24:] & 0x0FFF | np.array([half << 12 - 4 * i & 0xF000 for i in range(4)], np.uint16)
+    else:
+        words[:, :, 0] = half
+    return rows

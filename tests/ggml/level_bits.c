@@ -93,10 +93,6 @@ static void record(char * to, const pgs_kernel * k) {
             }
             break;
         case GGML_TYPE_Q2_K:
-            for (int j = 0; j < 16 * LANES; j++) {  // four bits each
-                ((uint8_t *) ((rec_q2_k *) to)->scale)[j] &= 15;
-                ((uint8_t *) ((rec_q2_k *) to)->min)[j] &= 15;
-            }
             half_floats(((rec_q2_k *) to)->d, LANES, 0);
             half_floats(((rec_q2_k *) to)->dmin, LANES, 0);
             break;
@@ -118,10 +114,30 @@ static void record(char * to, const pgs_kernel * k) {
             half_floats(((head_k *) to)->dmin, LANES, 0);
             break;
         case GGML_TYPE_Q6_K: half_floats(((rec_q6_k *) to)->d, LANES, 0); break;
+        case GGML_TYPE_NVFP4: break;
+        case GGML_TYPE_IQ1_M:
+            for (size_t j = 13 * LANES; j < 14 * LANES; j++) {  // the upper bits of a scale: 2^-7 to 2^-4
+                ((uint32_t *) to)[j] = (((uint32_t *) to)[j] & 0x0fffffff) | 0x20000000;
+            }
+            break;
+        case GGML_TYPE_IQ1_S:
+        case GGML_TYPE_IQ2_XXS:
+        case GGML_TYPE_IQ2_XS:
+        case GGML_TYPE_IQ2_S:
+        case GGML_TYPE_IQ3_XXS:
+        case GGML_TYPE_IQ3_S: half_floats((uint16_t *) (to + k->record) - LANES, LANES, 0); break;
         case GGML_TYPE_F32: fill((float *) to, 32 * LANES, 0.1f); break;
         case GGML_TYPE_F16:
         case GGML_TYPE_BF16: half_floats((uint16_t *) to, 32 * LANES, k->type == GGML_TYPE_BF16); break;
         default: fprintf(stderr, "no record of type %d is made here\n", k->type), exit(2);
+    }
+}
+
+struct pgs_grids pgs_grids;
+
+static void grids(void) {
+    for (size_t i = 0; i < sizeof(pgs_grids) / sizeof(uint32_t); i++) {
+        ((uint32_t *) &pgs_grids)[i] = (uint32_t *) &pgs_grids + i < pgs_grids.iq3_xxs ? bits() & 0x0a0a0a0a : 0x80808080 | (bits() & 0x3f3f3f3f);
     }
 }
 
@@ -154,8 +170,8 @@ static int products(const pgs_kernel * k, int blocks) {
     for (int rows = 1; rows <= TILE; rows++) {
         memset(sums, 0, sizeof(sums));
         memset(one, 0, sizeof(one));
-        k->product(records, 2, blocks, tile, rows, sums[0], 0);
-        k->product(first, 1, blocks, tile, rows, one[0], 64);
+        k->product(records, 2, blocks, tile, 0, rows, sums[0], 0);
+        k->product(first, 1, blocks, tile, 0, rows, one[0], 64);
         memcpy(alone[rows - 1], sums[rows - 1], sizeof(alone[0]));
         for (int row = 0; row < rows; row++) {
             say(sums[row], 2 * LANES);
@@ -244,6 +260,7 @@ static void delta(int64_t size, int64_t rows, bool keeps) {
 
 int main(void) {
     int wrong = 0;
+    grids();
     for (int i = 0; i < LEVEL.count; i++) {
         for (int blocks = 1; blocks <= 5; blocks += 2) {
             wrong |= products(&LEVEL.kernels[i], blocks);

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from architectures import params
-from ggml.kernel_graphs import LEVELS, bench, compute, matrix, product
+from ggml.kernel_graphs import LEVELS, QUANTISED, bench, compute, matrix, product, scaled
 from sessions import fails_with
 
 from pyggml_spec.errors import DeviceError, EngineError
@@ -12,7 +12,8 @@ from pyggml_spec.ggml.library import check, ffi, lib, new_err
 from pyggml_spec.tools.quants import dequantise, quantise, type_id
 
 KINDS = [
-    "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "q2_k", "q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k", "f16", "bf16", "f32",
+    "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "nvfp4", "q2_k", "q3_k", "iq4_xs", "q4_k", "q5_k", "q6_k",
+    "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "f16", "bf16", "f32",
 ]  # fmt: skip
 BLOCK = {name: max(32, lib.ggml_blck_size(type_id(name))) for name in KINDS}
 on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
@@ -40,8 +41,15 @@ def test_levels_and_what_cannot_be_packed():
     if not LEVELS:
         pytest.skip("this processor has none of the levels that our kernels exist for: ggml's are used")
     assert [level.name for level in LEVELS] == [name for name in ALL_LEVELS if name in {level.name for level in LEVELS}]
-    assert packed_shape(type_id("iq3_s"), (256, 64)) is None and packed_shape(type_id("q4_k"), (128, 64)) is None
+    assert packed_shape(type_id("tq2_0"), (256, 64)) is None and packed_shape(type_id("q4_k"), (128, 64)) is None
     assert packed_shape(type_id("q8_0"), (64, 64, 2, 2)) is None
+
+
+@of_every_type
+def test_packed_weights_are_no_larger_than_the_file(name):
+    kind = type_id(name)
+    packed, file = np.prod(packed_shape(kind, (BLOCK[name], 16))), 16 * lib.ggml_row_size(kind, BLOCK[name])
+    assert file <= packed <= 1.05 * file
 
 
 @pytest.mark.slow
@@ -111,9 +119,12 @@ def test_extreme_weights_and_activations(level, name):
     n_in = 2 * BLOCK[name]
     sign = np.where(np.arange(n_in) % 3 == 0, -1, 1).astype(np.float32)
     weights = np.stack([np.ones(n_in, np.float32), -np.ones(n_in, np.float32), sign, -sign])
-    from pyggml_spec.tools.quants import quantise
-
-    rows, x = quantise(weights, type_id(name)), np.stack([np.ones(n_in), -np.ones(n_in), sign]).astype(np.float32)
+    kind, x = type_id(name), np.stack([np.ones(n_in), -np.ones(n_in), sign]).astype(np.float32)
+    if kind in QUANTISED:
+        rows = quantise(weights, kind)
+    else:  # the first and the last places of grids, scales, and signs
+        bits = np.repeat(np.array([0, 255, 15, 240], np.uint8), lib.ggml_row_size(kind, n_in)).reshape(4, -1)
+        rows = scaled(bits, kind, 1)
     got, want = product(level, type_id(name), rows, x), exact(name, rows, x)
     assert np.allclose(got, want, rtol=2e-2, atol=1e-2 * n_in)
     if name == "q8_0":  # -128 is a weight that files may hold, though no quantiser writes it

@@ -434,7 +434,8 @@ def guarded(request):
 @pytest.mark.skipif(not levels(), reason="native kernels do not run on this processor")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [
-    "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "q2_K", "q3_K", "iq4_xs", "q4_K", "q5_K", "q6_K", "f16", "bf16", "f32",
+    "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4", "nvfp4", "q2_K", "q3_K", "iq4_xs", "q4_K", "q5_K", "q6_K",
+    "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "f16", "bf16", "f32",
 ])  # fmt: skip
 def test_products(guarded, name):
     kind = TYPES[name]
