@@ -96,8 +96,9 @@ typedef struct rec_q6_k {        // of 256 inputs in 16 sub-blocks
     uint8_t  high[4][4][4 * LANES];  // [i][quad]: bits 2 j and 2 j + 1 are the upper two of sub-block 4 i + j
 } rec_q6_k;
 
-// Records of IQ1 to IQ3 and NVFP4 are the words of a file's blocks, then the F16 scales that blocks begin with; IQ1_M and NVFP4 have none. X(type, bytes of a block)
-#define EACH_TURNED(X) X(IQ1_S, 50) X(IQ1_M, 56) X(IQ2_XXS, 66) X(IQ2_XS, 74) X(IQ2_S, 82) X(IQ3_XXS, 98) X(IQ3_S, 110) X(NVFP4, 36)
+// Types whose records are the words of a file's blocks, then the F16 scales that blocks begin with (IQ1_M and NVFP4 have none): X(type, bytes of a block)
+#define EACH_GRID(X)   X(IQ1_S, 50) X(IQ1_M, 56) X(IQ2_XXS, 66) X(IQ2_XS, 74) X(IQ2_S, 82) X(IQ3_XXS, 98) X(IQ3_S, 110)
+#define EACH_TURNED(X) EACH_GRID(X) X(NVFP4, 36)
 #define MOST_TURNED    110
 
 // Grids, made of what ggml decodes (pack.c). Of IQ3 the four values + 128 of an index; of IQ1 and IQ2 which of three values: byte i has two bits for each of
@@ -127,7 +128,7 @@ typedef struct act_32 {
 typedef struct act_256 {
     int8_t  q[TILE][256];
     int32_t by_32[TILE][16];  // - 32 times the sum of 16 values each
-    int16_t sum[TILE][8], of_16[TILE][16];  // of 32 and of 16 values each
+    int16_t sum[TILE][8], of_16[TILE][16];  // sums of 32 and of 16 values each
     float   d[TILE];
 } act_256;
 

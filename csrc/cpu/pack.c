@@ -130,8 +130,8 @@ static bool shape_of(enum ggml_type type, shape * out) {
         case GGML_TYPE_Q4_K: *out = (shape) { 256, sizeof(rec_q4_k), sizeof(block_q4_k) }; return true;
         case GGML_TYPE_Q5_K: *out = (shape) { 256, sizeof(rec_q5_k), sizeof(block_q5_k) }; return true;
         case GGML_TYPE_Q6_K: *out = (shape) { 256, sizeof(rec_q6_k), sizeof(block_q6_k) }; return true;
-#define TURNED_SHAPE(type, size) case GGML_TYPE_##type:
-        EACH_TURNED(TURNED_SHAPE)
+#define TURNED_CASE(type, size) case GGML_TYPE_##type:
+        EACH_TURNED(TURNED_CASE)
             *out = (shape) { (int) ggml_blck_size(type), LANES * ggml_type_size(type), ggml_type_size(type) };
             return true;
         case GGML_TYPE_F16:
@@ -319,7 +319,7 @@ static void pack_block(enum ggml_type type, const void * from, int64_t left, voi
             break;
         }
         case GGML_TYPE_Q6_K: pack_q6_k(record, from, lane); break;
-        EACH_TURNED(TURNED_SHAPE)
+        EACH_TURNED(TURNED_CASE)
             turn_block(from, ggml_type_size(type), record, lane);
             break;
         case GGML_TYPE_F32:
@@ -527,7 +527,7 @@ void pgs_look_up(enum ggml_type type, const void * packed, int64_t n_in, int64_t
                 }
                 break;
             }
-            EACH_TURNED(TURNED_SHAPE) {
+            EACH_TURNED(TURNED_CASE) {
                 char block[MOST_TURNED];
                 turn_back(record, s.file, block, lane);
                 ggml_get_type_traits(type)->to_float(block, out, s.block);

@@ -258,13 +258,15 @@ INLINE void nvfp4_rows(ARGUMENTS, const int R, const int G, const int N) {
 
 // ---- grids: d * (1 + 2 scale) * values of a table, with signs (IQ2, IQ3) or an eighth more or less (IQ1). Scales are of 16 or 32 inputs.
 
-enum { IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S };
+#define GRID_NAME(name, size)  name,
+#define GRID_BYTES(name, size) size,
+enum { EACH_GRID(GRID_NAME) };
 #define IS_IQ1(kind) ((kind) <= IQ1_M)
 #define IS_IQ3(kind) ((kind) >= IQ3_XXS)
 #define OF_16(kind)  ((kind) == IQ1_M || (kind) == IQ2_XS || (kind) == IQ2_S)
 
 INLINE size_t size_of_grid(const int kind) {
-    static const uint8_t sizes[] = { 50, 56, 66, 74, 82, 98, 110 };
+    static const uint8_t sizes[] = { EACH_GRID(GRID_BYTES) };
     return sizes[kind] * (size_t) LANES;
 }
 
@@ -720,10 +722,10 @@ static void grid_product(TAKES, size_t size, void (*unpack)(const char *, rec_gr
     }
 }
 
-#define GRID(name, of, record)                                                                                                       \
+#define GRID(name, size)                                                                                                             \
     static __attribute__((noinline)) void unpack_##name(const char * from, rec_grid * to) { grid_unpack(from, to, name); }            \
     static void product_##name(TAKES) {                                                                                              \
-        grid_product(records, groups, blocks, tiles, step, rows, sums, ahead, record, unpack_##name, OF_16(name));                   \
+        grid_product(records, groups, blocks, tiles, step, rows, sums, ahead, (size) * LANES, unpack_##name, OF_16(name));                   \
     }
 
 #define OF_32    32, sizeof(act_32), activations_32
@@ -751,20 +753,12 @@ static void grid_product(TAKES, size_t size, void (*unpack)(const char *, rec_gr
     X(BF16, OF_FLOAT, sizeof(rec_f16), FLOAT_SHAPE, float_rows, BF16)    \
     X(F32, OF_FLOAT, sizeof(rec_f32), FLOAT_SHAPE, float_rows, F32)
 
-#define EACH_GRID(X)              \
-    X(IQ1_S, OF_256, 50 * LANES)  \
-    X(IQ1_M, OF_256, 56 * LANES)  \
-    X(IQ2_XXS, OF_256, 66 * LANES) \
-    X(IQ2_XS, OF_256, 74 * LANES) \
-    X(IQ2_S, OF_256, 82 * LANES)  \
-    X(IQ3_XXS, OF_256, 98 * LANES) \
-    X(IQ3_S, OF_256, 110 * LANES)
-
 EACH_TYPE(PRODUCT)
 EACH_GRID(GRID)
 
 #define KERNEL(name, of, record, ...) { GGML_TYPE_##name, record, of, product_##name },
-static const pgs_kernel kernels[] = { EACH_TYPE(KERNEL) EACH_GRID(KERNEL) };
+#define GRID_KERNEL(name, size)       KERNEL(name, OF_256, (size) * LANES)
+static const pgs_kernel kernels[] = { EACH_TYPE(KERNEL) EACH_GRID(GRID_KERNEL) };
 
 #undef V
 #undef GROUP

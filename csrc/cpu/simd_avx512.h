@@ -14,9 +14,9 @@
 // Shapes of products (products.h): vectors of outputs at once, the fastest measured per type.
 #define BYTES_SHAPE 8, 2, 2
 #define Q4_K_SHAPE  8, 2, 1
-#define Q5_K_SHAPE  8, 2, 1
-#define Q6_K_SHAPE  4, 2, 2
-#define GRID_SHAPE  8, 2, 1
+#define Q5_K_SHAPE  8, 2, 2
+#define Q6_K_SHAPE  8, 2, 2
+#define GRID_SHAPE  8, 2, 2
 #define FLOAT_SHAPE 4, 2, 2
 
 typedef __m512  vf;
