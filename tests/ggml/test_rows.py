@@ -444,7 +444,7 @@ def test_products(guarded, name):
         guarded(lambda of: of.g.matmul(of.packed(kind, n_in, n_out), of.tensor(F32, n_in, rows)))
         guarded(lambda of: of.g.add(of.g.matmul(of.packed(kind, n_in, n_out), of.tensor(F32, n_in, rows)), of.tensor(F32, n_out, rows)))
         guarded(lambda of: of.g.add(of.g.matmul(of.packed(kind, n_in, n_out), of.tensor(F32, n_in, rows)), of.tensor(F32, n_out)))
-    for n, rows in itertools.product((32 if block == 1 else block, 96 if block < 256 else 768), (1, 8, 9, 32)):
+    for n, rows in itertools.product((32 if block == 1 else block, max(96, 3 * block)), (1, 8, 9, 32)):
         guarded(lambda of: of.g.matmul(
             of.packed(kind, n, 17), of.g.gated_halves("swiglu", of.g.matmul(of.packed(TYPES["q8_0"], 32, 2 * n), of.tensor(F32, 32, rows)))
         ))  # fmt: skip
