@@ -142,3 +142,10 @@ struct ggml_tensor * pgs_draw_node(struct ggml_context * ctx, const pgs_level * 
     struct ggml_tensor * src[] = { logits, draws, map };
     return ggml_custom_4d(ctx, GGML_TYPE_I32, logits->ne[1], 1, 1, 1, src, map != NULL ? 3 : 2, run_draw, GGML_N_TASKS_MAX, (void *) level);
 }
+
+struct ggml_tensor * pgs_device_draw(struct ggml_context * ctx, struct ggml_tensor * logits, struct ggml_tensor * draws, struct ggml_tensor * map) {
+    struct ggml_tensor * drawn = ggml_argmax(ctx, logits);  // ggml_draw of the patch, which other builds lack
+    drawn->src[1] = draws;
+    drawn->src[2] = map;
+    return drawn;
+}

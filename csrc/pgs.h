@@ -410,6 +410,8 @@ int64_t pgs_draw(const pgs_candidate * candidates, int64_t count, uint32_t seed,
 // logits.
 struct ggml_tensor * pgs_draw_node(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * logits, struct ggml_tensor * draws,
                                    struct ggml_tensor * map);
+// The same on devices whose ggml has patches/0038.
+struct ggml_tensor * pgs_device_draw(struct ggml_context * ctx, struct ggml_tensor * logits, struct ggml_tensor * draws, struct ggml_tensor * map);
 
 // F32 [n_i, T] each -> F32 [n_0 + n_1 + ..., T]; at most 9.
 struct ggml_tensor * pgs_join(struct ggml_context * ctx, struct ggml_tensor ** parts, int count);

@@ -13,6 +13,7 @@ class Configuration:
         width, widths: rows of the widest block; what the policy chooses from, 1 being plain decoding, empty where the width is fixed.
         context: where ``n_ctx`` comes from: "the model's", "of N: memory" where less fits than the N trained tokens, "" if it was requested.
         kv_type: types of K and V rows.
+        draws: whether drafts of sampled text are drawn with the target's noise.
         memory: bytes by purpose.
         notes: sentences about this model, device and build.
     """
@@ -28,6 +29,7 @@ class Configuration:
     context: str
     kv_type: str
     kernels: str
+    draws: bool
     memory: dict[str, int]
     notes: tuple[str, ...]
 
@@ -52,6 +54,7 @@ def configuration_of(session: Any) -> Configuration:
         context=session.context_from,
         kv_type=str(options.kv) if drafter is None or options.kv == options.draft_kv else f"{options.kv}, drafter {options.draft_kv}",
         kernels=_kernels(session),
+        draws=session.backend.draws,
         memory={} if runner.graphs.closed else runner.memory(),
         notes=(*session.notes, *busy),
     )

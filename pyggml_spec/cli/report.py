@@ -36,6 +36,8 @@ def configuration_line(e: Configuration, mode: str | None, sampling: str = "gree
         draft = f"drafter {e.drafter}, width " + (f"chosen from {'/'.join(map(str, e.widths))}" if e.widths else str(e.width))
     if e.drafter is not None and e.lookup is not None and mode in (None, SPECULATIVE):
         draft += f"; {e.lookup} too"
+    if e.drafter is not None and not e.draws and mode in (None, SPECULATIVE) and not sampling.startswith("greedy"):
+        draft += "; drafts are argmaxes on this build"
     m = e.memory
     parts = [f"weights {size(m['weights'] + m.get('draft_weights', 0))}", f"K/V {size(m['kv'] + m.get('draft_kv', 0))} {e.kv_type}"]
     if "recurrent" in m:

@@ -339,7 +339,7 @@ def fill_lagging(host: Host) -> None:
 
 def draws_input(g: Graph, f: StepFields, drafts: int) -> Tensor | None:
     """Noise of the drafts in the order of their ids, where the device can draw."""
-    return f.input("draft_draws", "i32", OPTIONS_PER_DRAW, drafts) if g.backend.device.kind == "cpu" else None
+    return f.input("draft_draws", "i32", OPTIONS_PER_DRAW, drafts) if g.backend.draws else None
 
 
 def fill_draws(host: Host, key: GraphKey, items: Items, slots: Sequence[Slot], drafting: Drafting) -> None:

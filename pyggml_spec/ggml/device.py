@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .rpc import Traffic
 
 _KINDS = {getattr(lib, f"GGML_BACKEND_DEVICE_TYPE_{kind.upper()}"): kind for kind in ("cpu", "gpu", "igpu", "accel")}
-SMALL_BATCH = "SMALL_BATCH"  # feature of ggml-cuda built with patches/0020
+SMALL_BATCH, DRAW = "SMALL_BATCH", "DRAW"  # features of ggml-cuda built with patches/0020 and 0038
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,7 @@ class Backend:
         threads: of a CPU without other load; 0 on other devices.
         level, level_handle: of the native kernels, and for csrc; None and NULL for ggml's kernels.
         kernels: the native level's name, or "ggml".
+        draws: whether drafts can be drawn on this device (``Graph.draw``).
         default_buffer_type: the buffer type that every op of this device supports.
     """
 
@@ -187,6 +188,7 @@ class Backend:
         Backend.opened += 1
         self.device = device
         self._dev = device_handle(device)
+        self.draws = device.kind == "cpu" or device_feature(device, DRAW) is not None
         self.workers: tuple[str, ...] = ()  # the endpoint of an rpc device; devices of one worker share a connection
         if device.kind == "rpc":
             from .rpc import workers

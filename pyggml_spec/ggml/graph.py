@@ -457,7 +457,7 @@ class Graph:
         return lib.ggml_argmax(self.ctx, x)
 
     def draw(self, logits: Tensor, draws: Tensor, first: int, tokens: Tensor | None = None) -> Tensor:
-        """F32 [n, T] -> I32 [T], on CPUs: argmax, or a draw with the noise of ``draws`` I32 [8, >= first + T] (``pgs_draw_options``) from ``first`` on.
+        """F32 [n, T] -> I32 [T], where ``backend.draws``: argmax, or a draw with the noise of ``draws`` I32 [8, >= first + T] (``pgs_draw_options``) from ``first`` on.
 
         ``tokens``: I32 or I64 [n] or [n, T], the target's token of each logit; None where they are the same.
         """
@@ -465,8 +465,10 @@ class Graph:
         fits = logits.type == F32 and logits.nb[0] == 4 and draws.type == I32 and draws.ne[0] == OPTIONS_PER_DRAW
         fits = fits and first + rows <= draws.ne[1]
         fits = fits and (tokens is None or (tokens.type in (I32, I64) and tokens.ne[0] == logits.ne[0] and tokens.ne[1] in (1, rows)))
-        require(fits and self.backend.device.kind == "cpu", "draw", logits=logits, draws=draws, first=first)
+        require(fits and self.backend.draws, "draw", logits=logits, draws=draws, first=first)
         own = lib.ggml_view_2d(self.ctx, draws, OPTIONS_PER_DRAW, rows, draws.nb[1], first * draws.nb[1])
+        if self.backend.device.kind != "cpu":
+            return lib.pgs_device_draw(self.ctx, logits, own, ffi.NULL if tokens is None else tokens)
         level = self.backend.level_handle if self.backend.level is not None else ffi.NULL
         return lib.pgs_draw_node(self.ctx, level, logits, own, ffi.NULL if tokens is None else tokens)
 

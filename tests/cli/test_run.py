@@ -200,13 +200,17 @@ def test_speeds_in_the_footer():
     # It said "width chosen from 1" where no block width pays.
     memory = {"weights": 1, "kv": 1, "compute": 1}
 
-    def line(widths, mode=None):
-        return configuration_line(Configuration("t", "d", None, "CPU", 1, 16, widths, 256, "", "f16", "ggml", memory, ()), mode)
+    def line(widths, mode=None, sampling="greedy", draws=True):
+        used = Configuration("t", "d", None, "CPU", 1, 16, widths, 256, "", "f16", "ggml", draws, memory, ())
+        return configuration_line(used, mode, sampling)
 
     assert "on CPU (1 thread, kernels: ggml) | drafter d unused (no block width is faster" in line((1,))
     told = line((1, 2), "reference")
     assert "the text is that of --draft-width 16" in told  # and not that of a width chosen while running
     assert "drafter d, width chosen from 1/2" in line((1, 2)) and "drafter d, width 16" in line(())
+    # Sampled text of a ggml-cuda without the patch has more rejected drafts.
+    told = [line((), mode, sampling, False) for mode, sampling in ((None, "temperature 1"), ("plain", "temperature 1"), (None, "greedy"))]
+    assert ["drafts are argmaxes" in text for text in told] == [True, False, False] and "argmaxes" not in line((), None, "temperature 1")
 
 
 def test_a_busy_machine_is_named():

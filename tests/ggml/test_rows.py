@@ -7,13 +7,13 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
-from ggml.kernel_graphs import LEVELS, bench, compute
+from ggml.kernel_graphs import LEVELS, Memory, bench, compute
 
-from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.ggml.device import Backend, devices, pick_device
 from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.kernels import Packed, levels, packed_shape
 from pyggml_spec.ggml.library import check, ffi, lib, new_err, text
-from pyggml_spec.sampling.sampler import Sampler, Sampling
+from pyggml_spec.sampling.sampler import DRAW_OPTIONS, Sampler, Sampling
 
 on_every_level = pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 RNG = np.random.default_rng
@@ -257,6 +257,40 @@ def test_drafts_are_drawn_as_the_samplers_tokens(level, mapped):
         got = tokens[np.frombuffer(ffi.buffer(ids.data, 4 * rows), np.int32)]
     assert got[0] == (min(tokens[[7, 300]]) if not mapped else tokens[7])
     assert got[1:].tolist() == want[1:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, mapped", [(10, True), (4096, False), (32000, True), (262144, False)])
+def test_gpus_draw_as_cpus_do(n, mapped):
+    """The CPU's node against ggml-cuda's; of every third row many logits are equal."""
+    gpu = next((device for device in devices() if device.name.startswith("CUDA")), None)
+    if gpu is None:
+        pytest.skip("there is no CUDA device")
+    rng, rows, ids = RNG(n), 120, []
+    x = rng.normal(0, 3, (rows, n)).astype(np.float32)
+    x[::3] = x[::3].round()
+    options = np.zeros(rows, DRAW_OPTIONS)
+    options["temperature"], options["top_k"] = rng.choice([0, 0.3, 0.8, 1, 2], rows), rng.choice([0, 1, 20, 40, 100], rows)
+    options["top_p"], options["min_p"] = rng.choice([0.5, 0.95, 1], rows), rng.choice([0, 0.05, 0.3], rows)
+    options["seed"], options["index"], options["temperature_first"] = rng.integers(1 << 32, size=rows), np.arange(rows), np.arange(rows) % 2
+    tokens = rng.permutation(n)
+    for device in (pick_device("CPU"), gpu):
+        with (
+            closing(Backend(device, 2, "ggml")) as backend,
+            closing(Memory(backend)) as memory,
+            closing(GraphAllocator(backend, "t")) as allocator,
+        ):
+            assert backend.draws, "this build of ggml-cuda lacks the patch"
+            with closing(Graph(allocator)) as graph:
+                given = memory.tensor(options.view(np.int32).reshape(rows, -1), lib.GGML_TYPE_I32)
+                node = graph.draw(memory.tensor(x), given, 0, memory.tensor(tokens, lib.GGML_TYPE_I64) if mapped else None)
+                graph.keep_output(node)
+                graph.plan()
+                check(lib.pgs_graph_compute(graph.handle, err := new_err()), err)
+                backend.synchronize()
+                ids.append(np.empty(rows, np.int32))
+                lib.ggml_backend_tensor_get(node, ffi.from_buffer(ids[-1]), 0, ids[-1].nbytes)
+    assert ids[0].tolist() == ids[1].tolist() and len(set(ids[0].tolist())) > 5
 
 
 @pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor")
