@@ -5,8 +5,8 @@
     bench_vs_llamacpp.py --tools DIR -m target-with-mtp.gguf --rates 0.85,0.7,0.55,0.45 --device CUDA0 --out FILE.json
 
 Legs: llama-bench (prompt and plain decoding), llama-server with draft-dflash (block 16, --spec-draft-n-max 15, greedy, --backend-sampling), pyspec.
-Without -md the target's MTP layer drafts, with one llama-server per number of drafts of --n-max, and the fastest one counts. --n-cpu-moe and
---host-layers keep weights in host memory in every leg; --offload-prompts enables weight streaming. --rates: acceptance of each draft position,
+Without -md the target's MTP layer drafts; it and a whole small model (-md) with one llama-server per number of drafts of --n-max, of which the fastest
+one counts. --n-cpu-moe and --host-layers keep weights in host memory in every leg; --offload-prompts enables weight streaming. --rates: acceptance of each draft position,
 for both. Prints medians and writes every figure; a leg that llama-server cannot run is omitted with the reason.
 """
 
@@ -63,10 +63,9 @@ def server_options(args, drafts: int) -> list[object]:
         "--spec-draft-n-max",
         drafts,
     ]
+    options += ["--spec-type", args.method]
     if args.model_draft:
-        options += ["-md", args.model_draft, "-ngld", args.ngl, "--spec-type", "draft-dflash"]
-    else:
-        options += ["--spec-type", "draft-mtp"]
+        options += ["-md", args.model_draft, "-ngld", args.ngl]
     if args.threads:
         options += ["-t", args.threads]
     if args.n_cpu_moe:
@@ -81,8 +80,9 @@ def server_options(args, drafts: int) -> list[object]:
 def serving(args, stack: contextlib.ExitStack, notes: list[str]) -> dict[str, LlamaServer]:
     """A llama-server that drafts, by the name of its leg; MTP has one for each number of drafts."""
     out = {}
-    for drafts in [15] if args.model_draft else args.n_max:
-        name = "spec" if args.model_draft else f"spec n={drafts}"
+    blocks = args.method == "draft-dflash"
+    for drafts in [15] if blocks else args.n_max:
+        name = "spec" if blocks else f"spec n={drafts}"
         try:
             server = stack.enter_context(
                 LlamaServer(args.tools, args.out.with_suffix(f".server{drafts}.log"), *server_options(args, drafts))
@@ -163,6 +163,7 @@ def main() -> None:
         device, more["tensor_split"] = f"CPU,{args.device}", [args.host_layers, n_layer - args.host_layers]
     sizes = {"n_ctx": args.ctx, "draft_width": args.draft_width}
     session = ps.load(args.model, args.model_draft, device=device, threads=args.threads, **sizes, **more)
+    args.method = session.drafter.methods[0].method if session.drafter is not None else "draft-mtp"
     used.append(device_memory_used(args.device))
     notes, rows = list(session.notes), []
     with session, contextlib.ExitStack() as stack:

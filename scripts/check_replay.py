@@ -51,6 +51,7 @@ DRAFTERS = {
     "dspark": ("qwen3", lambda path, shape, quant: write_dspark(path, shape, quant, block=15, own=("head",), tokens=200)),
     "eagle3": ("llama", lambda path, shape, quant: write_eagle3(path, shape, quant, tokens=200)),
     "gemma4-assistant": ("gemma4", write_gemma4_assistant),
+    "small model": ("qwen3", archs.WRITERS["llama"]),
 }
 BOTH = "draft-dflash", "draft-mtp"  # two drafters of one target, whose rows wait while the other one drafts
 

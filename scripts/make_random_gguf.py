@@ -90,6 +90,7 @@ MODELS = {
                                              target_window=512, n_expert=256, n_used=8, n_ff_expert=512, n_ff_shared=512,
                                              **drafter(5, 32, 8, 6144, 2, 10, 18, 37, 40)),
                          {"yarn": 32.0}, {"feature_norms": True, "gate": "head", "causal": True}),
+    "qwen3-0.6B": Model(write_qwen3, Shape(n_layer=28, n_embd=1024, n_ff=3072, n_head=16, tied=True, **drafter(5, 16, 8, 3072, 2, 8, 14, 20, 26), **QWEN3)),
     "qwen3-4B": Model(write_qwen3, Shape(n_layer=36, n_embd=2560, n_ff=9728, n_head=32, tied=True,
                                          **drafter(5, 32, 8, 9728, 2, 10, 18, 26, 34), **QWEN3)),
     "qwen3-8B": Model(write_qwen3, Shape(n_layer=36, n_embd=4096, n_ff=12288, n_head=32,
