@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Speculative decoding on this CPU: native kernels against ggml's, and against llama.cpp's tools on the same files.
 
-    bench_cpu.py --tools DIR [--small 0.8B.gguf] [--pair 4B.gguf 4B-drafter.gguf] [-t 1] [-r 7] [--only prompts,server] [--out FILE.json]
+    bench_cpu.py --tools DIR [--small 0.8B.gguf] [--pair 4B.gguf 4B-drafter.gguf] [-t 1] [-r 7] [--only prompts,server] [--lengths 8,64]
+                 [--out FILE.json]
 
 `make_random_gguf.py 0.8B --quant Q4_K` and `make_random_gguf.py 4B --quant Q4_K` write the files. Figures are medians of alternating rounds; the
 share of time with other load is printed. PYSPEC_CPU_FEATURES=avx2 measures a lower level.
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument(
         "--only", default="bench,prompts,server,steps", help="which of these of the embedded pair; none of them: the other files alone"
     )
+    parser.add_argument("--lengths", default="512,4096", help="tokens of the prompts of --small")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     figures: dict[str, float] = {}
@@ -198,7 +200,7 @@ def main() -> None:
     if "steps" in only:
         step_costs(args, say, "embedded pair", DEMO_TARGET, DEMO_DRAFTER)
     if args.small:
-        against_llama_bench(args, say, args.small.name, args.small, (512, 4096) if args.rounds > 1 else (512,))
+        against_llama_bench(args, say, args.small.name, args.small, tuple(map(int, args.lengths.split(","))))
         step_costs(args, say, args.small.name, args.small)
     if args.pair:
         synthetic_pair(args, say)

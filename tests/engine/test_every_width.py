@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.skipif(not LEVELS, reason="native kernels do not run on this processor: ggml's promise no such thing"),
 ]
 DENSE = ["qwen35", "qwen3", "llama", "gemma4"]
-ROUTED = [("qwen3moe", "MXFP4"), ("qwen35moe", "Q4_K")]
-QUANTS = ["F32", "F16", "BF16", "Q4_0", "Q4_K", "Q5_K", "Q6_K"]
+ROUTED = [("qwen3moe", "MXFP4"), ("qwen3moe", "IQ3_S"), ("qwen35moe", "Q4_K")]
+QUANTS = ["F32", "F16", "BF16", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "NVFP4"]
 
 
 def prompt_of(n, seed=5):
