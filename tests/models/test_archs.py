@@ -299,6 +299,20 @@ def test_variants_of_an_architecture(tmp_path, arch, quant, tokens, shape, optio
     ("glm-dsa", {"attention.indexer.types": np.array([1, 1, 1])}, "names 3 of 4 layers"),
     ("glm-dsa", {"attention.q_lora_rank": 0}, "attention.q_lora_rank is 0"),
     ("glm-dsa", {"expert_gating_func": 4}, "expert_gating_func is 4"),
+    ("qwen4exp", {"hyper_connection.count": 1}, "one stream has nothing to mix"),
+    ("qwen4exp", {"ple.layers": np.array([3])}, "which has attention"),
+    ("qwen4exp", {"ple.layers": np.array([0, 1])}, "one layer of 4 may have"),
+    ("qwen4exp", {"ple.ngram_size": 4}, "6 n-gram embeddings of 64 values"),
+    ("qwen4exp", {"ple.head_offsets": np.array([0, 101, 204, 411])}, "has 420 rows, but .* name 520"),
+    ("qwen4exp", {"attention.compress_ratios": np.array([0, 0, 0, 3])}, "powers of two"),
+    ("minimax-m3", {"attention.indexer.block_size": 96}, "powers of two"),
+    ("minimax-m3", {"attention.indexer.head_count": 3}, "is not the 2 of attention.head_count_kv"),
+    ("mimo2", {"attention.value_length_swa": 64}, "attention.value_length_swa differs from 128"),
+    ("gemma3n", {"altup.num_inputs": 8}, "other sizes than the 256 values per layer and 4 streams"),
+    ("deci", {"feed_forward_length": np.array([512, 0, 512, 512])}, "layer 1 has no FFN"),
+    ("llama4", {"attention.sliding_window": 0}, "MobileLLM"),
+    ("granite_swa", {"deepstack_mapping": np.array([-1, 0, -1, -1])}, "inputs of several layers from pictures"),
+    ("granite_swa", {"attention.rope_pattern": np.array([1, 0])}, "names 2 of 4 layers"),
 ])  # fmt: skip
 def test_keys_that_contradict_are_refused(tmp_path, arch, keys, words):
     with GGUFFile(TARGETS[arch](tmp_path / "t.gguf")) as file:
