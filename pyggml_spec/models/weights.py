@@ -42,6 +42,7 @@ class Spec:
             (elementwise; F32 only), INDEX (numbers of rows; I64 in the file, here I32 [1, n]).
         source: name in the file when it differs (a head tied to the embedding).
         of: the matrix whose products this scale or bias is applied to.
+        layer: the one that reads a tensor without its number in the name, -1 for none or several.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Spec:
     use: str = MATMUL
     source: str | None = None
     of: str | None = None
+    layer: int = -1
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,8 @@ def specs_on(specs: Sequence[Spec], segments: Sequence[Segment], index: int, bor
 
     def here(spec: Spec) -> bool:
         name = spec.name
-        if name.startswith("blk."):
-            return segment.first <= int(name.split(".")[1]) < segment.end
+        if name.startswith("blk.") or spec.layer >= 0:
+            return segment.first <= (spec.layer if spec.layer >= 0 else int(name.split(".")[1])) < segment.end
         if name == EMBEDDING and borrowed and last:
             return True
         return first if name.startswith(FIRST) else last if name.startswith(LAST) else True

@@ -316,7 +316,8 @@ class Qwen4Exp(Decoder):
             *specs("output_", {"hc_down": (wide, self.rank), "hc_up": (self.rank, wide)}),
             _norm(self.f, "output_hc_norm", self.streams),
         ]
-        return out + ([Spec(TABLE, (self._ngrams.size, self._ngrams.rows), ROWS)] if self._ngrams is not None else [])
+        own = self._ngrams
+        return out + ([Spec(TABLE, (own.size, own.rows), ROWS, layer=own.layer)] if own is not None else [])
 
     def extra(self, g: Graph, x: Tensor, tokens: Tensor) -> Tensor | None:
         return g.reshape(g.cast(tokens, F32), 1, tokens.ne[0]) if self._ngrams is not None else None
