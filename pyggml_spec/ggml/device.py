@@ -120,6 +120,7 @@ SWITCHES = tuple(
         "LARGE_BATCH_WGMMA",
         "DELTA_CHUNKS",
         "ROW_BY_MMA",
+        "QUANTIZED_KV",
         "BATCH_INVARIANT",
         "PDL",
         "FORCE_CUBLAS",
