@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`pyspec convert` against llama.cpp's converter, over every published layout of drafters: all tensors bit by bit, all keys.
+"""`pyspec convert` against llama.cpp's converter, over nine published layouts of drafters: all tensors bit by bit, all keys.
 
     compare_convert.py --llama-cpp LLAMA_CPP --python PYTHON
     compare_convert.py --llama-cpp LLAMA_CPP --python PYTHON --checkpoint FOLDER -m target.gguf --target-folder FOLDER
