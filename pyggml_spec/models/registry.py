@@ -44,7 +44,14 @@ def open_target(file: GGUFFile) -> Decoder:
     return TARGETS[arch](file)
 
 
-_LIKE = {"qwen": "qwen3", "mistral": "llama", "phi": "llama", "granite": "llama", "gemma": "gemma4"}  # nearest architecture by prefix
+_LIKE = {
+    "qwen": "qwen3",
+    "mistral": "llama",
+    "phi": "llama",
+    "granite": "granite",
+    "gemma": "gemma4",
+    "glm": "glm-dsa",
+}  # nearest architecture by prefix
 LIMIT = 40  # characters of a name from a file
 
 
