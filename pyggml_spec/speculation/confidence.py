@@ -21,7 +21,7 @@ class Confidence:
     step. ``relative``: in plain steps, of which ``tell`` says what they take."""
 
     def __init__(self, costs: Mapping[int, float], relative: bool = False) -> None:
-        self._rows = sorted(costs)
+        self._rows, self._relative = sorted(costs), relative
         self.costs = CostModel({(1, rows): ms for rows, ms in costs.items()}, relative)
         self._tries, self._hits = [0.0] * (len(LEVELS) + 1), [0.0] * (len(LEVELS) + 1)
         self._ratings: dict[int, list[float]] = {}  # of the last blocks' draft tokens, by slot
@@ -29,7 +29,7 @@ class Confidence:
 
     def tell(self, plain_ms: float) -> None:
         """Milliseconds of a plain step, before the first block is cut."""
-        while self.costs.steps((1, 1)) <= WARMUP:
+        while self._relative and self.costs.steps((1, 1)) <= WARMUP:
             self.costs.observe((1, 1), plain_ms)
 
     def chance(self, rating: float) -> float:

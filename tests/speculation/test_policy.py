@@ -527,6 +527,13 @@ def test_a_session_verifies_what_the_head_believes_in(session, bias, widths):
     assert (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
 
 
+def test_what_a_plain_step_takes_is_the_unit_of_estimates_alone():
+    for relative, want in ((True, 40.0 * STEP_COSTS[8] / STEP_COSTS[1]), (False, STEP_COSTS[8])):
+        confidence = Confidence(STEP_COSTS, relative)
+        confidence.tell(40.0)
+        assert confidence.cost(1, 8) == pytest.approx(want)
+
+
 @pytest.mark.parametrize("bias, widths", [(-30.0, {1}), (30.0, {8})])
 def test_slots_verify_what_the_head_believes_in(session, bias, widths):
     """In texts that stay the target's, after whole blocks have taught what they cost."""
