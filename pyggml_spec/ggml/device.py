@@ -118,6 +118,7 @@ SWITCHES = tuple(
         "SMALL_BATCH_TYPES",
         "LARGE_BATCH",
         "LARGE_BATCH_WGMMA",
+        "LARGE_BATCH_EXPERTS",
         "DELTA_CHUNKS",
         "ROW_BY_MMA",
         "QUANTIZED_KV",
