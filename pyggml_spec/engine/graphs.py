@@ -72,7 +72,7 @@ def most_nodes(target: Decoder, drafter: AnyDrafter | None) -> int:
     experts = getattr(target, "experts", None)
     per_layer = 160 + (4 * experts.n_used if experts is not None else 0)
     members = drafter.methods if drafter is not None else ()
-    passes = sum(member.n_layer * (1 + (member.block_size if member.one_by_one else 1)) for member in members)
+    passes = sum(member.n_layer * ((member.block_size if member.one_by_one else 1) + member.rows_read_rows) for member in members)
     return NODES_BESIDE_LAYERS + (target.n_layer + passes) * per_layer + sum(member.extra_nodes for member in members)
 
 

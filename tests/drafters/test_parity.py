@@ -713,7 +713,7 @@ def test_what_a_file_asks_for_is_applied_or_refused(tmp_path, name, value, words
         open_drafter(file)
 
 
-@pytest.mark.parametrize("name", ["blk.0.attn_sinks.weight", "enc.output_norm.scale", "blk.1.attn_q.bias"])
+@pytest.mark.parametrize("name", ["blk.0.ffn_gate_inp.weight", "enc.output_norm.scale", "blk.1.attn_q.bias"])
 def test_an_unused_tensor_is_named(tmp_path, name):
     model = Model(write_dflash(tmp_path / "d.gguf", SHAPE))
     model.tensors[name] = list(model.tensors["output_norm.weight"])

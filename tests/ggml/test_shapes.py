@@ -108,11 +108,25 @@ WRONG = {
                 lambda g, t: g.flash_attention(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(512, 5), 2, 256, 0.1),
                 lambda g, t: g.flash_attention(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 5), 2, 256, 0.1, t.f32(3)),
                 lambda g, t: g.flash_attention(t.f32(64, 4, 5), t.f16(128, 300), t.f16(128, 300), t.f16(256, 5), 2, 256, 0.1, t.f16(4))],
+    "sub": [lambda g, t: g.sub(t.f32(64, 5), t.f32(63, 5))],
+    "pile": [lambda g, t: g.pile(t.f32(64, 5, 2), t.f32(64, 4, 2)), lambda g, t: g.pile(t.f32(64, 5, 2), t.f16(64, 5, 2))],
+    "arange": [lambda g, t: g.arange(3.0, 3.0), lambda g, t: g.arange(0.0, 3.0, 0.0)],
+    "situ": [lambda g, t: g.situ(t.f32(64, 5), t.f32(64, 4), 1.0, 1.0)],
+    "streams_mean": [lambda g, t: g.streams_mean(t.f32(64, 4, 5), t.f32(64, 3, 5)), lambda g, t: g.streams_mean(t.f32(64, 4, 5), t.f16(64, 4, 5))],
+    "streams_sum": [lambda g, t: g.streams_sum(t.f32(64, 4, 5), t.f32(5, 4)), lambda g, t: g.streams_sum(t.f32(64, 4, 5), t.f16(4, 5))],
+    "add_to_streams": [lambda g, t: g.add_to_streams(t.f32(64, 4), t.f32(64, 4, 5), t.f32(4, 5)), lambda g, t: g.add_to_streams(t.f32(64, 5), t.f32(64, 4, 5), t.f32(5, 4))],
+    "block_max": [lambda g, t: g.block_max(t.f32(64, 5), 7), lambda g, t: g.block_max(t.f16(64, 5), 8), lambda g, t: g.block_max(g.permute(t.f32(5, 64), 1, 0, 2, 3), 8)],
+    "top_blocks": [lambda g, t: g.top_blocks(t.f32(8, 5), 9), lambda g, t: g.top_blocks(t.f32(8, 5), 0), lambda g, t: g.top_blocks(t.f16(8, 5), 2)],
+    "block_mask": [lambda g, t: g.block_mask(t.f32(8, 2, 5), 9, 4), lambda g, t: g.block_mask(t.f32(8, 2, 5, 2), 2, 4), lambda g, t: g.block_mask(t.f16(8, 2, 5), 2, 4)],
+    "of_head": [lambda g, t: g.of_head(t.f16(128, 300), 64, 2)],
+    "rows_before": [lambda g, t: g.rows_before(t.f16(64, 8), t.i32(5), 1), lambda g, t: g.rows_before(t.f32(64, 8, 2), t.i32(5), 1), lambda g, t: g.rows_before(t.f32(64, 8), t.i32(5), -1)],
+    "ngram_rows": [lambda g, t: g.ngram_rows(t.f32(2, 8), t.i32(5), None), lambda g, t: g.ngram_rows(t.f32(1, 8), t.f32(5), None)],
     "host_view": [lambda g, t: g.host_view(t.f32(64, 5)), lambda g, t: g.host_view(t.i32(5))],
 }  # fmt: skip
 ANY_SHAPE = {  # one operand of any shape, or nothing but a graph's own nodes
     "scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "soft_cap", "gelu", "relu_squared", "softmax", "sum_rows", "cont", "view_source", "cont_flat", "hadamard",
     "expand", "expand_norm", "keep_output", "name", "plan", "measure", "n_cuts", "op_counts", "traffic", "close", "place", "aligned_outputs", "capture",
+    "abs", "sgn", "sqrt", "sqr", "mean", "step", "scale_bias", "xielu", "cast",
 }  # fmt: skip
 
 

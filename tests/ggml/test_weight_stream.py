@@ -75,7 +75,7 @@ BROKEN_PREFETCH = {
     "one way twice": ("return sum % WAYS", "return seen / 2 % WAYS"),
     "a thread without a share": (" || bytes == 0", ""),
     "rows alike": ("rows <= 8 ? 3", "rows <= 7 ? 3"),
-    "types alike": ("case GGML_TYPE_Q5_K: return 4", "case GGML_TYPE_Q5_K: return 3"),
+    "types alike": ("trials[type][where]", "trials[type & ~1][where]"),
     "one of all threads": ("static _Thread_local trial", "static trial"),
     "another distance": ("AHEAD[t->best], 0", "AHEAD[0], 0"),
 }

@@ -128,7 +128,7 @@ class Banking(Layer):
         a = self.mixer(c, c.name(c.rms_norm(h, self.mixer_norm), "attn_norm"))
         x = a if self.banks else g.add(x, a)
         n = c.name(c.rms_norm(self._read(c, x, "ffn_res_score"), self.ffn_norm), "ffn_norm")
-        return c.name(g.add(x, c.name(ffn(c, n), "ffn_out")), "l_out")
+        return c.name(g.add(c.name(ffn(c, n), "ffn_out"), x), "l_out")  # x may be a product with other readers
 
     def _read(self, c: LayerContext, x: Tensor, name: str) -> Tensor:
         return mixed(c.g, x, c.extra, c[name], c.eps) if self.every else x
