@@ -90,7 +90,7 @@ def main() -> None:
     for category in dict.fromkeys(category for category, _ in rows):
         halves = rows[category, PLAIN]
         plain = [(a[0] + b[0]) / (a[2] + b[2]) for a, b in zip(halves[::2], halves[1::2])]
-        for way in (PLAIN, *fixed, POLICY):
+        for way in (PLAIN, *fixed, POLICY, *servers):
             found = rows[category, way]
             speeds = plain if way == PLAIN else [n / s for n, _, s in found]
             ratios = [speed / base for speed, base in zip(speeds, plain)]
