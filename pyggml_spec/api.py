@@ -94,7 +94,7 @@ class Session:
         self.lookup: NgramMethod | None = None  # n-gram drafting
         self._plans: list[StepPlan] = []  # among which the policy chooses; empty where the width is pinned
         self._known_costs: dict[StepPlan, float] = {}  # of earlier sessions
-        self._watched: Waiting | None = None  # whether other work had the processor
+        self._watched: Waiting | None = None  # whether other processes used the CPU
         self._known_drafts: Mapping[str, AcceptancePrior] = {}  # acceptance of each drafter, of earlier sessions at first
         self._drafts_count = False  # whether this session's acceptance is to be stored
         self._concurrent: ConcurrentSession | None = None  # the last one
@@ -167,7 +167,7 @@ class Session:
         for member in self.drafter.methods:
             fitting = [width for width in widths if width <= member.block_size]
             out += [StepPlan.of(member.method, width) for width in fitting]
-            out += chain_plans(member.method, fitting) if fitting and (member.one_by_one) else []
+            out += chain_plans(member.method, fitting) if fitting and member.one_by_one else []
         return [plan for plan in dict.fromkeys(out) if plan.verify_len <= self.runner.options.n_ctx]
 
     @property

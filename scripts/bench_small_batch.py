@@ -203,8 +203,7 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
                 expected = case.expect(*exact, values.astype(np.float64), addend.astype(np.float64))
             usual = np.linalg.norm(values, axis=1) / n_in**0.5  # of a product; weights are normal, of size n_in ** -0.5
             if not case.name.startswith("product"):
-                # a single output may lie where rounding its gate changes all of it
-                usual = 0.3 * (usual if n_out == 1 else np.minimum(usual, 1)) * usual
+                usual = 0.3 * np.minimum(usual, 1) * usual
             alone, changed = None, []
             for count in (count for count in rows if patched(name, n_in, n_out, count)):
                 allocator = GraphAllocator(backend, "check")
