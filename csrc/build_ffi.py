@@ -262,7 +262,14 @@ struct llama_sampler * llama_sampler_init_top_k(int32_t k);
 struct llama_sampler * llama_sampler_init_typical(float p, size_t min_keep);
 struct llama_sampler * llama_sampler_init_top_p(float p, size_t min_keep);
 struct llama_sampler * llama_sampler_init_min_p(float p, size_t min_keep);
-struct llama_sampler * llama_sampler_init_temp(float t);
+struct llama_sampler * llama_sampler_init_temp_ext(float t, float delta, float exponent);
+struct llama_sampler * llama_sampler_init_top_n_sigma(float n);
+struct llama_sampler * llama_sampler_init_xtc(float p, float t, size_t min_keep, uint32_t seed);
+struct llama_sampler * llama_sampler_init_dry(const struct llama_vocab * vocab, float multiplier, float base, int32_t allowed_length, int32_t penalty_last_n,
+                                              const char ** seq_breakers, size_t num_breakers);
+struct llama_sampler * llama_sampler_init_mirostat(int32_t n_vocab, uint32_t seed, float tau, float eta, int32_t m);
+struct llama_sampler * llama_sampler_init_mirostat_v2(uint32_t seed, float tau, float eta);
+struct llama_sampler * llama_sampler_init_adaptive_p(float target, float decay, uint32_t seed);
 struct llama_sampler * llama_sampler_init_logit_bias(int32_t n_vocab, int32_t n_logit_bias, const llama_logit_bias * logit_bias);
 struct llama_sampler * llama_sampler_init_infill(const struct llama_vocab * vocab);
 struct llama_sampler * llama_sampler_init_dist(uint32_t seed);

@@ -24,11 +24,11 @@ from .engine.engine import Engine
 from .engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from .engine.sequence import Sequence as SequenceState
 from .engine.stats import BatchStats, Stats
-from .errors import EngineError, PyspecError
+from .errors import EngineError, PyspecError, SamplingError
 from .events import End, StepEvent
 from .ggml.device import release_threads
 from .ggml.library import versions
-from .sampling.sampler import Sampler, Sampling
+from .sampling.sampler import Sampler, Sampling, TokenLogprob
 from .speculation.synthetic import SyntheticAcceptance
 from .text.stream import ANY_LINES, LineLimits, TextStream, stop_texts
 from .text.tokenizer import Tokenizer
@@ -123,6 +123,11 @@ class Handle:
     def prompt_read(self) -> int:
         """Prompt tokens in the caches, reused ones included."""
         return self.sequence.computed
+
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprob]:
+        """Of the prompt's tokens but the first, where it is scored; complete with the first event that has tokens."""
+        return self._sampler.prompt_logprobs if self._sampler is not None else ()
 
     def cancel(self) -> None:
         """Ends the request before the next step, from any thread, at any time."""
@@ -308,6 +313,7 @@ class ConcurrentSession:
         ignore_end: bool = False,
         special: bool = False,
         reuse: bool = True,
+        scored: bool = False,
         owner: str = "",
         progress: bool = False,
         synthetic: SyntheticAcceptance | None = None,
@@ -319,6 +325,7 @@ class ConcurrentSession:
         Args:
             max_tokens: 0 computes the prompt alone, for the prefix cache.
             reuse: False ignores the prefix cache.
+            scored: the prompt's log probabilities, too (``Handle.prompt_logprobs``), as many as those of ``sampling``; ignores the prefix cache.
             owner: key of the tenant; prefixes and n-grams are never shared between owners.
             progress: also events without text during prefill, with ``prompt_read``.
             synthetic: synthetic acceptance of this request.
@@ -331,7 +338,11 @@ class ConcurrentSession:
             EngineError: closed, ended by an error in a step, or speculative mode without a drafter.
         """
         ids, text = self._prompt_ids(prompt, special), TextStream(self._tokenizer.piece, stop_texts(stop), lines)
-        more = {"ignore_end": ignore_end, "synthetic": synthetic, "reuse": reuse, "owner": owner}
+        if scored and (sampling is None or sampling.logprobs is None or sampling.logprobs_after):
+            raise SamplingError(
+                "a prompt is scored by the model's log probabilities; give a sampling with logprobs, and without logprobs_after"
+            )
+        more = {"ignore_end": ignore_end, "synthetic": synthetic, "reuse": reuse and not scored, "scored": scored, "owner": owner}
         options = request_options(self.engine, self._tokenizer, text, max_tokens, mode, **more)
         sampler = self._make_sampler(sampling, ignore_end)
         options = replace(options, sampler=sampler)

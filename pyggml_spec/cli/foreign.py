@@ -102,9 +102,6 @@ REFUSED = """
  adapters are not supported: merge them into the model file (llama-export-lora)
 --sampler-seq --sampling-seq 1
  name the samplers: --samplers 'top_k;top_p;min_p;temperature'
---top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n 1
---dry-sequence-breaker --adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat --mirostat-lr --mirostat-ent 1
- this sampler is not supported; --temp, --top-k, --top-p, --min-p, --typical and the penalties are (docs/sampling.md)
 --server-base 1
  `pyspec chat` runs the model itself; for a server use its web page or an OpenAI client
 -r --reverse-prompt 1
@@ -120,7 +117,7 @@ REFUSED = """
 --reasoning-effort 1
  set it as a template variable: --chat-template-kwargs '{"reasoning_effort": "low"}' for `pyspec chat` and `pyspec serve`
 --reasoning-budget --reasoning-budget-message 1
- thinking is on or off (--think/--no-think in `pyspec chat`, --reasoning in `pyspec serve`); -n limits answer and thinking together
+ `pyspec serve` limits thinking; in `pyspec chat` it is on or off (--think/--no-think), and -n limits answer and thinking together
 --reasoning-preserve --no-reasoning-preserve --skip-chat-parsing 0
  the template decides: --chat-template-kwargs sets its variables, --reasoning-format none leaves reasoning in the content
 --no-jinja 0

@@ -14,7 +14,8 @@ GROUPS = {
     "Drafting": ("spec_type", "no_spec", "draft_width", "draft_vocab", "mode", "reference", "require_spec", "synthetic", "rates"),
     "Caches": ("cache_type_k", "cache_type_v", "draft_cache_type_k", "draft_cache_type_v", "prefix_cache", "prefix_disk", "prefix_memory", "share_prefixes", "chunk"),
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "seed", "repeat_penalty", "repeat_last_n", "presence_penalty",
-                 "frequency_penalty", "logit_bias", "grammar", "grammar_file", "json_schema", "json_schema_file", "additional_properties", "regex", "lark_file"),
+                 "frequency_penalty", "dynatemp_range", "dynatemp_exponent", "top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base",
+                 "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat", "mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay", "logit_bias", "grammar", "grammar_file", "json_schema", "json_schema_file", "additional_properties", "regex", "lark_file"),
 }  # fmt: skip
 OWN = "Options"
 PATH = click.Path()

@@ -16,12 +16,38 @@ _SAMPLING = [
     option("--top-p", "Keep the most likely tokens up to this total probability; 1 for all.", type=float),
     option("--min-p", "Keep tokens at least this likely relative to the most likely one; 0 for all.", type=float),
     option("--typical --typical-p typical_p", "Keep locally typical tokens; 1 for all.", type=float),
-    option("--samplers", "Order of the samplers, separated by ;. Default: penalties; top_k; typ_p; top_p; min_p; temperature"),
+    option(
+        "--samplers",
+        "Order of the samplers, separated by ;. Default: penalties; dry; top_n_sigma; top_k; typ_p; top_p; min_p; xtc; temperature",
+    ),
     option("-s --seed", "Random seed. Default, or -1: a random one, shown in the footer.", type=click.IntRange(-1, (1 << 32) - 1)),
     option("--repeat-penalty", "Divides positive logits of recent tokens, multiplies negative ones; 1 for none.", type=float),
     option("--repeat-last-n", "Number of recent tokens, prompt included. Default: 64", type=int),
     option("--presence-penalty", "Subtracted from the logits of recent tokens, once.", type=float),
     option("--frequency-penalty", "Subtracted from the logits of recent tokens, per occurrence.", type=float),
+    option("--dynatemp-range", "The temperature is within so much of --temp, by the entropy; 0 for none.", type=float),
+    option("--dynatemp-exp --dynatemp-exponent dynatemp_exponent", "Power of the entropy. Default: 1", type=float),
+    option(
+        "--top-nsigma --top-n-sigma top_n_sigma",
+        "Keep tokens within so many standard deviations of the largest logit; -1 for all.",
+        type=float,
+    ),
+    option("--xtc-probability", "Chance that the likeliest tokens are left out; 0 for none.", type=float),
+    option("--xtc-threshold", "Probability from which on they are, but for the least likely of them. Default: 0.1", type=float),
+    option("--dry-multiplier", "Penalty of tokens that go on with a repetition; 0 for none.", type=float),
+    option("--dry-base", "Factor of the penalty per token of the repetition. Default: 1.75", type=float),
+    option("--dry-allowed-length", "Length of a repetition without penalty. Default: 2", type=int),
+    option("--dry-penalty-last-n", "Number of recent tokens, prompt included. Default: 64", type=int),
+    option(
+        "--dry-sequence-breaker dry_sequence_breakers",
+        "Text that ends repetitions, 'none' for none; may be given several times. Default: newline : \" *",
+        multiple=True,
+    ),
+    option("--mirostat", "1 or 2: keep the surprise of tokens, in place of the samplers but the temperature.", type=int),
+    option("--mirostat-ent --mirostat-tau mirostat_tau", "That surprise in bits. Default: 5", type=float),
+    option("--mirostat-lr --mirostat-eta mirostat_eta", "Its learning rate. Default: 0.1", type=float),
+    option("--adaptive-target", "Probability near which the sampler adaptive_p chooses; it has to be among --samplers.", type=float),
+    option("--adaptive-decay", "Decay of its average of recent probabilities. Default: 0.9", type=float),
     option("-l --logit-bias", "Added to the logit of a token, as in 15043-1.5 or 15043-inf.", multiple=True, metavar="ID(+/-)BIAS"),
 ]
 _CONSTRAINTS = [
@@ -73,6 +99,8 @@ def take_sampling(options: dict, **more) -> SamplingArgs:
     for token, bias in map(_bias, values["logit_bias"]):
         biases[token] = biases.get(token, 0.0) + bias  # repeated ones add up, as in llama.cpp
     values["logit_bias"] = biases
+    breakers = values.get("dry_sequence_breakers")
+    values["dry_sequence_breakers"] = (() if breakers == ("none",) else breakers) if breakers else None
     if values["samplers"] is not None:
         values["samplers"] = tuple(name.strip() for name in values["samplers"].split(";") if name.strip())
     args = SamplingArgs({name: value for name, value in {**values, **texts, **more}.items() if value is not None})

@@ -57,6 +57,13 @@ from .terminal import progress_line, say
 @option("--chat-template template", "Chat template instead of the model file's: Jinja text, or chatml, command-r or llama3.")
 @with_options(TEMPLATE)
 @option("--reasoning -rea", "Thinking mode, where the template has one.", type=click.Choice(["on", "off", "auto"]), default="auto")
+@option(
+    "--reasoning-budget thinking_budget",
+    "Tokens of thinking in requests that do not say; -1 for no limit.",
+    type=click.IntRange(-1, 1 << 31),
+    default=-1,
+)
+@option("--reasoning-budget-message thinking_message", "Text that is put before the end of thinking at that limit.", default="")
 @option("--reasoning-format", "none leaves reasoning in the content.", type=click.Choice(["auto", "deepseek", "none"]), default="auto")
 @option("--cors-origins origins", "Pages whose scripts may ask: *, localhost, or a list of origins.", shown="localhost")
 @option(

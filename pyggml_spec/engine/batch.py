@@ -22,11 +22,12 @@ class Prefill:
     """Prompt tokens. They are committed by the step; the greedy token after the last one becomes the last token.
 
     ``more``: another chunk follows at once and this chunk's ids are not read. Over several devices the next chunk then starts on the first device
-    while the others still compute this one.
+    while the others still compute this one. ``scored``: logits of all rows can be read (``ModelRunner.row_logits``); at most a block's rows.
     """
 
     tokens: Ids
     more: bool = False
+    scored: bool = False
 
     @property
     def rows(self) -> int:

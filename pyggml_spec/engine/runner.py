@@ -9,7 +9,7 @@ A step: ``forward`` checks the batch (state.py), chooses the graph (graphs.py), 
 ``StepOutput`` for each slot.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import monotonic
 from typing import Any, cast
@@ -147,7 +147,9 @@ class ModelRunner(ExactSteps):
         rows = max(batch.rows.values())
         batch.method, batch.n_drafts, batch.streamed, batch.deferred, batch.key = "", -1, False, False, NO_KEY
         batch.is_block = rows > 1 and (
-            not prompts or any(n > 1 and not isinstance(batch.items[slot], Prefill) for slot, n in batch.rows.items())
+            not prompts
+            or any(item.scored for item in prompts)
+            or any(n > 1 and not isinstance(batch.items[slot], Prefill) for slot, n in batch.rows.items())
         )
         if batch.is_block:
             width = batch.verify_len = graphs.block_width(max([rows, *[item.padded_len for item in drafting.values()]]))
@@ -431,6 +433,13 @@ class ModelRunner(ExactSteps):
         if self.resources.last is None or self.graphs.closed:
             raise EngineError("no step has been computed whose candidates could be read")
         return self.resources.last.candidates(row)
+
+    def row_logits(self, slot: int, rows: int) -> Iterator[np.ndarray]:
+        """F32 [n_vocab] logits after each of the ``rows`` rows of a scored part of a prompt. Valid until the next step."""
+        last = self._row(slot, 0)
+        assert self.resources.last is not None
+        for row in range(last - rows + 1, last + 1):
+            yield self.resources.last.candidates(row)[1]
 
     def likeliest(self, choices: Sequence[Choice]) -> list[int]:
         """The likeliest tokens among some, for rows as ``candidates`` takes them; any token where no bit is set. Valid until the next step.

@@ -110,7 +110,7 @@ class Scheduler:
                 width, slots = batch.plan.verify_len, 2 * covering(items, n_slots).count  # twice the rows cost less than another step
                 for s in batch.prefilling:
                     if s.remaining <= width and covering((*items, s.slot), n_slots).count <= slots:
-                        items[s.slot] = Prefill(s.prompt[s.computed :])
+                        items[s.slot] = Prefill(s.prompt[s.computed :], scored=s.options.scored)
             if not self._prefill_next or all(s.slot in items for s in batch.prefilling):
                 self._prefill_next = True
                 return
@@ -308,9 +308,13 @@ class Scheduler:
         """The first prompt's next chunk, and those of other prompts that fit into the same step."""
         runner, chosen = self._runner, list[Sequence]()
         rows = min(runner.options.chunk, MAX_PREFILL_TOKENS_WITH_DECODE) if with_decode else runner.options.chunk
+        scored = bool(ready) and ready[0].options.scored  # in blocks, whose graphs have the logits of all rows
+        rows = min(rows, runner.options.width) if scored else rows
         for seq in ready:
             together = (*chosen, seq)
             if chosen:
+                if seq.options.scored != scored:
+                    continue
                 width = runner.chunk_width(max(len(s.chunk(rows)) for s in together))
                 if width * covering([s.slot for s in together], len(runner.slots)).count > rows:
                     continue
@@ -319,8 +323,8 @@ class Scheduler:
             self.active.remove(seq)
             self.active.append(seq)
         chunks = {s: s.chunk(rows) for s in chosen}
-        more = not with_decode and all(len(chunk) < s.remaining for s, chunk in chunks.items())
-        return {s.slot: Prefill(chunk, more) for s, chunk in chunks.items()}
+        more = not with_decode and not scored and all(len(chunk) < s.remaining for s, chunk in chunks.items())
+        return {s.slot: Prefill(chunk, more, scored) for s, chunk in chunks.items()}
 
     def _finish_chunk(self, seq: Sequence, item: Prefill, tokens: list[int]) -> None:
         """Keeps the chunk in the prefix cache; at the prompt's end, decoding begins with the first of ``tokens``."""

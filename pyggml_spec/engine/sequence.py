@@ -49,6 +49,7 @@ class GenerationOptions:
         drafts: drafts in place of a drafter's.
         jump_forward: whether tokens that the constraint leaves no choice about are drafted, ahead of other methods.
         reuse: whether the prompt may reuse the prefix cache.
+        scored: whether the sampler gets the logits of the prompt's rows, too; without ``reuse``.
         owner: key of the tenant; prefixes and n-grams are never shared between owners.
     """
 
@@ -63,6 +64,7 @@ class GenerationOptions:
     drafts: DraftFunction | None = None
     jump_forward: bool = False
     reuse: bool = True
+    scored: bool = False
     owner: str = ""
 
     def __post_init__(self) -> None:

@@ -10,14 +10,15 @@ from .sampler import KNOWN, Sampling
 
 _FIELDS = {
     "temp": ("temperature", float), "top_k": ("top_k", int), "top_p": ("top_p", float), "min_p": ("min_p", float),
-    "penalty_last_n": ("repeat_last_n", int), "penalty_repeat": ("repeat_penalty", float),
+    "penalty_last_n": ("repeat_last_n", int), "penalty_repeat": ("repeat_penalty", float), "xtc_probability": ("xtc_probability", float),
+    "xtc_threshold": ("xtc_threshold", float), "mirostat": ("mirostat", int), "mirostat_tau": ("mirostat_tau", float), "mirostat_eta": ("mirostat_eta", float),
 }  # fmt: skip
-_ELSEWHERE = ("xtc_probability", "mirostat")  # samplers enabled by a non-zero value
-_OFF = ("dry", "top_n_sigma", "xtc")  # may appear in an order without effect
 _ALIASES = {"temp": "temperature", "nucleus": "top_p", "typ": "typ_p"}
 
 
-RANDOM = ("temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "seed")
+RANDOM = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "seed", "dynatemp_range", "top_n_sigma", "xtc_probability", "mirostat", "adaptive_target"
+)  # fmt: skip
 """Fields of ``Sampling`` that imply random sampling. Without them decoding is greedy, whatever the file recommends."""
 
 
@@ -49,11 +50,9 @@ def recommended(metadata: Mapping) -> tuple[dict, list[str]]:
             values[name] = value
         except (SamplingError, TypeError, ValueError, OverflowError):
             refused.append(f"{key} {brief(given)}")
-    refused += [f"{key} {brief(value)}" for key in _ELSEWHERE if (value := metadata.get(f"general.sampling.{key}"))]
     if (order := metadata.get("general.sampling.sequence")) is not None:
         plain = [name.strip().lower().replace("-", "_") for name in (order.split(";") if isinstance(order, str) else [""])]
-        names = [_ALIASES.get(name) or next((s for s in (*KNOWN, *_OFF) if name == s.replace("_", "")), name) for name in plain]
-        samplers = tuple(name for name in names if name not in _OFF)
+        samplers = tuple(_ALIASES.get(name) or next((s for s in KNOWN if name == s.replace("_", "")), name) for name in plain)
         try:
             Sampling(samplers=samplers)
             values["samplers"] = samplers

@@ -3,7 +3,7 @@
 Row j is sampled from the target's processed distribution; verification continues with row j + 1 while the sample equals the draft. The
 emitted token is always the target's sample, and each row is sampled once, when its token is emitted: penalties and grammar advance as in plain
 decoding. The chain is that of llama.cpp's common_sampler up to its last draw: the sample is the argmax of log-probability plus Gumbel noise that
-depends on (seed, index, token) only, so a drafter with the same noise agrees with it more often (csrc/draw.c).
+depends on (seed, index, token) only, so a drafter with the same noise agrees with it more often (csrc/draw.c). The chance of XTC depends on (seed, index) only.
 """
 
 import math
@@ -11,7 +11,8 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from ..errors import ConstraintError, EngineError, SamplingError
 from ..ggml.library import LlamaSampler, ffi, lib
 from ..suggest import meant
 from ..text.tokenizer import Tokenizer
+from .feedback import AdaptiveP, Mirostat
+from .thinking import Thinking, ThinkingBudget
 
 Allowed = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """(mask as of ``Grammar.bits``) -> I32 ids and F32 logits of the most likely allowed tokens, ``Sampling.candidates`` of them; -inf pads."""
@@ -41,9 +44,12 @@ DRAW_OPTIONS = np.dtype(
         ("unused", "i4"),
     ]
 )  # pgs_draw_options
-SAMPLERS = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
+SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 INFILL = "infill"  # for editors: ends the text where likely, and merges tokens that share a prefix
-KNOWN = (*SAMPLERS, INFILL)
+ADAPTIVE = "adaptive_p"  # the last one of every chain that has it
+KNOWN = (*SAMPLERS, INFILL, ADAPTIVE)
+BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's, of dry
+MOST_BREAKERS, LONGEST_BREAKER = 64, 40  # libllama cuts longer ones off; bytes
 MOST_FILLED = 256  # candidates; its cost is quadratic
 LONGEST_FILLED = 512  # bytes per token; libllama aborts on longer ones
 RANDOM_SEED = lib.LLAMA_DEFAULT_SEED
@@ -52,8 +58,11 @@ _RANGES = {
     "temperature": (0, 1e4), "top_k": (0, 1 << 30), "top_p": (0, 1), "min_p": (0, 1), "typical_p": (0, 1),
     "repeat_penalty": (1e-3, 1e3), "repeat_last_n": (0, 1 << 24), "presence_penalty": (-1e3, 1e3), "frequency_penalty": (-1e3, 1e3),
     "min_keep": (0, 1 << 30), "seed": (0, RANDOM_SEED - 1), "logprobs": (0, MOST_CANDIDATES),
+    "dynatemp_range": (0, 1e4), "dynatemp_exponent": (0, 100), "top_n_sigma": (-1, 1e3), "xtc_probability": (0, 1), "xtc_threshold": (0, 1),
+    "dry_multiplier": (0, 1e3), "dry_base": (1, 1e3), "dry_allowed_length": (0, 1 << 20), "dry_penalty_last_n": (0, 1 << 20),
+    "mirostat": (0, 2), "mirostat_tau": (0, 100), "mirostat_eta": (0, 10), "adaptive_target": (-1, 1), "adaptive_decay": (0, 0.99),
 }  # fmt: skip
-_WHOLE = ("top_k", "repeat_last_n", "min_keep", "seed", "logprobs")
+_WHOLE = ("top_k", "repeat_last_n", "min_keep", "seed", "logprobs", "dry_allowed_length", "dry_penalty_last_n", "mirostat")
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,15 @@ class Sampling:
         seed: 0 .. 2**32 - 2; None draws one (see ``Stats.seed``).
         min_keep: top_p, min_p and typical_p keep at least this many tokens.
         samplers: order of the samplers; missing ones are off. The bias comes first, the draw last. "infill", for editors, needs a top_k of
-            at most 256 before it.
+            at most 256 before it; "adaptive_p" is the last one wherever it stands.
+        dynatemp_range: the temperature is within so much of ``temperature``, by the entropy to the power of ``dynatemp_exponent``; 0 for none.
+        top_n_sigma: keep tokens within so many standard deviations of the largest logit; 0 or less for all.
+        xtc_probability: chance that all tokens of at least ``xtc_threshold`` but the least likely of them are left out.
+        dry_multiplier: tokens that would go on with a repetition of the last ``dry_penalty_last_n`` tokens that is longer than
+            ``dry_allowed_length`` lose dry_multiplier * dry_base^(length - allowed length); 0 for none. ``dry_sequence_breakers`` end repetitions.
+        mirostat: 1 or 2 keeps the surprise of tokens at ``mirostat_tau`` bits, learning at the rate of ``mirostat_eta``, in place of all samplers but the
+            temperature; 0 for none.
+        adaptive_target: probability near which "adaptive_p" chooses, with the average of recent ones at a decay of ``adaptive_decay``; negative for none.
         grammar: GBNF that the output has to match.
         json_schema, regex, lark: the same as a JSON schema, a regular expression for the whole output, or llguidance's Lark. At most one of
             the four.
@@ -81,6 +98,7 @@ class Sampling:
             they do not, as in llama.cpp.
         triggers: words, token ids or patterns (``Pattern``); the constraint starts with the first of them, and the text before it is free.
             Empty: the constraint holds from the start.
+        thinking: limit of reasoning, whose end is forced where the constraint allows it; forced tokens have probability 1.
         logprobs: report log probabilities of every token and of this many most likely ones, of the model before any sampler.
         logprobs_after: report the probabilities after all samplers instead; removed tokens are left out.
 
@@ -101,12 +119,28 @@ class Sampling:
     seed: int | None = None
     min_keep: int = 0
     samplers: tuple[str, ...] = SAMPLERS
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64
+    dry_sequence_breakers: tuple[str, ...] = BREAKERS
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    adaptive_target: float = -1.0
+    adaptive_decay: float = 0.9
     grammar: str | None = None
     json_schema: str | None = None
     regex: str | None = None
     lark: str | None = None
     additional_properties: bool = False
     triggers: tuple[str | int | Pattern, ...] = ()
+    thinking: ThinkingBudget | None = None
     logprobs: int | None = None
     logprobs_after: bool = False
 
@@ -144,7 +178,13 @@ class Sampling:
                 raise SamplingError(f"the sampler infill compares each token with each, so {why}")
             if self.constrained:
                 raise SamplingError("the sampler infill may end the text anywhere, and a constraint may not; leave one of them out")
-        if self.temperature == 0 and "temperature" not in self.samplers:
+        breakers = self.dry_sequence_breakers
+        if len(breakers) > MOST_BREAKERS or not all(
+            isinstance(b, str) and 0 < len(b.encode()) <= LONGEST_BREAKER and "\0" not in b for b in breakers
+        ):
+            what = f"at most {MOST_BREAKERS} texts of 1 to {LONGEST_BREAKER} bytes"
+            raise SamplingError(f"the dry_sequence_breakers are {str(breakers)[:200]}, but they have to be {what}")
+        if self.temperature == 0 and "temperature" not in self.chain:
             raise SamplingError("a temperature of 0 has no effect without temperature in the order of samplers; add it")
         if len(given := [words for name, words in KINDS.items() if getattr(self, name) is not None]) > 1:
             raise SamplingError(f"there are a {' and a '.join(given)}; give one of them")
@@ -152,11 +192,24 @@ class Sampling:
             if type(token) is not int or token < 0 or type(bias) not in (int, float) or not (abs(bias) < 1e300 or bias == -math.inf):
                 raise SamplingError(f"the logit bias {bias!r} for token {token!r} has to be a finite number or -inf, for a token id")
 
-    @property
-    def penalises(self) -> bool:
-        """Whether a penalty changes any logit."""
+    @cached_property
+    def chain(self) -> tuple[str, ...]:
+        """The samplers that are applied, in their order, as llama.cpp assembles them."""
+        if self.mirostat:
+            return "temperature", "mirostat"
+        return (*(name for name in self.samplers if name != ADAPTIVE), *((ADAPTIVE,) if ADAPTIVE in self.samplers else ()))
+
+    @cached_property
+    def on(self) -> frozenset[str]:
+        """Those of them that may change anything, and "dynatemp" where the temperature depends on the entropy."""
         neutral = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
-        return "penalties" in self.samplers and self.repeat_last_n > 0 and not neutral
+        does = {
+            "penalties": self.repeat_last_n > 0 and not neutral, "dry": self.dry_multiplier > 0 and self.dry_penalty_last_n > 0,
+            "top_n_sigma": self.top_n_sigma > 0, "top_k": self.top_k > 0, "typ_p": self.typical_p < 1, "top_p": self.top_p < 1,
+            "min_p": self.min_p > 0, "xtc": self.xtc_probability > 0 and self.xtc_threshold <= 0.5, ADAPTIVE: self.adaptive_target >= 0,
+        }  # fmt: skip
+        dynamic = {"dynatemp"} if self.dynatemp_range > 0 and "temperature" in self.chain and not self.mirostat else set()
+        return frozenset(name for name in self.chain if does.get(name, True)) | dynamic
 
     @property
     def constraint(self) -> tuple[str, str] | None:
@@ -173,8 +226,8 @@ class Sampling:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the choice is the argmax after bias and penalties: temperature 0 without typical_p and infill, which may drop it."""
-        return self.temperature == 0 and INFILL not in self.samplers and (self.typical_p == 1 or "typ_p" not in self.samplers)
+        """Whether the choice is the argmax after bias and penalties: temperature 0 without samplers that may drop it."""
+        return self.temperature == 0 and not self.on & {INFILL, "typ_p", "xtc", "dynatemp"}
 
     @property
     def temperature_class(self) -> str:
@@ -184,12 +237,16 @@ class Sampling:
     @property
     def is_greedy(self) -> bool:
         """Whether the choice is the argmax of the logits, unconstrained and without logprobs."""
-        return self.is_allowed_argmax and not self.constrained
+        return self.is_allowed_argmax and not self.constrained and not self.limits_thinking
+
+    @property
+    def limits_thinking(self) -> bool:
+        return self.thinking is not None and self.thinking.tokens is not None
 
     @property
     def is_allowed_argmax(self) -> bool:
         """Whether the choice is the argmax of the allowed logits, without bias, penalties and logprobs."""
-        return self.is_argmax and not (self.penalises or self.logit_bias or self.logprobs is not None)
+        return self.is_argmax and not (self.on & {"penalties", "dry"} or self.logit_bias or self.logprobs is not None)
 
     def candidates(self) -> int | None:
         """How many of a row's largest logits determine the choice; None: all.
@@ -197,16 +254,17 @@ class Sampling:
         If bias and penalties lower at most n logits and raise none, the k largest after them are among the k + n largest before. Under a
         constraint the same holds for the allowed tokens.
         """
-        if self.constrained and self.is_allowed_argmax:
+        if self.is_allowed_argmax:
             return 0
         raising = min(self.presence_penalty, self.frequency_penalty) < 0 or self.repeat_penalty < 1
-        raises = max(self.logit_bias.values(), default=0) > 0 or (self.penalises and raising)
+        raises = max(self.logit_bias.values(), default=0) > 0 or ("penalties" in self.on and raising)
         if raises or (self.logprobs is not None and not self.logprobs_after):
             return None
-        first = self.samplers[: self.samplers.index("top_k")] if "top_k" in self.samplers else self.samplers
-        sums = (self.top_p < 1 and "top_p" in first) or (self.typical_p < 1 and "typ_p" in first)  # need all tokens
-        k = 1 if self.is_argmax else self.top_k if "top_k" in self.samplers and not sums else 0
-        lowered = len(self.logit_bias) + (self.repeat_last_n if self.penalises else 0)
+        on, chain = self.on, self.chain
+        first = set(chain[: chain.index("top_k")] if "top_k" in chain else chain)
+        sums = on & first & {"top_p", "typ_p", "top_n_sigma", "xtc"} or ("dynatemp" in on and "temperature" in first)  # need all tokens
+        k = 1 if self.is_argmax else self.top_k if "top_k" in on and not sums else 0
+        lowered = len(self.logit_bias) + self.repeat_last_n * ("penalties" in on) + self.dry_penalty_last_n * ("dry" in on)
         count = -(-(k + lowered) // _ROUND) * _ROUND
         return count if k and count <= MOST_CANDIDATES else None
 
@@ -215,18 +273,25 @@ class Sampling:
         if self.is_argmax:
             parts = ["greedy"]
         else:
-            on = {
-                "temperature": f"temperature {self.temperature:g}",
-                "top_k": f"top-k {self.top_k}" if self.top_k else "",
-                "typ_p": f"typical {self.typical_p:g}" if self.typical_p < 1 else "",
-                "top_p": f"top-p {self.top_p:g}" if self.top_p < 1 else "",
-                "min_p": f"min-p {self.min_p:g}" if self.min_p else "",
+            spread = f" +- {self.dynatemp_range:g}" if "dynatemp" in self.on else ""
+            words = {
+                "temperature": f"temperature {self.temperature:g}{spread}",
+                "top_n_sigma": f"top-n-sigma {self.top_n_sigma:g}",
+                "top_k": f"top-k {self.top_k}",
+                "typ_p": f"typical {self.typical_p:g}",
+                "top_p": f"top-p {self.top_p:g}",
+                "min_p": f"min-p {self.min_p:g}",
+                "xtc": f"xtc {self.xtc_probability:g} (threshold {self.xtc_threshold:g})",
+                "mirostat": f"mirostat {self.mirostat} ({self.mirostat_tau:g} bits)",
+                ADAPTIVE: f"adaptive-p {self.adaptive_target:g}",
                 INFILL: INFILL,
             }
-            parts = [on[name] for name in self.samplers if on.get(name)] or ["temperature 1"]
-        if self.penalises:
+            parts = [words[name] for name in self.chain if name in self.on and name in words] or ["temperature 1"]
+        if "penalties" in self.on:
             values = f"{self.repeat_penalty:g}/{self.presence_penalty:g}/{self.frequency_penalty:g}"
             parts.append(f"penalties {values} (repeat/presence/frequency) over {self.repeat_last_n} tokens")
+        if "dry" in self.on:
+            parts.append(f"dry {self.dry_multiplier:g} over {self.dry_penalty_last_n} tokens")
         if self.logit_bias:
             parts.append(f"{len(self.logit_bias)} biased tokens")
         if self.constraint is not None:
@@ -272,12 +337,13 @@ class TokenLogprob:
 
 
 class Sampler:
-    """Sampler chain of one generation. Owns libllama samplers.
+    """Sampler chain of one generation. Owns libllama's samplers.
 
     Attributes:
         seed: of the random numbers, drawn here if not given; None for greedy decoding.
         count: tokens accepted: the index of the next one's noise.
         logprobs: of the tokens chosen since ``take_logprobs``.
+        prompt_logprobs: of the prompt's tokens but the first, where they were scored.
     """
 
     def __init__(self, sampling: Sampling, tokenizer: Tokenizer | None, n_vocab: int) -> None:
@@ -287,14 +353,22 @@ class Sampler:
         self.seed = None if sampling.is_argmax else sampling.seed if sampling.seed is not None else secrets.randbelow(RANDOM_SEED)
         self.count, self._draft_options = 0, _draft_options(sampling, self.seed)
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
         if (outside := max(sampling.logit_bias, default=0)) >= n_vocab:
             raise SamplingError(f"there is a logit bias for token {outside}, but the vocabulary has {n_vocab} tokens")
         self._all_ids = np.arange(n_vocab, dtype=np.int32)
         self.tokens = np.zeros(n_vocab, TOKEN_DATA)
         self.array = ffi.new("llama_token_data_array *")
         self.grammar: Grammar | LazyGrammar | None = None
-        if INFILL in sampling.samplers:
+        self._thinking: Thinking | None = None
+        if sampling.thinking is not None and sampling.limits_thinking:
+            if tokenizer is None:
+                raise SamplingError("a limit of thinking needs a tokenizer")
+            self._thinking = Thinking(sampling.thinking, tokenizer)
+        if INFILL in sampling.on:
             _filled(tokenizer)
+        if "dry" in sampling.on and tokenizer is None:
+            raise SamplingError("the sampler dry needs a tokenizer, for its sequence breakers")
         if sampling.constraint is not None:
             if tokenizer is None:
                 raise SamplingError("a constraint needs a tokenizer")
@@ -302,27 +376,35 @@ class Sampler:
                 raise SamplingError(f"a trigger is token {outside}, but the vocabulary has {n_vocab} tokens")
             lazy = sampling.triggers
             self.grammar = LazyGrammar(*sampling.constraint, lazy, tokenizer) if lazy else Grammar(*sampling.constraint, tokenizer)
-        self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        for part in self._parts(tokenizer):
-            lib.llama_sampler_chain_add(self._chain, part)
+        self._parts = list(self._made(tokenizer))
+        self.left = self.tokens[:0]  # by the samplers, of the last draw
+        self._feedback: Mirostat | AdaptiveP | None = Mirostat(sampling, n_vocab) if sampling.mirostat else None
+        if ADAPTIVE in sampling.on:
+            self._feedback = AdaptiveP(sampling)
 
-    def _parts(self, tokenizer: Tokenizer | None) -> Iterator[LlamaSampler]:
+    def _made(self, tokenizer: Tokenizer | None) -> Iterator[tuple[str, LlamaSampler]]:
         s, bias = self.sampling, self.sampling.logit_bias
         make = {
             "penalties": lambda: lib.llama_sampler_init_penalties(
                 self.n_vocab, s.repeat_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty
             ),
+            "dry": lambda: _dry(s, cast(Tokenizer, tokenizer)),
+            "top_n_sigma": lambda: lib.llama_sampler_init_top_n_sigma(s.top_n_sigma),
             "top_k": lambda: lib.llama_sampler_init_top_k(s.top_k),
             "typ_p": lambda: lib.llama_sampler_init_typical(s.typical_p, s.min_keep),
             "top_p": lambda: lib.llama_sampler_init_top_p(s.top_p, s.min_keep),
             "min_p": lambda: lib.llama_sampler_init_min_p(s.min_p, s.min_keep),
-            "temperature": lambda: lib.llama_sampler_init_temp(s.temperature),
+            "xtc": lambda: lib.llama_sampler_init_xtc(1.0, s.xtc_threshold, s.min_keep, 0),
+            "temperature": lambda: lib.llama_sampler_init_temp_ext(
+                s.temperature, 0.0 if s.mirostat else s.dynatemp_range, s.dynatemp_exponent
+            ),
             INFILL: lambda: lib.llama_sampler_init_infill(_filled(tokenizer)),
         }
         if bias:
-            yield lib.llama_sampler_init_logit_bias(self.n_vocab, len(bias), ffi.new("llama_logit_bias[]", list(bias.items())))
-        for name in s.samplers:
-            yield make[name]()
+            yield "bias", lib.llama_sampler_init_logit_bias(self.n_vocab, len(bias), ffi.new("llama_logit_bias[]", list(bias.items())))
+        for name in s.chain:
+            if name in s.on and name in make:
+                yield name, make[name]()
 
     def draft_options(self, count: int) -> np.ndarray:
         """``pgs_draw_options`` of drafts of the next ``count`` tokens, I32 [count, 8]: the same noise, and the chain without history. Zeros if greedy."""
@@ -333,8 +415,13 @@ class Sampler:
 
     def accept_prompt(self, tokens: Sequence[int]) -> None:
         """Penalties include the prompt, the grammar does not."""
-        for token in tokens[-max(1, self.sampling.repeat_last_n) :]:
-            lib.llama_sampler_accept(self._chain, int(token))
+        s = self.sampling
+        for token in tokens[-max(1, s.repeat_last_n, s.dry_penalty_last_n) :] if s.on & {"penalties", "dry"} else ():
+            self._accept(int(token))
+
+    def score(self, token: int, logits: np.ndarray) -> None:
+        """The prompt goes on with ``token`` after these logits, F32 [n_vocab]."""
+        self.prompt_logprobs.append(_logprob(token, logits, self.sampling.logprobs or 0))
 
     def choose(self, ids: np.ndarray | None, logits: np.ndarray, allowed: Allowed | None = None) -> int:
         """Samples and accepts the next token.
@@ -371,9 +458,22 @@ class Sampler:
             self.logprobs.append(self.logprob_after(token, count) if self.sampling.logprobs_after else _logprob(token, logits, count))
         return token
 
+    def take_forced(self) -> int | None:
+        """Accepts the token that ends reasoning at its limit and returns it; None where the choice is free, or a constraint does not allow it."""
+        if (
+            self._thinking is None
+            or (token := self._thinking.forced) is None
+            or (self.grammar is not None and not self.grammar.allows(token))
+        ):
+            return None
+        self.take(token)
+        if self.sampling.logprobs is not None:
+            self.logprobs.append(TokenLogprob(token, 0.0, ((token, 0.0),)))
+        return token
+
     def accepts_argmax(self, token: int | None) -> bool:
         """Accepts ``token``, the argmax of the (allowed) logits, if it is certainly the choice, so that no logits need to be read."""
-        if token is None or not self.sampling.is_allowed_argmax or self.grammar is None or not self.grammar.allows(token):
+        if token is None or not self.sampling.is_allowed_argmax or (self.grammar is not None and not self.grammar.allows(token)):
             return False
         self.take(token)
         return True
@@ -393,26 +493,48 @@ class Sampler:
         """Accepts ``token`` in chain and grammar."""
         if self.grammar is not None:
             self.grammar.accept(token)
-        lib.llama_sampler_accept(self._chain, token)
+        self._accept(token)
+        if self._feedback is not None:
+            self._feedback.accept()
+        if self._thinking is not None:
+            self._thinking.push(token)
         self.count += 1
+
+    def _accept(self, token: int) -> None:
+        for _, part in self._parts:
+            lib.llama_sampler_accept(part, token)
 
     def _draw(self, ids: np.ndarray | None, logits: np.ndarray, allowed: np.ndarray | None = None, redraw: int = 0) -> int:
         tokens = self.tokens[: logits.size]
         tokens["id"] = self._all_ids if ids is None else ids
         tokens["logit"] = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
-        array = self.array
-        array.data = ffi.from_buffer("llama_token_data[]", tokens)
-        array.size, array.selected, array.sorted = logits.size, -1, False
-        lib.llama_sampler_apply(self._chain, array)
-        chosen = lib.pgs_draw(ffi.cast("pgs_candidate *", array.data), array.size, self.seed or 0, self.count, redraw)
+        array, base = self.array, ffi.from_buffer("llama_token_data[]", tokens)
+        array.data, array.size, array.selected, array.sorted = base, logits.size, -1, False
+        for name, part in self._parts:
+            if name != "xtc" or self._chance(redraw) <= self.sampling.xtc_probability:
+                lib.llama_sampler_apply(part, array)
+        if (feedback := self._feedback) is not None:
+            feedback.apply(array)
+        first = array.data - base  # xtc moves it
+        left = self.left = tokens[first : first + array.size]
+        chosen = self.pick(redraw)
         if chosen < 0:
             raise self._nothing_left()
-        return int(tokens["id"][chosen])
+        if feedback is not None:
+            feedback.chose(chosen, left)
+        return int(left["id"][chosen])
+
+    def pick(self, redraw: int) -> int:
+        """Index of the draw among the tokens that are left, -1 if none is."""
+        return lib.pgs_draw(ffi.cast("pgs_candidate *", self.array.data), self.array.size, self.seed or 0, self.count, redraw)
+
+    def _chance(self, redraw: int) -> float:
+        """A number below 1 that depends on (seed, index, redraw) only."""
+        return np.random.Philox(key=self.seed or 0, counter=[self.count, redraw, 0, 0]).random_raw() / 2.0**64
 
     def logprob_after(self, token: int, count: int) -> TokenLogprob:
         """Probabilities of the last draw, from the logits that the samplers left."""
-        drawn = self.tokens[: self.array.size]
-        drawn = drawn[drawn["logit"] > -np.inf]
+        drawn = self.left[self.left["logit"] > -np.inf]
         return _logprob(token, drawn["logit"], count, drawn["id"])
 
     def _nothing_left(self) -> ConstraintError:
@@ -437,24 +559,32 @@ class Sampler:
         return taken
 
     def close(self) -> None:
-        if self._chain:
-            lib.llama_sampler_free(self._chain)
-            self._chain = ffi.NULL
+        for _, part in self._parts:
+            lib.llama_sampler_free(part)
+        self._parts, self.left = [], self.tokens[:0]
+        if self._feedback is not None:
+            self._feedback.close()
         self.tokens, self._all_ids = np.zeros(0, TOKEN_DATA), np.zeros(0, np.int32)  # 4 MB at 250,000 tokens
 
 
 def _draft_options(s: Sampling, seed: int | None) -> np.ndarray:
     """DRAW_OPTIONS of every draft of a generation but for its index; zeros if greedy."""
-    out, on = np.zeros((), DRAW_OPTIONS), set(s.samplers)
+    out, on = np.zeros((), DRAW_OPTIONS), set(s.chain)
     if s.is_argmax:
         return out
-    cuts = [s.samplers.index(name) for name in ("top_p", "min_p") if name in on]
+    cuts = [s.chain.index(name) for name in ("top_p", "min_p") if name in on]
     out["temperature"] = s.temperature if "temperature" in on else 1
     out["top_k"] = s.top_k if "top_k" in on else 0
     out["top_p"], out["min_p"] = s.top_p if "top_p" in on else 1, s.min_p if "min_p" in on else 0
-    out["temperature_first"] = "temperature" in on and bool(cuts) and s.samplers.index("temperature") < min(cuts)
+    out["temperature_first"] = "temperature" in on and bool(cuts) and s.chain.index("temperature") < min(cuts)
     out["seed"] = seed
     return out
+
+
+def _dry(s: Sampling, tokenizer: Tokenizer) -> LlamaSampler:
+    texts = [ffi.new("char[]", text.encode()) for text in s.dry_sequence_breakers]
+    options = s.dry_multiplier, s.dry_base, s.dry_allowed_length, s.dry_penalty_last_n
+    return lib.llama_sampler_init_dry(tokenizer.vocab, *options, ffi.new("char *[]", texts), len(texts))
 
 
 def _filled(tokenizer: Tokenizer | None) -> Any:

@@ -52,12 +52,21 @@ class Fields(Struct, kw_only=True):
     frequency_penalty: Number | None = None
     min_keep: Whole | None = None
     seed: Whole | None = None
-    dynatemp_range: Any = None
-    xtc_probability: Any = None
-    top_n_sigma: Any = None
-    dry_multiplier: Any = None
-    mirostat: Any = None
-    adaptive_target: Any = None
+    dynatemp_range: Number | None = None
+    dynatemp_exponent: Number | None = None
+    top_n_sigma: Number | None = None
+    xtc_probability: Number | None = None
+    xtc_threshold: Number | None = None
+    dry_multiplier: Number | None = None
+    dry_base: Number | None = None
+    dry_allowed_length: Whole | None = None
+    dry_penalty_last_n: Whole | None = None
+    dry_sequence_breakers: Annotated[list[str], Meta(min_length=1, max_length=64)] | None = None
+    mirostat: Whole | None = None
+    mirostat_tau: Number | None = None
+    mirostat_eta: Number | None = None
+    adaptive_target: Number | None = None
+    adaptive_decay: Number | None = None
     samplers: Any = None
     logit_bias: Any = None
     ignore_eos: bool = False
@@ -126,10 +135,18 @@ class Infill(Completion, kw_only=True):
 class OpenAICompletion(Generation, kw_only=True):
     prompt: Any = None
     logprobs: bool | Logprobs | None = None
+    echo: bool = False
+    suffix: str = ""
+    best_of: Count | None = None
+
+    @property
+    def choices(self) -> int:
+        return max(super().choices, self.best_of or 1)
 
 
 class Thinking(Struct, frozen=True):
     type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
+    budget_tokens: Int31 | None = None
 
 
 class Chat(Generation, kw_only=True):
@@ -148,12 +165,13 @@ class Chat(Generation, kw_only=True):
     enable_thinking: bool | None = None
     reasoning_budget_tokens: Int31 | None = None
     thinking_budget_tokens: Int31 | None = None
+    reasoning_budget_message: str | None = None
 
     @property
     def thinking_budget(self) -> int:
-        """Tokens; -1: no limit. A limit above 0 is not enforced."""
-        first = self.reasoning_budget_tokens
-        return first if first is not None else -1 if self.thinking_budget_tokens is None else self.thinking_budget_tokens
+        """Tokens; -1: no limit."""
+        given = self.reasoning_budget_tokens, self.thinking_budget_tokens, self.thinking.budget_tokens
+        return next((n for n in given if n is not None), -1)
 
 
 class Responses(Chat, kw_only=True):
@@ -186,6 +204,7 @@ class Messages(Fields, kw_only=True):
     thinking: Thinking = Thinking()
     reasoning_budget_tokens: Int31 | None = None
     thinking_budget_tokens: Int31 | None = None
+    reasoning_budget_message: str | None = None
     output_config: dict[str, Any] = {}
     output_format: Any = None
 
@@ -193,8 +212,7 @@ class Messages(Fields, kw_only=True):
 BUDGETS = ("reasoning_budget_tokens", "thinking_budget_tokens")
 NO_EFFECT = {  # each does nothing to the tokens here; docs/server.md has the reasons
     "n_keep", "n_discard", "n_cache_reuse", "t_max_prompt_ms", "backend_sampling", "preserved_tokens", "id_slot", "return_tokens", "verbose",
-    "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta", "adaptive_decay",
-    "dynatemp_exponent", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction", "include",
+    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction", "include",
     "truncation",
 }  # fmt: skip
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # they would change the tokens; name: (values without a meaning, remedy)
@@ -204,8 +222,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # they would change the tok
     "min_tokens": ((0,), "leave it out"), "stop_token_ids": (([],), "use stop"), "bad_words": (([],), "use logit_bias"),
     "allowed_token_ids": ((), "use grammar"), "include_stop_str_in_output": ((False,), "leave it out"),
     "use_beam_search": ((False,), "leave it out"), "prompt_logprobs": ((), "leave it out"),
-    "echo": ((False,), "the prompt is yours already"), "suffix": (("",), "fill in at /infill"), "best_of": ((1,), "leave it out"),
-    "lora": (([],), "merge the adapter into the model file"), "reasoning_budget_message": (("",), "leave it out"),
+    "echo": ((False,), "the prompt is yours already"), "suffix": (("",), "fill in at /infill, or at /v1/completions"), "best_of": ((1,), "leave it out"),
+    "lora": (([],), "merge the adapter into the model file"),
     "reasoning_control": ((False,), "leave it out"), "chat_format": ((0,), "leave it out"),
     "chat_template": (("",), "the server is started with its template"), "skip_special_tokens": ((True,), "leave it out"),
     "truncate_prompt_tokens": ((-1,), "send the part of the prompt that counts"), "output_format": ((), "use json_schema"),
@@ -230,16 +248,12 @@ def parse(request: Request, kind: type[F]) -> F:
 
 
 def unknown_fields(body: Mapping[str, Any], kind: type[F]) -> list[str]:
-    """Fields without a meaning, and limits of the thinking, which are not enforced. Raises ApiError: one that would change the response, and is
-    not supported."""
+    """Fields without a meaning. Raises ApiError: one that would change the response, and is not supported."""
     known, unknown = field_names(kind), []
     for name, value in body.items():
-        if name in BUDGETS:  # -1 is no limit, 0 is obeyed where there is thinking
-            if value != -1 and (name not in known or (isinstance(value, (int, float)) and value > 0)):
-                unknown.append(name)
-        elif name in known:
+        if name in known or (name in BUDGETS and value == -1):  # no limit
             continue
-        elif name in REFUSED:
+        if name in REFUSED:
             without_meaning, remedy = REFUSED[name]
             if not any(type(value) is type(v) and value == v for v in without_meaning):
                 raise ApiError(501, f"{name} is not supported here; {remedy}", param=name)

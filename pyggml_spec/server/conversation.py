@@ -13,15 +13,17 @@ from ..constraints.closed_objects import closed as closed_schema
 from ..constraints.grammar import Grammar
 from ..constraints.lazy import LazyGrammar
 from ..errors import SamplingError
+from ..sampling.thinking import THINKING_LIMIT, ThinkingBudget
 from ..text.formats import BARE
 from ..text.parse import Parser
 from ..text.stream import LineLimits
+from ..text.template import ChatTemplate
 from ..text.values import with_implied_types
 from . import sampling
 from .bodies import Chat, Generation, wrong
 from .calls import call_schema, calls_grammar
 from .errors import ApiError, translated
-from .served import Prefill, Rendering, Served
+from .served import Prefill, Prompt, Rendering, Served
 from .tasks import TaskRequest
 
 _ABOUT_TOOLS = (
@@ -29,6 +31,11 @@ _ABOUT_TOOLS = (
     "arguments are a JSON object."
 )  # fmt: skip
 MAX_TOOLS = 1024
+EFFORTS = {
+    "minimal": 0.1,
+    "low": 0.2,
+    "medium": 0.5,
+}  # shares of the output that may be thinking, where the template does not know the effort
 NO_MESSAGES = 'messages is missing, or no list; send a list like [{"role": "user", "content": "Hello"}]'
 
 
@@ -51,7 +58,7 @@ def task_requests(
     mode = "plain" if served.drafter and not body.speculative else None
     request = TaskRequest(
         ids, sampling.max_tokens(body, served.limits), chosen, stop, lines, body.ignore_eos, mode, body.cache_prompt,
-        body.return_progress and body.stream, body.speculation, body.priority, key,
+        progress=body.return_progress and body.stream, every_step=body.speculation, priority=body.priority, key=key,
     )  # fmt: skip
     if body.choices == 1:
         return [request]
@@ -92,6 +99,8 @@ def _read_chat(served: Served, body: Chat, key: str) -> tuple[list[TaskRequest],
                 requests = task_requests(served, body, prompt.ids, n_probs, ("lark", grammar[0]), key, grammar[1])
     if requests is None:
         requests = task_requests(served, body, prompt.ids, n_probs, constraint, key)
+    thinking = _thinking(served, body, prompt, template)
+    requests = [replace(r, sampling=replace(r.sampling, thinking=thinking)) for r in requests if r.sampling is not None]
     parsed = (body.reasoning_format or served.options.reasoning) != "none"
     reasoning = parsed and (constraint is None or bool(requests[0].sampling and requests[0].sampling.triggers))
 
@@ -103,6 +112,22 @@ def _read_chat(served: Served, body: Chat, key: str) -> tuple[list[TaskRequest],
         return None
 
     return requests, parser
+
+
+def _thinking(served: Served, body: Chat, prompt: Prompt, template: ChatTemplate) -> ThinkingBudget:
+    """The markers of reasoning in the output, and its limit: that of the body, of its effort, or of the server."""
+    (begin, end), forced, channels = prompt.form.think, template.thinking[1], prompt.form.channels
+    if channels is not None:
+        begin, end = channels.thinks, channels.ends[0]
+        forced = end + channels.start + channels.answers
+    limit = body.thinking_budget
+    if limit < 0 and body.reasoning_effort in EFFORTS and "reasoning_effort" not in template.source:
+        most = sampling.max_tokens(body, served.limits)
+        left = served.n_ctx - len(prompt.ids)
+        limit = int(EFFORTS[body.reasoning_effort] * (left if most is None else min(most, left)))
+    limit = served.options.thinking_budget if limit < 0 else limit
+    message = served.options.thinking_message if body.reasoning_budget_message is None else body.reasoning_budget_message
+    return ThinkingBudget(begin, end, None if limit < 0 else min(limit, THINKING_LIMIT), message + forced, prompt.inside == "reasoning")
 
 
 def _closed(tool: dict[str, Any]) -> dict[str, Any]:

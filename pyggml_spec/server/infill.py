@@ -39,15 +39,20 @@ async def infill(context: Context, request: Request) -> Response:
 
 
 def _read(context: Context, body: Infill, key: str) -> list[TaskRequest]:
-    served, fim = context.served, context.served.tokenizer.fim()
+    served = context.served
+    check_slot(context, body)
+    return task_requests(served, body, filled_ids(served, body), body.n_probs or None, sampling.constraint(body), key)
+
+
+def filled_ids(served: Served, body: Infill) -> list[int]:
+    """The prompt of what is to be filled in. Raises ApiError: the model has no tokens for that."""
+    fim = served.tokenizer.fim()
     if missing := [name for name in ("prefix", "suffix", "middle") if getattr(fim, name) is None]:
         why = f"its vocabulary has no token for {' and '.join(missing)}"
         raise ApiError(501, f"{served.name} fills nothing in: {why}; load a model that was taught to fill in")
-    check_slot(context, body)
     prompt = served.encoded(body.prompt, "prompt", special=True, bos=False)
     room = sampling.max_tokens(body, served.limits)
-    ids = served.checked(lay_out(served, fim, body, prompt, RESERVED_OUTPUT if room is None else room))
-    return task_requests(served, body, ids, body.n_probs or None, sampling.constraint(body), key)
+    return served.checked(lay_out(served, fim, body, prompt, RESERVED_OUTPUT if room is None else room))
 
 
 def _near(served: Served, body: Infill, name: str, most: int, before: bool) -> list[int]:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any
@@ -37,9 +37,12 @@ async def completion(context: Context, request: Request) -> Response:
     return await respond(context, request, body, requests, Encoder)
 
 
-def read_completion(context: Context, body: Completion | OpenAICompletion, key: str) -> list[TaskRequest]:
-    """The sequences of one or several prompts. Raises ApiError."""
+def read_completion(
+    context: Context, body: Completion | OpenAICompletion, key: str, ids_of: Callable[[Sequence[Any]], list[list[int]]] | None = None
+) -> list[TaskRequest]:
+    """The sequences of one or several prompts. ``ids_of``: their tokens, None for those of their texts. Raises ApiError."""
     served, n_probs = context.served, body.n_probs
+    prompt_ids = ids_of or served.text_ids
     if body.prompt is None:
         raise ApiError(400, "prompt is required; send a text or a list of token ids", param="prompt")
     if isinstance(body, Completion):
@@ -49,7 +52,7 @@ def read_completion(context: Context, body: Completion | OpenAICompletion, key: 
     prompts = served.prompts(body.prompt)
     context.queue.check_count(len(prompts) * body.choices)
     requests = task_requests(served, body, [], n_probs or None, sampling.constraint(body), key)
-    return [replace(request, ids=ids) for ids in served.text_ids(prompts) for request in requests]
+    return [replace(request, ids=ids) for ids in prompt_ids(prompts) for request in requests]
 
 
 def check_slot(context: Context, body: Completion) -> None:
@@ -128,7 +131,7 @@ def native_result(context: Context, output: Output, lists: LongLists, body: Comp
 
 
 def settings(context: Context, request: TaskRequest, seed: int | None = None) -> dict[str, Any]:
-    """Settings by llama.cpp's names; samplers that are not supported have their neutral values. ``seed``: the one that was drawn."""
+    """Settings by llama.cpp's names. ``seed``: the one that was drawn."""
     s = request.sampling or context.served.limits.sampling
     biases = [*s.logit_bias.items(), *((i, -math.inf) for i in (context.served.ends if request.ignore_end else ()))]
     bias = [{"token": i, "bias": b if b > -1e30 else None} for i, b in biases]
@@ -136,8 +139,7 @@ def settings(context: Context, request: TaskRequest, seed: int | None = None) ->
     return {
         **{name: getattr(s, name) for name in sampling.SETTINGS},
         "seed": seed if seed is not None else s.seed if s.seed is not None else (1 << 32) - 1, "samplers": list(s.samplers),
-        "dynatemp_range": 0.0, "xtc_probability": 0.0, "top_n_sigma": -1.0, "dry_multiplier": 0.0, "mirostat": 0, "adaptive_target": -1.0,
-        "adaptive_decay": 0.0, "stop": list(request.stop), "max_tokens": n, "n_predict": n, "ignore_eos": request.ignore_end,
+        "dry_sequence_breakers": list(s.dry_sequence_breakers), "stop": list(request.stop), "max_tokens": n, "n_predict": n, "ignore_eos": request.ignore_end,
         "logit_bias": bias, "n_probs": s.logprobs or 0, "post_sampling_probs": s.logprobs_after,
         "grammar": s.grammar or "", "grammar_lazy": bool(s.triggers),
         "grammar_triggers": [sampling.shown_trigger(t) for t in s.triggers], "json_schema": json.loads(s.json_schema) if s.json_schema else None, "cache_prompt": request.reuse,

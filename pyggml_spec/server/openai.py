@@ -4,17 +4,22 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from typing import Any, ClassVar
+from dataclasses import replace
+from itertools import accumulate, chain
+from typing import Any, ClassVar, cast
 
-from ..sampling.sampler import TokenLogprob
+from msgspec import structs
+
+from ..sampling.sampler import Sampling, TokenLogprob
 from ..text.values import Call
-from .bodies import Chat, OpenAICompletion, convert, parse
+from .bodies import Chat, Infill, OpenAICompletion, convert, parse, wrong
 from .errors import ApiError
 from .http import DONE, FINGERPRINT, LongLists, Request, Response, encode, event, json_response
+from .infill import filled_ids
 from .native import native_result, probabilities, read_completion
 from .output import MIN_LOGPROB, Delta, Output, metrics, progress, speculation, usage
 from .reading import Context, ResponseEncoder, count_prompt, respond, respond_to_chat
+from .tasks import TaskRequest
 
 _BEGINS = {"role": "assistant", "content": None}
 
@@ -25,7 +30,30 @@ async def chat(context: Context, request: Request) -> Response:
 
 async def completions(context: Context, request: Request) -> Response:
     body = parse(request, OpenAICompletion)
-    return await respond(context, request, body, await context.prepared(request, read_completion, context, body, request.key), Encoder)
+    return await respond(context, request, body, await context.prepared(request, _read, context, body, request.key), Encoder)
+
+
+def _read(context: Context, body: OpenAICompletion, key: str) -> list[TaskRequest]:
+    """Raises ApiError."""
+    n, asks = body.n_cmpl or body.n or 1, body.n_probs is not None or bool(body.logprobs)
+    if body.best_of is not None and body.best_of < n:
+        raise wrong("best_of", body.best_of, f"at least {n}, which is n")
+    if body.choices > n and body.stream:
+        raise ApiError(400, "which of best_of sequences are the best is known at their end; leave out stream, or best_of", param="best_of")
+    if body.echo and asks and body.post_sampling_probs:
+        raise ApiError(400, "probabilities of a prompt are the model's; leave out post_sampling_probs, or echo", param="echo")
+    if body.echo and body.suffix:
+        raise ApiError(400, "a text that is filled in has no end to which the prompt would be put; leave out echo, or suffix", param="echo")
+
+    def filled(prompts: Sequence[Any]) -> list[list[int]]:
+        named = structs.asdict(body)
+        limits = {name: named[name] for name in ("n_predict", "max_completion_tokens", "max_tokens")}
+        return [filled_ids(context.served, Infill(input_prefix=p, input_suffix=body.suffix, **limits)) for p in prompts]
+
+    requests = read_completion(context, body, key, filled if body.suffix else None)
+    if body.choices > n and not asks:  # to rank them
+        requests = [replace(r, sampling=replace(cast(Sampling, r.sampling), logprobs=0)) for r in requests]
+    return [replace(r, scored=True) for r in requests] if body.echo and asks else requests
 
 
 class Encoder(ResponseEncoder):
@@ -44,8 +72,17 @@ class Encoder(ResponseEncoder):
 
     async def whole(self) -> Response:
         lists = LongLists(self.request)
-        choices = [self._choice(output, lists) for output in self.outputs]
+        choices = [self._choice(output, lists) | {"index": i} for i, output in enumerate(self._best())]
         return lists.response({**self._begin, "choices": choices, **self._summary(lists)})
+
+    def _best(self) -> Sequence[Output]:
+        """The outputs that are reported: of best_of sequences of a prompt the n with the highest log probability per token."""
+        body = self.body
+        if not isinstance(body, OpenAICompletion) or body.choices == (n := body.n_cmpl or body.n or 1):
+            return self.outputs
+        of = [self.outputs[first : first + body.choices] for first in range(0, len(self.outputs), body.choices)]
+        mean = lambda output: sum(p.logprob for p in output.logprobs) / max(1, len(output.logprobs))  # noqa: E731
+        return [output for outputs in of for output in sorted(outputs, key=mean, reverse=True)[:n]]
 
     def end(self) -> bytes:
         return (self._event(**self._summary()) if self.body.stream_options.include_usage else b"") + DONE
@@ -55,14 +92,22 @@ class Encoder(ResponseEncoder):
         more = self._members(output, delta)
         if delta.prompt_read is not None:
             more["prompt_progress"] = progress(output, delta.prompt_read)
+        if self.body.echo and output.task.index not in self._calls and (delta.tokens or last):
+            self._calls[output.task.index] = 0
+            out = self._event(
+                choice
+                | {"text": _echo(output), "logprobs": _legacy_logprobs(output, (), LongLists()) if output.task.request.scored else None}
+            )
         if delta.content or delta.logprobs or delta.prompt_read is not None or "speculation" in more:
-            logprobs = _legacy_logprobs(output, delta.logprobs, LongLists()) if delta.logprobs else None
-            out = self._event(choice | {"text": delta.content, "logprobs": logprobs}, **more)
+            logprobs = _legacy_logprobs(output, delta.logprobs, LongLists(), False) if delta.logprobs else None
+            out += self._event(choice | {"text": delta.content, "logprobs": logprobs}, **more)
         return out + self._event(choice | {"finish_reason": output.finish_reason}, **self._end_of_one()) if last else out
 
     def _choice(self, output: Output, lists: LongLists) -> dict[str, Any]:
-        logprobs = _legacy_logprobs(output, output.logprobs, lists) if output.logprobs else None
-        return {"index": output.task.index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        asks = output.task.request.scored or (output.logprobs and (self.body.n_probs is not None or self.body.logprobs))
+        logprobs = _legacy_logprobs(output, output.logprobs, lists) if asks else None
+        text = _echo(output) + output.text if self.body.echo else output.text
+        return {"index": output.task.index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     def _event(self, *choices: dict[str, Any], **more: Any) -> bytes:
         return event({**self._begin, "choices": choices, **more})
@@ -149,15 +194,25 @@ def _tool_call(call: Call, output: Output, i: int) -> dict[str, Any]:
     return {"id": f"call_{output.task.number:x}_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _legacy_logprobs(output: Output, logprobs: Sequence[TokenLogprob], lists: LongLists) -> dict[str, Any]:
-    """OpenAI's form of log probabilities of completions, and llama.cpp's in ``content``."""
+def _echo(output: Output) -> str:
+    """The prompt's text."""
+    return output.decoded(output.task.request.ids)
+
+
+def _legacy_logprobs(output: Output, logprobs: Sequence[TokenLogprob], lists: LongLists, prompt: bool = True) -> dict[str, Any]:
+    """OpenAI's form of log probabilities of completions, and llama.cpp's in ``content``. ``prompt``: those of a scored prompt come first, with null for its
+    first token."""
+    request, handle, first = output.task.request, output.task.handle, list[int]()
+    if prompt and request.scored and handle is not None:
+        first, logprobs = request.ids[:1], [*handle.prompt_logprobs, *logprobs]
     size = sum(1 + len(p.top) for p in logprobs)
-    tokens = [output.token_text(p.token) for p in logprobs]
+    tokens = [output.token_text(token) for token in (*first, *(p.token for p in logprobs))]
+    tops = (encode({output.token_text(t): max(p, MIN_LOGPROB) for t, p in each.top}) for each in logprobs)
     return {
         "content": lists.add((encode(output.probability(p)) for p in logprobs), size),
         "tokens": tokens,
-        "token_logprobs": [max(p.logprob, MIN_LOGPROB) for p in logprobs],
-        "top_logprobs": lists.add((encode({output.token_text(t): max(p, MIN_LOGPROB) for t, p in each.top}) for each in logprobs), size),
+        "token_logprobs": [*(None for _ in first), *(max(p.logprob, MIN_LOGPROB) for p in logprobs)],
+        "top_logprobs": lists.add(chain((b"null" for _ in first), tops), size),
         "text_offset": [0, *accumulate(map(len, tokens[:-1]))] if tokens else [],
     }
 

@@ -12,6 +12,7 @@ import msgspec
 from ..engine.stats import Stats
 from ..events import StepEvent
 from ..sampling.sampler import Sampling, TokenLogprob
+from ..sampling.thinking import Thinking
 from ..text.parse import Parser, Piece
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
@@ -57,6 +58,8 @@ class Output:
         self.calls: list[Call] = []
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        markers = self._sampling.thinking
+        self._thinking = Thinking(replace(markers, tokens=None), tokenizer) if markers is not None else None
         self.stats: Stats = task.stats
         self.prompt_read: int | None = None  # of the latest event; the engine is further
         self._shown = codecs.getincrementaldecoder("utf-8")("replace")
@@ -67,6 +70,9 @@ class Output:
         if not event.tokens:
             return []
         self.tokens += event.tokens
+        if self._thinking is not None:
+            for token in event.tokens:
+                self._thinking.push(token)
         if not self.task.stream.streams:
             self.logprobs += event.logprobs
         if self._stream is None:
@@ -104,6 +110,10 @@ class Output:
         return [self._shown.decode(self._tokenizer.piece(t)) for t in tokens]
 
     @property
+    def reasoning_tokens(self) -> int:
+        return self._thinking.count if self._thinking is not None else 0
+
+    @property
     def finish_reason(self) -> str:
         """ "stop", "length", or "tool_calls"."""
         reason = FINISH.get(self.stats.stop_reason, "stop")
@@ -116,6 +126,10 @@ class Output:
             return ""
         whole = self._tokenizer.decode(self.tokens)
         return min(((at, s) for s in self.task.request.stop if (at := whole.find(s)) >= 0), default=(0, ""))[1]
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """Their text, control tokens included, but for one that begins every text."""
+        return self._tokenizer.decode(tokens[1:] if tokens[:1] == [self._tokenizer.bos] else tokens, special=True)
 
     def token_text(self, token: int) -> str:
         return self._tokenizer.piece(token).decode("utf-8", "replace")
@@ -132,7 +146,7 @@ class Output:
         return min(1.0, math.exp(logprob)) if self._sampling.logprobs_after else max(logprob, MIN_LOGPROB)
 
     def timings(self) -> dict[str, Any]:
-        return timings(self.stats, self.task, self.prompt_read)
+        return {**timings(self.stats, self.task, self.prompt_read), "n_reasoning_tokens": self.reasoning_tokens}
 
 
 @lru_cache(1 << 14)
@@ -150,6 +164,7 @@ def usage(outputs: Sequence[Output]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "total_tokens": completion + prompt,
         "prompt_tokens_details": {"cached_tokens": sum(o.stats.reused_tokens for o in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(o.reasoning_tokens for o in outputs)},
     }
 
 

@@ -113,8 +113,10 @@ async def respond(
 def enter(context: Context, request: Request, body: Fields, requests: Sequence[TaskRequest]) -> ResponseStream:
     """Queues a request; its ``on_end`` cancels what is left. Raises ApiError: the queue is full, or the id of its stream too long."""
     key = key_of(request, request.headers.get(HEADER, "")) if body.stream else None
-    reported = [(r.max_tokens, r.sampling.logprobs) for r in requests if r.sampling is not None] if not body.stream else []
-    total = sum(min(most, context.served.n_ctx) * (1 + n) for most, n in reported if most is not None and n is not None)
+    reported = (
+        [(r.max_tokens, r.sampling.logprobs, len(r.ids) * r.scored) for r in requests if r.sampling is not None] if not body.stream else []
+    )
+    total = sum((min(most, context.served.n_ctx) + prompt) * (1 + n) for most, n, prompt in reported if most is not None and n is not None)
     if total > MAX_KEPT:
         sentence = f"the response could have {total} log probabilities, and {MAX_KEPT} are the most; request fewer, for fewer tokens, or for a stream"
         raise ApiError(400, sentence)

@@ -222,7 +222,7 @@ class Encoder(ResponseEncoder):
             "output": items + [_call(call, output, i) for i, call in enumerate(output.calls)],
             "usage": {
                 "input_tokens": total["prompt_tokens"], "input_tokens_details": total["prompt_tokens_details"],
-                "output_tokens": total["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": total["total_tokens"],
+                "output_tokens": total["completion_tokens"], "output_tokens_details": total["completion_tokens_details"], "total_tokens": total["total_tokens"],
             },
             "timings": output.timings(),
             "speculation": speculation(output.stats),

@@ -21,17 +21,20 @@ Trigger = str | int | Pattern
 Triggers = tuple[Trigger, ...]
 SETTINGS = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty", "min_keep", "seed",
+    "dynatemp_range", "dynatemp_exponent", "top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base", "dry_allowed_length",
+    "dry_penalty_last_n", "mirostat", "mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay",
 )  # fmt: skip
 FIELDS = {  # field: of Sampling
     **{name: name for name in SETTINGS},
     "typ_p": "typical_p",
     "repetition_penalty": "repeat_penalty",
 }
-UNSUPPORTED = {  # samplers, and the values that turn them off
-    "dynatemp_range": (0,), "xtc_probability": (0,), "top_n_sigma": (-1, 0), "dry_multiplier": (0,), "mirostat": (0,), "adaptive_target": (-1,),
-}  # fmt: skip
-_SAMPLER_NAMES = {"typical_p": "typ_p", "typ-p": "typ_p", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "temp": "temperature"}
-_SAMPLERS_OFF = ("dry", "top_n_sigma", "xtc", "adaptive_p")
+_SAMPLER_NAMES = {
+    "typical_p": "typ_p",
+    "typ-p": "typ_p",
+    "temp": "temperature",
+    **{name.replace("_", "-"): name for name in KNOWN if "_" in name},
+}
 PLACE = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
 MISPLACED = ("type", "schema", "json_schema")  # members that clients put one level too high
 SCHEMA_METADATA = ("name", "description", "strict")  # they constrain nothing
@@ -61,13 +64,13 @@ def sampling(
     values: dict[str, Any] = {means: value for name, means in FIELDS.items() if (value := getattr(body, name)) is not None}
     if values.get("seed") in (-1, (1 << 32) - 1):
         values["seed"] = None
-    if values.get("repeat_last_n") == -1:
-        values["repeat_last_n"] = limits.n_ctx
+    for name in ("repeat_last_n", "dry_penalty_last_n"):
+        if values.get(name) == -1:
+            values[name] = limits.n_ctx
     if values.get("top_k", 0) < 0:
         values["top_k"] = 0
-    for name, off in UNSUPPORTED.items():
-        if (value := getattr(body, name)) is not None and value not in off:
-            raise ApiError(501, f"{name} is not supported here; leave it out", param=name)
+    if body.dry_sequence_breakers is not None:
+        values["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
     if body.samplers is not None:
         values["samplers"] = _samplers(body.samplers)
     if body.logit_bias is not None:
@@ -92,10 +95,10 @@ def _samplers(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise wrong("samplers", value, "a list of names")
     names = [_SAMPLER_NAMES.get(name.strip(), name.strip()) for name in value]
-    unknown = [name for name in names if name not in (*KNOWN, *_SAMPLERS_OFF)]
+    unknown = [name for name in names if name not in KNOWN]
     if unknown:
         raise wrong("samplers", unknown[0], f"among {', '.join(KNOWN)}")
-    return tuple(name for name in names if name in KNOWN)
+    return tuple(names)
 
 
 def logit_bias(value: Any, tokenizer: Tokenizer) -> dict[int, float]:

@@ -42,6 +42,7 @@ class ServeOptions:
     Attributes:
         names: of the model, the first one is its id.
         thinking: True or False for templates that can think; None leaves it to them.
+        thinking_budget: tokens of reasoning in requests that do not say, -1 for no limit. ``thinking_message``: what is put before its end there.
         reasoning: whether reasoning is separated from the content ("auto") or left in it ("none").
         suffix_first: whether /infill puts the suffix before the prefix.
     """
@@ -50,6 +51,8 @@ class ServeOptions:
     tags: tuple[str, ...] = ()
     slots: int = 8
     thinking: bool | None = None
+    thinking_budget: int = -1
+    thinking_message: str = ""
     reasoning: str = "auto"
     template_arguments: dict[str, Any] = field(default_factory=dict)
     verbose: bool = False

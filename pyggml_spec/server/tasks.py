@@ -37,7 +37,8 @@ STUCK_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """One sequence to generate, whatever the dialect. ``every_step``: events are not joined for a slow reader."""
+    """One sequence to generate, whatever the dialect. ``every_step``: events are not joined for a slow reader; ``scored``: log probabilities of the prompt,
+    too."""
 
     ids: list[int]
     max_tokens: int | None = None
@@ -47,6 +48,7 @@ class TaskRequest:
     ignore_end: bool = False
     mode: str | None = None
     reuse: bool = True
+    scored: bool = False
     progress: bool = False
     every_step: bool = False
     priority: int = 0
@@ -388,7 +390,7 @@ class Queue:
             synthetic = self._synthetic(task.number if seed is None else seed) if self._synthetic is not None else None
             handle = concurrent.submit(
                 request.ids, request.max_tokens, mode=request.mode, sampling=request.sampling, stop=request.stop, lines=request.lines,
-                ignore_end=request.ignore_end, reuse=request.reuse, owner="" if self._shares else request.key, progress=request.progress,
+                ignore_end=request.ignore_end, reuse=request.reuse, scored=request.scored, owner="" if self._shares else request.key, progress=request.progress,
                 synthetic=synthetic, sink=lambda item: self._put(task, item),
             )  # fmt: skip
         except BaseException as error:

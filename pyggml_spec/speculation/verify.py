@@ -72,6 +72,10 @@ def _first(seq: SequenceState, item: Prefill, output: StepOutput, runner: ModelR
     """The token after a prompt, once its last chunk is computed."""
     if not output.target_finite:
         raise EngineError(runner.not_finite(seq.slot))
+    if item.scored and (sampler := seq.options.sampler) is not None:
+        following = seq.prompt[seq.computed + 1 : seq.computed + 1 + len(item.tokens)]
+        for token, logits in zip(following, runner.row_logits(seq.slot, len(item.tokens))):
+            sampler.score(token, logits)
     if seq.remaining > len(item.tokens) or seq.limits.reason:  # no tokens wanted: the prompt is computed for the prefix cache
         return []
     seq.limits.begin(runner.slots[seq.slot].cursor.room)
@@ -140,7 +144,11 @@ def choose_tokens(
 
 def _choose(choices: Choices, row: int, sampler: Sampler | None) -> int:
     greedy, runner, slot = choices.greedy[row], choices.runner, choices.slot
-    if sampler is None or sampler.accepts_argmax(greedy):
+    if sampler is None:
+        return greedy
+    if (forced := sampler.take_forced()) is not None:
+        return forced
+    if sampler.accepts_argmax(greedy):
         return greedy
     if sampler.masks_on_device:
         token = choices.allowed.get(row)

@@ -303,12 +303,14 @@ def test_constraints_and_log_probabilities(pinned, tmp_path):
 
 def test_what_the_file_recommends_counts_where_nothing_was_asked_for(pair, pinned, tmp_path):
     model = Model(pair[0])
-    model.keys |= {f"general.sampling.{key}": value for key, value in {"temp": (F32, 0.5), "top_k": (I32, 7), "mirostat": (I32, 2)}.items()}
+    model.keys |= {
+        f"general.sampling.{key}": value for key, value in {"temp": (F32, 0.5), "top_k": (I32, 7), "penalty_repeat": (F32, -1.0)}.items()
+    }
     options = ["-m", model.write(tmp_path / "t.gguf"), *pinned[2:], *N[:2], "-n", 6]
     greedy, sampled, asked = (pyspec("run", *options, *more) for more in ([], ["-s", 1], ["-s", 1, "--temp", 0.5, "--top-k", 9, "-q"]))
     chain = "top-k 7, top-p 0.95, min-p 0.05, temperature 0.5"
     assert "| greedy |" in greedy.stderr and f"note: t.gguf recommends {chain}; this is greedy" in greedy.stderr
-    assert f"| {chain} |" in sampled.stderr and "note: t.gguf recommends mirostat 2, which is not" in sampled.stderr
+    assert f"| {chain} |" in sampled.stderr and "note: t.gguf recommends penalty_repeat -1.0, which is not" in sampled.stderr
     same = pyspec("run", *pinned, *N[:2], "-n", 6, "-q", "-s", 1, "--temp", 0.5, "--top-k", 9)
     assert asked.stdout == same.stdout and asked.stderr == ""
 
@@ -322,7 +324,7 @@ def test_what_cannot_be_sampled_is_one_sentence(pinned, options, words):
 
 
 def test_usage(pinned):
-    wrong = {"-l 5*2": "5*2", "--grammar a --grammar-file b": "not both", "--mirostat 2": "--mirostat", "-s -2": "-2"}
+    wrong = {"-l 5*2": "5*2", "--grammar a --grammar-file b": "not both", "--mirostat 3": "--mirostat", "-s -2": "-2"}
     for options, words in wrong.items():
         done = pyspec("run", *pinned, *N, *options.split())
         assert done.returncode == 2 and words in done.stderr

@@ -208,7 +208,7 @@ def left_by(sampling: Sampling, logits: np.ndarray) -> np.ndarray:
     """What the chain leaves, as ``pgs_draw`` takes it."""
     sampler = Sampler(sampling, None, logits.size)
     sampler.choose(None, logits)
-    left = sampler.tokens[: sampler.array.size].copy()
+    left = sampler.left.copy()
     sampler.close()
     return left
 
@@ -322,6 +322,7 @@ def llama_chain(s: Sampling, n_vocab, vocab=None):
         "top_p": lambda: L.llama_sampler_init_top_p(s.top_p, s.min_keep),
         "min_p": lambda: L.llama_sampler_init_min_p(s.min_p, s.min_keep),
         "temperature": lambda: L.llama_sampler_init_temp_ext(s.temperature, 0.0, 1.0),
+        **dict.fromkeys(("dry", "top_n_sigma", "xtc"), lambda: L.llama_sampler_init_top_k(0)),  # in test_feedback.py
         "infill": lambda: L.llama_sampler_init_infill(vocab),
     }
     parts = [L.llama_sampler_init_logit_bias(n_vocab, len(s.logit_bias), entries)] if s.logit_bias else []
@@ -631,7 +632,7 @@ def test_tokens_that_a_bias_forbids_are_made_up_for_by_more_candidates(biased):
 
 
 @pytest.mark.parametrize("order, samplers", [
-    ("top_k;top_p;temperature", ("top_k", "top_p", "temperature")), ("penalties; dry;top-k;typ;nucleus;minp;xtc;temp", ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")),
+    ("top_k;top_p;temperature", ("top_k", "top_p", "temperature")), ("penalties; dry;top-k;typ;nucleus;minp;xtc;temp", ("penalties", "dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")),
     ("top_k;mirostat", None), ("top_k;top_k", None), (7, None), ("", None),
 ])  # fmt: skip
 def test_orders_by_llama_cpps_names(order, samplers):
@@ -642,7 +643,7 @@ def test_orders_by_llama_cpps_names(order, samplers):
 
 @pytest.mark.parametrize("key, value", [
     ("temp", -1.0), ("temp", "warm"), ("temp", float("nan")), ("top_k", -1), ("top_p", 1.5), ("penalty_last_n", -1),
-    ("xtc_probability", 0.5), ("mirostat", 2),
+    ("xtc_probability", 1.5), ("mirostat", 3),
 ])  # fmt: skip
 def test_what_cannot_be_is_named_and_left_out(key, value):
     values, refused = recommended(
