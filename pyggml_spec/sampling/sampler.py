@@ -241,6 +241,7 @@ class Sampling:
 
     @property
     def limits_thinking(self) -> bool:
+        """Whether reasoning has a limit."""
         return self.thinking is not None and self.thinking.tokens is not None
 
     @property

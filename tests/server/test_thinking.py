@@ -1,16 +1,15 @@
 """Budgets of thinking over HTTP, by the names of each dialect, on a model that would think for longer."""
 
 from llama_templates import templates  # noqa: F401
-from server.formats import FAMILIES
 from server.test_formats import Scripted, templated
 
 WORDS = "one two three four five six seven eight nine ten"
-TEXTS = {"long": f"<think>\n{WORDS}\n</think>\n\nThe answer."}
+TEXTS = {"long": f"{WORDS}</think>The answer."}  # the template opens the reasoning, and its end is one token, which the text goes on after
 
 
 def test_the_limit_is_that_of_the_request_its_effort_or_the_server(templates, tmp_path):  # noqa: F811
     with Scripted(
-        tmp_path / "model.gguf", TEXTS, templated(templates, "Hermes"), "--reasoning-budget", 6, control=FAMILIES["Hermes"].control
+        tmp_path / "model.gguf", TEXTS, templated(templates, "GLM"), "--reasoning-budget", 6, control=("<think>", "</think>")
     ) as model:
 
         def thought(path="/v1/chat/completions", **more) -> tuple[str, str, int]:
