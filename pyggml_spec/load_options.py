@@ -38,10 +38,10 @@ class LoadOptions:
             previous prompt left in place, if the model is attention only.
         prefix_disk: bytes that the folder may take, None for 8 GiB; the least recently used files are deleted.
         experts: routed experts of the target that stay in host memory; None keeps all of them on the device.
-        spec: drafting methods, of ``speculation.methods.METHODS`` and named as in llama.cpp's `--spec-type`; None takes the drafter of ``draft``,
+        spec: drafting methods, of ``speculation.methods.METHODS`` and named as in llama.cpp's `--spec-type`: a list, or one text with commas; None takes the drafter of ``draft``,
             or else a drafter in the target's folder (`dflash-*.gguf`, `*eagle3*.gguf`, ... that fits), or else the target's own MTP layer if its file has one, or else, on a CPU and without ``draft_width``, n-grams of the text itself ("suffix"), which are
-            verified only where that is expected to be faster. An empty one disables drafting.
-        no_spec: drafting methods that are excluded.
+            verified only where that is expected to be faster. "none" or an empty list disables drafting.
+        no_spec: drafting methods that are excluded, listed in the same way.
         draft_vocab: drafters choose among the first so many tokens of the vocabulary, which are the frequent ones where it was made of merges: their
             heads take less time, and some drafts are not made. None for all of it.
         tensor_split: layers of each of several devices, in proportion and in the order in which they are named; None takes their free
@@ -70,8 +70,8 @@ class LoadOptions:
     prefix_memory: int | None = None
     prefix_disk: int | None = None
     experts: ExpertOptions | None = None
-    spec: Sequence[str] | None = None
-    no_spec: Sequence[str] = ()
+    spec: Sequence[str] | str | None = None
+    no_spec: Sequence[str] | str = ()
     draft_vocab: int | None = None
     tensor_split: Sequence[float] | None = None
     offload_prompts: int | str | None = None

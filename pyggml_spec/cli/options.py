@@ -20,7 +20,7 @@ from ..load_options import LoadOptions
 from ..loading import DEMO_TARGET
 from ..models.placement import ExpertOptions, overridden
 from ..models.rope import RopeOptions
-from ..speculation.methods import NONE, methods
+from ..speculation.methods import NONE, listed, methods
 from ..speculation.synthetic import SyntheticAcceptance
 from .help import PATH, flag, option
 from .terminal import progress_line
@@ -280,7 +280,7 @@ def _load_options(values: dict[str, Any], target: str | None) -> LoadOptions:
                 )
             values["spec_type"], values["no_spec"] = NONE, ()
         given = values.pop("spec_type")
-        taken["spec"] = names = None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+        taken["spec"] = names = listed(given)
         if names == []:
             raise click.UsageError(f"--spec-type {given!r} names no drafting method; name one, or none for plain decoding")
         try:

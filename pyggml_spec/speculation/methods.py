@@ -1,7 +1,7 @@
 """Ways of drafting, by the names that llama.cpp's `--spec-type` has for them."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..checks import whole
 from ..errors import PyspecError
@@ -31,11 +31,16 @@ class Methods(NamedTuple):
     implied: str | None = None
 
 
+def listed(names: Any) -> Any:
+    """The names in a text that has commas between them, as `--spec-type` takes it; anything else as it is."""
+    return [name for part in names.split(",") if (name := part.strip())] if isinstance(names, str) else names
+
+
 def methods(names: Iterable[str] | None, without: Iterable[str] = (), tokens: int | None = None) -> Methods:
     """The drafting methods that may be used.
 
     Args:
-        names: of METHODS, or "none" alone; None for whatever there is: a drafter's file, given or in the target's folder, or the target's own MTP layer.
+        names: of METHODS, or "none" alone, in a list or in one text with commas; None for whatever there is: a drafter's file, given or in the target's folder, or the target's own MTP layer.
         without: names that may not, whatever there is.
         tokens: models draft none but the first so many tokens of the vocabulary; None for all of them.
 
@@ -44,9 +49,9 @@ def methods(names: Iterable[str] | None, without: Iterable[str] = (), tokens: in
     """
     tokens = 0 if tokens is None else whole(tokens, "the vocabulary of drafts (`draft_vocab`)", LEAST_TOKENS, 1 << 30, PyspecError)
     for given in (names, without):
-        if isinstance(given, str) or not isinstance(given, (Iterable, type(None))):  # of a text, every letter would be one
-            raise PyspecError(f"drafting methods are a list of names, like ['suffix'], and not {given!r}")
-    asked, refused = None if names is None else list(names), list(without)
+        if not isinstance(given, (Iterable, type(None))) or (isinstance(given, str) and not listed(given)):
+            raise PyspecError(f"drafting methods are a name or a list of names, like 'suffix', and not {given!r}")
+    asked, refused = None if names is None else list(listed(names)), list(listed(without))
     for name in (*(asked or ()), *refused):
         if name in METHODS or name == NONE:
             continue

@@ -60,10 +60,17 @@ def test_names_that_are_refused(names, words):
     fails_with(PyspecError, words, methods, names)
 
 
-@pytest.mark.parametrize("options", [{"spec": "suffix"}, {"no_spec": "suffix"}, {"spec": 5}])
-def test_one_name_is_no_list_of_letters(options):
-    """It said that 's' is an unknown method."""
-    with pytest.raises(PyspecError, match=r"are a list of names, like \['suffix'\], and not ('suffix'|5)"):
+@pytest.mark.parametrize("options, found", [
+    ({"spec": "none"}, ()), ({"spec": " draft-mtp,suffix "}, ("draft-mtp", "suffix")), ({"no_spec": "draft-mtp"}, ("suffix",)),
+])  # fmt: skip
+def test_a_text_names_methods_as_a_list_does(files, options, found):
+    with ps.load(files["own"], device="CPU", threads=1, n_ctx=256, **options) as session:
+        assert session.methods == found
+
+
+@pytest.mark.parametrize("options", [{"spec": 5}, {"spec": ""}, {"no_spec": " , "}])
+def test_what_names_no_method(options):
+    with pytest.raises(PyspecError, match=r"are a name or a list of names, like 'suffix', and not (5|''|' , ')"):
         ps.load(device="CPU", threads=1, n_ctx=256, **options)
 
 
