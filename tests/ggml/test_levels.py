@@ -57,10 +57,11 @@ def avx2(tmp_path_factory) -> bytes:
 
 @pytest.mark.slow
 @x86
-@pytest.mark.parametrize("name", ["avxvnni", "avx512vnni"])
-def test_every_level_of_x86(avx2, tmp_path, name):
-    if name not in [level.name for level in levels()]:
-        pytest.skip(f"this processor has no {name}")
+def test_the_program_gives_the_bits_of_the_widest_level(avx2, tmp_path):
+    """What it computes is compared between levels in test_kernels.py; here it is the program that is right."""
+    name = levels()[0].name
+    if name not in X86 or name == "avx2":
+        pytest.skip("this processor has one level")
     assert output(build(tmp_path, "cc", X86[name])) == avx2
 
 

@@ -104,7 +104,7 @@ async def test_a_client_that_reads_nothing_is_cut_off(monkeypatch, caplog):
         finally:
             sent.append(True)
 
-    async def read(pause):
+    async def read(pauses):
         loop, make = asyncio.get_running_loop(), connections(large)
         server = await loop.create_server(make, "127.0.0.1", 0)
         with socket.socket() as sock:
@@ -116,14 +116,14 @@ async def test_a_client_that_reads_nothing_is_cut_off(monkeypatch, caplog):
             try:
                 while part := await loop.sock_recv(sock, 1 << 17):
                     got += len(part)
-                    await asyncio.sleep(pause)
+                    await asyncio.sleep(next(pauses, 0))
             except ConnectionResetError:
                 pass
         server.close()
         return got
 
-    assert await read(0.01) > size and not caplog.text
-    assert await read(0.6) < size and "read nothing of a response" in caplog.text and len(sent) == 2
+    assert await read(itertools.repeat(0.01)) > size and not caplog.text
+    assert await read(iter([0.6])) < size and "read nothing of a response" in caplog.text and len(sent) == 2
 
 
 async def test_a_body_that_drips_ends(monkeypatch):
