@@ -199,6 +199,8 @@ enum llama_token_attr { LLAMA_TOKEN_ATTR_UNKNOWN, LLAMA_TOKEN_ATTR_CONTROL, ... 
 enum llama_split_mode { LLAMA_SPLIT_MODE_NONE, ... };
 enum llama_flash_attn_type { LLAMA_FLASH_ATTN_TYPE_ENABLED, ... };
 enum llama_rope_scaling_type { LLAMA_ROPE_SCALING_TYPE_NONE, ... };
+enum llama_pooling_type { LLAMA_POOLING_TYPE_NONE, ... };
+typedef struct llama_memory_i * llama_memory_t;
 #define LLAMA_DEFAULT_SEED ...
 
 struct llama_model; struct llama_context; struct llama_vocab; struct llama_sampler;
@@ -207,6 +209,7 @@ struct llama_model_params { const struct llama_model_tensor_buft_override * tens
                             enum llama_split_mode split_mode; int32_t main_gpu; bool vocab_only; bool use_extra_bufts; ...; };
 struct llama_context_params { uint32_t n_ctx; uint32_t n_batch; uint32_t n_ubatch; int32_t n_threads; int32_t n_threads_batch;
                               enum llama_rope_scaling_type rope_scaling_type; enum llama_flash_attn_type flash_attn_type;
+                              enum llama_pooling_type pooling_type; uint32_t n_seq_max; bool embeddings; bool kv_unified;
                               float rope_freq_base; float rope_freq_scale; float yarn_ext_factor; float yarn_attn_factor;
                               float yarn_beta_fast; float yarn_beta_slow; uint32_t yarn_orig_ctx;
                               bool (*cb_eval)(struct ggml_tensor * tensor, bool ask, void * user_data); void * cb_eval_user_data;
@@ -249,6 +252,19 @@ struct llama_batch llama_batch_init(int32_t n_tokens, int32_t embd, int32_t n_se
 void llama_batch_free(struct llama_batch batch);
 int32_t llama_decode(struct llama_context *, struct llama_batch batch);
 float * llama_get_logits_ith(struct llama_context *, int32_t i);
+float * llama_get_embeddings_ith(struct llama_context *, int32_t i);
+float * llama_get_embeddings_seq(struct llama_context *, llama_seq_id seq_id);
+enum llama_pooling_type llama_pooling_type(const struct llama_context *);
+llama_memory_t llama_get_memory(const struct llama_context *);
+void llama_memory_clear(llama_memory_t, bool data);
+int32_t llama_model_n_ctx_train(const struct llama_model *);
+int32_t llama_model_n_embd_out(const struct llama_model *);
+uint32_t llama_model_n_cls_out(const struct llama_model *);
+bool llama_model_has_encoder(const struct llama_model *);
+bool llama_model_has_decoder(const struct llama_model *);
+const char * llama_model_chat_template(const struct llama_model *, const char * name);
+llama_token llama_vocab_sep(const struct llama_vocab *);
+bool llama_vocab_get_add_sep(const struct llama_vocab *);
 
 struct llama_sampler_chain_params llama_sampler_chain_default_params(void);
 struct llama_sampler * llama_sampler_chain_init(struct llama_sampler_chain_params params);

@@ -127,9 +127,8 @@ REFUSED = """
  name the model with -hf USER/MODEL:QUANT, and its drafter with -hfd (docs/pairs.md)
 -lcs --lookup-cache-static -lcd --lookup-cache-dynamic 1
  n-gram drafting reads the text itself (--spec-type suffix) and keeps no file
---pooling --embd-normalize 1
---embedding --embeddings --rerank --reranking 0
- embeddings are not supported: use llama-server for those
+--embd-normalize 1
+ requests say it: "embd_normalize"
 --path --api-prefix --ui-config --webui-config --ui-config-file --webui-config-file 1
  the web page is part of the package (--no-ui disables it); use a proxy for other files and prefixes
 --cors-methods --cors-headers 1

@@ -64,6 +64,13 @@ from .terminal import progress_line, say
     default=-1,
 )
 @option("--reasoning-budget-message thinking_message", "Text that is put before the end of thinking at that limit.", default="")
+@flag("--embedding --embeddings embeds", "Serves embeddings of texts (/v1/embeddings) and nothing else.")
+@flag("--rerank --reranking ranks", "Serves rankings of texts (/v1/rerank), and nothing else.")
+@option(
+    "--pooling",
+    "How an embedding comes of a text's tokens. Default: the file's.",
+    type=click.Choice(["none", "mean", "cls", "last", "rank"]),
+)
 @option("--reasoning-format", "none leaves reasoning in the content.", type=click.Choice(["auto", "deepseek", "none"]), default="auto")
 @option("--cors-origins origins", "Pages whose scripts may ask: *, localhost, or a list of origins.", shown="localhost")
 @option(
@@ -84,7 +91,7 @@ from .terminal import progress_line, say
 @with_options(synthetic_options(shown=False))
 @option("--jinja/--no-jinja", default=True)
 def command(target, draft, options, host, api_key, api_key_file, queue_requests, max_body, alias, tags, max_tokens, template, template_file,
-            variables, reasoning, reasoning_format, jinja, **more):  # fmt: skip
+            variables, reasoning, reasoning_format, jinja, embeds, ranks, pooling, **more):  # fmt: skip
     """Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do. `docs/server.md` lists the endpoints.
 
     -c is the context of each slot. Sampling options are the defaults of requests.
@@ -111,6 +118,10 @@ def command(target, draft, options, host, api_key, api_key_file, queue_requests,
     Hosts(more["allowed_hosts"])  # before a model is loaded
     _check(hosts, more["port"], more["certificate"], more["certificate_key"])
     start.log_to_stderr(more["verbose"])
+    if embeds or ranks or pooling:
+        sys.exit(_serve_embeddings(target, options, "rank" if ranks else pooling, ServeOptions(_names(alias), _names(tags), page=False), start.Settings(
+            keys, hosts, max_body=max_body << 20, report=lambda line: say(in_options(line)), **_of(start.Settings, more),
+        )))  # fmt: skip
     with progress_line() as progress:
         session = load(target, draft, options, progress, prefix_cache=None, prefix_memory=0)
     with session:
@@ -132,6 +143,15 @@ def command(target, draft, options, host, api_key, api_key_file, queue_requests,
         )  # fmt: skip
         limits = Limits(sampling, max_tokens, context)
         sys.exit(start.serve(session, settings, limits, served, NAMED.get(source or "", source)))
+
+
+def _serve_embeddings(target: Any, options: Any, pooling: str | None, named: Any, settings: Any) -> int:
+    from ..embedding import Embedder
+    from ..server import start
+
+    if target is None:
+        raise click.UsageError("the embedded pair embeds nothing; name a model with -m")
+    return start.serve_embeddings(Embedder(target, options.device, options.n_ctx, options.threads, pooling), settings, named)
 
 
 def _of(kind: Any, values: dict[str, Any]) -> dict[str, Any]:

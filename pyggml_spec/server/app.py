@@ -203,7 +203,10 @@ async def _refused(request: StarletteRequest, error: Exception) -> Response:
         path = request.scope["path"]
         error = ApiError(404, f"there is nothing at {path[:200]}; docs/server.md lists what there is")
         if path in UNSUPPORTED:
-            error = ApiError(501, f"{UNSUPPORTED[path]} are not supported: this server generates text")
+            error = ApiError(
+                501,
+                f"{UNSUPPORTED[path]} are not supported: this server generates text (embeddings and rankings: `pyspec serve --embeddings`)",
+            )
         if "route" in request.scope:
             allowed = [method for method in METHODS if method in request.scope["route"].methods]
             sentence = f"{path} takes {' and '.join(allowed)}, not {request.method}"
@@ -212,15 +215,17 @@ async def _refused(request: StarletteRequest, error: Exception) -> Response:
     return Refusal(request.scope, error)
 
 
-def create_app(context: Context, metrics: Metrics, keys: Keys, origins: Origins, hosts: Hosts, max_body: int) -> Starlette:
-    """One per server. ``max_body``: bytes."""
+def create_app(
+    context: Context, metrics: Metrics, keys: Keys, origins: Origins, hosts: Hosts, max_body: int, given: Mapping[str, Handlers] = ROUTES
+) -> Starlette:
+    """One per server. ``max_body``: bytes; ``given``: routes."""
 
     def admit(scope: Scope) -> None:
         origins.check(scope)
         if scope["method"] != "OPTIONS" and (scope["path"] not in PUBLIC or scope["method"] not in ("GET", "HEAD")):
             scope["api_key"] = keys.check(Headers(scope=scope))
 
-    table: dict[str, Handlers] = {**ROUTES, **{path: {"GET": page} for path in PATHS if context.served.options.page}}
+    table: dict[str, Handlers] = {**given, **{path: {"GET": page} for path in PATHS if context.served.options.page}}
     routes = [Route(path, Endpoint(handlers), methods=list(handlers)) for path, handlers in table.items()]
     app = Starlette(
         routes=routes,

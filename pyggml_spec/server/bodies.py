@@ -269,7 +269,7 @@ def shown(unknown: list[str]) -> str:
 
 @cache
 def field_names(kind: type[Fields]) -> frozenset[str]:
-    return frozenset(kind.__struct_fields__) - kind.hidden
+    return frozenset(kind.__struct_fields__) - getattr(kind, "hidden", frozenset())
 
 
 def convert(body: Mapping[str, Any], kind: type[F]) -> F:

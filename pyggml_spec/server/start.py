@@ -15,11 +15,13 @@ from typing import Any
 import uvicorn
 
 from ..api import Session
+from ..embedding import Embedder
 from ..errors import PyspecError
 from ..load_options import LoadOptions
 from ..speculation.synthetic import SyntheticAcceptance
+from . import embeddings
 from .access import Hosts, Keys, Origins
-from .app import create_app, prepare_heap
+from .app import ROUTES, create_app, prepare_heap
 from .metrics import Metrics
 from .pool import Pool
 from .protocol import Server, guard
@@ -63,11 +65,20 @@ class Settings:
 def serve(session: Session, settings: Settings, limits: Limits, options: ServeOptions, template: str | None) -> int:
     """Serves until a signal ends it; the exit status. ``limits``: defaults of requests; ``template``: Jinja text of the chat template, None for the
     model's. Raises PyspecError: an address, or caches that do not fit."""
+    return _run(_Service(session, settings, limits, options, template), settings)
+
+
+def serve_embeddings(embedder: Embedder, settings: Settings, options: ServeOptions) -> int:
+    """The same for a model that embeds or ranks texts, and generates none."""
+    return _run(_EmbeddingService(embedder, settings, options), settings)
+
+
+def _run(service: "_Service", settings: Settings) -> int:
     sockets = listen(settings.hosts, settings.port)
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
-            return runner.run(_Service(session, settings).run(limits, options, template, sockets))
+            return runner.run(service.run(sockets))
     finally:
         for sock in sockets:
             sock.close()
@@ -76,28 +87,39 @@ def serve(session: Session, settings: Settings, limits: Limits, options: ServeOp
 class _Service:
     """The running server: makes its parts, obeys signals, and ends."""
 
-    def __init__(self, session: Session, settings: Settings) -> None:
-        self.session, self.settings = session, settings
+    routes = ROUTES
+
+    def __init__(self, session: Session, settings: Settings, limits: Limits, options: ServeOptions, template: str | None) -> None:
+        self.session, self.settings, self._made_of = session, settings, (limits, options, template)
         self.failures = 0
         self.exit_status = 0
         self.ending: asyncio.Task[None] | None = None
 
-    async def run(self, limits: Limits, options: ServeOptions, template: str | None, sockets: list[socket.socket]) -> int:
+    def context(self, metrics: Metrics) -> Context:
+        """What handlers have. Made in the event loop."""
+        settings, concurrent = self.settings, self._concurrent()
+        served = Served(self.session, concurrent, *self._made_of)
+        if served.note:
+            self.report(served.note)
+        queue_limits = QueueLimits(settings.queue_requests, settings.queue_tokens, settings.queue_seconds)
+        queue = Queue(
+            concurrent, settings.slots, queue_limits, self.pool, metrics.ended, self._broken, self._synthetic(), settings.share_prefixes
+        )  # fmt: skip
+        return Context(served, queue, self.pool)
+
+    def what(self, context: Context) -> str:
+        """What is served, for the user."""
+        return f"with {self.settings.slots} slots of {context.served.n_ctx} tokens"
+
+    async def run(self, sockets: list[socket.socket]) -> int:
         settings, metrics = self.settings, Metrics()
         bound = [h for host, sock in zip(settings.hosts, sockets) if not is_path(host) for h in (host, sock.getsockname()[0])]
         hosts = Hosts(settings.allowed_hosts, bound)
         self.loop = asyncio.get_running_loop()
         with Pool() as self.pool:
-            concurrent = self._concurrent()
-            served = Served(self.session, concurrent, limits, options, template)
-            if served.note:
-                self.report(served.note)
-            queue_limits = QueueLimits(settings.queue_requests, settings.queue_tokens, settings.queue_seconds)
-            self.queue = Queue(
-                concurrent, settings.slots, queue_limits, self.pool, metrics.ended, self._broken, self._synthetic(), settings.share_prefixes
-            )  # fmt: skip
-            context = Context(served, self.queue, self.pool)
-            app = create_app(context, metrics, settings.keys, Origins(settings.origins), hosts, settings.max_body)
+            context = self.context(metrics)
+            self.queue = context.queue
+            app = create_app(context, metrics, settings.keys, Origins(settings.origins), hosts, settings.max_body, self.routes)
             self.server = Server(guard(uvicorn.Config(
                 app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, date_header=True,
                 loop="none", timeout_keep_alive=30, timeout_graceful_shutdown=5, proxy_headers=False, ssl_certfile=settings.certificate,
@@ -114,7 +136,7 @@ class _Service:
                 scheme = "https" if settings.certificate else "http"
                 for host, sock in zip(settings.hosts, sockets):
                     where = address(scheme, host, sock)
-                    self.report(f"serving {served.name} at {where} with {settings.slots} slots of {served.n_ctx} tokens")
+                    self.report(f"serving {context.served.name} at {where} {self.what(context)}")
                 await self.server.serve(sockets=sockets)
             finally:
                 watching.cancel()
@@ -188,6 +210,22 @@ class _Service:
             sys.stdout.flush()
             os._exit(self.exit_status)
         await self.loop.run_in_executor(None, self.queue.engine.close)
+
+
+class _EmbeddingService(_Service):
+    routes = embeddings.ROUTES
+
+    def __init__(self, embedder: Embedder, settings: Settings, options: ServeOptions) -> None:
+        self.embedder, self.settings, self.options = embedder, settings, options
+        self.exit_status, self.ending = 0, None
+
+    def context(self, metrics: Metrics) -> Context:
+        served: Any = embeddings.ServedEmbedder(self.embedder, self.options)
+        queue: Any = embeddings.EmbeddingQueue(self.embedder)
+        return Context(served, queue, self.pool)
+
+    def what(self, context: Context) -> str:
+        return f"with texts of up to {self.embedder.n_ctx} tokens, pooling {self.embedder.pooling}"
 
 
 def log_to_stderr(verbose: bool) -> None:

@@ -14,7 +14,7 @@ from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
 from ..large_stack import on_large_stack
 
-_MODELS = ("gpt2", "llama", "gemma4")  # llama.cpp has more types, which assert more
+_MODELS = ("gpt2", "llama", "gemma4", "bert", "t5")  # llama.cpp has more types, which assert more
 _ID_KEYS = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")
 _CONTROL = 3  # in tokenizer.ggml.token_type
 _SHORT_TEXT, _STACK_PER_BYTE = 4096, 512
