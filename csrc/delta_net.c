@@ -23,6 +23,9 @@
 // head_size, H, L], B and C in place of q and k (both after the convolution, so that `qk` is empty), and replays layer by layer from `convd` and `gates` (dt,
 // and the layer's decay A). A row is switched off by a dt of -1e30, whose softplus is 0. A short convolution has neither states nor blocks: its histories are
 // all that is committed.
+//
+// A chain (a small model that drafts) computes its block in several passes of one graph, each from the states that the pass before left in the graph; the
+// pool keeps those before the block. Its blocks always have the layout of max_width rows, of which each pass fills some, with slots also for one sequence.
 #include "pgs.h"
 
 #include <math.h>
@@ -222,6 +225,20 @@ void pgs_delta_clear_blocks(pgs_delta * d, int64_t width) {
     ggml_backend_tensor_memset(d->qk, 0, 0, (size_t) qk_row(d) * rows);
     ggml_backend_tensor_memset(d->gates, 0, 0, (size_t) (gates_row(d) + beta_row(d)) * rows);
     ggml_backend_tensor_memset(d->decay, 0, 0, ggml_nbytes(d->decay));
+}
+
+// Keeps `x`, F32 [n, T, count], as the rows from `row` on of the blocks of this graph's slots, whose first one is the block `at` of `pool`; blocks have `width`
+// rows of n floats, after `base` others. Where the rows are one piece, `x` is computed there, otherwise copied.
+static int keep_rows(const pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, struct ggml_tensor * pool, int64_t base, struct ggml_tensor * x,
+                     int64_t n, int64_t row, int64_t width, int64_t at, char * err) {
+    const int64_t T = ggml_nelements(x) / n / d->count;
+    const size_t  f = sizeof(float), offset = (size_t) (base + n * (width * at + row)) * f;
+    if (T == width || d->count == 1) {
+        return pgs_place(pool, offset, x, err);
+    }
+    struct ggml_tensor * home = ggml_view_3d(ctx, pool, n, T, d->count, n * f, n * width * f, offset);
+    ggml_build_forward_expand(gf, ggml_cpy(ctx, ggml_reshape_3d(ctx, x, n, T, d->count), home));
+    return 0;
 }
 
 // The n_seq states at `offset` floats of `from`, F32 [state size, S, H_v, n_seq].
@@ -493,14 +510,14 @@ static struct ggml_tensor * conv_input(pgs_delta * d, struct ggml_context * ctx,
     return rows;
 }
 
-// The same for the slots of this graph: F32 [channels, d_conv - 1 + T, count], T rows of each. `width` 0: the histories are made now.
+// The same for the slots of this graph: F32 [channels, d_conv - 1 + T, count], T rows of each. `width`: rows of a block; 0: the histories are made now.
 static struct ggml_tensor * conv_input_slots(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer,
                                              int64_t width, const pgs_delta_inputs * in, char * err) {
     const int64_t hist = d->s.conv - 1, N = d->n_slots, T = in->proj->ne[1] / d->count, table = table_rows(d) * layer;
     struct ggml_tensor * rows;
     if (in->take != NULL) {  // the projection goes into the table
-        const int64_t row = table + (hist + (width > 0 ? 0 : d->s.max_width)) * N + T * d->first;
-        if (pgs_place(d->conv, (size_t) (d->s.row * row) * sizeof(float), in->proj, err) != 0) {
+        const int64_t before = table + (hist + (width > 0 ? 0 : d->s.max_width)) * N;
+        if (keep_rows(d, ctx, gf, d->conv, d->s.row * before, in->proj, d->s.row, in->row, width > 0 ? width : T, d->first, err) != 0) {
             return NULL;
         }
         ggml_build_forward_expand(gf, in->proj);
@@ -516,51 +533,56 @@ static struct ggml_tensor * conv_input_slots(pgs_delta * d, struct ggml_context 
     return rows;
 }
 
-// By native kernels, from [history ; block] on.
-static struct ggml_tensor * own_layer(const pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t at, bool uncommitted,
+// By native kernels, from [history ; block] on. `width`: rows of a block.
+static struct ggml_tensor * own_layer(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer, int64_t width, pgs_delta_mode mode,
                                       const pgs_delta_inputs * in, struct ggml_tensor * sx, char * err) {
     const pgs_delta_shape s = d->s;
-    const int64_t S = s.head_size, rows = in->proj->ne[1], B = d->count, pairs = s.n_layer * d->n_slots, H = heads_qk(d);
+    const int64_t S = s.head_size, B = d->count, T = in->proj->ne[1] / B, pairs = s.n_layer * d->n_slots, H = heads_qk(d), at = layer * d->n_slots + d->first;
+    const int64_t row = width * at + in->row, rows = width * (B - 1) + T;  // of the pools
     const size_t  f = sizeof(float);
     pgs_share_sections(in->proj, S * s.n_head_k, S * s.n_head_v);
     struct ggml_tensor * mixed = pgs_convolution(ctx, s.level, sx, in->conv_w, S * s.n_head_k, S * s.n_head_v), * qk = NULL, * gates = NULL;
     struct ggml_tensor * state = states_view(d, ctx, d->states, replay_scratch(d, s.max_width) + state_floats(d) * at, B);
-    if (uncommitted) {
-        if (pgs_place(d->convd, (size_t) (d->channels * (rows / B) * at) * f, mixed, err) != 0) {
+    if (mode != PGS_DELTA_DIRECT) {
+        if (keep_rows(d, ctx, gf, d->convd, 0, mixed, d->channels, in->row, width, at, err) != 0) {
             return NULL;
         }
-        const int64_t each = s.n_head_v * (rows / B);
-        qk    = ggml_view_3d(ctx, d->qk, S, 2 * H, rows, S * f, 2 * H * S * f, (size_t) (2 * H * S * (rows / B) * at) * f);
-        gates = ggml_view_1d(ctx, d->gates, each * B, (size_t) (each * at) * f);
-        struct ggml_tensor * out = pgs_delta_rule(ctx, s.level, mixed, in, s.repeat, state, qk, gates, each * pairs);
-        ggml_build_forward_expand(gf, out);
-        return out;
+        qk    = ggml_view_3d(ctx, d->qk, S, 2 * H, rows, S * f, 2 * H * S * f, (size_t) (2 * H * S * row) * f);
+        gates = ggml_view_1d(ctx, d->gates, s.n_head_v * rows, (size_t) (s.n_head_v * row) * f);
     }
-    struct ggml_tensor * out = pgs_delta_rule(ctx, s.level, mixed, in, s.repeat, state, NULL, NULL, 0);
+    if (mode == PGS_DELTA_CHAINED) {
+        state = d->replayed[layer] = d->replayed[layer] != NULL ? d->replayed[layer] : ggml_dup(ctx, state);
+    }
+    const int64_t beta_at = s.n_head_v * width * pairs;
+    struct ggml_tensor * out = pgs_delta_rule(ctx, s.level, mixed, in, s.repeat, state, mode != PGS_DELTA_UNCOMMITTED, qk, gates, beta_at, width);
     ggml_build_forward_expand(gf, out);
     return out;
 }
 
 // A Mamba-2 layer from the convolution F32 [channels, T, B] on, with the skip of x. Returns F32 [S, H, rows].
-static struct ggml_tensor * scan_layer(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer, bool uncommitted,
+static struct ggml_tensor * scan_layer(pgs_delta * d, struct ggml_context * ctx, struct ggml_cgraph * gf, int64_t layer, int64_t width, pgs_delta_mode mode,
                                        const pgs_delta_inputs * in, struct ggml_tensor * mixed, char * err) {
     const pgs_delta_shape s = d->s;
     const int64_t B = d->count, T = mixed->ne[1], rows = T * B, at = layer * d->n_slots + d->first;
     const size_t  f = sizeof(float);
     struct ggml_tensor * dt = ggml_add(ctx, ggml_cont_3d(ctx, in->alpha, s.n_head_v, T, B), in->dt);
-    if (uncommitted) {
-        if (pgs_place(d->convd, (size_t) (d->channels * T * at) * f, mixed, err) != 0 || pgs_place(d->gates, (size_t) (s.n_head_v * T * at) * f, dt, err) != 0) {
+    if (in->on != NULL) {
+        dt = switched(ctx, dt, in->on);
+    }
+    if (mode != PGS_DELTA_DIRECT) {
+        if (keep_rows(d, ctx, gf, d->convd, 0, mixed, d->channels, in->row, width, at, err) != 0 ||
+            keep_rows(d, ctx, gf, d->gates, 0, dt, s.n_head_v, in->row, width, at, err) != 0) {
             return NULL;
         }
         ggml_build_forward_expand(gf, ggml_cpy(ctx, in->a, decays(d, ctx, layer)));
-    } else if (in->on != NULL) {
-        dt = switched(ctx, dt, in->on);
     }
     struct ggml_tensor * state = d->replayed[layer] != NULL ? d->replayed[layer] :
         states_view(d, ctx, d->states, replay_scratch(d, s.max_width) + state_floats(d) * at, B);
     struct ggml_tensor * out = scan(d, ctx, mixed, dt, in->a, state);
-    if (!uncommitted) {
+    if (mode == PGS_DELTA_DIRECT) {
         write_states(d, ctx, gf, out, rows, layer);
+    } else if (mode == PGS_DELTA_CHAINED) {
+        d->replayed[layer] = states_view(d, ctx, out, s.head_size * s.n_head_v * rows, B);
     }
     struct ggml_tensor * x = ggml_view_3d(ctx, mixed, s.head_size, s.n_head_v, rows, s.head_size * f, mixed->nb[1], 0);
     struct ggml_tensor * y = ggml_view_3d(ctx, out, s.head_size, s.n_head_v, rows, s.head_size * f, s.head_size * s.n_head_v * f, 0);
@@ -574,21 +596,23 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
                                      pgs_delta_mode mode, const pgs_delta_inputs * in, char * err) {
     const pgs_delta_shape s = d->s;
     const int64_t L = s.n_layer, S = s.head_size, rows = in->proj->ne[1], B = d->count, T = rows / B, at = layer * d->n_slots + d->first, H = heads_qk(d);
+    const int64_t W = mode == PGS_DELTA_CHAINED ? s.max_width : T;  // rows of a block
     const size_t  f = sizeof(float);
-    const bool    uncommitted = mode == PGS_DELTA_UNCOMMITTED;
-    if (layer < 0 || layer >= L || T * B != rows || in->proj->ne[0] != s.row || (width != 0 && width != T) || width > s.max_width || (uncommitted && width == 0) ||
-        (in->take != NULL && width == 0 && T != 1) || (in->take == NULL && width != 0 && s.n_slots > 0)) {
+    const bool    chained = mode == PGS_DELTA_CHAINED, kept = mode != PGS_DELTA_DIRECT;
+    if (layer < 0 || layer >= L || T * B != rows || in->proj->ne[0] != s.row || (width != 0 && width != T) || width > s.max_width || (kept && width == 0) ||
+        (in->take != NULL && width == 0 && T != 1) || (in->take == NULL && width != 0 && s.n_slots > 0) ||
+        in->row < 0 || (chained ? s.n_slots == 0 || in->take == NULL || in->row + T > W : in->row != 0)) {
         snprintf(err, PGS_ERR, "delta-net layer %lld of %lld over %lld rows of %lld values and %lld slots at width %lld", (long long) layer,
                  (long long) L, (long long) rows, (long long) in->proj->ne[0], (long long) B, (long long) width);
         return NULL;
     }
-    struct ggml_tensor * sx = s.n_slots > 0 ? conv_input_slots(d, ctx, gf, layer, width, in, err)
+    struct ggml_tensor * sx = s.n_slots > 0 ? conv_input_slots(d, ctx, gf, layer, width > 0 ? W : 0, in, err)
                                             : conv_input(d, ctx, gf, layer, width, in, err);
     if (sx == NULL) {
         return NULL;
     }
     if (s.level != NULL) {
-        return own_layer(d, ctx, gf, at, uncommitted, in, sx, err);
+        return own_layer(d, ctx, gf, layer, W, mode, in, sx, err);
     }
     sx = ggml_cont(ctx, ggml_transpose(ctx, sx));
     struct ggml_tensor * mixed = ggml_ssm_conv(ctx, sx, in->conv_w);  // [channels, T, B]
@@ -597,9 +621,9 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     }
     mixed = ggml_silu(ctx, in->conv_b != NULL ? ggml_add(ctx, mixed, in->conv_b) : mixed);
     if (s.recurrence == PGS_SCAN) {
-        return scan_layer(d, ctx, gf, layer, uncommitted, in, mixed, err);
+        return scan_layer(d, ctx, gf, layer, W, mode, in, mixed, err);
     }
-    if (uncommitted && pgs_place(d->convd, d->channels * T * at * f, mixed, err) != 0) {
+    if (kept && keep_rows(d, ctx, gf, d->convd, 0, mixed, d->channels, in->row, W, at, err) != 0) {
         return NULL;
     }
     const size_t row = mixed->nb[1];
@@ -610,7 +634,7 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     if (s.repeat > 1) {
         qk = ggml_repeat_4d(ctx, ggml_reshape_3d(ctx, qk, S, 1, 2 * s.n_head_k * rows), S, s.repeat, 2 * s.n_head_k * rows, 1);
     }
-    if (uncommitted && pgs_place(d->qk, 2 * H * S * T * at * f, qk, err) != 0) {
+    if (kept && keep_rows(d, ctx, gf, d->qk, 0, qk, 2 * H * S, in->row, W, at, err) != 0) {
         return NULL;
     }
     const size_t each_row  = 2 * H * S * f;
@@ -626,21 +650,22 @@ struct ggml_tensor * pgs_delta_layer(pgs_delta * d, struct ggml_context * ctx, s
     if (in->bound != 0.0f) {
         g = ggml_scale(ctx, ggml_sigmoid(ctx, ggml_scale(ctx, g, -1.0f)), in->bound);
     }
-    if (uncommitted) {
-        const size_t each = gates_row(d) * T * f;
-        if (pgs_place(d->gates, each * at, g, err) != 0 || pgs_place(d->gates, each * L * d->n_slots + beta_row(d) * T * f * at, beta, err) != 0) {
-            return NULL;
-        }
-    } else if (in->on != NULL) {
+    if (in->on != NULL) {
         g    = ggml_mul(ctx, g, decays_per_head > 1 ? ggml_reshape_3d(ctx, in->on, 1, 1, rows) : in->on);
         beta = ggml_mul(ctx, beta, in->on);
+    }
+    if (kept && (keep_rows(d, ctx, gf, d->gates, 0, g, gates_row(d), in->row, W, at, err) != 0 ||
+                                     keep_rows(d, ctx, gf, d->gates, gates_row(d) * W * L * d->n_slots, beta, beta_row(d), in->row, W, at, err) != 0)) {
+        return NULL;
     }
     struct ggml_tensor * state =
         d->replayed[layer] != NULL ? d->replayed[layer] : states_view(d, ctx, d->fresh, state_floats(d) * at, B);
     struct ggml_tensor * out = ggml_gated_delta_net(ctx, q, k, v, ggml_reshape_4d(ctx, g, decays_per_head, s.n_head_v, T, B),
                                                     ggml_reshape_4d(ctx, beta, 1, s.n_head_v, T, B), state, 1);
-    if (!uncommitted) {
+    if (mode == PGS_DELTA_DIRECT) {
         write_states(d, ctx, gf, out, rows, layer);
+    } else if (chained) {
+        d->replayed[layer] = states_view(d, ctx, out, S * s.n_head_v * rows, B);
     }
     return ggml_view_3d(ctx, out, S, s.n_head_v, rows, S * f, S * s.n_head_v * f, 0);
 }

@@ -247,6 +247,7 @@ typedef struct pgs_delta_shape {
 typedef enum pgs_delta_mode {
     PGS_DELTA_DIRECT   = 0,  // the state is written by the step itself (prefill, plain decoding)
     PGS_DELTA_UNCOMMITTED = 1,  // the block stays uncommitted; the next step commits the accepted prefix by replay
+    PGS_DELTA_CHAINED     = 2,  // the same, of some rows of a block, after the states that this graph's rows before them left
 } pgs_delta_mode;
 
 typedef struct pgs_delta_inputs {  // the tensors of one layer, all F32; T rows. Of a scan x | B | C, dt as alpha; of a convolution proj and conv_w only
@@ -260,6 +261,7 @@ typedef struct pgs_delta_inputs {  // the tensors of one layer, all F32; T rows.
     struct ggml_tensor * on;      // [1, T] 1 for real rows, 0 for padding; NULL: all rows are real
     struct ggml_tensor * last;    // I32 [d_conv - 1 (, slots)] rows of [history ; block] that become the next history (prefill only)
     struct ggml_tensor * take;    // with slots, for blocks and single rows: I32 [(d_conv - 1 + T) * slots], rows of the layer's table in `conv`
+    int64_t              row;     // of the block, where a pass of a chain begins
     float                eps;     // epsilon of the L2 norm of q and k
     float                bound;   // of KDA: the decay is bound * sigmoid(-a (alpha + dt)); 0: a softplus(alpha + dt)
 } pgs_delta_inputs;
@@ -446,7 +448,8 @@ bool pgs_delta_native(const pgs_level * level, int64_t head_size, int64_t max_wi
 struct ggml_tensor * pgs_convolution(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * rows, struct ggml_tensor * taps,
                                      int64_t first, int64_t later);
 struct ggml_tensor * pgs_delta_rule(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * mixed, const pgs_delta_inputs * in,
-                                    int64_t repeat, struct ggml_tensor * states, struct ggml_tensor * qk, struct ggml_tensor * gates, int64_t beta_at);
+                                    int64_t repeat, struct ggml_tensor * states, bool writes, struct ggml_tensor * qk, struct ggml_tensor * gates,
+                                    int64_t beta_at, int64_t width);
 struct ggml_tensor * pgs_delta_replay(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * k, struct ggml_tensor * v,
                                       struct ggml_tensor * gates, int64_t beta_at, struct ggml_tensor * states, struct ggml_tensor * keep,
                                       int64_t slots);

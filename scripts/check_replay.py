@@ -52,6 +52,7 @@ DRAFTERS = {
     "eagle3": ("llama", lambda path, shape, quant: write_eagle3(path, shape, quant, tokens=200)),
     "gemma4-assistant": ("gemma4", write_gemma4_assistant),
     "small model": ("qwen3", archs.WRITERS["llama"]),
+    "recurrent small model": ("qwen3", archs.WRITERS["qwen35"]),
 }
 BOTH = "draft-dflash", "draft-mtp"  # two drafters of one target, whose rows wait while the other one drafts
 

@@ -351,7 +351,8 @@ class LlamaMTP(_Pair):
 class LlamaSimple(_Pair):
     """A target and a whole small model in llama.cpp, one sequence, greedy: the steps of its `draft-simple`. Owns models and contexts.
 
-    Every batch of the target is decoded by the small model, too; rejected rows leave both memories. Those of blocks are decoded one by one: the bits of
+    Every batch of the target is decoded by the small model, too; rejected rows leave both memories (recurrent states are put back, and rows that stay are
+    decoded again). Those of blocks are decoded one by one: the bits of
     ggml's Q4_K products depend on the rows of a batch.
     """
 
@@ -376,20 +377,27 @@ class LlamaSimple(_Pair):
 
     def draft(self, width):
         """The drafts of a block of ``width`` rows, the pending token included; the small model's memory is as before then."""
-        token, out = self.pending, []
+        token, out, before = self.pending, [], _state(self.dft)
         for i in range(width - 1):
             token = int(_decode(self.dft, self.batch, [token], self.n + i, self.n_small)[0].argmax())
             out.append(token)
-        assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
+        self._forget(before, [])
         return out
+
+    def _forget(self, before, rows):
+        """The small model's memory has the sequence, whose last ``rows`` came after ``before``."""
+        if not L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1):
+            _put_back(self.dft, before)
+            for i, token in enumerate(rows, self.n - len(rows)):
+                _decode(self.dft, self.batch, [token], i, self.n_small)
 
     def verify(self, drafts, accepted=None):
         """Target ids of all rows; keeps ``accepted`` drafts, or those that are right. Returns (ids, matched)."""
-        rows, before = [self.pending, *drafts], _state(self.tgt)
+        rows, before, small = [self.pending, *drafts], _state(self.tgt), _state(self.dft)
         logits = self._target(rows, self.n, 1)
         ids = logits.argmax(axis=1)
         matched = self._keep(rows, logits, accepted, before)
-        assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n, -1)
+        self._forget(small, rows[: matched + 1])
         self.pending = int(ids[matched])
         return ids, matched
 

@@ -9,7 +9,8 @@
 
 typedef struct delta_params {
     float   eps;
-    int32_t pending;
+    bool    keeps, writes;  // normalised k, g and beta, in the pools; the states
+    int16_t width;    // rows of a block in the pools
     int64_t beta_at;  // floats from a pool's g to its beta
     int64_t slots;    // pairs of layer and slot follow each other, slots first
     int64_t repeat;   // of each head of q and k, as in pgs_delta_shape
@@ -92,7 +93,7 @@ static void run_head(const struct ggml_tensor * dst, const pgs_level * level, in
     const struct ggml_tensor * on = dst->src[6], * qk_pool = dst->src[7], * gates_pool = dst->src[8];
     const delta_params p = params_of(dst);
     const int64_t size = dst->ne[0], heads = dst->ne[1], T = mixed->ne[1], heads_k = (mixed->ne[0] / size - heads) / 2, copy = head % (heads_k * p.repeat), k_head = copy / p.repeat;
-    const int64_t step = p.pending ? T : LANES;  // rows at once: a pending block is not written between two pieces, so it is one
+    const int64_t step = p.writes ? LANES : T;  // rows at once: where states are not written between two pieces, they are one
     _Alignas(64) float q[DELTA_ROWS * 256], k[DELTA_ROWS * 256];
     float norm[256], decay[DELTA_ROWS], strength[DELTA_ROWS];
     const float scale = 1.0f / sqrtf((float) size);  // x / sqrt(sum x^2 + eps) is a norm with eps / size, times this
@@ -113,19 +114,20 @@ static void run_head(const struct ggml_tensor * dst, const pgs_level * level, in
             strength[t] = 1.0f / (1.0f + expf(-at(beta, head, row))) * switched;
             level->norm(x, norm, NULL, p.eps / (float) size, size, q + t * size);
             level->norm(x + heads_k * size, norm, NULL, p.eps / (float) size, size, k + t * size);
-            if (p.pending && part == 0) {
-                float * gates = (float *) gates_pool->data + heads * row + head;
+            if (p.keeps && part == 0) {
+                const int64_t kept = seq * p.width + first + t;
+                float * gates = (float *) gates_pool->data + heads * kept + head;
                 gates[0]         = g;
                 gates[p.beta_at] = strength[t];
                 if (head == copy) {
-                    memcpy(floats(qk_pool, heads_k * p.repeat + head, row, 0), k + t * size, (size_t) size * sizeof(float));
+                    memcpy(floats(qk_pool, heads_k * p.repeat + head, kept, 0), k + t * size, (size_t) size * sizeof(float));
                 }
             }
         }
         const pgs_head h = {
             .size = size, .rows = rows, .q = q, .k = k, .v = floats(mixed, first, seq, 0) + (2 * heads_k + head) * size,
             .step_k = (size_t) size, .step_v = mixed->nb[1] / sizeof(float), .decay = decay, .beta = strength, .scale = scale,
-            .state = floats(dst->src[5], 0, head, seq), .keeps = !p.pending, .out = floats(dst, head, seq * T + first, 0),
+            .state = floats(dst->src[5], 0, head, seq), .keeps = p.writes, .out = floats(dst, head, seq * T + first, 0),
             .step_out = (size_t) (size * heads), .follows = follow && first + rows == T,
         };
         columns(level, &h, part, parts);
@@ -142,13 +144,14 @@ static void run_delta(struct ggml_tensor * dst, int ith, int nth, void * userdat
     }
 }
 
-// mixed F32 [channels, T, B] -> F32 [size, heads, T * B]. The states F32 [size, size, heads, B] are written in place, or, where `qk` and `gates` are
-// given, stay as they are while normalised k, g and beta go there: qk F32 [size, 2 heads_k repeat, T * B], gates F32 with g [heads, T * B] first, and beta
-// at offset `beta_at`.
+// mixed F32 [channels, T, B] -> F32 [size, heads, T * B]. The states F32 [size, size, heads, B] are written in place if it `writes`. Where `qk` and `gates`
+// are given, normalised k, g and beta go there, of each sequence to rows that are `width` apart: qk F32 [size, 2 heads_k repeat, rows], gates F32 with
+// g [heads, rows] first, and beta at offset `beta_at`.
 struct ggml_tensor * pgs_delta_rule(struct ggml_context * ctx, const pgs_level * level, struct ggml_tensor * mixed, const pgs_delta_inputs * in,
-                                    int64_t repeat, struct ggml_tensor * states, struct ggml_tensor * qk, struct ggml_tensor * gates, int64_t beta_at) {
-    struct ggml_tensor * src[] = { mixed, in->beta, in->alpha, in->dt, in->a, states, qk == NULL ? in->on : NULL, qk, gates };
-    const delta_params   p     = { in->eps, qk != NULL, beta_at, 0, repeat };
+                                    int64_t repeat, struct ggml_tensor * states, bool writes, struct ggml_tensor * qk, struct ggml_tensor * gates,
+                                    int64_t beta_at, int64_t width) {
+    struct ggml_tensor * src[] = { mixed, in->beta, in->alpha, in->dt, in->a, states, in->on, qk, gates };
+    const delta_params   p     = { .eps = in->eps, .keeps = qk != NULL, .writes = writes, .width = (int16_t) width, .beta_at = beta_at, .repeat = repeat };
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, states->ne[0], states->ne[2], mixed->ne[1] * mixed->ne[2], 1, src, 9, run_delta,
                                                 GGML_N_TASKS_MAX, (void *) level);
     return with_parameters(out, &p, sizeof(p), "native delta-net");
@@ -197,7 +200,7 @@ struct ggml_tensor * pgs_delta_replay(struct ggml_context * ctx, const pgs_level
                                       struct ggml_tensor * gates, int64_t beta_at, struct ggml_tensor * states, struct ggml_tensor * keep,
                                       int64_t slots) {
     struct ggml_tensor * src[] = { k, v, gates, states, keep };
-    const delta_params   p     = { 0.0f, 0, beta_at, slots, 0 };
+    const delta_params   p     = { .beta_at = beta_at, .slots = slots };
     struct ggml_tensor * out   = ggml_custom_4d(ctx, GGML_TYPE_F32, 1, 1, 1, 1, src, 5, run_replay, GGML_N_TASKS_MAX, (void *) level);
     return with_parameters(out, &p, sizeof(p), "native replay");
 }

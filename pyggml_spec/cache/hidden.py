@@ -167,7 +167,8 @@ class HiddenStateBuffer(_Tables):
 
     def filled(self, method: str, count: int, slot: int = 0) -> None:
         """Notes that the method has the K/V rows of ``count`` more tokens."""
-        self.lacking[slot, method] += count
+        if count:
+            self.lacking[slot, method] += count
 
     def set_complete(self, method: str, slot: int = 0) -> None:
         self.lacking.pop((slot, method), None)

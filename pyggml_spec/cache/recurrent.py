@@ -39,7 +39,8 @@ class _Pool(NamedTuple):
 
 
 class RecurrentState:
-    """Owns the device pools, of a counting backend only their sizes. ``homes``: the placement of the layers, in order.
+    """Owns the device pools, of a counting backend only their sizes. ``homes``: the placement of the layers, in order. ``chained``: blocks are computed
+    in several passes, and always have the layout of ``max_width`` rows.
 
     Attributes:
         width: rows of the blocks that the pools are laid out for; with one slot 0 after a prompt, and 1 after plain tokens.
@@ -49,8 +50,10 @@ class RecurrentState:
         segments: those with states.
     """
 
-    def __init__(self, homes: Sequence[RecurrentSegment], shape: RecurrentShape, max_width: int, slots: int = 1) -> None:
-        self.shape, self.max_width, self.slots, self.inline = shape, max_width, slots, slots == 1
+    def __init__(
+        self, homes: Sequence[RecurrentSegment], shape: RecurrentShape, max_width: int, slots: int = 1, chained: bool = False
+    ) -> None:
+        self.shape, self.max_width, self.slots, self.inline = shape, max_width, slots, slots == 1 and not chained
         self._err = new_err()
         self._pools: list[_Pool] = []
         first = 0
@@ -170,12 +173,14 @@ class RecurrentInputs:
     """The recurrent state as input of one graph (``models.base.RecurrentLayers``).
 
     ``width`` 0: prefill, with ``on`` F32 [1, T] 0 for padding rows and ``last`` I32 [d_conv - 1] the rows of the next history. ``take``: rows of
-    several slots, see ``RecurrentState.fill_take``.
+    several slots, see ``RecurrentState.fill_take``. ``row``: of the block, where a pass of a chain begins; -1 for none.
     """
 
-    def __init__(self, state: RecurrentState, width: int, uncommitted: bool, on: Any = None, last: Any = None, take: Any = None) -> None:
-        self.state, self.width = state, width
-        self.mode = lib.PGS_DELTA_UNCOMMITTED if uncommitted else lib.PGS_DELTA_DIRECT
+    def __init__(
+        self, state: RecurrentState, width: int, uncommitted: bool, on: Any = None, last: Any = None, take: Any = None, row: int = -1
+    ) -> None:
+        self.state, self.width, self.row = state, width, max(row, 0)
+        self.mode = lib.PGS_DELTA_CHAINED if row >= 0 else lib.PGS_DELTA_UNCOMMITTED if uncommitted else lib.PGS_DELTA_DIRECT
         self.inputs = [x or ffi.NULL for x in (on, last, take)]
 
     def __call__(
@@ -183,7 +188,7 @@ class RecurrentInputs:
         dt: Tensor | None = None, a: Tensor | None = None, conv_b: Tensor | None = None, eps: float = 0.0, bound: float = 0.0
     ) -> Tensor:  # fmt: skip
         tensors = [x or ffi.NULL for x in (proj, beta, alpha, conv_w, conv_b, dt, a)]
-        inputs = ffi.new("pgs_delta_inputs *", [*tensors, *self.inputs, eps, bound])
+        inputs = ffi.new("pgs_delta_inputs *", [*tensors, *self.inputs, self.row, eps, bound])
         err, pool = new_err(), self.state.pool(g.segment)
         assert pool is not None
         out = lib.pgs_delta_layer(pool.handle, g.ctx, g.gf, index - pool.first, self.width, self.mode, inputs, err)

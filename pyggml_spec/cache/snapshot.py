@@ -133,16 +133,16 @@ class SequenceMemory:
 
     def __init__(
         self, kv: KVCache, draft_kv: KVCache | None, delta: RecurrentState | None, shapes: Iterable[KVShape], window: int,
-        last_hidden: LastHiddenState | None = None, first: tuple[int, int] | None = None
+        last_hidden: LastHiddenState | None = None, draft_state: RecurrentState | None = None, first: tuple[int, int] | None = None
     ) -> None:  # fmt: skip
-        self._kv, self._delta, self._window, self._last_hidden = kv, delta, window, last_hidden
+        self._kv, self._delta, self._window, self._last_hidden, self._draft_state = kv, delta, window, last_hidden, draft_state
         layers, states = first if first is not None else (len(kv.layers), delta.shape.layers if delta is not None else 0)
         self._states = states
         in_ring = [bool(shape.sliding and kv.ring) for shape in shapes]
         self._full = [t for layer, ring in zip(kv.layers[:layers], in_ring) if not ring for t in layer.stored]
         self._ringed = [t for layer, ring in zip(kv.layers[:layers], in_ring) if ring for t in layer.stored]
         self._drafter = [t for layer in draft_kv.layers for t in layer.stored] if draft_kv is not None else []
-        self.stateful = delta is not None or bool(self._ringed) or last_hidden is not None
+        self.stateful = delta is not None or bool(self._ringed) or last_hidden is not None or draft_state is not None
         self._backends = kv.backends | (draft_kv.backends if draft_kv is not None else {})
 
     def rows(self, first: int, count: int, drafting: bool, slot: int = 0) -> Pieces:
@@ -159,16 +159,16 @@ class SequenceMemory:
 
     def _pieces(self, slot: int, first: int, count: int, drafting: bool, state_of: int | None) -> Pieces:
         tensors = self._full + (self._drafter if drafting else [])
-        delta = self._delta if state_of is not None else None
-        layers = self._states if delta is not None else 0
-        pieces = Pieces(len(tensors) + 2 * layers + 2 * len(self._ringed) + 1)
+        states = [(self._delta, self._states)] if self._delta is not None else []
+        states += [(self._draft_state, self._draft_state.shape.layers)] if self._draft_state is not None else []
+        pieces = Pieces(len(tensors) + 2 * sum(layers for _, layers in states) + 2 * len(self._ringed) + 1)
         for tensor in tensors:
             pieces.add_rows(tensor, self._backends[tensor], slot, first, count)
         if state_of is None:
             return pieces
-        for layer in range(layers):
-            assert delta is not None
-            pieces.add_state(delta, slot, layer)
+        for delta, layers in states:
+            for layer in range(layers):
+                pieces.add_state(delta, slot, layer)
         seen = min(state_of, self._window)
         for tensor in self._ringed:
             first = (state_of - seen) % self._kv.ring
@@ -189,7 +189,8 @@ class SequenceMemory:
 
         ring = f", ring of {self._kv.ring} rows {kinds(self._ringed)}" if self._ringed else ""
         last_hidden = f" and a hidden state {kinds([self._last_hidden.table])}" if self._last_hidden is not None else ""
-        return f"{kinds(self._full)}{ring}, drafter {kinds(self._drafter)}{last_hidden}"
+        state = f" and recurrent states {self._draft_state.shape}" if self._draft_state is not None else ""
+        return f"{kinds(self._full)}{ring}, drafter {kinds(self._drafter)}{last_hidden}{state}"
 
 
 @dataclass

@@ -18,7 +18,7 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.base import AttentionInputs, KVLayer, KVShape
+from ..models.base import AttentionInputs, KVLayer, KVShape, RecurrentLayers
 from ..models.decoder import Decoder
 from ..models.model import Model
 from ..models.weights import INDEX, Spec, Weights
@@ -37,6 +37,7 @@ class ContextInputs(NamedTuple):
         prev_hidden: F32 [n, T / slots, slots]: the ``carry`` of each previous token, zeros at the start; None unless ``chained``.
         positions: I32 [T], minus ``Drafter.position_lag``.
         kv_rows: I64 [T] rows of the drafter's caches.
+        recurrent: states of a whole model's recurrent layers, which are written directly.
         attention, sliding: what the layers of a whole model read, or of a chain with ``rows_read_rows``; None for others.
     """
 
@@ -47,6 +48,7 @@ class ContextInputs(NamedTuple):
     kv_rows: Tensor
     attention: AttentionInputs | None = None
     sliding: AttentionInputs | None = None
+    recurrent: RecurrentLayers | None = None
 
 
 class ChainInputs(NamedTuple):

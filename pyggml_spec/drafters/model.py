@@ -86,7 +86,10 @@ class ModelDrafter(Drafter):
         assert rows.tokens is not None and rows.attention is not None
         own = rows.attention
         self.model.forward(
-            g, TargetInputs(rows.kv_rows, own.mask, own.kv_bucket, self.own_tokens(g, rows.tokens), rows.positions, rows.sliding, kv, None)
+            g,
+            TargetInputs(
+                rows.kv_rows, own.mask, own.kv_bucket, self.own_tokens(g, rows.tokens), rows.positions, rows.sliding, kv, rows.recurrent
+            ),
         )
 
     def own_tokens(self, g: Graph, tokens: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
+from ..cache.draft_state import DraftState
 from ..cache.hidden import HiddenStateBuffer
 from ..cache.kv import KVCache
 from ..cache.slots import Slot
@@ -22,7 +23,7 @@ from ..drafters.model import ModelDrafter
 from ..ggml.graph import OPTIONS_PER_DRAW, Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields
-from ..models.base import AttentionInputs, TargetInputs
+from ..models.base import AttentionInputs, RecurrentLayers, TargetInputs
 from ..models.decoder import Decoder
 from .batch import BatchItem, Draft, GraphKey
 
@@ -270,10 +271,12 @@ class BorrowingDrafting(ChainDrafting):
 
 class ModelDrafting(ChainDrafting):
     """Borrows the drafter, its caches and the hidden-state buffer, which has the tokens. The first pass has two rows of each slot: the last committed
-    token, which writes trash unless its row is missing, and the last token."""
+    token, if its row is missing, and the last token; otherwise the last token and one that writes trash."""
 
-    def __init__(self, drafter: ModelDrafter, target: Decoder, kv: KVCache, hidden_states: HiddenStateBuffer) -> None:
-        self.drafter, self.target, self.kv, self.hidden_states = drafter, target, kv, hidden_states
+    def __init__(
+        self, drafter: ModelDrafter, target: Decoder, kv: KVCache, hidden_states: HiddenStateBuffer, states: DraftState | None = None
+    ) -> None:
+        self.drafter, self.target, self.kv, self.hidden_states, self.states = drafter, target, kv, hidden_states, states
 
     def nodes(self, g: Graph, f: StepFields, key: GraphKey, rows: dict, kv: tuple, before: Tensor | None) -> Drafted:
         drafter, count, bucket = cast(ModelDrafter, self.drafter), key.slots.count, key.kv_bucket
@@ -281,6 +284,10 @@ class ModelDrafting(ChainDrafting):
         tokens = f.input("draft_tokens", "i32", 2 * count)
         positions, kv_rows = f.input("draft_positions", "i32", total), f.input("draft_rows", "i64", total)
         last, first = f.input("draft_last", "f32", 1, total), f.input("draft_first", "f32", 1, total) if drafter.window else None
+        states: Sequence[RecurrentLayers | None] = [None] * key.drafts
+        if self.states is not None:
+            self.states.begin_replay(g, f, key.slots)
+            states = self.states.passes(g, f, key.slots, key.drafts)
         for i in range(key.drafts):
             at, n = ((i + 1) * count, count) if i else (0, 2 * count)
             of_rows, seen = g.slice(kv_rows, 0, at, n), g.slice(last, 1, at, n)
@@ -289,10 +296,10 @@ class ModelDrafting(ChainDrafting):
             if first is not None:
                 near = g.kv_mask(self.kv.mask_base, seen, g.slice(first, 1, at, n), bucket, count)
                 sliding = AttentionInputs(of_rows, near, bucket)
-            own = TargetInputs(of_rows, mask, bucket, drafter.own_tokens(g, tokens), g.slice(positions, 0, at, n), sliding, kv, None)
+            own = TargetInputs(of_rows, mask, bucket, drafter.own_tokens(g, tokens), g.slice(positions, 0, at, n), sliding, kv, states[i])
             hidden = drafter.hidden(g, own)
             if not i:
-                hidden = g.slice(hidden, 1, 1, hidden.ne[1] - 1) if count == 1 else g.group_tails(hidden, 2, 1)
+                hidden = g.rows(hidden, f.input("draft_row", "i32", count))
             logits = drafter.logits(g, hidden, self.target)
             ids.append(drafter.choose(g, logits, draws, i * count))
             tokens = g.reshape(ids[-1], count) if ids[-1].ne[0] != count else ids[-1]
@@ -301,24 +308,29 @@ class ModelDrafting(ChainDrafting):
     def fill(self, host: Host, key: GraphKey, items: Items, slots: Sequence[Slot]) -> None:
         drafts, count, method = key.drafts, key.slots.count, self.drafter.method
         positions, rows, own = host["draft_positions"], host["draft_rows"], np.empty(drafts, np.int64)
+        known, lacks = {slot: slots[slot].cursor.committed for slot in key.slots.slots}, {}
         for at, slot in enumerate(key.slots.slots):
             item, n = items.get(slot), slots[slot].cursor.committed
             real = item.verify_len - 1 if isinstance(item, Draft) else 0
-            missing = real and self.hidden_states.missing(method, n, slot)
-            tokens = host["draft_tokens"][2 * at : 2 * at + 2]
-            tokens[:] = (
-                self.hidden_states.tokens[self.hidden_states.at(n - 1, 1, slot)][0] if missing else 0,
-                slots[slot].cursor.last_token if real else 0,
-            )
+            missing = self.hidden_states.missing(method, n, slot)
+            known[slot] -= missing
             self.kv.rows_for(n, drafts, real, own)
             own += at * (self.kv.live + self.kv.trash)
-            positions[2 * at], rows[2 * at] = max(n - 1, 0), at * (self.kv.live + self.kv.trash) + (n - 1 if missing else self.kv.live)
             after = n + np.arange(drafts) if real else np.zeros(drafts, np.int64)
-            positions[2 * at + 1], positions[2 * count + at :: count] = after[0], after[1:]
-            rows[2 * at + 1], rows[2 * count + at :: count] = own[0], own[1:]
+            tokens, first, last = host["draft_tokens"][2 * at : 2 * at + 2], 2 * at, host["draft_row"]
+            tokens[:], last[at] = slots[slot].cursor.last_token if real else 0, first
+            positions[first : first + 2], positions[2 * count + at :: count] = after[0], after[1:]
+            rows[first : first + 2], rows[2 * count + at :: count] = (own[0], at * (self.kv.live + self.kv.trash) + self.kv.live), own[1:]
+            if real:
+                lacks[slot] = missing > 0
+            if real and missing:
+                tokens[0] = self.hidden_states.tokens[self.hidden_states.at(n - 1, 1, slot)][0]
+                positions[first], rows[first], rows[first + 1], last[at] = n - 1, rows[first] - 1, rows[first], first + 1
         host["draft_last"].reshape(-1)[:] = positions
         if "draft_first" in host:
             host["draft_first"].reshape(-1)[:] = positions - self.drafter.window + 1
+        if self.states is not None:
+            self.states.fill_passes(host, key.slots, known, lacks, drafts)
 
 
 def fill_near(host: Host, window: int) -> None:
@@ -354,12 +366,13 @@ def fill_draws(host: Host, key: GraphKey, items: Items, slots: Sequence[Slot], d
 
 
 def drafting_of(
-    drafter: Drafter, target: Decoder, kv: KVCache, draft_kv: KVCache, alone: bool, hidden_states: HiddenStateBuffer | None = None
-) -> Drafting:
+    drafter: Drafter, target: Decoder, kv: KVCache, draft_kv: KVCache, alone: bool, hidden_states: HiddenStateBuffer | None = None,
+    states: DraftState | None = None,
+) -> Drafting:  # fmt: skip
     """How ``drafter`` takes part in a runner's steps. ``kv``: the target's caches."""
     if isinstance(drafter, ModelDrafter):
         assert hidden_states is not None
-        return ModelDrafting(drafter, target, draft_kv, hidden_states)
+        return ModelDrafting(drafter, target, draft_kv, hidden_states, states)
     if drafter.shares_kv:
         return BorrowingDrafting(drafter, target, kv)
     if drafter.parallel:

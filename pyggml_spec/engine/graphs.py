@@ -278,7 +278,7 @@ class GraphBuilder:
             read = [by_layer[layer] for layer in member.captures]
             seen: tuple = ()
             if member.whole_model:
-                seen = AttentionInputs(rows["kv_rows"], rows["mask"], rows["kv_bucket"]), self._near(member, rows)
+                seen = AttentionInputs(rows["kv_rows"], rows["mask"], rows["kv_bucket"]), self._near(member, rows), self._draft_states()
             elif member.rows_read_rows:
                 seen = (self._lagging(rows["kv_rows"]),)
             context = ContextInputs(tokens, read, shifted if member.chained else None, at, rows["kv_rows"], *seen)
@@ -293,6 +293,17 @@ class GraphBuilder:
         return AttentionInputs(
             kv_rows, self.g.kv_mask(self.draft_kv.mask_base, last, first, self.key.kv_bucket, self.count), self.key.kv_bucket
         )
+
+    def _draft_states(self) -> RecurrentLayers | None:
+        """Those of a whole model, under rows of committed tokens; before prompts, they are committed already."""
+        states = self.resources.draft_state
+        if states is None:
+            return None
+        if self.key.kind == "catchup":
+            states.begin_replay(self.g, self.f, self.key.slots)
+        else:
+            states.begin(self.g, self.key.slots, 0, 0, None, None)
+        return states.chunk(self.g, self.f, self.key.slots, self.key.total)
 
     def _near(self, member: Drafter, rows: dict) -> AttentionInputs | None:
         """What the sliding layers of a whole model read."""

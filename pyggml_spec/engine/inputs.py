@@ -18,6 +18,7 @@ class InputBuilder:
         r = resources
         self._slots, self._target, self._drafting, self._alone = r.slots, r.target, r.drafting, len(r.slots) == 1
         self._kv, self._recurrent, self._hidden_states, self._last_hidden = r.kv, r.recurrent, r.hidden_states, r.last_hidden
+        self._draft_state = r.draft_state
         self._window = max([member.window for member in r.members], default=0)
         self._committed, self._real = (ffi.new("int64_t[]", len(r.slots)) for _ in range(2))
 
@@ -46,6 +47,8 @@ class InputBuilder:
         if "hidden_rows" in host:
             self._deferred(host, batch)
         fill_near(host, self._window)
+        if "draft_on" in host and self._draft_state is not None:
+            self._draft_state.fill_rows(host, batch.slots, batch.rows)
 
     def block(self, step: Step, batch: Batch) -> None:
         """Of blocks, given or drafted by the same graph."""

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
+from ..cache.draft_state import DraftState
 from ..cache.hidden import HiddenStateBuffer, LastHiddenState
 from ..cache.kv import KVCache, KVTypes, check_types
 from ..cache.recurrent import RecurrentSegment, RecurrentState
 from ..cache.slots import Cursor, Slot
 from ..cache.snapshot import SequenceMemory
 from ..drafters.base import Drafter
+from ..drafters.model import ModelDrafter
 from ..drafters.multi import AnyDrafter
 from ..errors import DeviceError, EngineError
 from ..ggml.cores import ThreadRule
@@ -41,7 +43,7 @@ class Resources:
     Attributes:
         devices: where the target's layers are; ``backend`` is the last one's, which has the drafter too.
         slots: the sequences.
-        kv, draft_kv, recurrent, hidden_states, last_hidden: caches; None where the models keep nothing in them.
+        kv, draft_kv, recurrent, draft_state, hidden_states, last_hidden: caches; None where the models keep nothing in them.
         sequence: where each sequence lies in them.
         drafting: how each drafter takes part in steps, by method; ``chain``: the drafter that drafts token by token.
         chunks, blocks: rows of prefill graphs, and of verified blocks, ascending.
@@ -90,15 +92,19 @@ class Resources:
         self.kv = self.cache(shapes, opt.kv, window, widest, homes=homes)
         self.draft_kv: KVCache | None = None
         self.recurrent: RecurrentState | None = None
+        self.draft_state: DraftState | None = None
         self.hidden_states: HiddenStateBuffer | None = None
         self.last_hidden: LastHiddenState | None = None
         if self.drafter is not None:
             self.draft_kv = self.cache(self.drafter.kv_shapes(), opt.draft_kv, draft=True)
         if shape is not None:
             self.recurrent = self.own(RecurrentState(self._delta_homes(), shape, opt.width, opt.slots))
+        for member in self.members:
+            if isinstance(member, ModelDrafter) and member.model.recurrent_shape() is not None:
+                self.draft_state = self.own(DraftState(self.backend, member.model, opt.width, opt.slots))
         if self.drafter is not None and self.drafter.chained:
             self.last_hidden = self.own(LastHiddenState(self.backend, self.drafter.carry_size(self.target), opt.width, opt.slots))
-        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.recurrent, shapes, window, self.last_hidden)
+        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.recurrent, shapes, window, self.last_hidden, self.draft_state)
         self.io = self.new_io(opt.slots, more=8192)
         if self.drafter is not None and (opt.slots == 1 or len(self.segments) == 1):  # micro-batches do not catch up
             kept, methods = len(self.drafter.captures) + self.drafter.chained, [member.method for member in self.members]
@@ -108,7 +114,7 @@ class Resources:
             )
         self.drafting: dict[str, Drafting] = {}
         if self.draft_kv is not None:
-            of = self.target, self.kv, self.draft_kv, opt.slots == 1, self.hidden_states
+            of = self.target, self.kv, self.draft_kv, opt.slots == 1, self.hidden_states, self.draft_state
             self.drafting = {member.method: drafting_of(member, *of) for member in self.members}
         self.devices.open(self)
 
@@ -116,6 +122,7 @@ class Resources:
         """A step buffer for so many slots."""
         opt, shape = self.options, self.target.recurrent_shape()
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
+        tail += self.draft_state.input_bytes if self.draft_state is not None else 0
         rings = 2 if self.drafter is not None and self.drafter.shares_kv else 1
         of_slot = ROW_BYTES * max(opt.chunk, opt.width) + tail + 4 * rings * self.kv.ring + 8 * MOST_CANDIDATES * opt.width
         return self.own(StepIO(self.backend, slots * of_slot + more, [segment.backend for segment in self.segments[:-1]], turns))
@@ -177,7 +184,9 @@ class Resources:
         out = {"weights": self.target.weights.nbytes, "kv": self.kv.nbytes, "compute": self.masked.nbytes if self.masked is not None else 0}
         if self.draft_kv is not None:
             out["draft_weights"] = sum(member.weights.nbytes for member in self.members)
-            out["draft_kv"] = self.draft_kv.nbytes + sum(part.nbytes for part in (self.hidden_states, self.last_hidden) if part is not None)
+            out["draft_kv"] = self.draft_kv.nbytes + sum(
+                part.nbytes for part in (self.hidden_states, self.last_hidden, self.draft_state) if part is not None
+            )
         if self.recurrent is not None:
             out["recurrent"] = self.recurrent.nbytes
         for index in range(len(self.segments)):

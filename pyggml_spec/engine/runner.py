@@ -201,6 +201,7 @@ class ModelRunner(ExactSteps):
     def _drafts(self, batch: Batch, drafting: Mapping[int, Draft], method: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """I32 [slots, width - 1] drafts, F32 [slots, width] sums that are finite if the drafter is sound, and F32 [slots, width - 1] its confidence."""
         width = self.graphs.width_for(max(item.verify_len for item in drafting.values()))
+        self.state.check_covered(batch)
         self.state.catch_up(drafting, self.hidden_states.others if self.hidden_states is not None else ())
         self.state.prepare_drafting(drafting, method)
         draft = Batch(dict(drafting), computed=drafting, slots=batch.slots, kind="draft", verify_len=width, method=method, drafting=True)
@@ -314,6 +315,9 @@ class ModelRunner(ExactSteps):
             recurrent.accepted[batch.slots.part], recurrent.uncommitted = 0, True
         elif recurrent is not None:
             recurrent.after_rows(int(batch.kind == "plain"))
+        if "draft_on" in step.host and batch.kind == "prefill" and (states := self.resources.draft_state) is not None:
+            for slot, n in rows.items():
+                states.written(slot, self.slots[slot].cursor.committed + n)
         if "last_hidden" in step.host and (last_hidden := self.resources.last_hidden) is not None:
             last_hidden.at[list(rows)] = 0  # the first hidden state is that of the last committed token until more rows count
         buffer = self.hidden_states

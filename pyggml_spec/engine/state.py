@@ -142,13 +142,9 @@ class StateManager:
                 self._check_decodes(slot, s)
             context = max(context, n)
         if len(rows) < batch.slots.count:
-            for slot in batch.slots.slots:
-                s = slots[slot]
-                context = max(context, s.cursor.committed)
-                if batch.is_block and s.open_rows:
-                    raise EngineError(
-                        f"this step covers slot {slot} and would take its open block away: call accept or rollback there first"
-                    )
+            context = max([s.cursor.committed for s in slots[batch.slots.part]])
+            if batch.is_block:
+                self.check_covered(batch)
         batch.context = context
         if buffer is not None and buffer.lacking:
             self._serve_drafters(batch)
@@ -160,6 +156,12 @@ class StateManager:
                 self.lay_out(width)
         elif recurrent.needs_commit(batch.slots):
             self.flush(batch.slots)
+
+    def check_covered(self, batch: Batch) -> None:
+        """Raises EngineError where the step covers an open block, which it would overwrite."""
+        for slot in batch.slots.slots:
+            if self._slots[slot].open_rows:
+                raise EngineError(f"this step covers slot {slot} and would take its open block away: call accept or rollback there first")
 
     def _rows_drafted(self, slot: int, item: Draft) -> int:
         r, width = self._resources, whole(item.verify_len, "the width of the block", 0, MOST_WIDTH)
@@ -212,6 +214,8 @@ class StateManager:
             r.hidden_states.reset(index)
         if r.last_hidden is not None:
             r.last_hidden.reset(index)
+        if r.draft_state is not None:
+            r.draft_state.clear(index)
         s.cursor.reset()
         s.commit()
         s.used, s.sound, s.drafting = True, True, drafting and r.drafter is not None
@@ -246,6 +250,8 @@ class StateManager:
             r.hidden_states.clear(index)
         if self._recurrent is not None and not self._recurrent.inline:
             self._recurrent.fill_slot(index, 0)
+        if r.draft_state is not None:
+            r.draft_state.clear(index)
         self._devices.clear(index)
         s.clean = True
 
@@ -392,6 +398,8 @@ class StateManager:
         s.commit()
         if self._recurrent is not None:
             self._recurrent.accepted[slot] = 0
+        if (states := self._resources.draft_state) is not None:
+            states.written(slot, n)
 
     # -- recurrent states
 
@@ -478,6 +486,16 @@ class StateManager:
         assert self._hidden_states is not None
         return self._hidden_states.missing(method, self._slots[slot].cursor.committed, slot)
 
+    def _known(self, slot: int) -> int:
+        """Tokens whose rows a whole model has."""
+        assert self._hidden_states is not None
+        return self._slots[slot].cursor.committed - self._waiting(self._hidden_states.whole_model, slot)
+
+    def _pending(self, method: str, slot: int) -> int:
+        """Rows of a whole model's last block that its recurrent states lack."""
+        states, buffer = self._resources.draft_state, self._hidden_states
+        return states.pending(slot, self._known(slot)) if states is not None and buffer is not None and method == buffer.whole_model else 0
+
     def prepare_drafting(self, slots: Collection[int], method: str) -> None:
         """Computes the K/V rows that ``method`` needs to draft after these slots' tokens: a whole model's passes compute one missing row themselves."""
         buffer = self._hidden_states
@@ -491,7 +509,9 @@ class StateManager:
         if buffer is None:
             return
         for method in buffer.methods if methods is None else methods:
-            while counts := {slot: min(buffer.batch, n) for slot in slots if (n := self._waiting(method, slot))}:
+            while counts := {
+                slot: min(buffer.batch, n) for slot in slots if (n := self._waiting(method, slot)) or self._pending(method, slot)
+            }:
                 self._resources.synchronize()
                 self._catch_up(method, counts)
             for slot in slots:
@@ -528,8 +548,14 @@ class StateManager:
         if "q_last" in host:
             host["q_last"][:] = host["positions"]
         fill_near(host, r.member(method).window)
+        states = r.draft_state if "draft_on" in host else None
+        if states is not None:
+            states.fill_replay(host, covered, {slot: self._known(slot) for slot in counts})
+            states.fill_rows(host, covered, counts)
         step.fields.run()
         for slot, count in counts.items():
+            if states is not None:
+                states.written(slot, self._known(slot) + count)
             if "last_hidden" in host and r.last_hidden is not None:
                 r.last_hidden.at[slot] = 0
             buffer.filled(method, count, slot)

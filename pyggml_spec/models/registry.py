@@ -78,12 +78,10 @@ def open_drafter(file: GGUFFile, target: GGUFFile | None = None) -> Drafter:
         return MTP(file)
     if arch in TARGETS:
         model = ModelDrafter(file)
-        decoder = model.model
-        lacks = "recurrent layers" if decoder.recurrent_shape() is not None else ""
-        if decoder.long_from or decoder.temperature[0]:
-            lacks = "positions that depend on the context"  # drafters' graphs have neither n_ctx nor q_scale
-        if lacks:
-            raise ModelError(f"{file.path} has {lacks} ({arch}), which do not draft as a whole model here yet: {_instead(target)}")
+        if model.model.long_from or model.model.temperature[0]:  # drafters' graphs have neither n_ctx nor q_scale
+            raise ModelError(
+                f"{file.path} has positions that depend on the context ({arch}), which do not draft as a whole model here yet: {_instead(target)}"
+            )
         return model
     if arch in CHAINS:
         return CHAINS[arch](file)

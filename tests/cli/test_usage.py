@@ -197,7 +197,6 @@ def test_files_and_options_that_do_not_fit(pair, tmp_path):
     one_sentence(run(tmp_path / "x"), "not a GGUF")
     one_sentence(run(tmp_path), "not a file")
     one_sentence(run(pair[1]), "is a drafter", "-md")
-    one_sentence(run(pair[0], pair[0]), "has recurrent layers")
     one_sentence(run(*pair, "--draft-width", 17), "17", "block of 16")
     one_sentence(run(pair[0], None, "--draft-width", 4), "4", "-md")
     one_sentence(pyspec("run", "-md", pair[1], "-p", "a"), "name it with -m")

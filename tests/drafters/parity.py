@@ -21,9 +21,9 @@ LAST = 3 * UB + 7
 LENGTHS = (0, 1, 2, 3, 4, 4, 0, 0, 2, 4, 1, 1, 3)
 
 
-def write_simple(path, shape=Shape(), quant="F32", small="llama", seed=5, **options):
+def write_simple(path, shape=Shape(), quant="F32", small="llama", seed=5, layers=3, **options):
     """A whole small model."""
-    return WRITERS[small](path, replace(shape, n_layer=3, n_ff=256), quant, seed=seed, **options)
+    return WRITERS[small](path, replace(shape, n_layer=layers, n_ff=256), quant, seed=seed, **options)
 
 
 WRITE = {

@@ -57,6 +57,7 @@ KINDS = {
     "dflash2 and eagle3": (write_llama, (write_dflash2, write_eagle3), {}),
     "draft-simple": (write_llama, write_llama, {"seed": 1, "quant": "Q4_0"}),
     "draft-simple, windows": (write_gemma4, partial(WRITERS["gemma3"], seed=1), {}),
+    "draft-simple, recurrent": (write_qwen35, partial(write_qwen35, seed=1), {}),
     "draft-simple and eagle3": (write_llama, (write_llama, write_eagle3), {}),
     "eagle3 of three layers, in one pass": (write_qwen35, write_eagle3, {"layers": 3, "mask": 7}),
     "eagle3, d2t": (write_llama, write_eagle3, {"tokens": 90, "norm_before_fc": True}),
@@ -259,10 +260,10 @@ def test_drafters_of_a_target_and_their_options(tmp_path):
     assert not inspect_file(write_llama(tmp_path / "a.gguf")).drafters and not inspect_file(write_dflash(tmp_path / "d.gguf")).drafters
     path = of_shape(tmp_path / "t.gguf", write_llama, "llama", block_count=32, embedding_length=4096, expert_count=8)
     assert not inspect_file(path).drafters
-    small = write_qwen35(tmp_path / "small.gguf")
+    small = WRITERS["phi3"](tmp_path / "small.gguf")
     for name in ("run", "serve", "chat", "plan"):
         done = pyspec(name, "-m", small, "-md", small, "--device", "CPU", *(["-p", "a"] if name == "run" else []))
-        one_sentence(done, "recurrent layers", "do not draft as a whole model here yet", "--spec-type suffix")
+        one_sentence(done, "positions that depend on the context", "do not draft as a whole model here yet", "--spec-type suffix")
     one_sentence(pyspec("doctor", "-m", small, "--device", "CPU"), "examines a pair", "-md", "n-gram drafting")
 
 
@@ -306,7 +307,7 @@ def test_an_unsupported_architecture_says_what_can_be_done(unknown, use):
 @pytest.mark.parametrize("use", ["load", "plan"])
 def test_a_file_that_does_not_draft_says_what_does(tmp_path, unknown, use):
     """For this target, today: n-gram drafting always, its own MTP layer, and what is published for its shape."""
-    small, target = write_qwen35(tmp_path / "small.gguf"), write_qwen3moe(tmp_path / "t.gguf")
+    small, target = WRITERS["phi3"](tmp_path / "small.gguf"), write_qwen3moe(tmp_path / "t.gguf")
     for draft in (small, unknown):
         with pytest.raises(ModelError) as raised:
             {"load": ps.load, "plan": plan}[use](target, draft, device="CPU")

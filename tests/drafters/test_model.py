@@ -9,7 +9,7 @@ from cli.process import pyspec
 from ggml.kernel_graphs import LEVELS
 from gguf_io.build import ARR, I32, STR, U32, Model
 from random_gguf.archs import WRITERS, write_gemma4, write_llama, write_qwen3
-from random_gguf.model import Shape, write_qwen35
+from random_gguf.model import Shape
 from random_gguf.mtp import write_mtp_target
 
 import pyggml_spec as ps
@@ -28,6 +28,7 @@ native = pytest.mark.skipif(not LEVELS, reason="native kernels do not run on thi
 OPTIONS = {"device": "CPU", "threads": 1, "n_ctx": 256}
 TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 PROMPT = list(range(40, 75))
+RECURRENT = "lfm2", "granitehybrid", "falcon-h1", "qwen3next"  # further kinds of recurrent layers
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +57,11 @@ def other_vocabulary(source, path, order, drop=()):
 
 @native
 @pytest.mark.parametrize("slots", [1, 3])
-def test_rows_are_right_after_every_kind_of_step(files, slots):
+@pytest.mark.parametrize("small", ["qwen3", "qwen35", *(pytest.param(arch, marks=pytest.mark.slow) for arch in RECURRENT)])
+def test_rows_are_right_after_every_kind_of_step(files, tmp_path, slots, small):
     """Drafts are those of a sequence that was computed anew, whatever the steps before left: all right, some, none, plain, given, proposed, prompts."""
-    random = np.random.default_rng(slots)
-    with ps.load(*files, **OPTIONS, draft_width=5) as session:
+    random, draft = np.random.default_rng(slots), WRITERS[small](tmp_path / "d.gguf", Shape(), "Q8_0", seed=1)
+    with ps.load(files[0], draft, **OPTIONS, draft_width=5) as session:
         engine = ModelRunner(
             session.backend, session.target, session.drafter, EngineOptions(n_ctx=256, width=5, chunk=32, slots=slots, given=True)
         )
@@ -148,11 +150,15 @@ def test_a_vocabulary_is_mapped_by_bytes_and_kind(files, tmp_path):
         ps.load(files[0], tmp_path / "d.gguf", **OPTIONS)
 
 
-def test_a_prefix_cache_has_its_rows(files, tmp_path):
-    prompt = list(range(30, 230)) * 4
+@pytest.mark.parametrize("small", ["qwen3", "qwen35"])
+def test_a_prefix_cache_has_its_rows(files, tmp_path, small):
+    """And its recurrent states."""
+    prompt, draft = list(range(30, 230)) * 4, WRITERS[small](tmp_path / "d.gguf", Shape(), "Q8_0", seed=1)
     want = None
     for i in range(2):
-        with ps.load(*files, device="CPU", threads=1, n_ctx=1024, chunk=128, draft_width=4, prefix_cache=tmp_path / "cache") as session:
+        with ps.load(
+            files[0], draft, device="CPU", threads=1, n_ctx=1024, chunk=128, draft_width=4, prefix_cache=tmp_path / "cache"
+        ) as session:
             text, stats = session.generate(prompt, 30)
             got = text, stats.matched_at, stats.offered_at
             assert want in (None, got) and (stats.reused_tokens > 500) == (i > 0)
@@ -163,6 +169,22 @@ def test_a_prefix_cache_has_its_rows(files, tmp_path):
                 session.runner.reset()
                 session.runner.restore(kept)
                 assert session.runner.fused_step().tokens.tolist() == drafts
+
+
+@native
+def test_slots_share_prompts_of_a_recurrent_drafter(files, tmp_path):
+    """What a prefix cache, turns and several slots leave in its states is what a prompt computed anew leaves."""
+    draft, first = WRITERS["qwen35"](tmp_path / "d.gguf", Shape(), "Q8_0", seed=1), list(range(30, 230))
+    with ps.load(files[0], draft, device="CPU", threads=1, n_ctx=1024, draft_width=4) as session:
+        with session.concurrent(slots=3) as server:
+            texts = [server.submit(first + [40 + i] * i, 30, ignore_end=True).result() for i in range(3)]
+            turns = [server.submit([*first, 50 + i], 30, ignore_end=True) for i in range(6)]
+            turns = [handle.result() for handle in turns]
+            assert sum(stats.reused_tokens for _, stats in (*texts, *turns)) > 500
+        for i, (text, stats) in enumerate(texts + turns):
+            prompt = first + ([40 + i] * i if i < 3 else [50 + i - 3])
+            want, alone = session.generate(prompt, 30, ignore_end=True)
+            assert text == want and (stats.matched_at, stats.offered_at) == (alone.matched_at, alone.offered_at), i
 
 
 @pytest.mark.slow
@@ -181,11 +203,6 @@ def test_random_models_of_every_architecture_draft(tmp_path, arch):
 
 
 def test_what_is_refused(files, tmp_path):
-    recurrent = write_qwen35(tmp_path / "r.gguf")
-    with pytest.raises(
-        ModelError, match=r"has recurrent layers \(qwen35\), which do not draft as a whole model here yet: for t.gguf there is n-gram"
-    ):
-        ps.load(files[0], recurrent, **OPTIONS)
     with pytest.raises(PairError, match=r"d.gguf drafts as draft-simple, which needs its target on one device: name one with `device`"):
         ps.load(*files, device="CPU,CPU", threads=1, n_ctx=256)
     with pytest.raises(PairError, match="both draft as whole models; name one"):

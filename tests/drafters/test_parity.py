@@ -47,6 +47,7 @@ FUNCTION = "class Stack:\n    def __init__(self):\n        self.items = []\n\n  
 QUANTS = ("F32", "Q8_0", "Q4_K")
 PROMPTS = (1, UB - 1, UB, UB + 1, LAST)  # tokens around a chunk's end
 GEMMA = {"factors": True, "post_norms": True, "gelu": True}
+HYBRID = {"small": "qwen35", "layers": 4}  # every fourth layer has attention
 CUT, BOTH = {"own": ("head",), "tokens": 100}, ("head", "embedding")
 
 
@@ -122,6 +123,16 @@ def cases(method):
             *(("Q8_0", "qwen35", {}, {"small": small}, 60, 20, width) for small, width in (("qwen2", 2), ("gemma3", 9), ("qwen3moe", 5))),
             *(("F32", "gemma4", {}, {"small": small}, 60, 13, 5) for small in ("gemma4", "gpt-oss", "olmo2", "deepseek2")),
             *(("F32", "llama", {}, {}, prompt, 13, 5) for prompt in PROMPTS),
+            *((quant, "qwen3", {}, HYBRID, 20, 60, 5) for quant in QUANTS),
+            *(
+                ("F32", "qwen35", {}, HYBRID | {"small": small}, 60, 20, width)
+                for small, width in (("qwen35", 2), ("qwen3next", 9), ("lfm2", 5))
+            ),
+            *(
+                ("F32", "llama", {}, HYBRID | {"small": small}, 60, 20, 5)
+                for small in ("granitehybrid", "falcon-h1", "nemotron_h", "kimi-linear")
+            ),
+            *(("F32", "llama", {}, HYBRID, prompt, 13, 5) for prompt in PROMPTS),
         ],
     }[method]
 

@@ -47,7 +47,6 @@ def test_a_layer_that_may_not_draft_is_left_aside(files, options):
     ("own", "layer", {"no_spec": ["draft-mtp"]}, "not among what may draft"),
     ("own", None, {"spec": ["draft-mtp"], "no_spec": ["draft-mtp"]}, "both requested and excluded"),
     ("layer", None, {}, "is the MTP layer of a qwen35 model"),
-    ("plain", "plain", {}, "has recurrent layers"),
 ])  # fmt: skip
 def test_what_is_not_there_is_said(files, target, draft, options, words):
     fails_with(PyspecError, words, lambda: ps.load(files[target], files.get(draft), device="CPU", threads=1, n_ctx=256, **options))
