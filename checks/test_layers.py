@@ -15,7 +15,7 @@ LAYERS = (
     {"cli"},
     {"server"},
     {"tools", "doctor", "chat", "concurrent", "api", "session", "configuration", "loading", "load_options"},
-    {"engine", "speculation", "multi_device", "constraints", "sampling", "text"},
+    {"engine", "speculation", "multi_device", "constraints", "sampling", "text", "vision"},
     {"models", "drafters", "cache"},
     {"ggml", "gguf_io"},
 )

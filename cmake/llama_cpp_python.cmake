@@ -7,7 +7,8 @@ endif()
 
 # What pyggml_spec never loads is left out. Plain variables: llama-cpp-python forces the cached ones on.
 if(PROJECT_NAME STREQUAL "llama_cpp")
-    set(LLAVA_BUILD OFF)        # images and sound
+    set(LLAMA_BUILD_TOOLS OFF)  # of tools/mtmd the library alone: encoders of pictures
+    set(MTMD_VIDEO OFF)         # which starts ffmpeg
     set(LLAMA_BUILD_COMMON OFF) # what llama.cpp's own programs share: 60 files, an HTTP server among them
     set(LLAMA_OPENSSL OFF)
 endif()

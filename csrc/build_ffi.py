@@ -24,6 +24,8 @@ enum ggml_backend_dev_type { GGML_BACKEND_DEVICE_TYPE_CPU, GGML_BACKEND_DEVICE_T
 enum ggml_backend_buffer_usage { GGML_BACKEND_BUFFER_USAGE_ANY, GGML_BACKEND_BUFFER_USAGE_WEIGHTS, GGML_BACKEND_BUFFER_USAGE_COMPUTE };
 #define GGML_ROPE_TYPE_NEOX ...
 #define GGML_ROPE_TYPE_NORMAL ...
+#define GGML_ROPE_TYPE_MROPE ...
+#define GGML_ROPE_TYPE_IMROPE ...
 
 struct ggml_context; struct ggml_cgraph;
 typedef struct ggml_backend * ggml_backend_t;
@@ -84,6 +86,9 @@ struct ggml_tensor * ggml_set_rows(struct ggml_context *, struct ggml_tensor * t
 struct ggml_tensor * ggml_get_rows(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *);
 struct ggml_tensor * ggml_norm(struct ggml_context *, struct ggml_tensor *, float eps);
 struct ggml_tensor * ggml_rms_norm(struct ggml_context *, struct ggml_tensor *, float eps);
+struct ggml_tensor * ggml_rope_multi(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *, struct ggml_tensor *, int n_dims, int sections[4],
+                                     int mode, int n_ctx_orig, float freq_base, float freq_scale, float ext_factor, float attn_factor, float beta_fast,
+                                     float beta_slow);
 struct ggml_tensor * ggml_rope_ext(struct ggml_context *, struct ggml_tensor *, struct ggml_tensor *, struct ggml_tensor *, int n_dims,
                                    int mode, int n_ctx_orig, float freq_base, float freq_scale, float ext_factor, float attn_factor,
                                    float beta_fast, float beta_slow);
@@ -197,6 +202,7 @@ typedef int32_t llama_pos;
 typedef int32_t llama_seq_id;
 enum llama_token_attr { LLAMA_TOKEN_ATTR_UNKNOWN, LLAMA_TOKEN_ATTR_CONTROL, ... };
 enum llama_split_mode { LLAMA_SPLIT_MODE_NONE, ... };
+enum llama_load_mode { LLAMA_LOAD_MODE_NONE, ... };
 enum llama_flash_attn_type { LLAMA_FLASH_ATTN_TYPE_ENABLED, ... };
 enum llama_rope_scaling_type { LLAMA_ROPE_SCALING_TYPE_NONE, ... };
 enum llama_pooling_type { LLAMA_POOLING_TYPE_NONE, ... };
@@ -206,7 +212,7 @@ typedef struct llama_memory_i * llama_memory_t;
 struct llama_model; struct llama_context; struct llama_vocab; struct llama_sampler;
 struct llama_model_tensor_buft_override { const char * pattern; ggml_backend_buffer_type_t buft; };
 struct llama_model_params { const struct llama_model_tensor_buft_override * tensor_buft_overrides; int32_t n_gpu_layers;
-                            enum llama_split_mode split_mode; int32_t main_gpu; bool vocab_only; bool use_extra_bufts; ...; };
+                            enum llama_split_mode split_mode; enum llama_load_mode load_mode; int32_t main_gpu; bool vocab_only; bool use_extra_bufts; bool no_alloc; ...; };
 struct llama_context_params { uint32_t n_ctx; uint32_t n_batch; uint32_t n_ubatch; int32_t n_threads; int32_t n_threads_batch;
                               enum llama_rope_scaling_type rope_scaling_type; enum llama_flash_attn_type flash_attn_type;
                               enum llama_pooling_type pooling_type; uint32_t n_seq_max; bool embeddings; bool kv_unified;
@@ -227,6 +233,7 @@ struct llama_model * llama_model_load_from_file(const char * path, struct llama_
 void llama_model_free(struct llama_model *);
 
 const struct llama_vocab * llama_model_get_vocab(const struct llama_model *);
+int32_t llama_model_n_embd_inp(const struct llama_model *);
 int32_t llama_vocab_n_tokens(const struct llama_vocab *);
 const char * llama_vocab_get_text(const struct llama_vocab *, llama_token);
 enum llama_token_attr llama_vocab_get_attr(const struct llama_vocab *, llama_token);

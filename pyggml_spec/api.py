@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, Protocol, Self, Unpack, cast
 from .arguments import GenerateOptions, RequestOptions
 from .cache.prefix import PrefixCache, Reuse, layout_of
 from .cache.prefix_files import PrefixFiles
-from .checks import token_ids, whole
+from .checks import whole
 from .concurrent import ConcurrentSession, request_options
 from .configuration import Configuration, configuration_of
 from .drafters.multi import AnyDrafter
@@ -21,11 +21,12 @@ from .engine.engine import Engine
 from .engine.lock import ENDED, EngineLock, Hold
 from .engine.memory import SHARED, count_memory
 from .engine.options import candidate_widths
+from .engine.prompt import Prompt
 from .engine.resources import Closable, P
 from .engine.runner import ModelRunner
 from .engine.sequence import SPECULATIVE
 from .engine.stats import Stats
-from .errors import ContextError, EngineError, PyspecError, SamplingError
+from .errors import ContextError, EngineError, PictureError, PyspecError, SamplingError
 from .events import StepEvent
 from .folders import why_nothing_is_kept
 from .ggml.device import Backend, disable_graph_replay, free_bytes, present, release_threads
@@ -54,6 +55,9 @@ from .speculation.policy import (
 from .speculation.synthetic import SyntheticAcceptance
 from .text.stream import TextStream, stop_texts
 from .text.tokenizer import Tokenizer
+from .vision.encoder import Encoder
+from .vision.messages import NO_ENCODER
+from .vision.pictures import LIMITS, picture_file
 
 GREEDY = Sampling(temperature=0)
 PREFIX_MEMORY = 1 << 30  # bytes on the device that the prefix cache may take, and at most an eighth of what is free after loading
@@ -91,6 +95,7 @@ class Session:
         self.notes: list[str] = []
         self.load_seconds = 0.0
         self.drafter: AnyDrafter | None = None
+        self.encoder: Encoder | None = None  # of pictures
         self.lookup: NgramMethod | None = None  # n-gram drafting
         self._plans: list[StepPlan] = []  # among which the policy chooses; empty where the width is pinned
         self._known_costs: dict[StepPlan, float] = {}  # of earlier sessions
@@ -113,7 +118,7 @@ class Session:
         loader.choose_context()
         loader.load_weights()
         self.backends, self.backend = loader.backends, loader.backend
-        self.target, self.tokenizer, self.drafter = loader.target, loader.tokenizer, loader.drafter
+        self.target, self.tokenizer, self.drafter, self.encoder = loader.target, loader.tokenizer, loader.drafter, loader.encoder
         self.runner = loader.runner()
         self.notes, self.context_from, width = loader.notes, loader.context_from, self.runner.options.width
         if loader.ngram is not None:
@@ -251,7 +256,7 @@ class Session:
         """Generates from ``prompt`` and yields one event per step; the last event flushes the text.
 
         Args:
-            prompt: text (str, or bytes of UTF-8), or token ids.
+            prompt: text (str, or bytes of UTF-8), or token ids; of ``picture_prompt`` where it has pictures.
             max_tokens: at most this many tokens; None: until the end token or the end of the context.
             mode: "speculative" (the default with a drafter), "plain", or "reference".
             sampling: how tokens are chosen; None: greedily, whatever the file recommends (``sampling()`` makes one of that).
@@ -365,7 +370,25 @@ class Session:
             prompt = self.tokenizer.encode(prompt, special)
             if not prompt:
                 raise ContextError("the prompt is empty; give some text")
-        return token_ids(prompt, self.target.n_vocab).tolist()
+        return Prompt.checked(prompt, self.target.n_vocab)
+
+    def picture_prompt(self, *parts: str | Sequence[int] | bytes | Path, special: bool = False) -> Prompt:
+        """A prompt of texts (str) or token ids, and pictures: bytes of their files, or paths. Where each picture stands, the tokens that its encoder wants
+        around it are added.
+
+        Raises:
+            PictureError: there is no encoder (load the model with `mmproj`), or a picture is none, damaged or too large.
+        """
+        self._check_open()
+        if self.encoder is None:
+            raise PictureError(NO_ENCODER)
+        read: list[Sequence[int] | bytes] = []
+        for i, part in enumerate(parts):
+            if isinstance(part, str):
+                read.append(self.tokenizer.encode(part, special, bos=i == 0))
+            else:
+                read.append(picture_file(part) if isinstance(part, Path) else part)
+        return self.encoder.prompt(read, replace(LIMITS, rows=self.runner.options.n_ctx))
 
     def _check_open(self) -> None:
         if not self._parts:

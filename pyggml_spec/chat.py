@@ -17,6 +17,7 @@ from .text.parse import Parser
 from .text.stream import TextStream
 from .text.template import DEFAULT, KEY, NAME, TOOL_USE, ChatTemplate, templates
 from .text.tokenizer import Tokenizer
+from .vision.messages import PICTURE, encode_chat
 
 CONTINUE = "{% for m in messages %}{{ m.content }}{% if not loop.last or m.role != 'assistant' %}{{ '\\n' }}{% endif %}{% endfor %}"
 """For models without a chat template: messages are joined as plain text."""
@@ -91,20 +92,25 @@ class Chat:
         text: str,
         max_tokens: int | None = None,
         *,
+        pictures: Sequence[bytes] = (),
         interrupted: Callable[[], bool] | None = None,
         prefill_progress: Callable[[int, int], None] | None = None,
     ) -> Generator[StepEvent, None, None]:
-        """Yields the answer to ``text`` as it comes; the last event has the final statistics.
+        """Yields the answer to ``text`` as it comes; the last event has the final statistics. ``pictures``: bytes of files, which stand before the text.
 
         Raises:
             TemplateError: the template refuses the conversation.
             ContextError: it does not fit the context.
+            PictureError: a picture is none, damaged or too large, or the model has no encoder (`mmproj`).
             SamplingError: as ``Session.steps``.
         """
         if max_tokens is None and self.continues:
             max_tokens = CONTINUE_TOKENS
-        turn = {"role": "user", "content": text}
-        ids = self.template.encode(self.session.tokenizer, self.as_messages(turn), thinking=self.thinking, variables=self.variables)
+        turn: dict[str, Any] = {"role": "user", "content": text}
+        if pictures:
+            turn["content"] = [*({"type": PICTURE, "data": data} for data in pictures), {"type": "text", "text": text}]
+        session, messages = self.session, self.as_messages(turn)
+        ids = encode_chat(self.template, session.tokenizer, session.encoder, messages, thinking=self.thinking, variables=self.variables)
         if not ids:
             raise TemplateError("the chat template makes no text of this conversation; use another one")
         answer, stats = _Response(self.template.form, self.session.tokenizer, ids), self.session.new_stats()

@@ -11,6 +11,7 @@ class Configuration:
     Attributes:
         lookup: the n-gram method, None without one.
         width, widths: rows of the widest block; what the policy chooses from, 1 being plain decoding, empty where the width is fixed.
+        encoder: of pictures, None without one.
         context: where ``n_ctx`` comes from: "the model's", "of N: memory" where less fits than the N trained tokens, "" if it was requested.
         kv_type: types of K and V rows.
         draws: whether drafts of sampled text are drawn with the target's noise.
@@ -21,6 +22,7 @@ class Configuration:
     target: str
     drafter: str | None
     lookup: str | None
+    encoder: str | None
     device: str
     threads: int
     width: int
@@ -46,6 +48,7 @@ def configuration_of(session: Any) -> Configuration:
         target=session.target.file.path.name,
         drafter=drafter.title if drafter is not None else None,
         lookup=session.lookup.method if session.lookup is not None else None,
+        encoder=session.encoder.file.path.name if session.encoder is not None else None,
         device=", ".join(map(str, weights.segments)) if weights.segments else session.backend.device.name,
         threads=max(backend.threads for backend in session.backends),
         width=options.width if drafter is not None else 1,

@@ -29,6 +29,10 @@ class ContextError(PyspecError):
     """A prompt or a request that does not fit the context."""
 
 
+class PictureError(ContextError):
+    """A picture that is damaged, too large, or that this model does not take."""
+
+
 class SamplingError(PyspecError):
     """A sampling parameter out of range, or an invalid grammar."""
 

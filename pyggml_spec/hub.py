@@ -13,6 +13,7 @@ from .errors import HubError
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 _OTHERS = ("mmproj", "imatrix")  # parts of the names of GGUFs that are neither targets nor drafters
+ENCODERS = ("f16", "bf16", "q8_0", "f32")  # the order in which encoders of pictures are preferred
 _DEFAULTS = ("Q4_K_M", "Q8_0")
 PATIENCE = 10  # seconds until the hub has to answer
 _SHOWN = 8  # names of files in a message
@@ -42,6 +43,20 @@ def fetch(repo: str, *, file: str | None = None, drafter: bool = False, progress
 def fetch_pair(repo: str, *, file: str | None = None, progress: Progress = lambda what, done, total: None) -> tuple[Path, Path | None]:
     """A target as of ``fetch``, and the drafter that its repository has; None if it has none."""
     return _fetch_all(repo, file, False, True, progress)
+
+
+def fetch_encoder(repo: str, *, progress: Progress = lambda what, done, total: None) -> Path | None:
+    """The encoder of pictures that the repository of ``fetch`` has, F16 before others; None if it has none."""
+    if (match := _NAME.fullmatch(repo)) is None:
+        raise HubError(f"{repo!r} names no repository of the hub; give USER/MODEL or USER/MODEL:QUANT")
+    hub, name = _package(), match[1]
+    names, cached = _names(hub, name)
+    found = [other for other in names if "mmproj" in other.rsplit("/", maxsplit=1)[-1].lower()]
+    chosen = next(
+        (other for kind in ENCODERS for other in found if re.search(rf"(?<![a-z0-9]){kind}[.-]", other, re.IGNORECASE)),
+        next(iter(found), None),
+    )
+    return _fetch(hub, name, names, cached, None, chosen, False, progress) if chosen is not None else None
 
 
 def _fetch_all(repo: str, file: str | None, drafter: bool, companion: bool, progress: Progress) -> tuple[Path, Path | None]:

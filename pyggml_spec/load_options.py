@@ -49,6 +49,7 @@ class LoadOptions:
         offload_prompts: prompt chunks of so many rows or more compute on the device with copies of the experts that ``experts`` keeps in host memory,
             or of the layers that a CPU has, layer by layer; "auto" measures from how many rows on that is faster. None: the CPU computes what
             lies in its memory.
+        mmproj: encoder of pictures (`mmproj-*.gguf`) that was made for the target: prompts may have pictures then. "auto" takes one in the target's folder, if it fits.
         rope: replaces what the target's file has about positions, to stretch its context: as llama.cpp's options of these names.
 
     Raises:
@@ -76,6 +77,7 @@ class LoadOptions:
     tensor_split: Sequence[float] | None = None
     offload_prompts: int | str | None = None
     rope: RopeOptions | None = None
+    mmproj: str | Path | None = None
 
     def __post_init__(self) -> None:
         either(self.experts, ExpertOptions, "`experts`")
@@ -87,6 +89,8 @@ class LoadOptions:
         if self.draft_width is not None:
             whole(self.draft_width, "the draft width", 1, MOST_WIDTH, PairError)
         whole(self.chunk, "the prefill chunk", 1, WIDEST_CHUNK)
+        if self.mmproj is not None:
+            path(self.mmproj, "the encoder of pictures (`mmproj`)")
         if self.prefix_cache is not None:
             path(self.prefix_cache, "the folder of the prefix cache (`prefix_cache`)")
         for value, what in (

@@ -32,6 +32,7 @@ from .models.rope import ignored_yarn
 from .models.weights import Weights
 from .speculation.methods import Methods
 from .text.tokenizer import Tokenizer, first_difference, vocabulary_note
+from .vision.encoder import Encoder, companion
 
 DEMO = Path(__file__).parent / "demo"
 DEMO_TARGET, DEMO_DRAFTER, DEMO_MTP = DEMO / "target.gguf", DEMO / "drafter.gguf", DEMO / "mtp.gguf"
@@ -104,6 +105,7 @@ class Loader:
         self.tokenizer: Tokenizer = self._own(Tokenizer(file))
         self.notes += filter(None, [vocabulary_note(file)])
         self._open_drafters(file)
+        self.encoder: Encoder | None = self._open_encoder()
         self._choose_engine_options()
         self._place_experts()
 
@@ -180,6 +182,25 @@ class Loader:
             self.notes.append(f"{draft.name} {note}")
         return drafter
 
+    def _open_encoder(self) -> Encoder | None:
+        """The named encoder of pictures, or one in the target's folder where that is wanted and it fits."""
+        wanted = self.options.mmproj
+        found = companion(self._path) if wanted == AUTO else wanted
+        if found is None:
+            return None
+        try:
+            if len(self.backends) > 1:
+                raise EngineError("rows of pictures are computed on one device: leave `mmproj` out, or name one with `device`")
+            encoder = self._own(Encoder(self._own(GGUFFile(found)), self.target, self.backend, self.options.chunk))
+        except PyspecError as error:
+            if wanted != AUTO:
+                raise
+            self.notes.append(f"{Path(found).name}, which is in the target's folder, encodes no pictures: {error}")
+            return None
+        if wanted == AUTO:
+            self.notes.append(f"{Path(found).name}, found in the target's folder, encodes pictures")
+        return encoder
+
     # -- options of the engine
 
     def _choose_engine_options(self) -> None:
@@ -195,6 +216,7 @@ class Loader:
             draft_kv=wanted.draft_kv,
             given=self.ngram is not None,
             implied=self.default_ngram,
+            pictures=self.encoder is not None,
         )
         check_options(self.engine_options, self.target, self.drafter)
 

@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 """Time to the first token over HTTP, of `pyspec serve` and llama-server with the same file and as many threads.
 
-    python scripts/bench_first_token.py -m TARGET [-md DRAFTER] [--tools DIR] [--against PYTHON] [--threads 2] [--rounds 7]
+    python scripts/bench_first_token.py -m TARGET [-md DRAFTER] [--mmproj ENCODER --image 640x480] [--tools DIR] [--against PYTHON] [--threads 2] [--rounds 7]
 
 Chats of about 10, 36, 60, 120 and 400 tokens (--sizes), one alone and four at once: new text, the same again, and the next turn of the chat. Servers take
 turns request by request. Medians in milliseconds, of four chats over all of them. --processor: milliseconds of processor time of the server's threads
 for a request of one token instead, which a busy machine changes less; one chat at a time, and one thread (Linux). --tools: folder of llama-server; --against: the environment of another checkout.
+--image: each chat begins with a picture of so many pixels, which no chat before had.
 """
 
 import argparse
+import base64
+import io
 import json
 import statistics
 import subprocess
@@ -32,7 +35,7 @@ member law car city community name president team minute idea body back face
 """
 WORDS = _TEXT.split()
 KINDS = "new", "again", "next turn"
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 class PyspecServer:
@@ -97,12 +100,31 @@ def ask(port: int, messages: Messages, tokens: int) -> tuple[float, str, int]:
     return first, text, prompt
 
 
-def chat(random: Random, size: int) -> Messages:
+def picture(random: Random, size: str) -> str:
+    """The data URL of a PNG of coarse noise."""
+    from PIL import Image
+
+    width, height = map(int, size.split("x"))
+    out = io.BytesIO()
+    Image.frombytes("RGB", (width // 16, height // 16), random.randbytes(width // 16 * (height // 16) * 3)).resize((width, height)).save(
+        out, "PNG"
+    )
+    return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+def chat(random: Random, size: int, image: str = "") -> Messages:
     """Words that no chat before began with; a template of this kind adds some ten tokens for each message."""
 
     def words(n: int) -> str:
         return " ".join(random.choice(WORDS) for _ in range(max(1, n)))
 
+    if image:
+        return [
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": picture(random, image)}}, {"type": "text", "text": words(size)}],
+            }
+        ]
     if size < 20:
         return [{"role": "system", "content": words(size - 8)}]
     return [{"role": "system", "content": words(6)}, {"role": "user", "content": words(size - 21)}]
@@ -112,6 +134,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", required=True)
     parser.add_argument("-md")
+    parser.add_argument("--mmproj")
+    parser.add_argument("--image", default="", metavar="WxH")
     parser.add_argument("--tools", type=Path)
     parser.add_argument("--against", metavar="PYTHON")
     parser.add_argument("--threads", type=int, default=2)
@@ -129,6 +153,7 @@ def main() -> None:
         "-m",
         args.m,
         *(["-md", args.md] if args.md else []),
+        *(["--mmproj", args.mmproj] if args.mmproj else []),
         "--threads",
         args.threads,
         "-np",
@@ -144,7 +169,18 @@ def main() -> None:
     if args.tools:
         log = Path(gettempdir()) / "first-token-llama-server.log"
         servers["llama-server"] = LlamaServer(
-            args.tools, log, "-m", args.m, "-t", args.threads, "-np", max(counts), "-c", 2048 * max(counts), "--jinja"
+            args.tools,
+            log,
+            "-m",
+            args.m,
+            "-t",
+            args.threads,
+            "-np",
+            max(counts),
+            "-c",
+            2048 * max(counts),
+            "--jinja",
+            *(["--mmproj", args.mmproj] if args.mmproj else []),
         )
     try:
         for server in servers.values():
@@ -160,7 +196,7 @@ def main() -> None:
                 for count in counts:
                     for name, port in ports.items():
                         random = Random(f"{turn} {size} {count}")
-                        chats = [chat(random, size) for _ in range(count)]
+                        chats = [chat(random, size, args.image) for _ in range(count)]
                         for kind in KINDS:
                             before = processor_ms(servers[name].process.pid)
                             with ThreadPoolExecutor(count) as pool:

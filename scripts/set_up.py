@@ -63,9 +63,9 @@ def llama_cpp_python() -> None:
             wheel = building.build_wheel(key, progress=line)
         finally:
             line.close()
-    if libraries is None:
-        pip_install("installing llama-cpp-python", str(wheel))  # and what its Python part needs
-        libraries = installed_libraries()
+    again = [] if libraries is None else ["--force-reinstall", "--no-deps"]  # with the headers; at first also what its Python part needs
+    pip_install("installing llama-cpp-python", *again, str(wheel))
+    libraries = installed_libraries()
     building.install(wheel, libraries, {"key": key})
 
 

@@ -134,6 +134,7 @@ class _Pair:
             assert _ext_set_pos(self.pairs, i, pos) and _ext_set_output(self.pairs, i, last and i == len(tokens) - 1)
         assert _process(self.dft, _DECODE, self.pairs) == 0
 
+    each = 1  # positions of each row; 0 within a picture by axis
     rounded = False  # whether rows that were decoded again gave other bits than in their block: ggml's AMX kernels do, 1e-6 at Q4_K
 
     def _keep(self, rows, logits, accepted, before):
@@ -182,7 +183,8 @@ class _Pair:
         for i, values in enumerate(features):
             row = _Embd(values.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, features.shape[1])
             assert _ext_add_embd(self.pairs, 0, row) == i
-            pos = (ctypes.c_int32 * 4)(first + i, first + i, first + i, 0)
+            at = first + i * self.each
+            pos = (ctypes.c_int32 * 4)(at, at, at, 0)
             assert _ext_set_pos(self.pairs, i, pos) and (add == _DECODE or _ext_set_output(self.pairs, i, True))
         assert _process(self.dft, add, self.pairs) == 0
 
@@ -236,6 +238,24 @@ class LlamaDFlash(_Pair):
             logits = _decode(self.tgt, self.batch, part, first, self.n_vocab)
             self._capture(len(part), first)
         self.n = len(tokens)
+        self.pending = int(logits[-1].argmax())
+        return self.pending
+
+    def prefill_parts(self, parts):
+        """As ``prefill``, of tokens and pictures as of ``engine.prompt``."""
+        self.n = 0
+        for part in parts:
+            if hasattr(part, "embeddings"):
+                rows = _ext_init(self.tgt)
+                _decode_picture(self.tgt, rows, part, self.n)
+                _ext_free(rows)
+                self.each = int(part.positions is None)
+                self._capture(part.rows, self.n)
+                self.each, self.n = 1, self.n + part.n_pos
+            else:
+                logits = _decode(self.tgt, self.batch, part, self.n, self.n_vocab)
+                self._capture(len(part), self.n)
+                self.n += len(part)
         self.pending = int(logits[-1].argmax())
         return self.pending
 
@@ -442,3 +462,43 @@ class LlamaEagle3(_Pair):
     def draft(self, width):
         assert L.llama_memory_seq_rm(L.llama_get_memory(self.dft), 0, self.n - 1, -1)
         return self._chain(width, lambda i: self.n - 1 + i)
+
+
+def _decode_picture(ctx, batch, p, position):
+    """Decodes the rows of a picture as of ``engine.prompt``, all of them in one batch, with outputs."""
+    _set_causal(ctx, not p.both_ways)
+    _ext_clear(batch)
+    rows = np.ascontiguousarray(p.embeddings, np.float32)
+    for i, values in enumerate(rows):
+        row = _Embd(values.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), 1, rows.shape[1])
+        assert _ext_add_embd(batch, 0, row) == i
+        place = position + p.positions[:3, i] if p.positions is not None else [position + i, 0, 0]
+        assert _ext_set_pos(batch, i, (ctypes.c_int32 * 4)(*map(int, place), 0)) and _ext_set_output(batch, i, True)
+    assert _process(ctx, _DECODE, batch) == 0
+    _set_causal(ctx, True)
+
+
+def logits_with_pictures(path, parts, greedy=0, n_ctx=1024):
+    """Logits of all rows F32 [T, n_vocab], and so many greedy tokens after them; ``parts``: tokens, and pictures as of ``engine.prompt``."""
+    model = _model(path)
+    ctx, batch = _context(model, n_ctx, 512, 1, F16), L.llama_batch_init(512, 0, 1)
+    pictures, out, position = _ext_init(ctx), [], 0
+    n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(model))
+    for part in parts:
+        if hasattr(part, "embeddings"):
+            _decode_picture(ctx, pictures, part, position)
+            out += [np.ctypeslib.as_array(L.llama_get_logits_ith(ctx, i), (n_vocab,)).copy() for i in range(part.rows)]
+            position += part.n_pos
+        else:
+            out += [*_decode(ctx, batch, part, position, n_vocab)]
+            position += len(part)
+    ids, logits = [], out[-1]
+    for _ in range(greedy):
+        ids.append(int(logits.argmax()))
+        (logits,) = _decode(ctx, batch, ids[-1:], position, n_vocab)
+        position += 1
+    _ext_free(pictures)
+    L.llama_batch_free(batch)
+    L.llama_free(ctx)
+    L.llama_model_free(model)
+    return np.stack(out), ids

@@ -37,10 +37,11 @@ wheel.py-api = "py3"
 CMAKE = """
 cmake_minimum_required(VERSION 3.21)
 project(llama_cpp C CXX)
-option(LLAVA_BUILD "" ON)
+option(LLAMA_BUILD_TOOLS "" ON)
+option(MTMD_VIDEO "" ON)
 set(LLAMA_BUILD_COMMON ON CACHE BOOL "" FORCE)
 option(LLAMA_OPENSSL "" ON)
-if(LLAVA_BUILD OR LLAMA_BUILD_COMMON OR LLAMA_OPENSSL)
+if(LLAMA_BUILD_TOOLS OR MTMD_VIDEO OR LLAMA_BUILD_COMMON OR LLAMA_OPENSSL)
     message(FATAL_ERROR "error: built more than is loaded")
 endif()
 add_library(llama SHARED llama.c fix.cpp)

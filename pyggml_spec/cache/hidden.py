@@ -67,6 +67,20 @@ class _Tables:
             self._buffer = None
 
 
+class PictureTable(_Tables):
+    """Rows of pictures for one step, F32 [n, rows + 1], and at the end a row of zeros, which tokens have. Owns its buffer."""
+
+    def __init__(self, backend: Backend, n: int, rows: int) -> None:
+        self.rows = rows
+        super().__init__(backend, n, rows + 1, 1)
+        self.table = self.tables[0]
+
+    def put(self, rows: np.ndarray) -> None:
+        """Writes F32 [m, n] into the first rows; no step may be under way."""
+        rows = np.ascontiguousarray(rows, np.float32)
+        lib.ggml_backend_tensor_set(self.table, ffi.from_buffer(rows), 0, rows.nbytes)
+
+
 class LastHiddenState(_Tables):
     """F32 [n_embd, rows * slots], zeroed. Owns its buffer. ``at``: I64 [slots], the row of each slot's last committed token."""
 

@@ -109,6 +109,7 @@ class Slot:
         clean: whether its rows hold nothing that a later sequence must not read.
         sound: whether no step of its sequence computed NaN or Inf, so that what it leaves may be reused.
         drafting: whether drafter rows are computed.
+        lag: of so many rows of its sequence, the rows minus their positions, where pictures have fewer positions (M-RoPE); None for 0.
         draft_options: of its sequence's ``Sampler``, whose noise its drafts share; None if greedy.
         candidates, masked: as of ``ModelRunner.read_candidates``.
         tokens, ids: of the last block's rows, from position ``base`` on, and the greedy choices after them.
@@ -121,6 +122,7 @@ class Slot:
     clean: bool = True
     sound: bool = True
     drafting: bool = True
+    lag: Callable[[int], int] | None = None
     draft_options: Callable[[int], np.ndarray] | None = None
     candidates: int | None = 0
     masked: bool = False
@@ -129,6 +131,11 @@ class Slot:
     ids: np.ndarray = field(default_factory=lambda: NOTHING)
     open_rows: int = 0
     row: int = 0
+
+    @property
+    def lag_now(self) -> int:
+        """Rows minus positions so far."""
+        return self.lag(self.cursor.committed) if self.lag is not None else 0
 
     def commit(self) -> None:
         """Everything that counts is in the recurrent state; there is nothing to roll back."""

@@ -4,7 +4,7 @@ rows    K/V rows of layers that keep every position, target and drafter: row = p
 state   state of the last token only: recurrent states, convolution histories, ring rows within the window, the last hidden state
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -203,6 +203,7 @@ class Snapshot:
     drafting: bool
     sound: bool
     engine: object
+    lag: Callable[[int], int] | None = None
 
     @property
     def nbytes(self) -> int:

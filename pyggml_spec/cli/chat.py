@@ -11,9 +11,12 @@ import click
 
 from ..api import load
 from ..chat import CONTINUE_TOKENS, Chat, chat_template
+from ..engine.prompt import Picture
 from ..engine.stats import Stats
 from ..errors import ContextError, PyspecError
 from ..text.renderer import RENDERER
+from ..vision.messages import NO_ENCODER, PICTURE
+from ..vision.pictures import picture_file
 from .help import PATH, GroupedCommand, flag, option
 from .main import EXIT_ERROR, EXIT_INTERRUPT
 from .options import (
@@ -39,6 +42,7 @@ HELP = """/stats           speed and acceptance of the last answer, and of the c
 /reset           forget the conversation; the system prompt stays
 /system [TEXT]   show the system prompt, or set it from the next answer on; /system - removes it
 /think on|off    thinking mode from the next answer on
+/image FILE      a picture for the next question; several in a row
 /save FILE       write the conversation as JSON
 /exit            end; so does Ctrl-D
 A line that ends with \\ goes on in the next one. Ctrl-C stops an answer; twice, the chat. Begin with a space to say something that starts with /."""
@@ -101,7 +105,7 @@ class _Desk:
         self.chat, self.max_tokens, self.quiet = chat, max_tokens, quiet
         self.out = TextOut()
         self.interactive = sys.stdin is not None and sys.stdin.isatty()
-        self.failed = False
+        self.failed, self.pictures = False, list[bytes]()  # of the next question
         if self.interactive:
             if isinstance(sys.stdin, TextIOWrapper):
                 sys.stdin.reconfigure(errors="replace")
@@ -187,7 +191,8 @@ class _Desk:
                 progress("prefill", done, total)
 
         with Interrupt() as stopped, ExitStack() as bars:
-            events = self.chat.ask(text, self.max_tokens, interrupted=stopped, prefill_progress=prefilled)
+            pictures, self.pictures = self.pictures, []
+            events = self.chat.ask(text, self.max_tokens, pictures=pictures, interrupted=stopped, prefill_progress=prefilled)
             try:
                 with closing(events):
                     for event in events:
@@ -211,7 +216,14 @@ class _Desk:
     def _command(self, line: str) -> bool:
         """Runs a command; returns whether the chat ends."""
         name, _, rest = line.strip().partition(" ")
-        commands = {"/stats": self._stats, "/reset": self._reset, "/system": self._system, "/think": self._think, "/save": self._save}
+        commands = {
+            "/stats": self._stats,
+            "/reset": self._reset,
+            "/system": self._system,
+            "/think": self._think,
+            "/save": self._save,
+            "/image": self._image,
+        }
         if name in ("/exit", "/quit"):
             return True
         if name == "/help":
@@ -257,6 +269,16 @@ class _Desk:
             return "not known to the template"
         return {None: "on, the default", True: "on", False: "off"}[self.chat.thinking]
 
+    def _image(self, rest: str) -> None:
+        if not rest:
+            raise PyspecError("/image needs the name of a file")
+        if (encoder := self.chat.session.encoder) is None:
+            raise PyspecError(NO_ENCODER)
+        data = picture_file(Path(os.path.expanduser(rest)))
+        rows = sum(part.rows for part in encoder.encode(data) if isinstance(part, Picture))
+        self.pictures.append(data)
+        say(f"{rest} takes {rows} rows and stands before the next question")
+
     def _save(self, rest: str) -> None:
         if not rest:
             raise PyspecError("/save needs the name of a file")
@@ -267,8 +289,18 @@ class _Desk:
             "sampling": chat.sampling.describe() if chat.sampling is not None else None,
             "seeds": [s.seed for s in chat.stats],
             "thinking": chat.thinking is not False if chat.template.can_think else None,
-            "messages": chat.as_messages(),
+            "messages": [_without_bytes(message) for message in chat.as_messages()],
         }
         check_place(path, "conversation")
         write_atomically(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n", "conversation")
         say(f"{len(chat.messages) // 2} turns written to {rest}")
+
+
+def _without_bytes(message: dict) -> dict:
+    """A message as JSON: of its pictures only that they were there."""
+    content = message.get("content")
+    return (
+        message | {"content": [{"type": PICTURE} if part["type"] == PICTURE else part for part in content]}
+        if isinstance(content, list)
+        else message
+    )

@@ -16,7 +16,7 @@ from ..errors import PyspecError
 from ..ggml.device import pick_devices
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
-from ..load_options import LoadOptions
+from ..load_options import AUTO, LoadOptions
 from ..loading import DEMO_TARGET
 from ..models.placement import ExpertOptions, overridden
 from ..models.rope import RopeOptions
@@ -176,6 +176,10 @@ _GROUPS: dict[str, list[Callable]] = {
         option("--draft-width", "Rows per verified block. Default: chosen while running.", type=click.IntRange(2, 1024)),
     ],
     "caches": [*CACHE_TYPES, _draft_cache_type("k"), _draft_cache_type("v")],
+    "pictures": [
+        option("-mm --mmproj", "Encoder of pictures that was made for the target. Default: one in the target's folder or repository.", type=PATH),
+        flag("--no-mmproj", "No pictures."),
+    ],
     "prefix files": [
         option("--prefix-cache", "Folder that keeps computed prompts: shared prompt prefixes are reused by later processes.", type=PATH),
         option("--prefix-disk", "What the folder may take. Default: 8192.", type=click.IntRange(0), metavar="MIB"),
@@ -231,7 +235,7 @@ def with_options(declared: Iterable[Callable]) -> Callable[[Callable], Callable]
 
 
 MEASURED = "llama.cpp", "split", "rope", "graphs", "experts", "drafting", "caches"
-loading = load_options(*MEASURED, "prefix files", memory=PREFIX_MEMORY)  # all of them, for commands that answer prompts
+loading = load_options(*MEASURED, "pictures", "prefix files", memory=PREFIX_MEMORY)  # all of them, for commands that answer prompts
 
 
 def _files(values: dict[str, Any]) -> tuple[str | None, Any]:
@@ -248,7 +252,7 @@ def _files(values: dict[str, Any]) -> tuple[str | None, Any]:
     if hf_file is not None and hf_repo is None:
         raise click.UsageError("-hff names a file of a repository, so it needs -hf")
     if hf_repo is not None or hf_repo_draft is not None:
-        from ..hub import fetch, fetch_pair
+        from ..hub import fetch, fetch_encoder, fetch_pair
 
         free = hf_repo_draft is None and draft is None and values.get("spec_type") is None and not values.get("no_spec")
         with progress_line() as progress:
@@ -256,9 +260,16 @@ def _files(values: dict[str, Any]) -> tuple[str | None, Any]:
                 target, draft = fetch_pair(hf_repo, file=hf_file, progress=progress)
             elif hf_repo is not None:
                 target = fetch(hf_repo, file=hf_file, progress=progress)
+            if hf_repo is not None and _wants_encoder(values):
+                values["mmproj"] = fetch_encoder(hf_repo, progress=progress)
             if hf_repo_draft is not None:
                 draft = fetch(hf_repo_draft, drafter=True, progress=progress)
     return target, draft
+
+
+def _wants_encoder(values: dict[str, Any]) -> bool:
+    """Whether a command takes pictures, with an encoder that is not named. ``images``: those of one prompt."""
+    return "mmproj" in values and values["mmproj"] is None and not values["no_mmproj"] and bool(values.get("images", True))
 
 
 def _load_options(values: dict[str, Any], target: str | None) -> LoadOptions:
@@ -293,6 +304,11 @@ def _load_options(values: dict[str, Any], target: str | None) -> LoadOptions:
         taken["rope"] = _rope(values)
     if values.get("prefix_cache") == "":
         raise click.UsageError("the name that --prefix-cache gives is empty; name a folder")
+    if "mmproj" in values:
+        if values["mmproj"] and values["no_mmproj"]:
+            raise click.UsageError(f"--mmproj {values['mmproj']} and --no-mmproj contradict each other")
+        values["mmproj"] = AUTO if _wants_encoder(values) else values["mmproj"]
+        del values["no_mmproj"]
     for name in LoadOptions.__dataclass_fields__:
         if name in values:
             taken[name] = values.pop(name)

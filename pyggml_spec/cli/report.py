@@ -38,6 +38,8 @@ def configuration_line(e: Configuration, mode: str | None, sampling: str = "gree
         draft += f"; {e.lookup} too"
     if e.drafter is not None and not e.draws and mode in (None, SPECULATIVE) and not sampling.startswith("greedy"):
         draft += "; drafts are argmaxes on this build"
+    if e.encoder is not None:
+        draft += f" | pictures by {e.encoder}"
     m = e.memory
     parts = [f"weights {size(m['weights'] + m.get('draft_weights', 0))}", f"K/V {size(m['kv'] + m.get('draft_kv', 0))} {e.kv_type}"]
     if "recurrent" in m:

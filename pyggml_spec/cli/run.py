@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,12 @@ PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15
 @option("-p --prompt", "Prompt text.")
 @option("-f --file prompt_file", "File with the prompt text.", type=PATH)
 @option(
+    "--image images",
+    "Picture before the prompt, or where the prompt has <__media__>; may be given several times.",
+    type=PATH,
+    multiple=True,
+)
+@option(
     LIMIT,
     "Tokens to generate; -1 for no limit but the context. Default: until the end token; 256 for the embedded pair.",
     type=TokenLimit(0),
@@ -49,7 +56,7 @@ PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15
 @flag("--special -sp", "Recognise control tokens in the prompt text.")
 @option("--stats stats_file", "Write the statistics as one JSON object.", type=PATH)
 @flag("-q --quiet", "No configuration line and no footer.")
-def command(target, draft, options, prompt, prompt_file, max_tokens, mode, reference, require_spec, stop, ignore_eos,
+def command(target, draft, options, prompt, prompt_file, images, max_tokens, mode, reference, require_spec, stop, ignore_eos,
             special, escaped, raw, stats_file, logprobs_file, n_probs, quiet, **more):  # fmt: skip
     """Generates text. The text goes to stdout; everything else goes to stderr.
 
@@ -80,6 +87,7 @@ def command(target, draft, options, prompt, prompt_file, max_tokens, mode, refer
         session = load(target, draft, options, progress)
     with session, Interrupt() as interrupt:
         sampling, notes = wanted.sampling(session.target.file)
+        content = with_images(session, text, images, special) if images else text
         if not quiet:
             say(configuration_line(session.configuration(), mode, sampling.describe(), notes))
         if not quiet and not raw and any(key.startswith("tokenizer.chat_template") for key in session.target.file.metadata):
@@ -87,7 +95,7 @@ def command(target, draft, options, prompt, prompt_file, max_tokens, mode, refer
         if target is None and not quiet:
             say("prompt: " + json.dumps(text if len(text) < 60 else text[:57] + "..."))
         generation = {"mode": mode, "sampling": sampling, "stop": stop, "ignore_end": ignore_eos, "special": special}
-        stats, failed = _stream(session, text, max_tokens, interrupt, stats_file, logprobs_file, generation)
+        stats, failed = _stream(session, content, max_tokens, interrupt, stats_file, logprobs_file, generation)
         if not quiet:
             with Waiting(session.runner) as waiting:
                 measured = bool(stats.steps) and stats.stop_reason != "interrupt"
@@ -103,6 +111,18 @@ def command(target, draft, options, prompt, prompt_file, max_tokens, mode, refer
     if require_spec and not (stats.drafted and stats.mode == "speculative"):  # the reference mode fills its blocks with copies
         say(f"pyspec: --require-spec was given, but no draft was verified: {_why_no_draft(session, stats, options)}")
         sys.exit(EXIT_CHECK)
+
+
+MEDIA = "<__media__>"  # llama.cpp's mark of a picture in a prompt
+
+
+def with_images(session, text: str, images: Sequence[str], special: bool):
+    """The prompt with pictures at MEDIA, or before the text."""
+    texts = text.split(MEDIA) if MEDIA in text else [*[""] * len(images), text]
+    if len(texts) != len(images) + 1:
+        raise click.UsageError(f"the prompt has {len(texts) - 1} times {MEDIA}, and there are {len(images)} of --image; give one for each")
+    parts = [texts[0], *(part for image, after in zip(images, texts[1:], strict=True) for part in (Path(image), after))]
+    return session.picture_prompt(*parts, special=special)
 
 
 def _check_outputs(stats_file: str | None, logprobs_file: str | None) -> None:

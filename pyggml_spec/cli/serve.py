@@ -86,12 +86,13 @@ from .terminal import progress_line, say
 @flag("--spm-infill suffix_first", "/infill puts the suffix in front of the prefix, as some models want it.")
 @option("--prefill-assistant/--no-prefill-assistant", "Whether an assistant's message at the end is gone on with.", default=True)
 @sampler_options
+@flag("--allow-image-urls", "Fetch pictures from the public addresses that requests name; data URLs are always taken.")
 @flag("--share-prefixes", "API keys share prompt prefixes, so that one key can find out by timing what another one sent.")
 @flag("-v --verbose", "A line per error on stderr, and __verbose in responses.")
 @with_options(synthetic_options(shown=False))
 @option("--jinja/--no-jinja", default=True)
 def command(target, draft, options, host, api_key, api_key_file, queue_requests, max_body, alias, tags, max_tokens, template, template_file,
-            variables, reasoning, reasoning_format, jinja, embeds, ranks, pooling, **more):  # fmt: skip
+            variables, reasoning, reasoning_format, jinja, embeds, ranks, pooling, allow_image_urls, **more):  # fmt: skip
     """Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do. `docs/server.md` lists the endpoints.
 
     -c is the context of each slot. Sampling options are the defaults of requests.
@@ -105,6 +106,7 @@ def command(target, draft, options, host, api_key, api_key_file, queue_requests,
     from ..sampling.sampler import Sampling
     from ..server import start
     from ..server.access import Hosts, Keys
+    from ..server.pictures import PictureOptions
     from ..server.sampling import Limits
     from ..server.served import NAMED, ServeOptions
 
@@ -135,7 +137,13 @@ def command(target, draft, options, host, api_key, api_key_file, queue_requests,
         say(configuration_line(session.configuration(), None, sampling.describe(), notes))
         thinking = {"on": True, "off": False}.get(reasoning)
         served = ServeOptions(
-            _names(alias), _names(tags), thinking=thinking, reasoning=reasoning_format, template_arguments=named, **_of(ServeOptions, more)
+            _names(alias),
+            _names(tags),
+            thinking=thinking,
+            reasoning=reasoning_format,
+            template_arguments=named,
+            pictures=PictureOptions(urls=allow_image_urls),
+            **_of(ServeOptions, more),
         )
         settings = start.Settings(
             keys, hosts, load=replace(options, n_ctx=context), queue_requests=4 * slots if queue_requests is None else queue_requests,

@@ -18,7 +18,7 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.base import AttentionInputs, KVLayer, KVShape, RecurrentLayers
+from ..models.base import AttentionInputs, KVLayer, KVShape, PictureInputs, RecurrentLayers
 from ..models.decoder import Decoder
 from ..models.model import Model
 from ..models.weights import INDEX, Spec, Weights
@@ -38,6 +38,7 @@ class ContextInputs(NamedTuple):
         positions: I32 [T], minus ``Drafter.position_lag``.
         kv_rows: I64 [T] rows of the drafter's caches.
         recurrent: states of a whole model's recurrent layers, which are written directly.
+        pictures: rows of pictures among the tokens, or None.
         attention, sliding: what the layers of a whole model read, or of a chain with ``rows_read_rows``; None for others.
     """
 
@@ -49,6 +50,7 @@ class ContextInputs(NamedTuple):
     attention: AttentionInputs | None = None
     sliding: AttentionInputs | None = None
     recurrent: RecurrentLayers | None = None
+    pictures: PictureInputs | None = None
 
 
 class ChainInputs(NamedTuple):

@@ -99,7 +99,7 @@ class Hparams:
         some = len({*map(bool, window)}) > 1
         one = f.get("attention.causal", bool, False) if not some or f"{arch}.attention.causal" in file.metadata else None
         rope = f.rope(head_size, yarn=False)
-        f.check_sections(rope, interleaved=False)
+        f.by_axis(rope, interleaved=False)
         if FACTORS in file.tensors and file.array(f"{arch}.rope.dimension_sections") is not None:
             raise ModelError(f"{file.path} has {FACTORS} and rope.dimension_sections, which exclude each other; convert the drafter again")
         return cls(

@@ -22,7 +22,7 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.base import KVLayer, KVShape
+from ..models.base import KVLayer, KVShape, PictureInputs
 from ..models.decoder import Decoder
 from ..models.hparams import Hparams
 from ..models.layers import HEAD as HEAD_NORM
@@ -148,7 +148,7 @@ class Eagle3(Drafter):
     def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Decoder) -> None:
         assert rows.tokens is not None and rows.prev_hidden is not None
         before = g.reshape(g.cont(rows.prev_hidden), self.n_embd, rows.tokens.ne[0]) if self.rows_read_rows else rows.prev_hidden
-        x, normed = self._pair(g, rows.tokens, before, target)
+        x, normed = self._pair(g, rows.tokens, before, target, rows.pictures)
         residual = normed if self.norm_before_residual else before
         for i in range(self.n_layer):
             c = LayerContext(g, self.weights, i, self.eps, rows.positions, rows.attention, {i: kv[i]}, factors=self.weights.get(FACTORS))
@@ -185,10 +185,13 @@ class Eagle3(Drafter):
             return head_product(g, self.weights.matrix(HEAD), hidden, self.draft_tokens)
         return target.logits(g, hidden, self.draft_tokens)
 
-    def _pair(self, g: Graph, tokens: Tensor, before: Tensor, target: Decoder) -> tuple[Tensor, Tensor]:
+    def _pair(
+        self, g: Graph, tokens: Tensor, before: Tensor, target: Decoder, pictures: PictureInputs | None = None
+    ) -> tuple[Tensor, Tensor]:
         """[e ; n] of tokens I32 [T] and their previous carries, F32 [.., T]: F32 [2 n_embd, T], and n."""
         w, eps = self.weights, self.eps
         e = g.rows(w[EMBEDDING], tokens) if EMBEDDING in w else target.embed(g, tokens)
+        e = e if pictures is None else pictures.mixed(g, e)
         n = g.rms_norm(before, w[f"{LAYER}attn_norm_2.weight"], eps)
         n = g.reshape(n, e.ne[0], e.ne[1])
         return g.concat([g.rms_norm(e, w[f"{LAYER}attn_norm.weight"], eps), n]), n

@@ -20,7 +20,7 @@ from ..errors import ModelError, PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..gguf_io import GGUFFile
-from ..models.base import AttentionInputs, KVLayer, KVShape
+from ..models.base import AttentionInputs, KVLayer, KVShape, PictureInputs
 from ..models.decoder import ARCHITECTURES, Decoder
 from ..models.layers import QKV, ROPE_FREQS, Attention, Layer, LayerContext, head_product, product, write_kv
 from ..models.mla import MLA
@@ -174,14 +174,15 @@ class MTP(Drafter):
     def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Decoder) -> None:
         assert rows.tokens is not None and rows.prev_hidden is not None
         for i in range(self.n_layer):
-            self._write(g, i, rows.tokens, rows.prev_hidden, rows.positions, rows.kv_rows, kv, target)
+            self._write(g, i, rows.tokens, rows.prev_hidden, rows.positions, rows.kv_rows, kv, target, rows.pictures)
 
     def _write(
-        self, g: Graph, i: int, tokens: Tensor, before: Tensor, positions: Tensor, kv_rows: Tensor, kv: tuple[KVLayer, ...], target: Decoder
-    ) -> None:
+        self, g: Graph, i: int, tokens: Tensor, before: Tensor, positions: Tensor, kv_rows: Tensor, kv: tuple[KVLayer, ...], target: Decoder,
+        pictures: PictureInputs | None = None,
+    ) -> None:  # fmt: skip
         """The K/V rows of a layer."""
         c, layer, mixer = self._context(g, i, positions, None, kv, target), self._layers[i], self._layers[i].mixer
-        h = c.rms_norm(self._pair(g, i, tokens, before, target), layer.mixer_norm)
+        h = c.rms_norm(self._pair(g, i, tokens, before, target, pictures), layer.mixer_norm)
         if isinstance(mixer, MLA):
             g.kv_write_rows(kv[i].k, mixer.stored(c, c.product("attn_kv_a_mqa", h)), kv_rows)
             return
@@ -233,10 +234,11 @@ class MTP(Drafter):
             return head_product(g, self.weights.matrix(self._name(i, HEAD)), hidden, self.draft_tokens)
         return target.logits(g, hidden, self.draft_tokens)
 
-    def _pair(self, g: Graph, i: int, tokens: Tensor, before: Tensor, target: Decoder) -> Tensor:
+    def _pair(self, g: Graph, i: int, tokens: Tensor, before: Tensor, target: Decoder, pictures: PictureInputs | None = None) -> Tensor:
         """eh_proj of tokens I32 [T] and hidden states F32 [n_embd, T]; F32 [n_embd, T]."""
         w, b, eps = self.weights, self._prefix(i), self.eps
         e = g.rows(w[self._name(i, EMBEDDING)], tokens) if EMBEDDING in self._own[i] else target.embed(g, tokens)
+        e = e if pictures is None else pictures.mixed(g, e)
         h = g.rms_norm(before, w[f"{b}nextn.hnorm.weight"], eps)
         joined = g.concat([g.rms_norm(e, w[f"{b}nextn.enorm.weight"], eps), g.reshape(h, e.ne[0], e.ne[1])])
         return product(g, w.matrix(f"{b}nextn.eh_proj.weight"), joined)

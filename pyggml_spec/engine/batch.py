@@ -9,6 +9,7 @@ import numpy as np
 
 from ..cache.slots import SlotRange
 from ..ggml.step_io import StepTimes
+from .prompt import PictureRows
 from .sequence import Sequence as SequenceState
 
 Ids = Sequence[int] | np.ndarray
@@ -21,6 +22,7 @@ FIRST = SlotRange(0, 1)
 class Prefill:
     """Prompt tokens. They are committed by the step; the greedy token after the last one becomes the last token.
 
+    ``pictures``: rows of pictures, which have negative ids in ``tokens``.
     ``more``: another chunk follows at once and this chunk's ids are not read. Over several devices the next chunk then starts on the first device
     while the others still compute this one. ``scored``: logits of all rows can be read (``ModelRunner.row_logits``); at most a block's rows.
     """
@@ -28,6 +30,7 @@ class Prefill:
     tokens: Ids
     more: bool = False
     scored: bool = False
+    pictures: PictureRows | None = None
 
     @property
     def rows(self) -> int:
@@ -108,6 +111,7 @@ class GraphKey:
         deferred: whether drafter rows are left to the hidden-state buffer.
         layers: captured target layers, of kind capture.
         next_len, replay: of kind commit: rows of the next block, and whether accepted rows are replayed.
+        pictures: whether some rows are those of pictures.
         drafting: whether drafter rows, or what they are computed from, are written.
         candidates: largest logits per row that are read with the ids; None: whole rows, on demand.
         masked: whether logits stay on the device for constrained choices.
@@ -124,6 +128,7 @@ class GraphKey:
     layers: tuple[int, ...] = ()
     next_len: int = 0
     replay: bool = False
+    pictures: bool = False
     drafting: bool = False
     candidates: int | None = 0
     masked: bool = False
@@ -137,7 +142,7 @@ class GraphKey:
 
     def _values(self) -> tuple[Any, ...]:
         shape = self.kind, self.verify_len, self.kv_bucket, self.slots, self.method, self.n_drafts, self.streamed, self.deferred
-        return *shape, self.layers, self.next_len, self.replay, self.drafting, self.candidates, self.masked
+        return *shape, self.layers, self.next_len, self.replay, self.pictures, self.drafting, self.candidates, self.masked
 
     @staticmethod
     @lru_cache(maxsize=1 << 12)
@@ -153,7 +158,7 @@ class GraphKey:
     @property
     def family(self) -> "GraphKey":
         """Graphs that differ in slots, K/V bucket and sampling only have the same family."""
-        return GraphKey.of(self.kind, self.verify_len, 0, FIRST, *self._values()[4:11])
+        return GraphKey.of(self.kind, self.verify_len, 0, FIRST, *self._values()[4:12])
 
     @property
     def drafts(self) -> int:
@@ -190,7 +195,7 @@ class Batch:
         context: tokens of the longest sequence before the step.
         computed: the items as the graph computes them: drafts that the host has read are given ones.
         proposed: by slot, whether drafts that the host has read are finite; ``drafted``: K/V rows that a whole model wrote meanwhile.
-        slots, kind, verify_len, kv_bucket, method, n_drafts, streamed, deferred, drafting, candidates, keep_logits (masked), layers: as of ``GraphKey``.
+        slots, kind, verify_len, kv_bucket, method, n_drafts, streamed, deferred, pictures, drafting, candidates, keep_logits (masked), layers: as of ``GraphKey``.
         kv_from: fewest tokens that ``kv_bucket`` is the bucket of.
         key: of the graph, once all of these are known.
     """
@@ -223,6 +228,7 @@ class Batch:
     n_drafts: int = -1
     streamed: bool = False
     deferred: bool = False
+    pictures: bool = False
     drafting: bool = False
     candidates: int | None = 0
     keep_logits: bool = False
@@ -233,6 +239,6 @@ class Batch:
         """``key``: of the graph that computes this batch."""
         self.key = GraphKey.of(
             self.kind, self.verify_len, self.kv_bucket, self.slots, self.method, self.n_drafts, self.streamed, self.deferred, self.layers, 0, False,
-            self.drafting, self.candidates, self.keep_logits,
+            self.pictures, self.drafting, self.candidates, self.keep_logits,
         )  # fmt: skip
         return self.key

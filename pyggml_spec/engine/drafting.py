@@ -128,6 +128,8 @@ class BlockDrafting:
                 own = host["draft_rows"][first:end]
                 self.kv.rows_for(n, width, real, own)
                 own += at * (self.kv.live + self.kv.trash)
+            if "draft_positions" in host and real:
+                positions[first:end] -= slots[slot].lag_now
 
     def count(self, verify_len: int, most: int) -> int:
         return verify_len - 1
@@ -185,7 +187,7 @@ class ChainDrafting:
             real = item.verify_len - 1 if isinstance(item, Draft) else 0
             host["draft_tokens"][at] = slots[slot].cursor.last_token if real else 0
             last[:, at] = n + np.arange(drafts) if real else lag  # a row that it may see: attention to none is NaN
-            positions[:, at] = np.maximum(last[:, at] - lag, 0)
+            positions[:, at] = np.maximum(last[:, at] - lag - slots[slot].lag_now * bool(real), 0)
             own = np.empty(drafts, np.int64)
             self.kv.rows_for(n, drafts, real, own)
             rows[:, at] = own + at * (self.kv.live + self.kv.trash)
@@ -228,6 +230,7 @@ class ParallelDrafting(ChainDrafting):
         drafts, lag = key.drafts, self.drafter.position_lag
         tokens, last, rows = (host[name].reshape(-1, drafts) for name in ("draft_tokens", "draft_last", "draft_rows"))
         tokens[:] = self.drafter.masked()[0]
+        positions = host["draft_positions"].reshape(-1, drafts)
         for at, slot in enumerate(key.slots.slots):
             item, n = items.get(slot), slots[slot].cursor.committed
             real = item.verify_len - 1 if isinstance(item, Draft) else 0
@@ -236,7 +239,7 @@ class ParallelDrafting(ChainDrafting):
                 tokens[at, 0] = slots[slot].cursor.last_token
             self.kv.rows_for(n, drafts, real, rows[at])
             rows[at] += at * (self.kv.live + self.kv.trash)
-        host["draft_positions"][:] = np.maximum(last.reshape(-1) - lag, 0)
+            positions[at] = np.maximum(last[at] - lag - slots[slot].lag_now * bool(real), 0)
         host["draft_first"][:] = lag
 
     def order(self, at: int, drafts: int, count: int) -> np.ndarray:
@@ -347,6 +350,16 @@ def fill_lagging(host: Host) -> None:
     if "context_last" in host:
         host["context_last"].reshape(-1)[:] = host["positions"]
         host["context_first"].reshape(-1)[:] = np.minimum(host["positions"], 1)
+
+
+def apply_lag(host: Host, slots: Sequence[Slot]) -> None:
+    """Turns row numbers of these slots into positions."""
+    for at, slot in enumerate(slots):
+        if lag := slot.lag_now:
+            for name in ("positions", "draft_context"):
+                if name in host:
+                    rows = host[name].reshape(len(slots), -1)[at]
+                    np.maximum(rows - lag, 0, out=rows)
 
 
 def draws_input(g: Graph, f: StepFields, drafts: int) -> Tensor | None:

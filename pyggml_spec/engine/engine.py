@@ -12,18 +12,19 @@ from typing import Self
 
 from ..cache.prefix import PrefixCache
 from ..cache.prefix_files import PrefixFiles
-from ..checks import token_ids
 from ..errors import ContextError, DeviceError, EngineError
 from ..speculation import verify
 from ..speculation.ngram import NgramMethod
 from ..speculation.plan import Planner
 from ..speculation.policy import SpeculationPolicy, StepPlan
 from .batch import Batch
+from .prompt import Prompt
 from .runner import ModelRunner
 from .scheduler import Scheduler
 from .sequence import PLAIN, REFERENCE, SPECULATIVE, GenerationOptions, Sequence
 from .stats import BatchStats, Stats
 
+NO_DRAFTS = "a small model that reads text alone does not draft after pictures: this text is generated without its drafts"
 SLACK = 256  # tokens of output that the remedy for a prompt that is too long leaves room for
 
 
@@ -131,7 +132,9 @@ class Engine:
             EngineError: speculative mode without a drafter.
         """
         runner, planner = self.runner, self.planner
-        ids = token_ids(prompt, runner.target.n_vocab).tolist()
+        ids = Prompt.checked(prompt, runner.target.n_vocab)
+        if ids.pictures:
+            self._check_pictures(ids, options)
         if len(ids) > runner.options.n_ctx:
             each = " per slot" if runner.options.slots > 1 else ""
             need = len(ids) + (SLACK if options.max_tokens is None else max(1, min(options.max_tokens, SLACK)))
@@ -145,6 +148,9 @@ class Engine:
         stats.width_reason = planner.width_reason if options.mode == SPECULATIVE else ""
         stats.most_threads, stats.threads_follow = runner.threads.most, runner.threads.follow
         speculating = runner.drafter is not None or options.drafts is not None
+        if ids.pictures and options.drafts is None and any(member.whole_model for member in runner.resources.members):
+            speculating = False
+            stats.notes.append(NO_DRAFTS)
         sequence = Sequence(self, ids, options, stats, runner.target.n_vocab, width, speculating)
         sequence.cached = sequence.computed = cached
         sequence.on_progress, sequence.interrupted = progress, interrupted
@@ -152,6 +158,24 @@ class Engine:
             sequence.slot, sequence.keeps_slot = slot, True
         self.scheduler.add(sequence)
         return sequence
+
+    def _check_pictures(self, prompt: Prompt, options: GenerationOptions) -> None:
+        """Raises EngineError, ContextError: they cannot be computed."""
+        runner = self.runner
+        if (table := runner.resources.pictures) is None:
+            raise EngineError("this session computes no pictures: load the model with `mmproj`")
+        if options.scored:
+            raise ContextError("log probabilities of a prompt with pictures are not computed; request them of text alone")
+        size, most = table.table.ne[0], runner.options.chunk
+        for _, picture in prompt.pictures:
+            if picture.embeddings.shape != (picture.rows, size):
+                raise EngineError(
+                    f"a picture's rows are {picture.embeddings.shape[1:]} values, but the target reads {size}; use the encoder that was made for it"
+                )
+            if picture.both_ways and picture.rows > most:
+                raise ContextError(
+                    f"a picture of {picture.rows} rows that see each other needs a step of as many: raise `chunk` from {most}"
+                )
 
     def wake(self) -> None:
         """The next step looks for sequences that come or go."""

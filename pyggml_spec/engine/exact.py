@@ -1,6 +1,7 @@
 """Steps whose graphs have exactly the rows that they are given, as llama.cpp's batches have: for parity checks and the doctor."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from ..checks import whole
 from ..ggml.library import Tensor, lib, read_tensor
 from .batch import Batch, Prefill
 from .graph_cache import Step
+from .prompt import Prompt, pictures_of
 
 
 class ExactSteps:
@@ -19,7 +21,7 @@ class ExactSteps:
         """Logits after each of ``tokens``, F32 [T, n_vocab], in graphs of exactly their number of rows (chunked by the prefill chunk)."""
         ids = self.state.next_tokens(tokens, slot)
         out = np.empty((ids.size, self.target.n_vocab), np.float32)
-        for first, n, step in self._exact_chunks("logits", ids, slot):
+        for first, n, step in self._exact_chunks("logits", ids, slot, prompt=tokens):
             block = out[first : first + n]
             self._read(step.extra["logits"], block)
             self.slots[slot].cursor.last_token = int(block[-1].argmax())
@@ -67,13 +69,23 @@ class ExactSteps:
             self.slots[slot].cursor.last_token = int(chosen[first + n - 1])
         return chosen, out
 
-    def _exact_chunks(self: Any, kind: str, ids: np.ndarray, slot: int, layers: tuple[int, ...] = ()) -> Iterator[tuple[int, int, Step]]:
-        """Computes ``ids`` in chunks of their own number of rows; yields each one's first row, number of rows and step."""
+    def _exact_chunks(
+        self: Any, kind: str, ids: np.ndarray, slot: int, layers: tuple[int, ...] = (), prompt: Sequence[int] = ()
+    ) -> Iterator[tuple[int, int, Step]]:
+        """Computes ``ids`` in chunks of their own number of rows; yields each one's first row, number of rows and step. ``prompt``: the same, where it may have
+        pictures; then it is the whole sequence, and a chunk is one picture, or text."""
         cursor, chunk = self.slots[slot].cursor, self.options.chunk
         self.resources.synchronize()
-        for first in range(0, ids.size, chunk):
-            part = ids[first : first + chunk]
-            batch = Batch({}, computed={slot: Prefill(part)}, rows={slot: part.size}, slots=SlotRange(slot, 1), layers=layers)
+        edges = sorted({edge for first, picture in pictures_of(prompt) for edge in (first, first + picture.rows)} | {0, ids.size})
+        starts = [start for low, high in pairwise(edges) for start in range(low, high, chunk)]
+        for first, end in pairwise([*starts, ids.size]):
+            part, rows = ids[first:end], prompt.rows_of(first, end - first) if isinstance(prompt, Prompt) else None
+            batch = Batch(
+                {}, computed={slot: Prefill(part, pictures=rows)}, rows={slot: part.size}, slots=SlotRange(slot, 1), layers=layers
+            )
+            batch.pictures = rows is not None
+            if isinstance(prompt, Prompt):
+                self.slots[slot].lag = prompt.lag
             step = self._exact(batch, kind, part.size)
             cursor.advance(part.size, None)
             yield first, part.size, step

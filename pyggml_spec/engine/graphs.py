@@ -30,11 +30,12 @@ from ..errors import EngineError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
 from ..ggml.step_io import StepFields, StepIO
-from ..models.base import AttentionInputs, RecurrentLayers, TargetInputs
+from ..models.base import AttentionInputs, PictureInputs, RecurrentLayers, TargetInputs
 from ..models.decoder import Decoder
 from .batch import FIRST, Batch, GraphKey
 from .graph_cache import DRAFT_SUM, IDS_SUM, LOGITS_SUM, GraphCache
 from .options import MOST_CANDIDATES, fine_width
+from .prompt import AXES
 from .resources import Resources
 
 CANDIDATES = (0, 64, 256, MOST_CANDIDATES)  # of several slots: each number is a family of graphs, and a larger one always works
@@ -121,7 +122,8 @@ class GraphBuilder:
     def rows(self) -> dict:
         """Positions, cache rows and masks of the step's rows."""
         g, f, total, bucket = self.g, self.f, self.key.total, self.key.kv_bucket
-        positions, kv_rows = f.input("positions", "i32", total), f.input("kv_rows", "i64", total)
+        axes = AXES if self.key.pictures and self.target.by_axis else 1
+        positions, kv_rows = f.input("positions", "i32", axes * total), f.input("kv_rows", "i64", total)
         q_last = f.input("q_last", "f32", 1, total)
         mask = g.kv_mask(self.kv.mask_bases[g.segment], q_last, None, bucket, self.count)
         sliding = self._sliding(kv_rows, q_last) if self.target.window else None
@@ -133,13 +135,24 @@ class GraphBuilder:
             "sliding": sliding,
             "kv": self.caches(self.kv),
             "n_ctx": padded(self.resources.options.n_ctx),
+            "pictures": self._pictures() if self.key.pictures else None,
             "q_scale": g.reshape(f.input("q_scale", "f32", total), 1, 1, total) if self.target.temperature[0] else None,
         }
+
+    def _pictures(self) -> PictureInputs:
+        """Rows of pictures among the step's rows."""
+        g, f, table = self.g, self.f, self.resources.pictures
+        assert table is not None
+        return PictureInputs(
+            g.rows(table.table, f.input("picture_rows", "i32", self.key.total)), f.input("is_token", "f32", 1, self.key.total)
+        )
 
     def _sliding(self, kv_rows: Tensor, q_last: Tensor) -> AttentionInputs:
         """What sliding layers write and read: a ring of rows, or all rows where the context is no longer than one."""
         g, f, rows, near, bucket = self.g, self.f, kv_rows, self.kv.mask_bases[self.g.segment], self.key.kv_bucket
         q_first = f.input("q_first", "f32", 1, kv_rows.ne[0])
+        if self.key.pictures:  # of which sliding layers may see more than others
+            q_last = f.input("sliding_last", "f32", 1, kv_rows.ne[0])
         if self.kv.ring:  # rows of a ring beyond the bucket hold nothing yet
             bucket = min(bucket, self.kv.ring)
             rows, near = f.input("sliding_rows", "i64", kv_rows.ne[0]), f.input("sliding_near", "f32", bucket, self.count)
@@ -270,7 +283,7 @@ class GraphBuilder:
             shifted = g.slice(joined, 1, 0, joined.ne[1] - 1)
             kept = joined if not certain else left if last is None else g.rows(left, last)
             if chain.position_lag:
-                positions = self.f.input("draft_context", "i32", positions.ne[0])
+                positions = self.f.input("draft_context", "i32", self.key.total)
         for member in self._members(ready):
             if member.whole_model and self.key.kind not in ("prefill", "catchup"):
                 continue  # drafts have their rows, and others wait in the hidden-state buffer
@@ -281,7 +294,9 @@ class GraphBuilder:
                 seen = AttentionInputs(rows["kv_rows"], rows["mask"], rows["kv_bucket"]), self._near(member, rows), self._draft_states()
             elif member.rows_read_rows:
                 seen = (self._lagging(rows["kv_rows"]),)
-            context = ContextInputs(tokens, read, shifted if member.chained else None, at, rows["kv_rows"], *seen)
+            context = ContextInputs(tokens, read, shifted if member.chained else None, at, rows["kv_rows"], *seen)._replace(
+                pictures=rows.get("pictures")
+            )
             member.context_rows(g, context, self._own_layers(member, draft_kv), self.target)
         if carry is not None and self.last_hidden is not None:
             g.kv_write_rows(self.last_hidden.table, g.reshape(kept, kept.ne[0], 1, kept.ne[1] * kept.ne[2]), carry.rows)
@@ -484,7 +499,7 @@ class StepGraphs(GraphCache):
         return kind if not method or (drafter is not None and method == drafter.method) else f"{kind} {method}"
 
     def role(self, key: GraphKey) -> str:
-        return self._role_of(key.kind, key.method)
+        return self._role_of(f"{key.kind} of pictures" if key.pictures else key.kind, key.method)
 
     def variants(self, key: GraphKey) -> list[GraphKey]:
         shape = key.kind, key.verify_len, key.kv_bucket, key.slots
@@ -559,6 +574,8 @@ class StepGraphs(GraphCache):
         """Plans the largest graph of every role that a generation uses: what does not fit fails now, and no buffer grows later."""
         r, live, width = self.resources, self.resources.kv.live, self._blocks[-1]
         self.get(self.key("prefill", self._widths["prefill"][-1], live, FIRST))
+        if r.pictures is not None:
+            self.get(self.key("prefill", self._widths["prefill"][-1], live, FIRST, pictures=True))
         self.plan_catch_ups()
         self.plan_decoding()
         if r.recurrent is not None:

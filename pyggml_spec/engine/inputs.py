@@ -6,7 +6,7 @@ import numpy as np
 
 from ..ggml.library import ffi, lib
 from .batch import Batch, Draft, Prefill, Verify
-from .drafting import fill_draws, fill_lagging, fill_near
+from .drafting import apply_lag, fill_draws, fill_lagging, fill_near
 from .graph_cache import Step
 from .resources import Resources
 
@@ -20,6 +20,7 @@ class InputBuilder:
         self._kv, self._recurrent, self._hidden_states, self._last_hidden = r.kv, r.recurrent, r.hidden_states, r.last_hidden
         self._draft_state = r.draft_state
         self._window = max([member.window for member in r.members], default=0)
+        self._by_axis, self._table = r.target.by_axis, r.pictures
         self._committed, self._real = (ffi.new("int64_t[]", len(r.slots)) for _ in range(2))
 
     def certain(self, step: Step, batch: Batch) -> None:
@@ -33,8 +34,10 @@ class InputBuilder:
             first = (slot - first_slot) * width
             if isinstance(item, Prefill):
                 n = batch.rows[slot]
-                tokens[first : first + n] = item.tokens
-                tokens[first + n : first + width] = item.tokens[-1]  # padding rows are real tokens: NaN in one would leak through 0 * NaN
+                tokens[first : first + n] = item.tokens if item.pictures is None else np.maximum(item.tokens, 0)
+                tokens[first + n : first + width] = tokens[
+                    first + n - 1
+                ]  # padding rows are real tokens: NaN in one would leak through 0 * NaN
             else:
                 tokens[first : first + width] = self._slots[slot].cursor.last_token
         if self._last_hidden is not None:
@@ -49,6 +52,10 @@ class InputBuilder:
         fill_near(host, self._window)
         if "draft_on" in host and self._draft_state is not None:
             self._draft_state.fill_rows(host, batch.slots, batch.rows)
+        if batch.pictures:
+            self._pictures(host, batch)
+        else:
+            self._lag(host, batch)
 
     def block(self, step: Step, batch: Batch) -> None:
         """Of blocks, given or drafted by the same graph."""
@@ -76,6 +83,7 @@ class InputBuilder:
                 self._recurrent.fill_take(host["take"], width, batch.slots)
         if "hidden_rows" in host:
             self._deferred(host, batch)
+        self._lag(host, batch)
 
     def draft(self, step: Step, batch: Batch) -> None:
         """Of drafts alone."""
@@ -88,6 +96,32 @@ class InputBuilder:
         if self._last_hidden is not None and "before" in host:
             host["before"][:] = [self._last_hidden.row(slot) for slot in batch.slots.slots]
         self._fill_drafter(host, batch)
+        self._lag(host, batch)
+
+    def _lag(self, host: dict[str, np.ndarray], batch: Batch) -> None:
+        """Positions of rows after pictures. Last: what is visible goes by rows."""
+        if self._by_axis and any(self._slots[slot].lag is not None for slot in batch.slots.slots):
+            apply_lag(host, self._slots[batch.slots.part])
+
+    def _pictures(self, host: dict[str, np.ndarray], batch: Batch) -> None:
+        """Rows of pictures of the only item."""
+        ((slot, item),) = batch.computed.items()
+        assert isinstance(item, Prefill) and item.pictures is not None and self._table is not None
+        n, (at, embeddings, positions, last) = batch.rows[slot], item.pictures
+        self._table.put(embeddings)
+        rows, is_token = host["picture_rows"], host["is_token"]
+        rows[:], is_token[:] = self._table.rows, 1
+        rows[at], is_token[at] = np.arange(len(at)), 0
+        if positions is not None and self._by_axis:
+            by_axis = host["positions"].reshape(len(positions), -1)
+            by_axis[:, :n], by_axis[:, n:] = positions, positions[:, -1:]
+            if "draft_context" in host:
+                np.maximum(by_axis[0] - 1, 0, out=host["draft_context"])
+        if "sliding_last" in host:
+            host["sliding_last"][:] = host["q_last"]
+            host["sliding_last"][:n] = last
+        if self._target.both_ways == "all":
+            host["q_last"][:n] = last
 
     def _rows(self, step: Step, batch: Batch) -> None:
         """Positions and cache rows. A slot without an item reads its first row and writes trash."""

@@ -29,6 +29,7 @@ class EngineOptions:
     slots: sequences at once, each with ``n_ctx`` tokens of context.
     groups: whether a split target gets the buffers to decode two micro-batches concurrently (pipeline).
     given: whether n-gram drafts are verified, with or without a drafter.
+    pictures: whether prompts may have rows of pictures.
     implied: whether they are on by default: blocks of several slots are then narrower, so that their logits take little memory.
     """
 
@@ -41,6 +42,7 @@ class EngineOptions:
     groups: bool = False
     given: bool = False
     implied: bool = False
+    pictures: bool = False
 
     def __post_init__(self) -> None:
         if self.implied and self.slots > 1:

@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from ..cache.draft_state import DraftState
-from ..cache.hidden import HiddenStateBuffer, LastHiddenState
+from ..cache.hidden import HiddenStateBuffer, LastHiddenState, PictureTable
 from ..cache.kv import KVCache, KVTypes, check_types
 from ..cache.recurrent import RecurrentSegment, RecurrentState
 from ..cache.slots import Cursor, Slot
@@ -26,7 +26,7 @@ from .masked import MaskedRows
 from .options import MOST_CANDIDATES, EngineOptions, candidate_widths, check_masks, check_options, prefill_widths
 
 TRASH_ROWS = 16
-ROW_BYTES = 112  # of the step buffer
+ROW_BYTES = 136  # of the step buffer
 
 
 class Closable(Protocol):
@@ -44,6 +44,7 @@ class Resources:
         devices: where the target's layers are; ``backend`` is the last one's, which has the drafter too.
         slots: the sequences.
         kv, draft_kv, recurrent, draft_state, hidden_states, last_hidden: caches; None where the models keep nothing in them.
+        pictures: rows of pictures of a step; None where prompts have none.
         sequence: where each sequence lies in them.
         drafting: how each drafter takes part in steps, by method; ``chain``: the drafter that drafts token by token.
         chunks, blocks: rows of prefill graphs, and of verified blocks, ascending.
@@ -104,6 +105,9 @@ class Resources:
                 self.draft_state = self.own(DraftState(self.backend, member.model, opt.width, opt.slots))
         if self.drafter is not None and self.drafter.chained:
             self.last_hidden = self.own(LastHiddenState(self.backend, self.drafter.carry_size(self.target), opt.width, opt.slots))
+        self.pictures: PictureTable | None = None
+        if opt.pictures:
+            self.pictures = self.own(PictureTable(self.backend, self.target.n_embd * (1 + self.target.deepstack), opt.chunk))
         self.sequence = SequenceMemory(self.kv, self.draft_kv, self.recurrent, shapes, window, self.last_hidden, self.draft_state)
         self.io = self.new_io(opt.slots, more=8192)
         if self.drafter is not None and (opt.slots == 1 or len(self.segments) == 1):  # micro-batches do not catch up
@@ -181,7 +185,11 @@ class Resources:
 
     def memory(self) -> dict[str, int]:
         """Bytes by purpose, without those of graphs."""
-        out = {"weights": self.target.weights.nbytes, "kv": self.kv.nbytes, "compute": self.masked.nbytes if self.masked is not None else 0}
+        out = {
+            "weights": self.target.weights.nbytes,
+            "kv": self.kv.nbytes,
+            "compute": sum(part.nbytes for part in (self.masked, self.pictures) if part is not None),
+        }
         if self.draft_kv is not None:
             out["draft_weights"] = sum(member.weights.nbytes for member in self.members)
             out["draft_kv"] = self.draft_kv.nbytes + sum(

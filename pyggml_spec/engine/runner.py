@@ -33,6 +33,7 @@ from .graphs import StepGraphs
 from .inputs import InputBuilder
 from .masked import MaskedRows, masked_rows
 from .options import MOST_CANDIDATES, MOST_WIDTH, EngineOptions
+from .prompt import Prompt
 from .resources import Resources
 from .state import StateManager
 
@@ -161,7 +162,7 @@ class ModelRunner(ExactSteps):
             else:
                 batch.kind, batch.deferred = "verify", graphs.deferred(batch.drafting) and not batch.proposed
         # the only slot computes one token of a prompt as a chunk, as in a longer prompt; of several it may share a step of plain tokens
-        elif rows == 1 and not (prompts and len(self.slots) == 1):
+        elif rows == 1 and not batch.pictures and not (prompts and len(self.slots) == 1):
             batch.kind, batch.verify_len = "plain", 1
         else:
             batch.kind, batch.verify_len = "prefill", graphs.chunk_width(rows)
@@ -368,17 +369,20 @@ class ModelRunner(ExactSteps):
             ContextError: empty, too long for the context, or an id outside the vocabulary.
             EngineError: NaN or Inf came out.
         """
-        ids, last_token = self.state.next_tokens(tokens, slot), None
-        for done in range(0, ids.size, self.options.chunk):
+        ids, last_token, done = self.state.next_tokens(tokens, slot), None, 0
+        prompt = tokens if isinstance(tokens, Prompt) else Prompt()
+        if prompt.pictures:  # a prompt with pictures is the whole sequence
+            self.slots[slot].lag = prompt.lag
+        while done < ids.size:
             if stop is not None and stop():
                 return None
-            part = ids[done : done + self.options.chunk]
-            result = self.step({slot: Prefill(part, done + part.size < ids.size)})[slot]
+            end = prompt.chunk_end(done, min(done + self.options.chunk, ids.size))
+            result = self.step({slot: Prefill(ids[done:end], end < ids.size, prompt.rows_of(done, end - done))})[slot]
             if not result.target_finite:
                 raise EngineError(self.not_finite(slot))
-            last_token = int(result.ids[0]) if result.ids.size else None
+            last_token, done = int(result.ids[0]) if result.ids.size else None, end
             if progress is not None:
-                progress(done + part.size, ids.size)
+                progress(done, ids.size)
         return last_token
 
     def plain_step(self, slot: int = 0) -> StepOutput:

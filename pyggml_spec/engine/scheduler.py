@@ -109,7 +109,7 @@ class Scheduler:
             if any(item.rows > 1 for item in items.values()):
                 width, slots = batch.plan.verify_len, 2 * covering(items, n_slots).count  # twice the rows cost less than another step
                 for s in batch.prefilling:
-                    if s.remaining <= width and covering((*items, s.slot), n_slots).count <= slots:
+                    if s.remaining <= width and not s.rows_of_pictures(s.remaining) and covering((*items, s.slot), n_slots).count <= slots:
                         items[s.slot] = Prefill(s.prompt[s.computed :], scored=s.options.scored)
             if not self._prefill_next or all(s.slot in items for s in batch.prefilling):
                 self._prefill_next = True
@@ -244,6 +244,7 @@ class Scheduler:
                     seq.end_phase("queued")
                 if seq.constraint is not None and runner.unmasked:
                     seq.stats.notes.append(runner.unmasked)
+                runner.slots[seq.slot].lag = seq.prompt.lag if seq.prompt.pictures else None
                 runner.slots[seq.slot].draft_options = options.sampler.draft_options if options.sampler is not None else None
                 self.active.append(self._waiting.popleft())  # first: an error from now on ends it and frees its slot
                 try:
@@ -310,10 +311,11 @@ class Scheduler:
         rows = min(runner.options.chunk, MAX_PREFILL_TOKENS_WITH_DECODE) if with_decode else runner.options.chunk
         scored = bool(ready) and ready[0].options.scored  # in blocks, whose graphs have the logits of all rows
         rows = min(rows, runner.options.width) if scored else rows
+        pictures = {s for s in ready if s.rows_of_pictures(len(s.chunk(rows)))}  # such a step computes one slot
         for seq in ready:
             together = (*chosen, seq)
             if chosen:
-                if seq.options.scored != scored:
+                if seq.options.scored != scored or pictures & set(together):
                     continue
                 width = runner.chunk_width(max(len(s.chunk(rows)) for s in together))
                 if width * covering([s.slot for s in together], len(runner.slots)).count > rows:
@@ -324,7 +326,7 @@ class Scheduler:
             self.active.append(seq)
         chunks = {s: s.chunk(rows) for s in chosen}
         more = not with_decode and not scored and all(len(chunk) < s.remaining for s, chunk in chunks.items())
-        return {s.slot: Prefill(chunk, more, scored) for s, chunk in chunks.items()}
+        return {s.slot: Prefill(chunk, more, scored, s.rows_of_pictures(len(chunk))) for s, chunk in chunks.items()}
 
     def _finish_chunk(self, seq: Sequence, item: Prefill, tokens: list[int]) -> None:
         """Keeps the chunk in the prefix cache; at the prompt's end, decoding begins with the first of ``tokens``."""

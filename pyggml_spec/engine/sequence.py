@@ -23,6 +23,7 @@ from ..speculation.policy import SpeculationState
 from ..speculation.synthetic import SyntheticAcceptance
 from .constrained import StepConstraint
 from .options import candidate_widths
+from .prompt import PictureRows, Prompt
 from .stats import Stats
 
 SPECULATIVE, PLAIN, REFERENCE = "speculative", "plain", "reference"
@@ -156,10 +157,10 @@ class Sequence:
     """
 
     def __init__(
-        self, engine: Any, prompt: list[int], options: GenerationOptions, stats: Stats, n_vocab: int, width: int, speculating: bool
+        self, engine: Any, prompt: Prompt, options: GenerationOptions, stats: Stats, n_vocab: int, width: int, speculating: bool
     ) -> None:
         self._engine, self._n_vocab = engine, n_vocab
-        self.prompt, self.history, self.options, self.stats = prompt, prompt[:], options, stats
+        self.prompt, self.history, self.options, self.stats = prompt, list(prompt), options, stats
         self.limits = Limits(options.max_tokens, (lambda token: False) if options.ignore_end else options.is_end, options.completes)
         # life
         self.slot, self.keeps_slot, self.ended, self.cancelled = -1, False, False, False
@@ -253,7 +254,11 @@ class Sequence:
     def chunk(self, rows: int) -> list[int]:
         """The next at most ``rows`` prompt tokens, up to a split point."""
         end = min([self.computed + rows, *(n for n in self.split_points if n > self.computed)])
-        return self.prompt[self.computed : end]
+        return self.prompt[self.computed : self.prompt.chunk_end(self.computed, end)]
+
+    def rows_of_pictures(self, count: int) -> PictureRows | None:
+        """Those among the next ``count`` prompt tokens."""
+        return self.prompt.rows_of(self.computed, count) if self.prompt.pictures else None
 
     # -- speculation
 

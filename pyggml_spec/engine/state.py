@@ -14,9 +14,10 @@ from ..cache.snapshot import Snapshot
 from ..checks import token_ids, whole
 from ..errors import ContextError, DeviceError, EngineError
 from .batch import Batch, BatchItem, Draft, Ids, Prefill, Verify
-from .drafting import fill_lagging, fill_near
+from .drafting import apply_lag, fill_lagging, fill_near
 from .graphs import StepGraphs, catch_up_key, commit_key
 from .options import MOST_SLOTS, MOST_WIDTH
+from .prompt import pictures_of
 from .resources import Resources
 
 _OPEN = "slot {} has a block of {} rows that nothing was accepted of: call accept or rollback first"
@@ -92,6 +93,9 @@ class StateManager:
         batch.rows = {slot: self._rows_of(slot, item) for slot, item in items.items()}
         self._graphs.sampling_of(batch, [slots[slot] for slot in items])
         batch.slots = covering(items, len(slots))
+        batch.pictures = any(isinstance(item, Prefill) and item.pictures is not None for item in items.values())
+        if batch.pictures and len(items) > 1:
+            raise EngineError("a step with rows of a picture computes one slot alone")
         if batch.slots.count > len(items):
             for index in batch.slots.slots:  # what ended sequences left
                 if not slots[index].used:
@@ -104,7 +108,9 @@ class StateManager:
         if isinstance(item, Prefill):
             if s.open_rows:
                 raise EngineError(_OPEN.format(slot, s.open_rows))
-            ids = self._fitting(s, item.tokens)
+            if item.pictures is not None and self._resources.pictures is None:
+                raise EngineError("this engine computes no pictures: load the model with `mmproj`")
+            ids = self._fitting(s, item.tokens, item.pictures is not None)
             if ids.size > options.chunk:
                 raise EngineError(f"a prompt of {ids.size} tokens in one step: the widest chunk is {options.chunk}")
             return ids.size
@@ -177,15 +183,15 @@ class StateManager:
             whole(item.padded_len, "the number of verified rows", width, r.options.width)
         return width
 
-    def _fitting(self, s: Slot, tokens: Ids) -> np.ndarray:
-        """``tokens`` as I64 [T], if they are ids of the vocabulary that fit the context."""
-        ids = token_ids(tokens, self._resources.target.n_vocab)
+    def _fitting(self, s: Slot, tokens: Ids, pictures: bool = False) -> np.ndarray:
+        """``tokens`` as I64 [T], if they are ids of the vocabulary, or rows of ``pictures``, that fit the context."""
+        ids = token_ids(np.maximum(tokens, 0) if pictures else tokens, self._resources.target.n_vocab)
         s.cursor.check_fits(ids.size)
         return ids
 
     def next_tokens(self, tokens: Ids, slot: int) -> np.ndarray:
         """``tokens`` as I64 [T], if they can come next; an open block is given up."""
-        ids = self._fitting(self.slot(slot), tokens)
+        ids = self._fitting(self.slot(slot), tokens, bool(pictures_of(tokens)))
         self.check_open()
         self.give_up(slot)
         return ids
@@ -219,6 +225,7 @@ class StateManager:
         s.cursor.reset()
         s.commit()
         s.used, s.sound, s.drafting = True, True, drafting and r.drafter is not None
+        s.lag = None
         self.version += 1
         r.epoch += 1
 
@@ -360,7 +367,7 @@ class StateManager:
         if copy is None:
             name = r.backend.device.name
             raise DeviceError(f"no memory on {name} for a snapshot of {n} tokens; close another one or use a smaller `n_ctx`")
-        return Snapshot(copy, n, s.cursor.last_token, s.drafting, s.sound, self)
+        return Snapshot(copy, n, s.cursor.last_token, s.drafting, s.sound, self, s.lag)
 
     def restore(self, snapshot: Snapshot, slot: int = 0) -> None:
         """Makes ``snapshot`` of this runner the sequence of an admitted slot: the next step computes what it would have computed then.
@@ -381,7 +388,7 @@ class StateManager:
         if r.hidden_states is not None:
             r.hidden_states.reset(slot)
         s.cursor.reset()
-        s.drafting, s.sound = snapshot.drafting, snapshot.sound
+        s.drafting, s.sound, s.lag = snapshot.drafting, snapshot.sound, snapshot.lag
         self.version += 1
         s.clean = s.clean and s.sound
         self.resume(snapshot.committed, snapshot.last_token, slot)
@@ -552,6 +559,8 @@ class StateManager:
         if states is not None:
             states.fill_replay(host, covered, {slot: self._known(slot) for slot in counts})
             states.fill_rows(host, covered, counts)
+        if r.target.by_axis:
+            apply_lag(host, r.slots[covered.part])
         step.fields.run()
         for slot, count in counts.items():
             if states is not None:

@@ -492,6 +492,22 @@ class Graph:
         mode = lib.GGML_ROPE_TYPE_NEOX if neox else lib.GGML_ROPE_TYPE_NORMAL
         return lib.ggml_rope_ext(self.ctx, x, positions, factors or ffi.NULL, n_rot, mode, n_ctx_orig, base, scale, *yarn)
 
+    def rope_by_axis(
+        self, x: Tensor, positions: Tensor, n_rot: int, sections: Sequence[int], interleaved: bool, base: float, scale: float,
+        factors: Tensor | None = None, n_ctx_orig: int = 0, yarn: tuple[float, float, float, float] = (0.0, 1.0, 32.0, 1.0)
+    ) -> Tensor:  # fmt: skip
+        """As ``rope`` in NEOX pairs, each by one of four axes of positions I32 [4 T], one axis after the other: ``sections`` pairs each, in turns if
+        ``interleaved``."""
+        fits = positions.type == I32 and positions.ne[0] == 4 * x.ne[2] and 0 < n_rot <= x.ne[0] and n_rot % 2 == 0 and len(sections) == 4
+        require(
+            fits and min(sections) >= 0 and 0 < sum(sections) <= x.ne[0] and (factors is None or 2 * factors.ne[0] >= n_rot),
+            "rope_by_axis", x=x, positions=positions, n_rot=n_rot, sections=tuple(sections), factors=factors,
+        )  # fmt: skip
+        mode = lib.GGML_ROPE_TYPE_IMROPE if interleaved else lib.GGML_ROPE_TYPE_MROPE
+        return lib.ggml_rope_multi(
+            self.ctx, x, positions, factors or ffi.NULL, n_rot, ffi.new("int[4]", list(sections)), mode, n_ctx_orig, base, scale, *yarn
+        )
+
     # -- shapes
 
     def heads(self, x: Tensor, size: int, count: int, stride: int | None = None, first: int = 0) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from ..ggml.graph import Graph
 from ..ggml.library import Tensor, lib
 
 
@@ -88,6 +89,26 @@ class KVLayer(NamedTuple):
         return attended if self.indexer is None else (*attended, self.indexer)
 
 
+class PictureInputs(NamedTuple):
+    """Rows that pictures have in place of tokens.
+
+    Attributes:
+        rows: F32 [n_embd * (1 + deepstack), T], zero for tokens: what is in place of the embedding, and what is added to the outputs of the first layers.
+        is_token: F32 [1, T], 1 for tokens and 0 for rows of pictures.
+    """
+
+    rows: Tensor
+    is_token: Tensor
+
+    def mixed(self, g: Graph, x: Tensor) -> Tensor:
+        """The embedding of tokens F32 [n_embd, T] with the rows of pictures in it."""
+        return g.add(g.mul(x, self.is_token), self.part(g, 0, x.ne[0]))
+
+    def part(self, g: Graph, i: int, n_embd: int) -> Tensor:
+        """What layer i - 1 adds, of 0 the embedding; F32 [n_embd, T]."""
+        return g.slice(self.rows, 0, i * n_embd, n_embd)
+
+
 # the recurrent state as input of a graph (``cache.recurrent.RecurrentInputs``), called with the graph, the index of the state, and tensors as in
 # pgs_delta_inputs: adds a layer and returns F32 [head_size, H_v, T], without a recurrence [channels, T]
 RecurrentLayers = Callable[..., Tensor]
@@ -109,12 +130,13 @@ class TargetInputs(AttentionInputs):
 
     Attributes:
         tokens: I32 [T] token ids.
-        positions: I32 [T] absolute positions.
+        positions: I32 [T] absolute positions, or [4 T] by axis.
         sliding: of sliding-window layers; None without any.
         kv: a KVLayer per attention layer.
         delta: the recurrent state, or None.
         n_ctx: tokens of context, a multiple of the smallest KV bucket; 0 in graphs of drafters.
         q_scale: F32 [1, 1, T] factors of queries by position, or None.
+        pictures: rows of pictures among the tokens, or None.
         cross: of a split model: called by ``at`` for each layer.
     """
 
@@ -125,6 +147,7 @@ class TargetInputs(AttentionInputs):
     delta: RecurrentLayers | None
     n_ctx: int = 0
     q_scale: Tensor | None = None
+    pictures: PictureInputs | None = None
     cross: Callable[[int, tuple], tuple["TargetInputs", tuple] | None] | None = None
 
     def at(self, layer: int, *tensors: Any) -> tuple[Any, ...]:

@@ -59,6 +59,10 @@ class Decoder(Model):
         embedding_scale: factor of the embedding. ``norm_embedding``: RMS-normalise it, without a weight.
         logit_scale, softcap: logits are scaled, then capped, c tanh(l / c); 0 for none.
         scaled, unscaled, biased: as in ``Model``, by short names.
+        scales_pictures: whether ``embedding_scale`` applies to rows of pictures, too.
+        both_ways: layers in which the rows of a picture see each other, where its encoder wants that: "all" or "sliding".
+        deepstack: first layers to whose outputs rows of pictures are added.
+        no_pictures: why prompts with pictures are not computed, in one sentence; empty where they are.
         unused: tensors of the file that no graph uses, with the reason.
         mtp: the MTP layers after the last one. ``drafting_layers``: why the target does not use them. ``mtp_before_norm``: they read the hidden state
             before output_norm.
@@ -89,6 +93,10 @@ class Decoder(Model):
         scaled: tuple[str, ...] = SCALED,
         unscaled: Sequence[str] = (),
         biased: tuple[str, ...] = (),
+        scales_pictures: bool = True,
+        both_ways: str = "all",
+        deepstack: int = 0,
+        no_pictures: str = "",
         unused: Mapping[str, str] = {},
         mtp: Sequence[Layer] = (),
         mtp_before_norm: bool = False,
@@ -102,7 +110,9 @@ class Decoder(Model):
         self.embedding_scale, self.logit_scale, self.softcap = embedding_scale, logit_scale, softcap
         self.scaled, self.unscaled, self.biased, self._unused = scaled, frozenset(unscaled), biased, unused
         self.mtp, self.mtp_before_norm, self._drafting_layers = tuple(mtp), mtp_before_norm, drafting_layers
+        self.scales_pictures, self.both_ways, self.deepstack, self.no_pictures = scales_pictures, both_ways, deepstack, no_pictures
         parts = [part for layer in self.layers for part in layer.parts]
+        self.by_axis = any(rope.sections for part in parts if (rope := getattr(part, "rope", None)) is not None)
         self.ggml_attention = next((part.ggml_attention for part in parts if part.ggml_attention), "")
         self.experts: Experts | None = next((part.experts for part in parts if part.experts), None)
         self._owners = [i for i, layer in enumerate(self.layers) if layer.mixer.kv is not None]
@@ -189,7 +199,9 @@ class Decoder(Model):
         A value v in ``capture`` is the input of layer v (the output of layer v - 1); v = n_layer is the last layer's output.
         """
         x = self.embed(g, rows.tokens)
+        x = rows.pictures.mixed(g, x) if rows.pictures is not None and self.scales_pictures else x
         x = g.scale(x, self.embedding_scale) if self.embedding_scale != 1 else x
+        x = rows.pictures.mixed(g, x) if rows.pictures is not None and not self.scales_pictures else x
         x = g.rms_norm(x, None, self.eps) if self.norm_embedding else x
         extra, captured, x = self.extra(g, x, rows.tokens), {}, self.widened(g, x)
         for i, layer in enumerate(self.layers):
@@ -198,6 +210,8 @@ class Decoder(Model):
             c = self._context(g, rows, i, extra)
             x = layer(c, x)
             extra = c.extra
+            if rows.pictures is not None and i < self.deepstack:
+                x = g.add(x, rows.pictures.part(g, i + 1, self.n_embd))
         captured[self.n_layer] = x
         return g.name(self.normed(g, x, extra), "result_norm"), [self.feature(g, captured[v]) for v in capture]
 

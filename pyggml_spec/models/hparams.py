@@ -237,15 +237,16 @@ class Hparams:
             raise self.refuse(f"rope.dimension_count is {rope.n_rot}, but {self.arch} rotates whole heads of {head_dim}")
         return rope
 
-    def check_sections(self, rope: Rope, interleaved: bool) -> None:
-        """Multi-axis RoPE over text equals NEOX only if every pair belongs to one of the first three axes; the fourth has position 0 for text.
+    def by_axis(self, rope: Rope, interleaved: bool) -> Rope:
+        """``rope`` with the file's sections. Multi-axis RoPE over text equals NEOX only if every pair belongs to one of the first three axes; the fourth has
+        position 0 for text.
 
         Raises:
             ModelError: `rope.dimension_sections` leaves other pairs.
         """
         sections = self.file.array(f"{self.arch}.rope.dimension_sections")
         if sections is None:
-            return
+            return rope
         numbers, pairs = [int(n) for n in sections], range(rope.n_rot // 2)
         counts = numbers[:3]
         if len(counts) < 3 or not (all(i < 3 * counts[i % 3] for i in pairs) if interleaved else sum(counts) >= len(pairs)):
@@ -253,13 +254,14 @@ class Hparams:
                 f"rope.dimension_sections {numbers} do not cover the {len(pairs)} rotated pairs of {self.arch}; "
                 "the file was converted with other hyper-parameters"
             )
+        return replace(rope, sections=(*numbers, 0)[:4], interleaved=interleaved)
 
     def has_sections(self, head_dim: int) -> bool:
         """Whether the file rotates by the axes of a picture; over text these are NEOX pairs, if the sections cover them."""
         sections = self.file.array(f"{self.arch}.rope.dimension_sections")
         if sections is None or len(sections) < 2 or sections[0] <= 0 or sections[1] <= 0:
             return False
-        self.check_sections(self.rope(head_dim), interleaved=False)
+        self.by_axis(self.rope(head_dim), interleaved=False)
         return True
 
     # -- experts

@@ -51,7 +51,7 @@ class Rope:
     """RoPE on ``n_rot`` values per head, frequency ``base``, positions scaled by ``scale``.
 
     ``neox`` pairs (i, i + n_rot / 2), otherwise (2 i, 2 i + 1). ``yarn``: (extrapolation, magnitude, beta_fast, beta_slow), for a training context of
-    ``n_ctx_orig``.
+    ``n_ctx_orig``. ``sections``: pairs of each axis of a picture, in turns if ``interleaved``.
     """
 
     n_rot: int
@@ -60,6 +60,8 @@ class Rope:
     neox: bool = True
     yarn: tuple[float, float, float, float] = (0.0, 1.0, 32.0, 1.0)
     n_ctx_orig: int = 0
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
 
     @staticmethod
     def magnitude(scale: float, multiplier: float) -> np.float32:
@@ -75,6 +77,13 @@ class Rope:
         return f"{how}{yarn} (frequency base {self.base:.6g}, factor {self.yarn[1]:.4g})"
 
     def __call__(self, g: Graph, x: Tensor, positions: Tensor, factors: Tensor | None = None) -> Tensor:
+        axes = positions.ne[0] // x.ne[2]
+        if axes > 1 and self.sections:
+            return g.rope_by_axis(
+                x, positions, self.n_rot, self.sections, self.interleaved, self.base, self.scale, factors, self.n_ctx_orig, self.yarn
+            )
+        if axes > 1:  # the first axis is time
+            positions = g.slice(positions, 0, 0, x.ne[2])
         return g.rope(x, positions, self.n_rot, self.neox, self.base, self.scale, factors, self.n_ctx_orig, self.yarn)
 
 

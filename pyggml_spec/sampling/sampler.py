@@ -418,7 +418,8 @@ class Sampler:
         """Penalties include the prompt, the grammar does not."""
         s = self.sampling
         for token in tokens[-max(1, s.repeat_last_n, s.dry_penalty_last_n) :] if s.on & {"penalties", "dry"} else ():
-            self._accept(int(token))
+            if token >= 0:  # no row of a picture
+                self._accept(int(token))
 
     def score(self, token: int, logits: np.ndarray) -> None:
         """The prompt goes on with ``token`` after these logits, F32 [n_vocab]."""

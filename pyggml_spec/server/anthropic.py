@@ -14,6 +14,7 @@ from .conversation import NO_MESSAGES
 from .errors import ApiError
 from .http import PING, Request, Response, event, json_response
 from .output import Delta, Output
+from .pictures import is_picture
 from .reading import Context, ResponseEncoder, count_prompt, respond_to_chat
 from .sampling import MISPLACED, SCHEMA_METADATA, check_members
 
@@ -117,11 +118,14 @@ def _message(message: Any) -> list[dict[str, Any]]:
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "tool_result":
                 result = block.get("content", "")
+                if isinstance(result, list):  # pictures that a tool gives stand in the user's message
+                    content += [c for c in result if is_picture(c)]
+                    result = [c for c in result if not is_picture(c)]
                 if isinstance(result, list) and all(isinstance(c, dict) and c.get("type") == "text" for c in result):
                     result = "".join(str(c.get("text", "")) for c in result)
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
             case _:
-                content.append({name: value for name, value in block.items() if name in ("type", "text")})
+                content.append({name: value for name, value in block.items() if name in ("type", "text", "source")})
     if not (content or calls or thought):
         return results
     turn: dict[str, Any] = {"role": message.get("role"), "content": content or ""}

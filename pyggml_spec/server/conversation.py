@@ -23,6 +23,7 @@ from . import sampling
 from .bodies import Chat, Generation, wrong
 from .calls import call_schema, calls_grammar
 from .errors import ApiError, translated
+from .pictures import is_picture, with_bytes
 from .served import Prefill, Prompt, Rendering, Served
 from .tasks import TaskRequest
 
@@ -145,7 +146,7 @@ def render_chat(served: Served, body: Chat) -> str:
 
 
 def _rendering(served: Served, body: Chat, tools: Sequence[dict[str, Any]], closed: bool) -> Rendering:
-    messages = read_messages(body)
+    messages = read_messages(body, served.vision)
     served.check_count(len(messages), "messages")
     thinking, variables = _template_arguments(served, body)
     open_turn = body.add_generation_prompt is not False
@@ -168,6 +169,7 @@ def _rendering(served: Served, body: Chat, tools: Sequence[dict[str, Any]], clos
         else:
             messages = [{"role": "system", "content": about}, *messages]
     thinking = False if closed else thinking
+    messages = with_bytes(messages, served.options.pictures) if served.vision else messages
     options = {"add_generation_prompt": open_turn, "thinking": thinking, "tools": tools or None, "variables": variables}
     return Rendering(messages, options, prefill)
 
@@ -218,17 +220,17 @@ def _template_arguments(served: Served, body: Chat) -> tuple[bool | None, dict[s
     return thinking, variables
 
 
-def read_messages(body: Chat) -> list[dict[str, Any]]:
-    """Raises ApiError: no list of messages that a template could take."""
+def read_messages(body: Chat, vision: bool = False) -> list[dict[str, Any]]:
+    """Raises ApiError: no list of messages that a template could take. ``vision``: whether they may have pictures."""
     if not isinstance(body.messages, list):  # an empty one is up to the template, as in llama-server
         raise ApiError(400, NO_MESSAGES, param="messages")
     for i, message in enumerate(body.messages):
-        if fault := next(_faults(message, f"messages[{i}]"), None):
+        if fault := next(_faults(message, f"messages[{i}]", vision), None):
             raise ApiError(400, fault, param="messages")
     return body.messages
 
 
-def _faults(message: Any, at: str) -> Iterator[str]:
+def _faults(message: Any, at: str, vision: bool) -> Iterator[str]:
     """What is wrong with a message."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         yield f"{at} is no object with a role"
@@ -242,9 +244,14 @@ def _faults(message: Any, at: str) -> Iterator[str]:
         yield f"the content of {at} is neither a text nor a list of parts"
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
+        if vision and is_picture(part):
+            continue
         if kind in ("image_url", "image", "input_audio", "input_video", "video_url"):
             what = "audio" if "audio" in str(kind) else "video" if "video" in str(kind) else "image"
-            yield f"{what} input is not supported: this server runs text models; send text alone"
+            runs = (
+                "is started without an encoder (--mmproj)" if what == "image" else "takes text and images" if vision else "runs text models"
+            )
+            yield f"{what} input is not supported: this server {runs}; send text alone"
         if kind == "refusal" and isinstance(part.get("refusal"), str):  # of an assistant's message
             part |= {"type": "text", "text": part["refusal"]}
         elif kind not in ("text", "thinking", "reasoning") or not isinstance(part.get("text", part.get("thinking")), str):

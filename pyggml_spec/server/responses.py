@@ -145,7 +145,7 @@ def _texts(content: Any, i: int) -> Any:
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "input_image":
-            out.append({"type": "image_url"})
+            out.append({"type": "image_url", "image_url": part.get("image_url")})
         elif kind in _TEXTS and isinstance(part.get("text"), str):
             out.append({"type": "text", "text": part["text"]})
         elif kind == "refusal":

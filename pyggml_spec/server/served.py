@@ -9,10 +9,13 @@ from ..api import Session
 from ..cancel import check
 from ..chat import chat_template, tool_template
 from ..concurrent import ConcurrentSession
+from ..engine.prompt import pictures_of
 from ..text.formats import IN_JSON, TAIL, Format
 from ..text.template import ChatTemplate
 from ..text.tokenizer import Tokenizer
+from ..vision.messages import encode_chat, marked
 from .errors import ApiError
+from .pictures import PictureOptions, decoded
 from .sampling import Limits
 
 CHATML = (
@@ -31,6 +34,7 @@ COMMAND_R = (
 )
 NAMED = {"chatml": CHATML, "command-r": COMMAND_R, "llama3": LLAMA3}
 MAX_PROMPT_TOKENS = 1 << 19  # of all prompts of one request
+MARKER = "<__media__>"  # llama.cpp's, of a picture in a text
 CHARACTERS = 12  # per token of the context: the beginning of a text that is encoded first
 ANSWER = 256  # tokens of output, for which a sufficient context is named
 
@@ -44,6 +48,7 @@ class ServeOptions:
         thinking: True or False for templates that can think; None leaves it to them.
         thinking_budget: tokens of reasoning in requests that do not say, -1 for no limit. ``thinking_message``: what is put before its end there.
         reasoning: whether reasoning is separated from the content ("auto") or left in it ("none").
+        pictures: limits of pictures.
         suffix_first: whether /infill puts the suffix before the prefix.
     """
 
@@ -61,6 +66,7 @@ class ServeOptions:
     page: bool = True
     prefill_assistant: bool = True
     suffix_first: bool = False
+    pictures: PictureOptions = field(default_factory=PictureOptions)
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,8 @@ class Served:
         self.session, self.limits, self.options = session, limits, options
         self.tokenizer: Tokenizer = session.tokenizer
         self.drafter = bool(session.methods)
+        self.vision = session.encoder is not None
+        self.picture_limits = replace(options.pictures.limits, rows=concurrent.n_ctx)
         self.n_ctx = concurrent.n_ctx
         self.created = int(time.time())
         path = session.target.file.path
@@ -133,8 +141,9 @@ class Served:
         for prompt in prompts:
             check()
             if isinstance(prompt, dict):
-                if prompt.get("multimodal_data"):
-                    raise ApiError(400, "this model takes no images, sound or video; send text alone", param=name)
+                if data := prompt.get("multimodal_data"):
+                    out.append(self.checked(self._with_pictures(prompt.get("prompt_string"), data, name), name))
+                    continue
                 prompt = prompt.get("prompt_string")
             if (parts := texts_and_ids(prompt)) is None:
                 raise ApiError(400, f"the {name} has to be a text, a list of token ids, or a list of such", param=name)
@@ -148,6 +157,21 @@ class Served:
             if left < 0:
                 raise ApiError(400, f"the prompts have more than {most} tokens together; send several requests", param=name)
         return out
+
+    def _with_pictures(self, text: Any, data: Any, name: str) -> list[int]:
+        """A text with MARKER where each picture of ``data``, base64 texts, stands. Raises ApiError."""
+        encoder = self.session.encoder
+        if encoder is None:
+            raise ApiError(
+                400, "this server takes no images, sound or video: it is started without an encoder (--mmproj); send text alone", param=name
+            )
+        texts = text.split(MARKER) if isinstance(text, str) else []
+        if not isinstance(data, list) or len(texts) != len(data) + 1:
+            raise ApiError(400, f"multimodal_data has to be a list of base64 texts, one for each {MARKER} in prompt_string", param=name)
+        parts: list[Any] = [self.encoded(texts[0], name, special=True, bos=True)]
+        for one, after in zip(data, texts[1:], strict=True):
+            parts += [decoded(one, self.options.pictures), self.encoded(after, name, special=True, bos=False)]
+        return encoder.prompt(parts, self.picture_limits)
 
     def encoded(self, text: str, name: str, special: bool, bos: bool) -> list[int]:
         """Tokens of a text that can fit. Raises ApiError, as ``check_length``."""
@@ -188,7 +212,8 @@ class Served:
     def known(self, ids: list[int], name: str) -> list[int]:
         """The ids themselves, if they are tokens. Raises ApiError."""
         n_vocab = self.tokenizer.n_vocab
-        if (outside := next((i for i in ids if not 0 <= i < n_vocab), None)) is not None:
+        least = min(ids) if pictures_of(ids) else 0  # rows of pictures are below 0
+        if (outside := next((i for i in ids if not least <= i < n_vocab), None)) is not None:
             raise ApiError(400, f"the {name} has the token {str(outside)[:30]}, and the vocabulary has {n_vocab}", param=name)
         return ids
 
@@ -213,10 +238,10 @@ class Served:
         if tools and "tools" not in template.source:  # calls are requested in words
             form = replace(form, calls=(IN_JSON, *form.calls))
         fits = lambda text: self.check_length(text, "messages")  # noqa: E731
-        ids = template.encode(self.tokenizer, chat.messages, fits, **chat.options)
+        ids = encode_chat(template, self.tokenizer, self.session.encoder, chat.messages, fits, self.picture_limits, **chat.options)
         opened = chat.options.get("add_generation_prompt", True) and form.opened(self.tokenizer.decode(ids[-TAIL:], special=True))
         for text, marks in _begun(template, opened, chat.prefill):
-            ids = ids + self.tokenizer.encode(text, special=marks, bos=False)
+            ids.add(self.tokenizer.encode(text, special=marks, bos=False))
         inside, continued = "reasoning" if opened else "", False
         if (prefill := chat.prefill) is not None:
             inside, continued = "reasoning" if prefill.content is None else "content", prefill.content != ""
@@ -225,14 +250,16 @@ class Served:
     def rendered(self, chat: Rendering) -> str:
         """The same as text."""
         template = self.template_for(chat.options.get("tools"))
-        text = template.render(chat.messages, **chat.options)
+        messages, files, mark = marked(chat.messages)
+        text = template.render(messages, **chat.options)
+        text = text.replace(mark, MARKER) if files else text
         return text + "".join(part for part, _ in _begun(template, template.form.opened(text), chat.prefill))
 
     def model_entry(self) -> dict[str, Any]:
         target = self.session.target
         return {
             "id": self.name, "object": "model", "created": self.created, "owned_by": "pyspec", "aliases": list(self.names),
-            "tags": list(self.options.tags),
+            "tags": list(self.options.tags), **({"architecture": {"input_modalities": ["text", "image"], "output_modalities": ["text"]}} if self.vision else {}),
             "meta": {
                 "vocab_type": 2, "n_vocab": self.tokenizer.n_vocab, "n_ctx_train": target.context_length, "n_ctx": self.n_ctx,
                 "n_embd": target.n_embd, "size": target.file.path.stat().st_size, "architecture": target.arch,

@@ -239,8 +239,8 @@ class NgramDrafts:
             if other > length and (following := _until_border(corpus.tokens[at : at + most])):
                 self.match = Match(other, False, following)
                 return self.match
-        if length:
-            self.match = Match(length, True, _repeated(own.tokens[end : end + most], most))
+        if length and (following := _until_border(own.tokens[end : end + most])):  # a border: rows of a picture
+            self.match = Match(length, True, _repeated(following, most))
         return self.match
 
     def tokens(self) -> list[float]:
@@ -283,7 +283,7 @@ def _repeated(tokens: list[int], count: int) -> list[int]:
 
 
 def _until_border(tokens: list[int]) -> list[int]:
-    return tokens[: tokens.index(-1)] if -1 in tokens else tokens
+    return tokens if not tokens or min(tokens) >= 0 else tokens[: next(i for i, token in enumerate(tokens) if token < 0)]
 
 
 class Choice(NamedTuple):

@@ -182,7 +182,12 @@ class ChatTemplate:
         Raises:
             TemplateError: as ``render``.
         """
-        control, exposed = {**tokenizer.control_tokens(), **tokenizer.exposed_tokens}, tokenizer.exposed_tokens
+        return self.encode_around("", tokenizer, messages, fits, **options)[0]
+
+    def encode_around(
+        self, mark: str, tokenizer: Tokenizer, messages: Sequence[Mapping], fits: Callable[[str], object] | None = None, **options: Any
+    ) -> list[list[int]]:
+        """As ``encode``, of each part of the rendered text between ``mark``, a character; "" for none."""
         given = {name: plain(options[name]) for name in ("tools", "variables") if options.get(name)}
         messages = plain(messages)
         names = self.control_names(tokenizer)
@@ -191,19 +196,26 @@ class ChatTemplate:
         text = self.render(guard.split(messages), **options)
         if fits is not None:
             fits(text)
-        if guard.mark not in text:
-            ids = tokenizer.encode(text, special=True, bos=False)
-        else:
-            ids = []
-            for i, part in enumerate(names.pattern.split(text)):
-                if i % 2:
-                    ids.append(control[part])
-                    continue
-                whole = part.replace(guard.mark, "")
-                for piece in part.split(guard.mark) if any(name in whole for name in exposed) else [whole]:
-                    ids += tokenizer.encode(piece, special=False, bos=False) if piece else []
+        parts = [self._encode(tokenizer, names, guard.mark, part) if part else [] for part in (text.split(mark) if mark else [text])]
         bos = tokenizer.bos
-        return [bos, *ids] if bos is not None and ids[:1] != [bos] else ids
+        if bos is not None and parts[0][:1] != [bos]:
+            parts[0].insert(0, bos)
+        return parts
+
+    @staticmethod
+    def _encode(tokenizer: Tokenizer, names: "_Names", mark: str, text: str) -> list[int]:
+        """Token ids of a text with the guard's ``mark``."""
+        if mark not in text:
+            return tokenizer.encode(text, special=True, bos=False)
+        control, exposed, ids = {**tokenizer.control_tokens(), **tokenizer.exposed_tokens}, tokenizer.exposed_tokens, list[int]()
+        for i, part in enumerate(names.pattern.split(text)):
+            if i % 2:
+                ids.append(control[part])
+                continue
+            whole = part.replace(mark, "")
+            for piece in part.split(mark) if any(name in whole for name in exposed) else [whole]:
+                ids += tokenizer.encode(piece, special=False, bos=False) if piece else []
+        return ids
 
 
 class _Names:

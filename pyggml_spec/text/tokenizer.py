@@ -173,7 +173,8 @@ class Tokenizer:
         return max(map(len, self.pieces()))
 
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:
-        return b"".join(self.piece(t, special) for t in tokens).decode("utf-8", "replace")
+        """Their text; rows of pictures, which are below 0, have none."""
+        return b"".join(self.piece(t, special) for t in tokens if t >= 0).decode("utf-8", "replace")
 
     def is_end(self, token: int) -> bool:
         """Whether ``token`` ends the text."""

@@ -60,6 +60,7 @@ class Shape:
     index_heads: int = 3  # glm-dsa: heads of the indexer
     index_size: int = 64  # glm-dsa: values of each of them
     top_k: int = 32  # glm-dsa: positions that attention sees
+    control: tuple[str, ...] = ()  # further control tokens, in place of filler tokens
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class Writer:
 
     def embedding_and_head(self, s: Shape, norm: str = "output_norm.weight") -> None:
         """Tokenizer, embedding, head and last norm, if it has a name."""
-        self.tokenizer(s.n_vocab)
+        self.tokenizer(s.n_vocab, s.control)
         self.matrix("token_embd.weight", s.n_embd, s.n_vocab, gain=1.0 if s.tied else s.n_embd**0.5)
         if not s.tied:
             self.matrix("output.weight", s.n_embd, s.n_vocab)
@@ -223,12 +224,22 @@ class Writer:
         for name, n in sizes.items():
             self.vector(f"{prefix}{name}.weight", n, 0.5, 1.5)
 
-    def tokenizer(self, n_vocab: int) -> None:
-        """A byte-level BPE with one merge: 256 bytes, two spaces, filler tokens, and an end token and a mask token at the end."""
+    def tokenizer(self, n_vocab: int, control: tuple[str, ...] = ()) -> None:
+        """A byte-level BPE with one merge: 256 bytes, two spaces, filler tokens, ``control`` tokens and others, and an end token and a mask token at the end."""
         table = _byte_table()
         space = table[32]
-        tokens = [*(table[b] for b in range(256)), 2 * space, *(f"<filler_{i}>" for i in range(n_vocab - 259)), "<|end|>", "<|mask|>"]
-        types = [gguf.TokenType.NORMAL] * (n_vocab - 2) + [gguf.TokenType.CONTROL] * 2
+        tokens = [
+            *(table[b] for b in range(256)),
+            2 * space,
+            *(f"<filler_{i}>" for i in range(n_vocab - 259 - len(control))),
+            *control,
+            "<|end|>",
+            "<|mask|>",
+        ]
+        types = [
+            gguf.TokenType.CONTROL if i >= n_vocab - 2 - len(control) and name.startswith("<") else gguf.TokenType.NORMAL
+            for i, name in enumerate(tokens)
+        ]
         self.out.add_tokenizer_model("gpt2")
         self.out.add_tokenizer_pre("qwen2")
         self.out.add_token_list(tokens)

@@ -144,7 +144,7 @@ def test_what_anthropics_clients_send_and_one_system_message():
     assert [(m["role"], m["content"]) for m in told[:2]] == [("system", "a\n\nx\n\ny\n\nb"), ("user", "c")]
     image = {"role": "developer", "content": [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "u"}]}
     told = _chat_of_responses({"instructions": "a", "input": [said[0], image]}).messages
-    assert [m["role"] for m in told] == ["system", "developer"] and told[1]["content"][1] == {"type": "image_url"}
+    assert [m["role"] for m in told] == ["system", "developer"] and told[1]["content"][1] == {"type": "image_url", "image_url": "u"}
     fails_with(ApiError, "prompt is not supported", _chat_of_responses, {"input": "x", "prompt": {"id": "pmpt_1"}})
 
 

@@ -56,4 +56,4 @@ def _scale(f: Hparams, size: int) -> float:
 
 
 def _decoder(f: Hparams, layers: list[Layer], **more: Any) -> Decoder:
-    return Decoder(f, layers, embedding_scale=f.root_embd, biased=ATTENTION, unscaled=FFN, **more)
+    return Decoder(f, layers, embedding_scale=f.root_embd, scales_pictures=False, biased=ATTENTION, unscaled=FFN, **more)

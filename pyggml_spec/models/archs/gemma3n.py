@@ -41,7 +41,16 @@ def gemma3n(f: Hparams) -> Decoder:
             raise f.refuse(f"layer {i} would read the K/V of layer {owner}, which is of another kind (attention.sliding_window_pattern)")
         mixer = SharedAttention(f.heads, f.kv_heads, size, local if s else rope, sliding=s, owner=owner, owns=owner == i)
         layers.append(AltUp(mixer, SparseMLP(ff[i], "gelu", sparse=i < SPARSE)))
-    return Gemma3n(f, layers, PER_LAYER, window=window, embedding_scale=f.root_embd, softcap=SOFTCAP, unscaled=FFN)
+    return Gemma3n(
+        f,
+        layers,
+        PER_LAYER,
+        window=window,
+        embedding_scale=f.root_embd,
+        softcap=SOFTCAP,
+        unscaled=FFN,
+        no_pictures="its streams over rows of pictures were not compared with llama.cpp",
+    )
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,9 @@ def gemma4(f: Hparams) -> Decoder:
         mixer = SharedAttention(heads[i], kv_heads[i], size, rope, factors=not one, sliding=one, owner=owner, owns=owner == i, has_v=has_v)
         layers.append(GemmaLayer(mixer, GatedMLP(ff[i], "gelu"), experts=routed, n_per_layer=n_per_layer, scaled=scaled))
     softcap = f.number("final_logit_softcapping", 30.0)  # llama.cpp's default
-    return Gemma4(f, layers, n_per_layer, window=window, embedding_scale=f.root_embd, softcap=softcap)
+    return Gemma4(
+        f, layers, n_per_layer, window=window, embedding_scale=f.root_embd, softcap=softcap, scales_pictures=False, both_ways="sliding"
+    )
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def qwen2vl(f: Hparams) -> Decoder:
     f.eps = 0.0  # llama.cpp reads none for this architecture
     size = f.head_dim()
     rope = f.whole_heads(f.rope(size), size)
-    f.check_sections(rope, interleaved=False)
+    rope = f.by_axis(rope, interleaved=False)
     layer = Layer(Attention(f.heads, f.kv_heads, size, rope), GatedMLP(f.ff))
     return Decoder(f, [layer] * f.n_layer, biased=ATTENTION, unscaled=FFN, unused={"output.bias": UNADDED})
 

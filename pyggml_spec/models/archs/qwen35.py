@@ -47,7 +47,7 @@ def hybrid_mixers(f: Hparams, mixer: type[GatedDeltaNet] = GatedDeltaNet, groupe
         raise f.refuse(f"{f.n_layer} layers with {sum(recurrent)} recurrent ones is not a {f.arch} model")
     rope = f.rope(size)
     if not grouped:
-        f.check_sections(rope, interleaved=True)
+        rope = f.by_axis(rope, interleaved=True)
     attention = Attention(f.heads, f.kv_heads, size, rope, norm=HEAD, gate="in q")
     delta = mixer(RecurrentShape(sum(recurrent), state, heads_k, heads_v, f.positive("ssm.conv_kernel", limit=16), grouped, state))
     return [delta if one else attention for one in recurrent], attention

@@ -52,7 +52,8 @@ def qwen4exp(f: Hparams) -> Decoder:
             one = replace(one, ngrams=own.kv)
         layers.append(Streams(one, moe, "", "", streams=streams, rank=rank, ngrams=own, passes=ngrams is not None and i <= ngrams.layer))
     unused = {f"blk.{i}.{name}.bias": UNADDED for i in range(f.n_layer) for name in ATTENTION}
-    return Qwen4Exp(f, layers, streams, rank, unused=unused, window=ngrams.reach if ngrams is not None else 0)
+    why = "its indexer counts rows, of which a picture has more than positions"
+    return Qwen4Exp(f, layers, streams, rank, no_pictures=why, unused=unused, window=ngrams.reach if ngrams is not None else 0)
 
 
 def _shared(f: Hparams) -> int:

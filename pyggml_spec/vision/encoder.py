@@ -1,0 +1,245 @@
+"""libmtmd's encoders: pictures as rows of a prompt.
+
+The encoder is a file of its own (`mmproj-*.gguf`), made for one target. libmtmd resizes and cuts a picture, says which tokens stand around its parts, and computes
+their rows on the device. Rows are kept within a budget by the hash of the picture: the next turn of a conversation does not encode it again.
+"""
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..engine.prompt import AXES, Picture, Prompt, row_ids
+from ..errors import ModelError, PictureError
+from ..ggml.device import Backend
+from ..ggml.library import ffi, lib
+from ..gguf_io import GGUFFile
+from ..models.decoder import Decoder
+from .pictures import LIMITS, PictureLimits, decode
+
+GEMMA4_PATCHES = 1120 * 9  # of a picture of the most rows, if all lie in one line
+BUDGET = 256 << 20  # bytes of rows that are kept
+
+
+def check_encoder(file: GGUFFile) -> None:
+    """Raises ModelError unless the file is an encoder of pictures."""
+    if file.get("general.architecture", str, "") != "clip":
+        raise ModelError(
+            f"{file.path} is no encoder of pictures, but a model of the architecture {file.get('general.architecture', str, '')!r}"
+        )
+    if not file.get("clip.has_vision_encoder", bool, False):
+        raise ModelError(f"{file.path} encodes no pictures (clip.has_vision_encoder is false); name another file with `mmproj`")
+    kind = file.get("clip.vision.projector_type", str, "") or file.get("clip.projector_type", str, "")
+    table = file.tensors.get("v.position_embd.weight")
+    if kind == "gemma4v" and (table is None or len(table.shape) < 2 or table.shape[1] < GEMMA4_PATCHES):  # which libmtmd does not check
+        raise ModelError(f"{file.path} has positions for fewer than {GEMMA4_PATCHES} patches in a line; convert it again")
+
+
+class Encoder:
+    """Owns libmtmd's context, and a model of libllama without weights, which it reads the target's vocabulary and sizes from.
+
+    Attributes:
+        file: the encoder's.
+        both_ways: whether the rows of a picture see each other in the target.
+    """
+
+    def __init__(self, file: GGUFFile, target: Decoder, backend: Backend, chunk: int, budget: int = BUDGET) -> None:
+        check_encoder(file)
+        if target.no_pictures:
+            raise ModelError(f"{file.path.name} cannot be used with {target.file.path.name}: {target.no_pictures}; leave `mmproj` out")
+        self.file, self._target, self._budget, self._lock = file, target, budget, threading.Lock()
+        self._kept: OrderedDict[bytes, list[Sequence[int] | Picture]] = OrderedDict()
+        self._kept_bytes = 0
+        self.encoded = 0  # pictures so far that were not kept
+        self._context: Any = None
+        self._mtmd, self._ffi = _library()
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers, params.no_alloc, params.load_mode = 0, True, lib.LLAMA_LOAD_MODE_NONE
+        lib.keep_errors()
+        self._model: Any = lib.llama_model_load_from_file(os.fsencode(target.file.path), params)
+        if not self._model:
+            raise ModelError(f"llama.cpp cannot read {target.file.path}, which its encoders need: {ffi.string(lib.kept_errors()).decode()}")
+        try:
+            if (size := lib.llama_model_n_embd_inp(self._model)) != self.row_size:
+                raise ModelError(
+                    f"{target.file.path.name} reads rows of {size} values, of which {target.arch} models here know {self.row_size}; leave `mmproj` out"
+                )
+            self._open(backend, chunk)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, backend: Backend, chunk: int) -> None:
+        mtmd, their = self._mtmd, self._ffi
+        model = their.cast("struct llama_model *", int(ffi.cast("uintptr_t", self._model)))
+        params = mtmd.mtmd_context_params_default()
+        params.use_gpu, params.print_timings, params.warmup = backend.device.kind != "cpu", False, False
+        if params.use_gpu:
+            params.device = their.cast("ggml_backend_dev_t", int(ffi.cast("uintptr_t", lib.ggml_backend_dev_get(backend.device.index))))
+        params.n_threads = backend.threads or os.cpu_count() or 1
+        mtmd.keep_errors()
+        self._context = mtmd.mtmd_init_from_file(os.fsencode(self.file.path), model, params)
+        if self._context and self._both_ways:  # a step computes all of its rows
+            mtmd.mtmd_free(self._context)
+            params.image_max_tokens = chunk
+            self._context = mtmd.mtmd_init_from_file(os.fsencode(self.file.path), model, params)
+        if not self._context:
+            raise ModelError(f"{self.file.path.name} cannot be used with {self._target.file.path.name}: {self._said()}")
+        self.both_ways = self._both_ways
+        if bool(mtmd.mtmd_decode_use_mrope(self._context)) != self._target.by_axis:
+            raise ModelError(
+                f"{self.file.path.name} gives pictures other positions than {self._target.arch} reads (M-RoPE); leave `mmproj` out"
+            )
+
+    @property
+    def row_size(self) -> int:
+        """Values of a row."""
+        return self._target.n_embd * (1 + self._target.deepstack)
+
+    @property
+    def _both_ways(self) -> bool:
+        return bool(self._mtmd.mtmd_decode_use_non_causal(self._context, self._ffi.NULL))
+
+    def _said(self) -> str:
+        text = self._ffi.string(self._mtmd.kept_errors()).decode("utf-8", "replace")
+        return " ".join(text.split())[-400:] or "libmtmd does not say why"
+
+    @property
+    def identity(self) -> bytes:
+        """Hash of the encoder's file."""
+        return self.file.identity(lambda done, total: None).encode()
+
+    # -- pictures
+
+    def encode(self, data: bytes, limits: PictureLimits = LIMITS) -> list[Sequence[int] | Picture]:
+        """The parts that take the place of a picture's file in a prompt: tokens and rows. From any thread.
+
+        Raises:
+            PictureError: as of ``decode``, or libmtmd refuses it.
+        """
+        key = hashlib.sha256(data).digest()
+        with self._lock:
+            if (parts := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return parts
+        pixels = decode(data, limits)
+        with self._lock:
+            if self._context is None:
+                raise PictureError("the encoder is closed: load the model again")
+            parts = self._encode(pixels, limits.rows, hashlib.sha256(key + self.identity + str(self._target.arch).encode()).digest())
+            self._keep(key, parts)
+        return parts
+
+    def prompt(self, parts: Sequence[Sequence[int] | bytes], limits: PictureLimits = LIMITS) -> Prompt:
+        """A prompt of tokens and files of pictures."""
+        pictures = sum(isinstance(part, bytes) for part in parts)
+        if pictures > limits.count:
+            raise PictureError(f"the prompt has {pictures} pictures, and {limits.count} are taken; send fewer")
+        out = Prompt()
+        for part in parts:
+            for piece in self.encode(part, limits) if isinstance(part, bytes) else [part]:
+                out.add(piece)
+        return out
+
+    def _encode(self, pixels: np.ndarray, most: int, identity: bytes) -> list[Sequence[int] | Picture]:
+        mtmd, their, height, width = self._mtmd, self._ffi, *pixels.shape[:2]
+        mtmd.keep_errors()
+        pixels = np.ascontiguousarray(pixels)
+        bitmap = mtmd.mtmd_bitmap_init(width, height, their.from_buffer("unsigned char[]", pixels))
+        chunks, out = mtmd.mtmd_input_chunks_init(), list[Sequence[int] | Picture]()
+        try:
+            part = their.new("struct mtmd_input_part *", {"bitmap": bitmap})
+            if mtmd.mtmd_tokenize_from_parts(self._context, chunks, their.new("struct mtmd_input_part *[]", [part]), 1, False):
+                raise PictureError(f"the encoder refuses a picture of {width} x {height} pixels: {self._said()}")
+            rows = mtmd.mtmd_helper_get_n_tokens(chunks)
+            if rows > most:
+                raise PictureError(
+                    f"a picture of {width} x {height} pixels takes {rows} rows of the context, and there are {most}; send a smaller one"
+                )
+            for i in range(mtmd.mtmd_input_chunks_size(chunks)):
+                chunk = mtmd.mtmd_input_chunks_get(chunks, i)
+                if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+                    n = their.new("size_t *")
+                    tokens = their.unpack(mtmd.mtmd_input_chunk_get_tokens_text(chunk, n), n[0])
+                    if min(tokens) < 0:
+                        raise PictureError(f"{self._target.file.path.name} lacks tokens that {self.file.path.name} puts around pictures")
+                    out.append(tokens)
+                else:
+                    out.append(self._picture(chunk, identity + i.to_bytes(4, "little")))
+        finally:
+            mtmd.mtmd_input_chunks_free(chunks)
+            mtmd.mtmd_bitmap_free(bitmap)
+        self.encoded += 1
+        return out
+
+    def _picture(self, chunk: Any, identity: bytes) -> Picture:
+        mtmd, their, size = self._mtmd, self._ffi, self.row_size
+        rows = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+        if mtmd.mtmd_encode_chunk(self._context, chunk):
+            raise PictureError(f"the encoder failed on a picture: {self._said()}")
+        values = np.frombuffer(their.buffer(mtmd.mtmd_get_output_embd(self._context), 4 * rows * size), np.float32)
+        if not np.isfinite(values).all():
+            raise PictureError(f"{self.file.path.name} made NaN or Inf of a picture: its weights are damaged, or overflow on this device")
+        positions = None
+        if self._target.by_axis:
+            image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
+            positions = np.zeros((AXES, rows), np.int64)
+            for i in range(rows):
+                at = mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, i)
+                positions[:, i] = at.t, at.y, at.x, at.z
+        n_pos = mtmd.mtmd_input_chunk_get_n_pos(chunk)
+        return Picture(row_ids(identity, rows), values.reshape(rows, size).copy(), positions, n_pos, self.both_ways)
+
+    # -- what is kept
+
+    def _keep(self, key: bytes, parts: list[Sequence[int] | Picture]) -> None:
+        self._kept[key] = parts
+        self._kept_bytes += _nbytes(parts)
+        while self._kept_bytes > self._budget and self._kept:
+            self._kept_bytes -= _nbytes(self._kept.popitem(last=False)[1])
+
+    def close(self) -> None:
+        """Frees it. Closing twice is fine."""
+        with self._lock:
+            if self._context:
+                self._mtmd.mtmd_free(self._context)
+            if self._model:
+                lib.llama_model_free(self._model)
+            self._context, self._model, self._kept = None, None, OrderedDict()
+
+
+def _nbytes(parts: list[Sequence[int] | Picture]) -> int:
+    return sum(part.embeddings.nbytes for part in parts if isinstance(part, Picture))
+
+
+def companion(target: Path) -> Path | None:
+    """The encoder beside ``target``: the only `*mmproj*.gguf` in its folder, or the one with the most of the target's name."""
+    with suppress(OSError):
+        found = sorted(path for path in target.parent.iterdir() if "mmproj" in path.name.lower() and path.suffix.lower() == ".gguf")
+        found = [path for path in found if path.name != target.name]
+        return max(found, key=partial(_alike, target.name.lower()), default=None)
+    return None
+
+
+def _alike(name: str, path: Path) -> int:
+    """Letters of the target's name that the encoder's has, after "mmproj-"."""
+    pairs = zip(name, path.name.lower().replace("mmproj-", "", 1))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _library() -> tuple[Any, Any]:
+    try:
+        from .. import _mtmd
+    except ImportError as error:
+        raise ModelError(
+            f"this installation has no libmtmd, llama.cpp's encoders of pictures ({error}); run `pyspec build`, then install pyggml_spec again"
+        ) from None
+    return _mtmd.lib, _mtmd.ffi

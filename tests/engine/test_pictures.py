@@ -1,0 +1,202 @@
+"""Prompts with rows of pictures: logits against llama.cpp's over the same rows, drafts, chunk borders, slots and the prefix cache."""
+
+from contextlib import ExitStack, closing
+
+import numpy as np
+import pytest
+from llama_oracle import LlamaDFlash, logits_with_pictures
+from pairs import write_pair
+from random_gguf.archs import WRITERS
+from random_gguf.described import write_described
+from random_gguf.model import Shape
+from sessions import fails_with
+
+from pyggml_spec.engine.engine import Engine, generate
+from pyggml_spec.engine.options import EngineOptions
+from pyggml_spec.engine.prompt import Picture, Prompt, row_ids
+from pyggml_spec.engine.runner import ModelRunner
+from pyggml_spec.engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
+from pyggml_spec.engine.stats import Stats
+from pyggml_spec.errors import ContextError, EngineError
+from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.models.registry import embedded_drafter, open_drafter, open_target
+from pyggml_spec.models.weights import Weights
+
+TINY = Shape(n_ff=128)
+
+
+def picture(seed, across, down, size, by_axis=False, both_ways=False):
+    """A random one of ``across`` x ``down`` rows."""
+    n = across * down
+    rows = np.random.default_rng(seed).standard_normal((n, size), np.float32)
+    positions = np.zeros((4, n), np.int64)
+    positions[1], positions[2] = np.arange(n) // across, np.arange(n) % across
+    places = (positions, max(across, down)) if by_axis else (None, n)
+    return Picture(row_ids(b"%d" % seed, n), rows, *places, both_ways)
+
+
+def text(n, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, n).tolist()
+
+
+def loaded(stack, path, draft=None, kernels="ggml", **options):
+    def own(part):
+        stack.callback(part.close)
+        return part
+
+    backend, file = own(Backend(pick_device("CPU"), 1, kernels)), own(GGUFFile(path))
+    target = open_target(file)
+    drafter = None
+    if draft == path:
+        drafter = embedded_drafter(file)
+    elif draft is not None:
+        drafter = open_drafter(own(GGUFFile(draft)), file)
+    for model in (target, drafter) if drafter is not None else (target,):
+        if model is not None:
+            model.weights = own(Weights(backend, model.file, model.specs(), model.groups(), model.fused_alike()))
+    if drafter is not None:
+        drafter.check_pair(target)
+    return own(ModelRunner(backend, target, drafter, EngineOptions(**{"n_ctx": 1024, "pictures": True, "width": 8, **options})))
+
+
+FAMILIES = {  # (writer of a file, positions by axis, rows that see each other)
+    "llama": (lambda path, quant: WRITERS["llama"](path, TINY, quant), False, False),
+    "gemma3": (lambda path, quant: write_described("gemma3", path, TINY, quant), False, True),
+    "gemma4": (lambda path, quant: WRITERS["gemma4"](path, TINY, quant), False, True),
+    "qwen3vl": (lambda path, quant: write_described("qwen3vl", path, TINY, quant, keys={"n_deepstack_layers": 2}), True, False),
+    "granite": (lambda path, quant: write_described("granite", path, TINY, quant, keys={"embedding_scale": 1.7}), False, False),
+    "muse-glimmer": (lambda path, quant: WRITERS["muse-glimmer"](path, TINY, quant), False, False),
+    "qwen35": (lambda path, quant: WRITERS["qwen35"](path, TINY, quant), True, False),
+}
+
+
+@pytest.mark.parametrize("quant", ["F32", "Q8_0"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_behind_pictures_equal_llama_cpp(tmp_path, family, quant):
+    """Two pictures in text: every row's logits bit for bit, and the greedy text after them."""
+    write, by_axis, both_ways = FAMILIES[family]
+    path = write(tmp_path / "t.gguf", quant)
+    with ExitStack() as stack:
+        runner = loaded(stack, path)
+        size = runner.target.n_embd * (1 + runner.target.deepstack)
+        parts = [text(9), picture(1, 7, 5, size, by_axis, both_ways), text(21, 1), picture(2, 3, 8, size, by_axis, both_ways), text(5, 2)]
+        prompt = Prompt(parts)
+        expected, ids = logits_with_pictures(path, parts, greedy=8)
+        assert np.array_equal(runner.logits(prompt), expected)  # in chunks of llama.cpp's shape, by which ggml's kernels round
+        for token in ids:
+            assert runner.cursor.last_token == token
+            runner.accept(1, int(runner.plain_step().ids[0]))
+
+
+def tokens_of(runner, prompt, n, mode=PLAIN, **more):
+    runner.reset()
+    return [t for block in generate(runner, prompt, GenerationOptions(n, mode, 8), **more) for t in block]
+
+
+def mixed(runner, by_axis, both_ways, seed=0):
+    size = runner.target.n_embd * (1 + runner.target.deepstack)
+    parts = [
+        text(9, seed),
+        picture(1 + seed, 7, 5, size, by_axis, both_ways),
+        text(70, seed + 1),
+        picture(2, 6, 6, size, by_axis, both_ways),
+    ]
+    return Prompt([*parts, text(5, seed + 2)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_may_end_within_pictures(tmp_path, family):
+    """Whatever the chunk: those that see both ways are never cut, others are."""
+    write, by_axis, both_ways = FAMILIES[family]
+    path, texts = write(tmp_path / "t.gguf", "Q8_0"), []
+    for chunk in (512, 40):
+        with ExitStack() as stack:
+            runner = loaded(stack, path, kernels="native", chunk=chunk)
+            texts.append(tokens_of(runner, mixed(runner, by_axis, both_ways), 24))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("pair", ["qwen35", "mtp"])
+def test_drafts_after_pictures(tmp_path, pair):
+    """Speculative text is plain text, and drafts are those of llama.cpp's DFlash over the same rows."""
+    target, draft = write_pair(tmp_path, pair, TINY)
+    with ExitStack() as stack:
+        runner = loaded(stack, target, draft)
+        prompt = mixed(runner, True, False)
+        first = tokens_of(runner, prompt, 40)
+        runner.reset()
+        stats = Stats()
+        blocks = list(generate(runner, prompt, GenerationOptions(40, SPECULATIVE, 8), stats))
+        assert [t for block in blocks for t in block] == first and stats.drafted
+        if pair == "mtp":
+            return
+        with closing(LlamaDFlash(target, draft, runner.drafter.captures, runner.drafter.hp.mask_token, block=8)) as theirs:
+            runner.reset()
+            assert runner.prefill(prompt) == theirs.prefill_parts(prompt.parts)
+            for _ in range(4):
+                out = runner.fused_step(8)
+                assert out.tokens[1:].tolist() == theirs.draft(8)
+                ids, matched = theirs.verify(out.tokens[1:].tolist())
+                assert out.ids.tolist() == ids.tolist()
+                runner.accept(matched + 1, int(ids[matched]))
+
+
+def test_slots_with_and_without_pictures(tmp_path):
+    """Requests with pictures share steps with others, and each gets the text that it gets alone."""
+    write, by_axis, both_ways = FAMILIES["qwen3vl"]
+    path = write(tmp_path / "t.gguf", "Q8_0")
+    with ExitStack() as stack:
+        alone = loaded(stack, path, kernels="native")
+        prompts = [mixed(alone, by_axis, both_ways, seed) for seed in range(3)] + [Prompt([text(40, 7)]), Prompt([text(100, 8)])]
+        expected = [tokens_of(alone, prompt, 20) for prompt in prompts]
+        engine = Engine(loaded(stack, path, kernels="native", slots=4), prefix_memory=1 << 26)
+        sequences = [engine.submit(prompt, GenerationOptions(20, PLAIN)) for prompt in prompts]
+        engine.run()
+        assert [s.tokens for s in sequences] == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pictures_in_the_prefix_cache(tmp_path, family):
+    """The next turn does not compute a picture again, and has the same text; another picture of the same size is not taken for it."""
+    write, by_axis, both_ways = FAMILIES[family]
+    path = write(tmp_path / "t.gguf", "Q8_0")
+    with ExitStack() as stack:
+        alone = loaded(stack, path, kernels="native", chunk=64)
+        size = alone.target.n_embd * (1 + alone.target.deepstack)
+        first, other = (Prompt([text(9), picture(seed, 12, 12, size, by_axis, both_ways), text(60, 4)]) for seed in (1, 3))
+        if both_ways:
+            first, other = (Prompt([text(9), picture(seed, 8, 8, size, by_axis, both_ways), text(140, 4)]) for seed in (1, 3))
+        second, third = Prompt([first, text(30, 5)]), Prompt([other, text(30, 5)])
+        engine = Engine(loaded(stack, path, kernels="native", slots=2, chunk=64), prefix_memory=1 << 26)
+        for prompt, reused in ((first, 0), (second, 150), (third, 0)):
+            sequence = engine.submit(prompt, GenerationOptions(12, PLAIN))
+            engine.run()
+            assert sequence.tokens == tokens_of(alone, prompt, 12)
+            assert sequence.stats.reused_tokens >= reused if reused else sequence.stats.reused_tokens <= 9
+
+
+def test_refusals(tmp_path):
+    path = FAMILIES["gemma3"][0](tmp_path / "t.gguf", "F32")
+    with ExitStack() as stack:
+        runner = loaded(stack, path, chunk=32)
+        size = runner.target.n_embd
+        engine = Engine(runner, 1)
+        for part, error, words in (
+            (picture(1, 7, 5, size, both_ways=True), ContextError, "35 rows that see each other .* raise `chunk` from 32"),
+            (picture(1, 2, 2, size + 1), EngineError, "use the encoder that was made for it"),
+        ):
+            fails_with(error, words, engine.submit, Prompt([text(3), part, text(2)]), GenerationOptions(1, PLAIN))
+        broken = Prompt([text(3), picture(1, 2, 2, size), text(2)])
+        broken[4] = -5
+        fails_with(ContextError, "not those of its pictures", engine.submit, broken, GenerationOptions(1, PLAIN))
+        fails_with(ContextError, "outside the vocabulary", engine.submit, [1, -5, 2], GenerationOptions(1, PLAIN))
+    with ExitStack() as stack:
+        engine = Engine(loaded(stack, path, pictures=False), 1)
+        fails_with(
+            EngineError,
+            "load the model with `mmproj`",
+            engine.submit,
+            Prompt([text(3), picture(1, 2, 2, size)]),
+            GenerationOptions(1, PLAIN),
+        )

@@ -1,0 +1,79 @@
+"""Pictures through libmtmd: logits and greedy text against llama.cpp's own path over the same random target and encoder."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+from random_gguf.archs import WRITERS
+from random_gguf.described import write_described
+from random_gguf.mmproj import CONTROL, Encoder, write_mmproj
+from random_gguf.model import Shape
+from sessions import fails_with
+
+import pyggml_spec as ps
+from pyggml_spec.errors import ModelError, PictureError
+from pyggml_spec.tools.compare import nmse
+from pyggml_spec.vision.encoder import companion
+from pyggml_spec.vision.pictures import PictureLimits
+
+pytest.importorskip("pyggml_spec._mtmd")
+from vision.mtmd_oracle import MARKER, after_pictures
+
+FAMILIES = {  # kind of encoder: (architecture of the target, keys, sizes of the encoder, pictures)
+    "qwen3vl_merger": ("qwen3vl", {"n_deepstack_layers": 2}, Encoder(), ((96, 64), (70, 130))),
+    "gemma3": ("gemma3", {}, Encoder(), ((96, 64), (64, 64))),
+    "gemma4v": ("gemma4", {}, Encoder(merge=3), ((300, 200), (100, 200))),
+    "idefics3": ("llama", {}, Encoder(deepstack=()), ((96, 64), (200, 90))),
+}
+
+
+def file_of(size, seed=0, kind="PNG"):
+    out = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), np.uint8)).save(out, kind)
+    return out.getvalue()
+
+
+def write_family(folder, kind, quant="F32", **more):
+    arch, keys, encoder, _ = FAMILIES[kind]
+    shape = Shape(n_ff=128, control=CONTROL[kind.removesuffix("_merger")], **more)
+    if arch in ("llama", "gemma4"):
+        target = WRITERS[arch](folder / "t.gguf", shape, quant)
+    else:
+        target = write_described(arch, folder / "t.gguf", shape, quant, keys=keys)
+    return target, write_mmproj(folder / "mmproj-t.gguf", kind, shape.n_embd, encoder, quant)
+
+
+@pytest.mark.parametrize("quant", ["F32", "Q8_0"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_text_after_pictures_equals_llama_cpp(tmp_path, kind, quant):
+    """Two pictures of different sizes, one of them cut into parts where the encoder does that."""
+    target, mmproj = write_family(tmp_path, kind, quant)
+    files = [file_of(size, seed) for seed, size in enumerate(FAMILIES[kind][3])]
+    texts = "What is in ", " and in ", "? Say it."
+    logits, ids, rows = after_pictures(target, mmproj, MARKER.join(texts), files)
+    with ps.load(target, mmproj=mmproj, device="CPU", threads=1, kernels="ggml", n_ctx=2048, spec=["none"]) as session:
+        prompt = session.picture_prompt(texts[0], files[0], texts[1], files[1], texts[2], special=True)
+        assert all(np.array_equal(p.embeddings, theirs) for (_, p), theirs in zip(prompt.pictures, rows, strict=True))
+        assert nmse(session.runner.logits(prompt)[-1], logits) < 1e-10  # theirs has one row of the last layer, and rounds by that
+        assert [t for event in session.steps(prompt, 9, ignore_end=True) for t in event.tokens][:8] == ids
+        encoded = session.encoder.encoded
+        session.picture_prompt("Again: ", files[0])
+        assert session.encoder.encoded == encoded  # kept
+
+
+def test_what_is_refused(tmp_path):
+    target, mmproj = write_family(tmp_path, "gemma3")
+    other = write_mmproj(tmp_path / "wide.gguf", "gemma3", 320)
+    for file, words in ((other, "mismatch between text model"), (target, "no encoder of pictures")):
+        fails_with(ModelError, words, ps.load, target, mmproj=file, device="CPU")
+    assert companion(target) == mmproj
+    with ps.load(target, mmproj="auto", device="CPU", threads=1, n_ctx=512) as session:
+        assert session.configuration().encoder == mmproj.name and any("encodes pictures" in note for note in session.notes)
+        fails_with(PictureError, "cannot be read", session.picture_prompt, "x", b"no picture")
+        fails_with(PictureError, "takes 18 rows .* there are 10", session.encoder.encode, file_of((8, 8)), PictureLimits(rows=10))
+    with ps.load(target, device="CPU", threads=1, n_ctx=512) as session:
+        fails_with(PictureError, "name its file with `mmproj`", session.picture_prompt, "x", file_of((8, 8)))
+    data = bytearray(mmproj.read_bytes())
+    (tmp_path / "cut.gguf").write_bytes(data[: len(data) // 2])
+    fails_with(ps.PyspecError, "cut.gguf", ps.load, target, mmproj=tmp_path / "cut.gguf", device="CPU")
