@@ -339,17 +339,19 @@ class ModelDrafting(ChainDrafting):
 def fill_near(host: Host, window: int) -> None:
     """What the sliding layers of a whole model read in prompts and catch-up graphs."""
     if "near_last" in host:
-        host["near_last"].reshape(-1)[:] = host["positions"]
-        host["near_first"].reshape(-1)[:] = host["positions"] - window + 1
+        rows = host["positions"][: host["near_last"].size]  # the first axis, where there are several
+        host["near_last"].reshape(-1)[:] = rows
+        host["near_first"].reshape(-1)[:] = rows - window + 1
 
 
 def fill_lagging(host: Host) -> None:
     """Of a chain's rows of committed tokens: the first one has no hidden state before it, but needs a position, and others do not see it."""
     if "draft_context" in host:
-        np.maximum(host["positions"] - 1, 0, out=host["draft_context"])
+        np.maximum(host["positions"][: host["draft_context"].size] - 1, 0, out=host["draft_context"])
     if "context_last" in host:
-        host["context_last"].reshape(-1)[:] = host["positions"]
-        host["context_first"].reshape(-1)[:] = np.minimum(host["positions"], 1)
+        rows = host["positions"][: host["context_last"].size]
+        host["context_last"].reshape(-1)[:] = rows
+        host["context_first"].reshape(-1)[:] = np.minimum(rows, 1)
 
 
 def apply_lag(host: Host, slots: Sequence[Slot]) -> None:

@@ -377,7 +377,7 @@ class ModelRunner(ExactSteps):
             if stop is not None and stop():
                 return None
             end = prompt.chunk_end(done, min(done + self.options.chunk, ids.size))
-            result = self.step({slot: Prefill(ids[done:end], end < ids.size, prompt.rows_of(done, end - done))})[slot]
+            result = self.step({slot: Prefill(ids[done:end], end < ids.size, pictures=prompt.rows_of(done, end - done))})[slot]
             if not result.target_finite:
                 raise EngineError(self.not_finite(slot))
             last_token, done = int(result.ids[0]) if result.ids.size else None, end

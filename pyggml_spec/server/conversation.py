@@ -249,7 +249,7 @@ def _faults(message: Any, at: str, vision: bool) -> Iterator[str]:
         if kind in ("image_url", "image", "input_audio", "input_video", "video_url"):
             what = "audio" if "audio" in str(kind) else "video" if "video" in str(kind) else "image"
             runs = (
-                "is started without an encoder (--mmproj)" if what == "image" else "takes text and images" if vision else "runs text models"
+                "was started without an encoder of images" if what == "image" else "takes text and images" if vision else "runs text models"
             )
             yield f"{what} input is not supported: this server {runs}; send text alone"
         if kind == "refusal" and isinstance(part.get("refusal"), str):  # of an assistant's message

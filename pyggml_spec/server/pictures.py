@@ -69,7 +69,7 @@ def _bytes(part: dict[str, Any], options: PictureOptions) -> bytes:
             raise ApiError(400, f"a picture's data URL is not base64; send {FORM}", param="messages")
         return decoded(data, options)
     if not options.urls:
-        raise ApiError(400, f"pictures are not fetched here (--allow-image-urls); send {FORM}", param="messages")
+        raise ApiError(400, f"pictures are not fetched by this server; send {FORM}", param="messages")
     return fetched(url, options.limits.nbytes)
 
 

@@ -163,7 +163,7 @@ class Served:
         encoder = self.session.encoder
         if encoder is None:
             raise ApiError(
-                400, "this server takes no images, sound or video: it is started without an encoder (--mmproj); send text alone", param=name
+                400, "this server takes no images, sound or video: it was started without an encoder; send text alone", param=name
             )
         texts = text.split(MARKER) if isinstance(text, str) else []
         if not isinstance(data, list) or len(texts) != len(data) + 1:

@@ -4,6 +4,8 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from llama_oracle import LlamaDFlash, logits_with_pictures
 from pairs import write_pair
 from random_gguf.archs import WRITERS
@@ -20,10 +22,13 @@ from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.models.registry import embedded_drafter, open_drafter, open_target
 from pyggml_spec.models.weights import Weights
+from pyggml_spec.text.tokenizer import Tokenizer
 
 TINY = Shape(n_ff=128)
+CODE = "def quicksort(items):\n    if len(items) <= 1:\n        return items\n    pivot = items[0]\n    smaller = [item for item in items[1:] if item < pivot]\n"
 
 
 def picture(seed, across, down, size, by_axis=False, both_ways=False):
@@ -117,19 +122,19 @@ def test_chunks_may_end_within_pictures(tmp_path, family):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("pair", ["qwen35", "mtp"])
+@pytest.mark.parametrize("pair", ["qwen35", "mtp", "peagle", "eagle3"])
 def test_drafts_after_pictures(tmp_path, pair):
     """Speculative text is plain text, and drafts are those of llama.cpp's DFlash over the same rows."""
     target, draft = write_pair(tmp_path, pair, TINY)
     with ExitStack() as stack:
         runner = loaded(stack, target, draft)
-        prompt = mixed(runner, True, False)
+        prompt = mixed(runner, runner.target.by_axis, False)
         first = tokens_of(runner, prompt, 40)
         runner.reset()
         stats = Stats()
         blocks = list(generate(runner, prompt, GenerationOptions(40, SPECULATIVE, 8), stats))
         assert [t for block in blocks for t in block] == first and stats.drafted
-        if pair == "mtp":
+        if pair != "qwen35":
             return
         with closing(LlamaDFlash(target, draft, runner.drafter.captures, runner.drafter.hp.mask_token, block=8)) as theirs:
             runner.reset()
@@ -140,6 +145,35 @@ def test_drafts_after_pictures(tmp_path, pair):
                 ids, matched = theirs.verify(out.tokens[1:].tolist())
                 assert out.ids.tolist() == ids.tolist()
                 runner.accept(matched + 1, int(ids[matched]))
+
+
+def as_picture(file, tokens):
+    """The embeddings of tokens at their own positions as the rows of a picture: what a model makes of it is what it makes of the tokens."""
+    info, n = file.tensors["token_embd.weight"], len(tokens)
+    with file.read("token_embd.weight") as data:
+        rows = np.frombuffer(data, np.uint8).reshape(info.shape[1], -1)[tokens]
+    rows = dequantize(rows.view(np.float32) if info.type_name == "f32" else rows, GGMLQuantizationType(info.type))
+    positions = np.arange(n) * np.ones((4, 1), np.int64)
+    return Picture(row_ids(b"tokens", n), rows.astype(np.float32), positions, n)
+
+
+@pytest.mark.parametrize("pair", ["qwen35", "mtp", "peagle", "eagle3", "embedded"])
+def test_drafts_behind_rows_of_tokens(tmp_path, pair):
+    """Tokens, and a picture of the same embeddings: the same text, drafts and acceptance; also with both from the prefix cache."""
+    target, draft = (DEMO_TARGET, DEMO_DRAFTER) if pair == "embedded" else write_pair(tmp_path, pair, TINY)
+    with ExitStack() as stack:
+        runner = loaded(stack, target, draft, kernels="native", chunk=64, slots=2)
+        tokens = text(90) if pair != "embedded" else stack.enter_context(closing(Tokenizer(runner.target.file))).encode(CODE)
+        n = len(tokens) // 2
+        shown = Prompt([tokens[:9], as_picture(runner.target.file, tokens[9:n]), tokens[n:]])
+        engine, seen = Engine(runner, 8, prefix_memory=1 << 26), []
+        for prompt in (tokens, shown, shown):
+            sequence = engine.submit(prompt, GenerationOptions(60, SPECULATIVE, 8))
+            engine.run()
+            seen.append((sequence.tokens, sequence.stats.drafted, sequence.stats.matched_per_position))
+        assert seen[0] == seen[1] == seen[2] and seen[0][1] > 0 and sequence.stats.reused_tokens > 9
+        if pair == "embedded":
+            assert sequence.stats.matched > 20
 
 
 def test_slots_with_and_without_pictures(tmp_path):

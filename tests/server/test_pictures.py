@@ -66,8 +66,8 @@ def test_native_prompts_and_what_is_said(seeing):
 @pytest.mark.parametrize(
     "content, words",
     [
-        ([part("http://127.0.0.1/x.png")], "not fetched here"),
-        ([part("file:///etc/passwd")], "not fetched here"),
+        ([part("http://127.0.0.1/x.png")], "not fetched by this server"),
+        ([part("file:///etc/passwd")], "not fetched by this server"),
         ([part(url(b"no picture"))], "cannot be read"),
         ([part("data:image/png,xx")], "not base64"),
         ([part("data:image/png;base64,?")], "no base64 text"),
