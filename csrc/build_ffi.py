@@ -126,6 +126,10 @@ struct ggml_tensor * ggml_dsv4_hc_pre_gated(struct ggml_context *, struct ggml_t
 struct ggml_tensor * ggml_dsv4_hc_pre(struct ggml_context *, struct ggml_tensor * x, struct ggml_tensor * weights);
 struct ggml_tensor * ggml_dsv4_hc_post(struct ggml_context *, struct ggml_tensor * x, struct ggml_tensor * residual, struct ggml_tensor * post,
                                        struct ggml_tensor * comb);
+struct ggml_tensor * ggml_dsv4_hc_comb(struct ggml_context *, struct ggml_tensor * mixes, struct ggml_tensor * scale, struct ggml_tensor * base,
+                                       float eps, int32_t iterations);
+struct ggml_tensor * ggml_soft_max_ext(struct ggml_context *, struct ggml_tensor * x, struct ggml_tensor * mask, float scale, float max_bias);
+struct ggml_tensor * ggml_swiglu_clamp(struct ggml_context *, struct ggml_tensor * gate, struct ggml_tensor * up, float limit);
 struct ggml_tensor * ggml_sum_rows(struct ggml_context *, struct ggml_tensor *);
 struct ggml_tensor * ggml_argmax(struct ggml_context *, struct ggml_tensor *);
 

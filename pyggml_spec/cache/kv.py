@@ -164,7 +164,8 @@ def _shapes() -> Iterator[tuple[Any, Callable[..., Tensor]]]:
 def _scores(types: KVTypes, s: KVShape, backend: Backend) -> bool:
     """Whether the device supports an indexer's operations."""
     with _shapes() as (ctx, new):
-        q, k = new(lib.GGML_TYPE_F32, s.index, s.index_heads, 2), new(types.ids[0], s.index, 1, 4 * 256)
+        size, kind = (s.index // 2, lib.GGML_TYPE_F32) if s.pooled else (s.index, types.ids[0])
+        q, k = new(lib.GGML_TYPE_F32, size, s.index_heads, 2), new(kind, size, 1, 4 * 256)
         mask = new(lib.GGML_TYPE_F16, 4 * 256, 2)
         scores = lib.ggml_lightning_indexer(ctx, q, k, new(lib.GGML_TYPE_F32, s.index_heads, 2), mask)
         chosen = lib.ggml_top_k(ctx, scores, 256)

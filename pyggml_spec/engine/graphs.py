@@ -68,10 +68,10 @@ class Done(NamedTuple):
 
 
 def most_nodes(target: Decoder, drafter: AnyDrafter | None) -> int:
-    """Nodes that no step of this pair exceeds: layers take 28 to 66, and three for each expert that a token uses; slots, scales, biases and the
+    """Nodes that no step of this pair exceeds: layers take 28 to 150, and three for each expert that a token uses; slots, scales, biases and the
     rotation of quantised rows take at most 40 more."""
     experts = getattr(target, "experts", None)
-    per_layer = 160 + (4 * experts.n_used if experts is not None else 0)
+    per_layer = 192 + (4 * experts.n_used if experts is not None else 0)
     members = drafter.methods if drafter is not None else ()
     passes = sum(member.n_layer * ((member.block_size if member.one_by_one else 1) + member.rows_read_rows) for member in members)
     return NODES_BESIDE_LAYERS + (target.n_layer + passes) * per_layer + sum(member.extra_nodes for member in members)

@@ -259,6 +259,11 @@ class Graph:
         act = self.clamp(self.silu(gate if self.view_source(gate) == gate else self.cont(gate)), float("-inf"), limit)
         return self.mul(act, self.clamp(up, -limit, limit))
 
+    def swiglu_clamped(self, gate: Tensor, up: Tensor, limit: float) -> Tensor:
+        """silu(min(gate, limit)) * clamp(up, -limit, limit), elementwise."""
+        require(list(gate.ne) == list(up.ne) and gate.type == up.type == F32, "swiglu_clamped", gate=gate, up=up)
+        return lib.ggml_swiglu_clamp(self.ctx, gate, up, limit)
+
     def situ(self, gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
         """b tanh(gate / b) sigmoid(gate) * l tanh(up / l), elementwise; up itself for an l of 0."""
         gate, up = (x if self.view_source(x) == x else self.cont(x) for x in (gate, up))
@@ -357,6 +362,12 @@ class Graph:
         require(0 < k <= x.ne[0], "top_k", x=x, k=k)
         return lib.ggml_argsort_top_k(self.ctx, x, k)
 
+    def masked_softmax(self, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """Softmax of scale * x F32 [n, 1, H, T] + mask F32 [n, 1, 1, T] over the innermost dimension."""
+        fits = x.type == mask.type == F32 and [x.ne[0], x.ne[1], x.ne[3]] == [mask.ne[0], mask.ne[1], mask.ne[3]] and mask.ne[2] == 1
+        require(fits and lib.ggml_is_contiguous(x) and lib.ggml_is_contiguous(mask), "masked_softmax", x=x, mask=mask)
+        return lib.ggml_soft_max_ext(self.ctx, x, mask, scale, 0.0)
+
     def index_scores(self, q: Tensor, cache: Tensor, weights: Tensor, mask: Tensor, kv_bucket: int) -> Tensor:
         """An indexer's score of the first ``kv_bucket`` cache rows: sum over heads of weight * max(q . row, 0), plus the mask.
 
@@ -392,11 +403,18 @@ class Graph:
         require(list(weights.ne)[:2] == list(x.ne)[1:3] and x.type == weights.type == F32, "streams_sum", x=x, weights=weights)
         return lib.ggml_dsv4_hc_pre(self.ctx, x, weights)
 
-    def add_to_streams(self, x: Tensor, streams: Tensor, weights: Tensor) -> Tensor:
-        """streams F32 [n, H, T] plus x F32 [n, T] times weights F32 [H, T]."""
+    def add_to_streams(self, x: Tensor, streams: Tensor, weights: Tensor, mixing: Tensor | None = None) -> Tensor:
+        """streams F32 [n, H, T], mixed by F32 [H, H, T] of ``mixing_matrices`` if any, plus x F32 [n, T] times weights F32 [H, T]."""
         fits = list(x.ne)[:2] == [streams.ne[0], streams.ne[2]] and list(weights.ne)[:2] == [streams.ne[1], streams.ne[2]]
-        require(fits, "add_to_streams", x=x, streams=streams, weights=weights)
-        return lib.ggml_dsv4_hc_post(self.ctx, x, streams, weights, ffi.NULL)
+        fits &= mixing is None or list(mixing.ne)[:3] == [streams.ne[1], *list(streams.ne)[1:3]]
+        require(fits, "add_to_streams", x=x, streams=streams, weights=weights, mixing=mixing)
+        return lib.ggml_dsv4_hc_post(self.ctx, x, streams, weights, ffi.NULL if mixing is None else mixing)
+
+    def mixing_matrices(self, mixes: Tensor, scale: Tensor, base: Tensor, eps: float, iterations: int) -> Tensor:
+        """Of the last 16 rows of mixes F32 [24, T], times scale[2], plus base F32 [24]: F32 [4, 4, T] with rows and columns of sum 1, nearly (Sinkhorn)."""
+        fits = list(mixes.ne)[:1] == list(base.ne)[:1] == [24] and scale.ne[0] == 3 and iterations > 0
+        require(fits and lib.ggml_is_contiguous(mixes), "mixing_matrices", mixes=mixes, scale=scale, base=base, iterations=iterations)
+        return lib.ggml_dsv4_hc_comb(self.ctx, mixes, scale, base, eps, iterations)
 
     def block_max(self, x: Tensor, n: int) -> Tensor:
         """The largest of each ``n`` values, F32 [n * m, ...] -> [m, ...]."""

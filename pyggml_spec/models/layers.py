@@ -371,7 +371,7 @@ class GatedMLP(Part):
     """W_down (act(W_gate x) * W_up x) with ``n_ff`` hidden values.
 
     ``act`` "silu", "gelu" or "oai", gpt-oss's; ``suffix`` of the tensors' names; ``packed``: gate and up are one tensor, `ffn_up`; ``limit``: see ``Graph.swiglu_limited``, 0
-    for none; ``situ``: the numbers of ``Graph.situ``, or None.
+    for none; ``clamps``: see ``Graph.swiglu_clamped`` instead; ``situ``: the numbers of ``Graph.situ``, or None.
     """
 
     n_ff: int
@@ -379,6 +379,7 @@ class GatedMLP(Part):
     suffix: str = ""
     packed: bool = False
     limit: float = 0.0
+    clamps: bool = False
     situ: tuple[float, float] | None = None
 
     @property
@@ -405,7 +406,8 @@ class GatedMLP(Part):
             return c.product(self.names[2], c.g.gated_halves(glu, c.product(self.names[1], x)))
         if self.limit:
             gate, up = c.project("ffn", x)
-            return c.product(self.names[2], c.g.swiglu_limited(gate, up, self.limit))
+            limited = c.g.swiglu_clamped if self.clamps else c.g.swiglu_limited
+            return c.product(self.names[2], limited(gate, up, self.limit))
         return gated_ffn(c.g, glu, c.w.group(f"{c.prefix}ffn"), c.matrix(self.names[2]), x)
 
 

@@ -69,6 +69,8 @@ class MLA(Part):
         """[c ; p] F32 [latent + n_rot, T] -> the K rows, F32 [latent + n_rot, 1, T]."""
         g = c.g
         latent = c.rms_norm(g.slice(row, 0, 0, self.latent), "attn_kv_a_norm")
+        if not self.rope.n_rot:
+            return g.reshape(latent, self.latent, 1, latent.ne[1])
         key = self._rotate(c, g.heads(row, self.rope.n_rot, 1, first=self.latent))
         return g.concat([g.reshape(latent, self.latent, 1, latent.ne[1]), key])
 
@@ -81,9 +83,10 @@ class MLA(Part):
         g, kv, n_rot, attention = c.g, c.kv, self.rope.n_rot, c.attention
         assert attention is not None
         q = c.product("attn_q_b", q) if self.lora_q else q
-        plain, turned = g.heads(q, self.size - n_rot, self.heads, self.size), g.heads(q, n_rot, self.heads, self.size, self.size - n_rot)
+        plain = g.heads(q, self.size - n_rot, self.heads, self.size)
         absorbed = g.permute(g.matmul(c["attn_k_b"], g.permute(plain, 0, 2, 1, 3)), 0, 2, 1, 3)
-        q = g.concat([absorbed, self._rotate(c, turned)])
+        turned = [self._rotate(c, g.heads(q, n_rot, self.heads, self.size, self.size - n_rot))] if n_rot else []
+        q = g.concat([absorbed, *turned]) if turned else g.cont(absorbed)
         q = q if c.q_scale is None else g.mul(q, c.q_scale)
         stored = self.stored(c, row)
         g.expand(q)

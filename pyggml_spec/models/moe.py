@@ -27,7 +27,8 @@ class Experts:
     Attributes:
         gating: SOFTMAX, SIGMOID or SOFTMAX_OF_CHOSEN.
         normalise, scale: divide the weights by their sum; multiply them.
-        glu: the method of ``Graph`` that combines gate and up, or of up alone unless ``gated``; ``limit``: see ``Graph.swiglu_limited``, 0 for none.
+        glu: the method of ``Graph`` that combines gate and up, or of up alone unless ``gated``; ``limit``: see ``Graph.swiglu_limited``, 0 for none;
+            ``clamps``: see ``Graph.swiglu_clamped`` instead.
         weighted_input: weights are applied to the experts' inputs, and logits choose.
         situ: the two numbers of ``Graph.situ``, which combines gate and up then.
         biased: `exp_probs_b` is added for the selection, not to the weights.
@@ -44,6 +45,7 @@ class Experts:
     glu: str = "swiglu"
     gated: bool = True
     limit: float = 0.0
+    clamps: bool = False
     situ: tuple[float, float] | None = None
     weighted_input: bool = False
     biased: bool = False
@@ -150,7 +152,7 @@ class Experts:
         if self.situ:
             return g.situ(gate, up, *self.situ)
         if self.limit:
-            return g.swiglu_limited(gate, up, self.limit)
+            return (g.swiglu_clamped if self.clamps else g.swiglu_limited)(gate, up, self.limit)
         # ggml's kernel, as for experts in host memory: the same bits on either side
         return g.gated(self.glu, gate, up, native=False)
 

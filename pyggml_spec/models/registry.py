@@ -52,6 +52,9 @@ _LIKE = {
     "gemma": "gemma4",
     "glm": "glm-dsa",
 }  # nearest architecture by prefix
+_OTHERWISE = {  # nearest architecture, and what is missing
+    "deepseek4": ("glm5-next", "Its attention reads compressed states of 4 and of 128 positions, which no cache here keeps. "),
+}
 LIMIT = 40  # characters of a name from a file
 
 
@@ -60,10 +63,10 @@ def unsupported(file: GGUFFile) -> str:
     arch = file.get("general.architecture", str)
     family = next((near for name, near in _LIKE.items() if arch.startswith(name)), "llama")
     alike = get_close_matches(arch, TARGETS, 1, 0.7)
-    near = alike[0] if alike else family if family in TARGETS else next(iter(TARGETS))
+    near, missing = _OTHERWISE.get(arch, (alike[0] if alike else family if family in TARGETS else next(iter(TARGETS)), ""))
     return (
         f"has the architecture {arch[:LIMIT]!r}, which does not run here yet, with or without a drafter; the {len(TARGETS)} supported targets are "
-        f"listed in docs/supported.md. The nearest is {near}: docs/adding-an-architecture.md says how one is added, `pyspec inspect` shows what is in the file, and llama.cpp runs it meanwhile"
+        f"listed in docs/supported.md. {missing}The nearest is {near}: docs/adding-an-architecture.md says how one is added, `pyspec inspect` shows what is in the file, and llama.cpp runs it meanwhile"
     )
 
 

@@ -100,6 +100,13 @@ KEYS: dict[str, dict[str, Any]] = {  # that a description has defaults for, and 
         "attention.kv_lora_rank": 64, "attention.q_lora_rank": 48, "rope.dimension_count": 32, "attention.key_length": 96, "attention.value_length": 64,
         "attn_res.block_size": 2, "activation.situ_beta": 1.3, "activation.situ_linear_beta": 0.8, "expert_latent_length": 128,
     },
+    "glm5-next": LEADING | {
+        "kda.head_dim": 64, "kda.gate_lower_bound": -5.0, "attention.key_length_mla": 64, "attention.value_length_mla": 40, "attention.kv_lora_rank": 64,
+        "attention.key_length": 64, "attention.value_length": 64, "attention.q_lora_rank": 48, "rope.dimension_count": 0, "hyper_connection.count": 4,
+        "hyper_connection.sinkhorn_iterations": 3, "hyper_connection.epsilon": 1e-5, "attention.indexer.key_length": 64,
+        "attention.indexer.head_count": 3, "attention.indexer.top_k": 64, "attention.indexer.kpool": 4, "attention.indexer.kpool_select_tail": True,
+        "attention.layer_norm_epsilon": 1e-5,
+    },
     "llama4": {"interleave_moe_layer_step": 2, "rope.freq_base_swa": 2e4},
     "lfm2moe": {"leading_dense_block_count": 1, "expert_gating_func": 2},
     "mimo2": {"attention.value_scale": 0.7, "rope.dimension_count": 16, "rope.freq_base_swa": 2e4},
@@ -138,7 +145,7 @@ WINDOWED = ("afmoe", "cohere2", "cohere2moe", "exaone-moe", "gemma2", "gemma3", 
 MTP_LAYERS = {"hy_v3": 2, "mimo2": 3, "step35": 3}
 LISTED = ("granite_swa", "mimo2", "step35")  # every other layer slides, by a list
 TIED = ("cohere2", "command-r", "gemma", "gemma2")  # llama.cpp reads no head of theirs
-HYBRID = ("granitehybrid", "kimi-k3", "kimi-linear", "lfm2", "lfm2moe")  # every third layer is recurrent
+HYBRID = ("glm5-next", "granitehybrid", "kimi-k3", "kimi-linear", "lfm2", "lfm2moe")  # every third layer is recurrent
 UNGROUPED = ("dots1", "olmoe")  # as many KV heads as query heads
 
 
@@ -157,7 +164,7 @@ def own_keys(arch: str, s: Shape) -> dict[str, Any]:
     if arch in ("hunyuan_vl", "qwen2vl"):
         keys["rope.dimension_sections"] = np.array([s.head_size // 8, s.head_size // 4, s.head_size // 8, 0])
     if arch in HYBRID:
-        kv_heads = 1 if arch.startswith("kimi") else s.n_head_kv
+        kv_heads = 1 if arch.startswith(("kimi", "glm5")) else s.n_head_kv
         keys["attention.head_count_kv"] = np.array([0 if i % 3 == 0 else kv_heads for i in range(s.n_layer)])
     if arch == "apertus":
         keys |= {f"xielu.{name}": np.array([0.3 + j + i / 8 for i in range(s.n_layer)]) for j, name in enumerate(("alpha_n", "alpha_p"))}
@@ -194,6 +201,8 @@ def own_keys(arch: str, s: Shape) -> dict[str, Any]:
         keys |= {"attention.value_length": 2 * s.head_size, "attention.head_count_kv": kv_heads}
     if arch == "step35":
         keys |= {"attention.head_count": np.array([s.n_head * (1 + i % 2) for i in range(s.n_layer)])}
+        keys |= {"swiglu_clamp_exp": np.resize([0.3, 0, 0.4], s.n_layer), "swiglu_clamp_shexp": np.resize([0.2, 0.5, 0], s.n_layer)}
+    if arch == "glm5-next":
         keys |= {"swiglu_clamp_exp": np.resize([0.3, 0, 0.4], s.n_layer), "swiglu_clamp_shexp": np.resize([0.2, 0.5, 0], s.n_layer)}
     if arch in LISTED:
         keys |= {

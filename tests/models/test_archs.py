@@ -46,7 +46,7 @@ WRITERS = {name: write for name, write in TARGETS.items() if name != "qwen35"}
 THOROUGH = [name for name in thorough() if name != "qwen35"]
 ONE_ROW = having("latent")  # one row: K and V are of one type
 WINDOWED = [arch for arch in having("windowed") if arch != "llama4"]  # whose window is 8192, whatever the file says
-STREAMS = ("gemma3n", "qwen4exp")  # layers' inputs have several rows per token
+STREAMS = ("gemma3n", "glm5-next", "qwen4exp")  # layers' inputs have several rows per token
 UNLIKE = (*STREAMS, "phi2")  # and phi2's bias of the head is not added for drafters there
 JOINED = {"qwen3next joined": lambda *args: write_qwen3next(*args, joined=True)}
 QUANTS = ["F32", "Q8_0", "Q4_K"]
@@ -217,6 +217,7 @@ KEYS = (
     ("nemotron_h", {"ssm.group_count": 4, "ssm.inner_size": 256, "ssm.time_step_rank": 8, "ssm.state_size": 64}),
     ("bailingmoe2", {"expert_group_count": 4, "expert_group_used_count": 2}),
     ("step35", {"rope.dimension_count_swa": 32}),
+    ("glm5-next", {"attention.indexer.kpool": 8, "attention.indexer.top_k": 128}),
 )
 # (architecture, type, tokens, shape, options): what files of an architecture differ in; yarn past the 64 tokens that the file claims to be trained on
 VARIANTS = [
@@ -260,6 +261,8 @@ VARIANTS = [
         (arch, "F32", 37, LEAN, {"keys": {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": n}, "optional": FACTORS})
         for arch in ("llama", "minicpm") for n in (64, 4000)
     ),
+    ("glm5-next", "F32", 300, {"n_layer": 7, **LEAN}, {"keys": {"attention.indexer.types": np.array([1, 1, 1, 0, 0, 0, 1])}}),
+    *((arch, "F32", 1100, LEAN, {}) for arch in ("kimi-k3", "glm5-next")),
     ("command-r", "F32", 37, {"n_layer": 64, **LEAN}, {}),  # from which q and k are normalised
 ]  # fmt: skip
 
@@ -280,6 +283,11 @@ def test_variants_of_an_architecture(tmp_path, arch, quant, tokens, shape, optio
     ("gpt-oss", {"rope.freq_base_swa": -1.0}, "freq_base_swa"),
     ("gpt-oss", {"attention.key_length_swa": 32}, "key_length_swa"),
     *(("minimax-m2", {"expert_gating_func": n}, f"expert_gating_func is {n}") for n in (0, 3, 9)),
+    ("glm5-next", {"hyper_connection.count": 2}, "hyper_connection.count is 2; 4 streams"),
+    ("glm5-next", {"attention.indexer.kpool": 3}, "kpool is 3, but it has to be a power of two"),
+    ("glm5-next", {"attention.indexer.kpool_select_tail": False}, "nothing to attend to"),
+    ("glm5-next", {"rope.dimension_count": 32}, "glm5-next rotates nothing"),
+    ("glm5-next", {"attention.indexer.types": np.array([1, 0, 1, 1])}, "the first layer of attention has none to see"),
     ("deepseek2", {"attention.key_length_mla": 0}, "K/V rows would be those of every head"),
     ("deepseek2", {"attention.key_length": 80}, "attention.key_length is not the 96"),
     ("deepseek2", {"attention.head_count_kv": 4}, "attention.head_count_kv is not the 1"),

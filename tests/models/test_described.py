@@ -167,6 +167,7 @@ def test_logits(tmp_path, arch, quant):
     least = {
         "deepseek2": 4,
         "granitehybrid": 12,
+        "glm5-next": 0,
         "kimi-k3": 0,
         "kimi-linear": 0,
         "lfm2": 8,

@@ -23,11 +23,13 @@ CONVS = ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")
 
 @dataclass(frozen=True)
 class KimiDelta(Part):
-    """Kimi delta attention; ``recurrent``: geometry of the states. ``bound``: see ``pgs_delta_inputs``; ``whole_gate``: the gate is one matrix."""
+    """Kimi delta attention; ``recurrent``: geometry of the states. ``bound``: see ``pgs_delta_inputs``; ``whole_gate``: the gate is one matrix;
+    ``l2_eps``: epsilon of the norms of q and k, 0 for the model's."""
 
     recurrent: RecurrentShape
     bound: float = 0.0
     whole_gate: bool = False
+    l2_eps: float = 0.0
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
         size, heads = self.recurrent.head_size, self.recurrent.n_head_v
@@ -41,7 +43,7 @@ class KimiDelta(Part):
         ]
         return [
             *out,
-            Spec(f"{prefix}ssm_a", (heads,) if self.whole_gate else (1, heads), VECTOR),
+            Spec(f"{prefix}ssm_a", (1, heads) if f.arch == "kimi-linear" else (heads,), VECTOR),
             Spec(f"{prefix}ssm_dt.bias", (inner,), VECTOR),
         ]
 
@@ -57,7 +59,7 @@ class KimiDelta(Part):
         assert c.recurrent is not None
         out = c.recurrent(
             g, c.state, g.concat(c.project("mixer", x)), convs, beta=beta, alpha=c.product("ssm_f_b", decay), dt=w[f"{b}ssm_dt.bias"],
-            a=g.reshape(w[f"{b}ssm_a"], 1, s.n_head_v), eps=c.eps, bound=self.bound,
+            a=g.reshape(w[f"{b}ssm_a"], 1, s.n_head_v), eps=self.l2_eps or c.eps, bound=self.bound,
         )  # fmt: skip
         return c.product(
             "attn_output",

@@ -333,7 +333,12 @@ class Qwen4Exp(Decoder):
         return self.feature(g, g.reshape(gated, *list(x.ne)[:3]))
 
     def feature(self, g: Graph, x: Tensor) -> Tensor:
-        total = g.cont(g.pick(x, 1, 0))
-        for i in range(1, self.streams):
-            total = g.add(total, g.pick(x, 1, i))
-        return g.scale(total, float(np.float32(1) / np.float32(self.streams)))
+        return mean_of_streams(g, x)
+
+
+def mean_of_streams(g: Graph, x: Tensor) -> Tensor:
+    """F32 [n, H, T] -> F32 [n, T]."""
+    total = g.cont(g.pick(x, 1, 0))
+    for i in range(1, x.ne[1]):
+        total = g.add(total, g.pick(x, 1, i))
+    return g.scale(total, float(np.float32(1) / np.float32(x.ne[1])))

@@ -27,7 +27,7 @@ def step35(f: Hparams) -> Decoder:
     if full.n_rot % 2:
         raise f.refuse(f"rope.dimension_count is {rope.n_rot}, but full layers rotate pairs among half of them")
     ff, shared = f.per_layer("feed_forward_length")[0], f.positive("expert_shared_feed_forward_length")
-    limits, limits_shared = _limits(f, "swiglu_clamp_exp"), _limits(f, "swiglu_clamp_shexp")
+    of_experts, of_shared = limits(f, "swiglu_clamp_exp"), limits(f, "swiglu_clamp_shexp")
     experts = f.experts(
         gating=f.gating(SIGMOID), normalise=f.get("expert_weights_norm", bool, False), scale=f.number("expert_weights_scale", 0.0),
         biased=any(".exp_probs_b." in name for name in f.file.tensors),
@@ -37,8 +37,8 @@ def step35(f: Hparams) -> Decoder:
         norm = HEAD if f.shape(f"blk.{i}.attn_q_norm.weight") else ""
         gate = "sigmoid of heads" if f.shape(f"blk.{i}.attn_gate.weight") else ""
         attention = Attention(heads[i], kv_heads[i], size, local if s else full, factors=not s, norm=norm, sliding=s, gate=gate)
-        moe = MoE(replace(experts, limit=limits[i]), GatedMLP(shared, suffix="_shexp", limit=limits_shared[i]))
-        layers.append(Layer(attention, moe if f.shape(f"blk.{i}.ffn_gate_inp.weight") else GatedMLP(ff, limit=limits_shared[i])))
+        moe = MoE(replace(experts, limit=of_experts[i]), GatedMLP(shared, suffix="_shexp", limit=of_shared[i]))
+        layers.append(Layer(attention, moe if f.shape(f"blk.{i}.ffn_gate_inp.weight") else GatedMLP(ff, limit=of_shared[i])))
     unscaled, mtp = ("attn_gate", *FFN, *EXPERT, *SHARED), () if f.long_from else layers[f.n_layer :]
     return Decoder(
         f, layers[: f.n_layer], window=window, long_from=f.long_from, biased=ATTENTION, unscaled=unscaled, mtp=mtp, mtp_before_norm=True,
@@ -46,12 +46,12 @@ def step35(f: Hparams) -> Decoder:
     )  # fmt: skip
 
 
-def _limits(f: Hparams, key: str) -> tuple[float, ...]:
+def limits(f: Hparams, key: str) -> tuple[float, ...]:
     """The limit of each layer, MTP layers included, 0 for none."""
     values = f.file.metadata.get(f"{f.arch}.{key}")
     if values is None:
         return (0.0,) * f.n_block
-    limits = [float(v) for v in (values if isinstance(values, np.ndarray) else [f.number(key, 0.0)] * f.n_block)]
-    if len(limits) < f.n_block or not all(0 <= v < 1 << 31 for v in limits):
-        raise f.refuse(f"{key} is {limits[:4]}, but it has to be {f.n_block} numbers of 0 or more")
-    return tuple(v if v > EPS else 0.0 for v in limits[: f.n_block])
+    found = [float(v) for v in (values if isinstance(values, np.ndarray) else [f.number(key, 0.0)] * f.n_block)]
+    if len(found) < f.n_block or not all(0 <= v < 1 << 31 for v in found):
+        raise f.refuse(f"{key} is {found[:4]}, but it has to be {f.n_block} numbers of 0 or more")
+    return tuple(v if v > EPS else 0.0 for v in found[: f.n_block])
