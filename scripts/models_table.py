@@ -85,8 +85,9 @@ def row(repository: str, arch: str, checkpoint: str, small: str) -> str:
     drafters = [f"{p.drafter}{'' if p.gguf else ' (convert)'}" for p in pairs] + ([f"{small} (draft-simple)"] if small else [])
     ready = next((p.drafter for p in pairs if p.gguf), small)
     command = f"`pyspec run -hf {repository}{f' -hfd {ready}' if ready else ''} -p ...`"
-    status, command = ("runs", command) if arch in TARGETS else ("refused: the architecture is not supported", "-")
-    return f"| {repository} | {arch} | {status} | {', '.join(drafters) or 'n-gram'} | {command} |"
+    if arch not in TARGETS:
+        return f"| {repository} | {arch} | refused: the architecture is not supported | - | - |"
+    return f"| {repository} | {arch} | runs | {', '.join(drafters) or 'n-gram'} | {command} |"
 
 
 def page() -> str:
