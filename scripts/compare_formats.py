@@ -22,7 +22,7 @@ import scripted
 from server.formats import FAMILIES, TOOLS, Case, cases, plain, told
 from server.running import Running
 
-OUT = Path(__file__).resolve().parents[1] / "tests" / "serve" / "llama_server_formats.json"
+OUT = Path(__file__).resolve().parents[1] / "tests" / "server" / "llama_server_formats.json"
 
 
 def request(case: Case, begin: int, count: int) -> dict:
@@ -86,7 +86,7 @@ def main() -> None:
                 server.wait(60)
                 for case, body, parts in zip(told_of, bodies, made):
                     found[case.key] = theirs(server, body, "".join(parts[: body["max_tokens"]]), family.end)
-            ours = asked(Running("-m", model, "-c", "4096", before=scripted.UNHURRIED), bodies) if args.ours else [{}] * len(bodies)
+            ours = asked(Running("-m", model, "-c", "4096"), bodies) if args.ours else [{}] * len(bodies)
             for case, answer in zip(told_of, ours):
                 line = json.dumps(found[case.key], ensure_ascii=False)
                 if args.ours:

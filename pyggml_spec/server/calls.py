@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..text.formats import GEMMA, JSON, NAMED, Calls, Format, Tags
+from ..text.formats import GEMMA, IN_JSON, JSON, NAMED, Calls, Format, Tags
 from ..text.values import kinds, resolve, with_implied_types
 from .errors import ApiError
 
@@ -21,13 +21,17 @@ def calls_grammar(
     Raises ApiError: the grammar cannot hold what the tools' schemas ask for."""
     if form.channels is not None or not form.calls or form.calls[0].arguments == GEMMA:
         return None
+    if isinstance(tags := form.calls[0].arguments, Tags) and (tags.nested or tags.attributes):
+        return None
     call, more = form.calls[0], "(SPACE call)*" if several else ""
     whole = f"call {more}"
     if call.sectioned:
         whole = f"{_mark(call.section[0], control)} SPACE {whole} SPACE {_mark(call.section[1], control)}"
     elif call.section:
         whole += f" (SPACE {_mark(call.section[1], control)})?"
-    inside = f"inside: %json {call_schema(tools)}\n" if call.arguments == NAMED else _named_calls(tools, call, control)
+    if call.listed:
+        more, whole = "", "call"
+    inside = f"inside: %json {call_schema(tools, call, several)}\n" if call.arguments == NAMED else _named_calls(tools, call, control)
     end = f" SPACE {_mark(call.end, control)}" if call.end else ""
     begin = call.section[0] if call.sectioned else call.begin
     text = f"start: {whole}\ncall: {_mark(call.begin, control)} SPACE inside{end}\nSPACE: /[ \\n]{{0,4}}/\n{inside}"
@@ -119,9 +123,9 @@ def _choices(wanted: Any, root: dict[str, Any], depth: int = 0) -> list[str] | N
     return {"null": ["null"], "boolean": ["true", "false"]}.get(kind, [])
 
 
-def call_schema(tools: Sequence[dict[str, Any]]) -> str:
-    """The JSON schema of a call of one of ``tools``, as {"name": .., "arguments": ..}. Definitions of their parameters move to its root. Raises
-    ApiError: two tools define different things under one name."""
+def call_schema(tools: Sequence[dict[str, Any]], notation: Calls = IN_JSON, several: bool = False) -> str:
+    """The JSON schema of a call of one of ``tools``, as {"name": .., "arguments": ..} or as the ``notation`` has it, of ``several`` in its list if it has
+    one. Definitions of their parameters move to its root. Raises ApiError: two tools define different things under one name."""
     shared: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     either = []
     for tool in tools:
@@ -132,6 +136,11 @@ def call_schema(tools: Sequence[dict[str, Any]]) -> str:
                 for name, schema in (parameters.pop(place, None) or {}).items():
                     if known.setdefault(name, schema) != schema:
                         raise _refused(f"two tools define {name!r} differently in their parameters; rename one")
-        call = {"name": {"const": tool["function"]["name"]}, "arguments": parameters}
-        either.append({"type": "object", "properties": call, "required": ["name", "arguments"], "additionalProperties": False})
-    return json.dumps({"anyOf": either, **{place: known for place, known in shared.items() if known}})
+        name, call = tool["function"]["name"], dict[str, Any]()
+        if notation.number:
+            call[notation.number] = {"type": "string"}
+        call |= dict(zip(notation.keys, ({"const": name}, parameters))) if notation.keys else {name: parameters}
+        either.append({"type": "object", "properties": call, "required": list(call), "additionalProperties": False})
+    one: dict[str, Any] = {"anyOf": either}
+    whole = {"type": "array", "items": one, "minItems": 1, **({} if several else {"maxItems": 1})} if notation.listed else one
+    return json.dumps({**whole, **{place: known for place, known in shared.items() if known}})

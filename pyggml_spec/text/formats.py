@@ -20,12 +20,16 @@ class Tags:
         name: texts before and after an argument's name. ``value``: start of its value, if any.
         end: end of its value.
         lines: whether the value is on lines of its own.
+        attributes: whether further text may stand before ``value``.
+        nested: before the tags of parts of objects and arrays, which are named like the argument's; ``end`` holds the name at {}.
     """
 
     name: tuple[str, str]
     end: str
     value: str = ""
     lines: bool = False
+    attributes: bool = False
+    nested: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class Calls:
         section: around all calls. ``sectioned``: calls exist inside it only.
         loose: ``end`` may be missing although text follows.
         unopened: a known tool's name may start a call without ``begin``.
+        keys: with NAMED, the keys of name and arguments; without any, the only key is the name. ``listed``: a JSON array of such calls.
+        number: with NAMED, a key that models write before the others.
+        head: end of the tag with the name, before which further attributes may stand.
     """
 
     begin: str
@@ -52,6 +59,10 @@ class Calls:
     sectioned: bool = False
     loose: bool = False
     unopened: bool = False
+    keys: tuple[str, ...] = ("name", "arguments")
+    listed: bool = False
+    number: str = ""
+    head: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,7 @@ class Format:
         signs: texts that the template's source contains, all of them.
         think: around reasoning, as searched in the text.
         thinking: the same as prompts write it, with line breaks.
-        interleaved: reasoning may follow content. ``strays``: markers without meaning alone.
+        interleaved: reasoning may follow content. ``strays``: markers without meaning alone. ``frame``: markers around content.
         calls: notations; grammars use the first.
         calls_think: a call ends open reasoning.
         bare: marker before an answer that is one JSON call; None if there is no such answer.
@@ -99,6 +110,7 @@ class Format:
     thinking: tuple[str, str] = ("<think>\n", "\n</think>\n\n")
     interleaved: bool = False
     strays: tuple[str, ...] = ()
+    frame: tuple[str, ...] = ()
     calls: tuple[Calls, ...] = ()
     calls_think: bool = False
     bare: str | None = None
@@ -107,7 +119,7 @@ class Format:
     @cache  # noqa: B019  (there are a dozen)
     def markers(self) -> frozenset[str]:
         """Texts that are control tokens where the vocabulary has them, and that the parser needs."""
-        texts = _texts((self.think, self.strays, self.calls, self.channels, self.bare))
+        texts = _texts((self.think, self.strays, self.frame, self.calls, self.channels, self.bare))
         return frozenset(marker for text in texts for marker in re.findall(r"<[^<>]+>", text))
 
     def closes(self, text: str) -> bool:
@@ -150,6 +162,7 @@ RECIPIENTS = Channels(
     thinks=" to=self<|message|>", answers=" to=user<|message|>",
 )  # fmt: skip
 _TIGHT = ("<think>", "</think>")
+_SPACE = "]<]minimax[>["  # before every tag of MiniMax-M3
 
 FORMATS = (
     Format("gpt-oss", ("<|channel|>", "<|message|>"), calls=(Calls("", "", JSON, prefix="functions."),), channels=HARMONY, strays=("<|constrain|>",)),
@@ -178,6 +191,34 @@ FORMATS = (
         "MiniMax-M2", ("<minimax:tool_call>", "<invoke name="),
         calls=(Calls('<invoke name="', "", Tags(('<parameter name="', '">'), "</parameter>"), name=("", '">'), close="</invoke>",
                      section=("<minimax:tool_call>", "</minimax:tool_call>"), sectioned=True),),
+    ),
+    Format(
+        "MiniMax-M3", ("]<]minimax[>[", "<invoke name="), think=("<mm:think>", "</mm:think>"), thinking=("<mm:think>", "</mm:think>"),
+        calls=(Calls(f'{_SPACE}<invoke name="', "", Tags((f"{_SPACE}<", ">"), f"{_SPACE}</{{}}>", nested=_SPACE), name=("", '">'),
+                     close=f"{_SPACE}</invoke>", section=(f"{_SPACE}<tool_call>", f"{_SPACE}</tool_call>"), sectioned=True),),
+    ),
+    Format(
+        "Kimi K3", ("<|open|>", "<|close|>", "<|end_of_msg|>"), think=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        thinking=("<|open|>think<|sep|>", "<|close|>think<|sep|><|open|>response<|sep|>"),
+        frame=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+        calls=(Calls('<|open|>call tool="', "<|close|>call<|sep|>",
+                     Tags(('<|open|>argument key="', '"'), "<|close|>argument<|sep|>", value="<|sep|>", attributes=True), name=("", '"'), head="<|sep|>",
+                     section=("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"), sectioned=True),),
+    ),
+    Format(
+        "Cohere2 MoE", ("<|START_TEXT|>", "<|START_ACTION|>"), think=("<|START_THINKING|>", "<|END_THINKING|>"),
+        thinking=("<|START_THINKING|>", "<|END_THINKING|><|START_TEXT|>"), frame=("<|START_TEXT|>", "<|END_TEXT|>"),
+        calls=(Calls("<|START_ACTION|>", "<|END_ACTION|>", NAMED, keys=("tool_name", "parameters"), listed=True, number="tool_call_id"),),
+    ),
+    Format(
+        "Apertus", ("<|tools_prefix|>", "<|inner_prefix|>"), think=("<|inner_prefix|>", "<|inner_suffix|>"),
+        thinking=("<|inner_prefix|>", "<|inner_suffix|>"), calls=(Calls("<|tools_prefix|>", "<|tools_suffix|>", NAMED, keys=(), listed=True),),
+    ),
+    Format(
+        "Hy3", ("<tool_sep{}>", ":opensource"), think=("<think:opensource>", "</think:opensource>"), thinking=("<think:opensource>", "</think:opensource>"),
+        calls=(Calls("<tool_call:opensource>", "</tool_call:opensource>",
+                     Tags(("<arg_key:opensource>", "</arg_key:opensource>"), "</arg_value:opensource>", value="<arg_value:opensource>"),
+                     name=("", "<tool_sep:opensource>"), section=("<tool_calls:opensource>", "</tool_calls:opensource>")),),
     ),
     Format("Qwen3-Coder", ("<tool_call>", "<function="), calls=(IN_XML, IN_JSON, IN_KEYS), calls_think=True),
     Format("GLM", ("<tool_call>", "<arg_key>"), thinking=_TIGHT, calls=(IN_KEYS, IN_JSON, IN_XML)),

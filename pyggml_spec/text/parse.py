@@ -103,6 +103,7 @@ class Parser:
     def _content(self) -> Generator[None, None, None]:
         begins, form = self._begins(), self.form
         reopen, strays = (form.think[:1], form.strays) if form.interleaved and self._reasoning else ((), ())
+        strays += form.frame
         ends = {call.section[1] for call in form.calls if call.section and not call.sectioned and self._tools}
         while found := (yield from self._until("content", (*begins, *reopen, *strays, *ends))):
             if found in begins:
@@ -211,8 +212,8 @@ class Parser:
         """One call after ``begin``; ``ends``: further end markers. If it is not a call, its text is emitted as ``kind`` after ``prefix``."""
         self._at = 0
         made = yield from self._read(call, name)
-        if made is not None and (yield from self._closed(call, ends, begin)):
-            self._out.append(Piece(call=made))
+        if made and (yield from self._closed(call, ends, begin)):
+            self._out += [Piece(call=one) for one in made]
             self._new_section()
             self._drop()
             return True
@@ -222,14 +223,21 @@ class Parser:
         self._drop()
         return False
 
-    def _read(self, call: Calls, name: str) -> Generator[None, None, Call | None]:
-        """Name and arguments of a call; ``name``: if known already."""
+    def _read(self, call: Calls, name: str) -> Generator[None, None, list[Call]]:
+        """Name and arguments of a call, or of those of a list; ``name``: if known already."""
         if call.arguments == NAMED:
-            text = yield from self._json()
-            return self._named(text) if text is not None else None
+            text = yield from self._json("[" if call.listed else "{")
+            made = self._named(text, call) if text is not None else []
+        else:
+            one = yield from self._read_one(call, name)
+            made = [one] if one is not None else []
+        return made
+
+    def _read_one(self, call: Calls, name: str) -> Generator[None, None, Call | None]:
+        """A call whose name stands before its arguments."""
         if not name:
             found = yield from self._name(call)
-            if found is None:
+            if found is None or (call.head and (yield from self._to(call.head)) is None):
                 return None
             name = found
         if isinstance(call.arguments, Tags):
@@ -243,14 +251,22 @@ class Parser:
         except ValueError:
             return None
 
-    def _named(self, text: str) -> Call | None:
+    def _named(self, text: str, call: Calls) -> list[Call]:
+        """The calls that are in ``text`` as JSON; none if one of them is no call."""
         try:
             value = values.loads(text)
-            arguments = value.get("arguments", value.get("parameters", {}))
-            arguments = values.loads(arguments) if isinstance(arguments, str) else arguments
-            return values.call(value["name"], arguments) if value.get("name") in self._tools else None
+            made = [self._of_json(one, call) for one in (value if call.listed else [value])]
         except (ValueError, TypeError, AttributeError):
-            return None
+            return []
+        return [one for one in made if one is not None] if None not in made else []
+
+    def _of_json(self, value: dict, call: Calls) -> Call | None:
+        if call.keys:
+            name, arguments = value.get(call.keys[0]), value.get(call.keys[1], value.get("parameters", {}))
+        else:
+            ((name, arguments),) = value.items()
+        arguments = values.loads(arguments) if isinstance(arguments, str) else arguments
+        return values.call(name, arguments) if name in self._tools else None
 
     def _name(self, call: Calls) -> TextReader:
         before, after = call.name
@@ -276,28 +292,32 @@ class Parser:
         tool, arguments = self._tools[name], {}
         schema = tool.get("parameters")
         known = schema.get("properties") if isinstance(schema, dict) else None
-        follows = tuple(marker for marker in (tags.name[0], call.close, call.end) if marker)
-        while (yield from self._next(tags.name[0])) is not None:
+        follows, before = tuple(marker for marker in (tags.name[0], call.close, call.end) if marker), self._at
+        while (yield from self._next(*follows)) == tags.name[0]:
             key = yield from self._to(tags.name[1])
-            if key is None or (tags.value and (yield from self._next(tags.value)) is None):
+            if key is None or (tags.value and (yield from (self._to if tags.attributes else self._next)(tags.value)) is None):
                 return None
-            text = yield from self._value(tags, follows)
+            text = yield from self._value(tags, follows, key)
             if text is None:
                 return None
             key = key.strip()
             wanted = known.get(key, True) if isinstance(known, dict) else True
-            arguments[key] = values.typed(text, wanted, schema)
+            arguments[key] = values.nested(text, tags.nested, wanted, schema) if tags.nested else values.typed(text, wanted, schema)
+            before = self._at
+        self._at = before
         return values.call(name, arguments)
 
-    def _value(self, tags: Tags, follows: tuple[str, ...]) -> TextReader:
+    def _value(self, tags: Tags, follows: tuple[str, ...], name: str) -> TextReader:
         """A value up to its end tag; an end tag after which the call does not continue is part of the value."""
-        start = self._at
-        while (yield from self._to(tags.end)) is not None:
+        start, end = self._at, tags.end.format(name) if tags.nested else tags.end
+        while (yield from self._to(end)) is not None:
             after = self._at
+            inside = self._pending[start : after - len(end)]
+            if tags.nested and inside.count(name.join(tags.name)) > inside.count(end):  # the end of a part with the same name
+                continue
             if (yield from self._next(*follows)) is not None or (self._final and not self._pending[after:].strip()):
                 self._at = after
-                text = self._pending[start : after - len(tags.end)]
-                return text.removeprefix("\n").removesuffix("\n") if tags.lines else text
+                return inside.removeprefix("\n").removesuffix("\n") if tags.lines else inside
             self._at = after
         return None
 
@@ -324,10 +344,10 @@ class Parser:
         while (yield from self._next("{")) is not None:
             self._at -= 1
             text = yield from self._json()
-            one = self._named(text) if text is not None else None
-            if one is None:
+            found = self._named(text, self.form.calls[0]) if text is not None else []
+            if not found:
                 break
-            made.append(one)
+            made += found
             if (yield from self._next(";")) is None and self._ended():
                 self._out += [Piece(call=one) for one in made]
                 self._drop()
@@ -340,6 +360,9 @@ class Parser:
         while True:
             text = self._pending[self._at :].lstrip()
             found = max((m for m in markers if text.startswith(m)), key=len, default=None)
+            if found is not None and not self._final and any(len(m) > len(found) and m.startswith(text) for m in markers):
+                yield
+                continue
             if found is not None:
                 self._at = len(self._pending) - len(text) + len(found)
                 return found
@@ -358,9 +381,9 @@ class Parser:
         self._at = at + len(marker)
         return self._pending[start:at]
 
-    def _json(self) -> TextReader:
-        """The text of the next JSON object; None at the first character that JSON does not allow outside of strings."""
-        if (yield from self._next("{")) is None:
+    def _json(self, opening: str = "{") -> TextReader:
+        """The text of the next JSON object or array; None at the first character that JSON does not allow outside of strings."""
+        if (yield from self._next(opening)) is None:
             return None
         start, depth, quoted = self._at - 1, 1, False
         while True:

@@ -158,6 +158,43 @@ def typed(text: str, schema: Any, root: Any) -> Any:
     return text if "string" in allowed and (isinstance(value, str) or kind_of(value) not in allowed) else value
 
 
+def nested(text: str, mark: str, schema: Any, root: Any, depth: int = 0) -> Any:
+    """An argument whose objects and arrays are tags, each after ``mark``: <name>value</name>, and <item>value</item>; as ``typed`` without any."""
+    text = text.strip() if mark in text else text
+    if "string" in kinds(schema, root) or not text.startswith(f"{mark}<") or depth >= DEEPEST:
+        return typed(text, schema, root)
+    parts, at = list[tuple[str, str]](), 0
+    while text.startswith(f"{mark}<", at):
+        name, _, _ = text[at + len(mark) + 1 :].partition(">")
+        begin, end = at + len(mark) + len(name) + 2, f"{mark}</{name}>"
+        close = _matching(text, begin, f"{mark}<{name}>", end)
+        if close < 0:
+            return text
+        parts.append((name, text[begin:close]))
+        at = close + len(end)
+        at += len(text[at:]) - len(text[at:].lstrip())
+    if at < len(text):
+        return text
+    described = with_implied_types(schema)
+    described = described if isinstance(described, dict) else {}
+    if "array" in kinds(schema, root):
+        return [nested(part, mark, described.get("items", True), root, depth + 1) for _, part in parts]
+    known = described.get("properties") or {}
+    return {name: nested(part, mark, known.get(name, True), root, depth + 1) for name, part in parts}
+
+
+def _matching(text: str, at: int, opening: str, closing: str) -> int:
+    """Where the ``closing`` tag of an ``opening`` one before ``at`` begins; -1 for nowhere."""
+    depth = 1
+    while depth:
+        close = text.find(closing, at)
+        if close < 0:
+            return -1
+        other = text.find(opening, at, close)
+        depth, at = (depth + 1, other + len(opening)) if other >= 0 else (depth - 1, close + len(closing))
+    return at - len(closing)
+
+
 # -- Gemma 4's notation
 
 

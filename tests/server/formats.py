@@ -81,6 +81,27 @@ def _atem(name: str, arguments: dict[str, str]) -> str:
     return f' to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">\n{inside}</atem:invoke>\n</atem:function_calls>'
 
 
+def _k3(name: str, arguments: dict[str, str]) -> str:
+    inside = "".join(
+        f'<|open|>argument key="{key}" type="string"<|sep|>{value}<|close|>argument<|sep|>' for key, value in arguments.items()
+    )
+    return f'<|open|>call tool="{name}" index="1"<|sep|>{inside}<|close|>call<|sep|>'
+
+
+_M3 = "]<]minimax[>["
+
+
+def _m3(name: str, arguments: dict[str, str]) -> str:
+    inside = "".join(f"{_M3}<{key}>{value}{_M3}</{key}>" for key, value in arguments.items())
+    return f'{_M3}<invoke name="{name}">{inside}{_M3}</invoke>'
+
+
+def _hy3(name: str, arguments: dict[str, str]) -> str:
+    key, value, call, sep = (f"{tag}:opensource>" for tag in ("arg_key", "arg_value", "tool_call", "tool_sep"))
+    inside = "".join(f"<{key}{one}</{key}\n<{value}{text}</{value}\n" for one, text in arguments.items())
+    return f"<{call}{name}<{sep}\n{inside}</{call}"
+
+
 _KIMI = tuple(f"<|tool_{name}|>" for name in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end"))
 _DEEP = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 _THINK = "<think>\nHm, well.\n</think>\n\n"
@@ -125,6 +146,30 @@ FAMILIES = {
     "Kimi K2 Thinking": Family(
         "Kimi-K2-Thinking", lambda name, a: f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{_json(a)}<|tool_call_end|>", "<think>Hm, well.</think>",
         between="", around=(_KIMI[0], _KIMI[4]), control=_KIMI, end="<|im_end|>", marker=_KIMI[3],
+    ),
+    "Kimi K3": Family(
+        "Kimi-K3", _k3, "", open="Hm, well.<|close|>think<|sep|>", shut="<|close|>think<|sep|>", between="", end="<|end_of_msg|>", in_json=False,
+        answer=lambda text: f"<|open|>response<|sep|>{text}<|close|>response<|sep|>", around=("<|open|>tools<|sep|>", "<|close|>tools<|sep|><|close|>message<|sep|>"),
+        control=("<|open|>", "<|close|>"), marker="<|close|>call<|sep|>",
+    ),
+    "MiniMax-M3": Family(
+        "MiniMax-M3", _m3, "<mm:think>Hm, well.</mm:think>", around=(f"{_M3}<tool_call>\n", f"\n{_M3}</tool_call>"), end="[e~[", in_json=False, marker=f"{_M3}</invoke>",
+        control=("<mm:think>", "</mm:think>"), always=True,
+    ),
+    "Cohere2 MoE": Family(
+        "Cohere2MoE", lambda name, a: f'{{"tool_call_id": "{int(name != "look_up" or "other" in str(a))}", "tool_name": "{name}", "parameters": {_json(a)}}}', "",
+        open="Hm, well.<|END_THINKING|>", shut="<|END_THINKING|>", between=", ", around=("<|START_ACTION|>[", "]<|END_ACTION|>"), end="<|END_OF_TURN_TOKEN|>",
+        answer=lambda text: f"<|START_TEXT|>{text}<|END_TEXT|>", marker="<|END_ACTION|>",
+        control=("<|END_THINKING|>", "<|START_TEXT|>", "<|END_TEXT|>", "<|START_ACTION|>", "<|END_ACTION|>"),
+    ),
+    "Apertus": Family(
+        "Apertus-8B-Instruct", lambda name, a: f'{{"{name}": {_json(a)}}}', "<|inner_prefix|>Hm, well.<|inner_suffix|>", between=", ",
+        around=("<|tools_prefix|>[", "]<|tools_suffix|>"), control=("<|inner_prefix|>", "<|inner_suffix|>", "<|tools_prefix|>", "<|tools_suffix|>"),
+        end="<|assistant_end|>", marker="<|tools_suffix|>", always=True,
+    ),
+    "Hy3": Family(
+        "tencent-Hy3", _hy3, "", around=("<tool_calls:opensource>\n", "\n</tool_calls:opensource>"), end="<｜hy_eos:opensource｜>", in_json=False,
+        marker="</tool_call:opensource>",
     ),
     "DeepSeek V3.1": Family(
         "deepseek-ai-DeepSeek-V3.1", lambda name, a: f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_json(a)}<｜tool▁call▁end｜>", "", open="Hm, well.</think>", between="",
@@ -176,8 +221,8 @@ def _of(name: str, f: Family) -> Iterator[Case]:
     yield Case(name, "call", calls(one))
     yield Case(name, "call without arguments", calls(f.call("stop", {})))
     if name != "Llama 3":
-        between = f.between if f.answer("") else ""
-        yield Case(name, "content, call", f.shut + (f.preamble or f.answer)("I look it up.") + (between or "\n") + f.calls(one))
+        between = f.between if f.answer("") else "\n"
+        yield Case(name, "content, call", f.shut + (f.preamble or f.answer)("I look it up.") + between + f.calls(one))
         yield Case(name, "two calls", calls(one, two), parallel=True)
     yield Case(name, "cut call", calls(one), cut="ab c")
     if not f.in_json and name != "gemma 4":
@@ -196,13 +241,13 @@ def _of(name: str, f: Family) -> Iterator[Case]:
         yield Case(name, "stray commentary", "<|channel|>commentary to=assistant" + said, tools=False)
     if name == "Kimi K2":
         yield Case(name, "no section", one)
-    prefill = {"role": "assistant", "content": "Hello"}
+    prefill, closing = {"role": "assistant", "content": "Hello"}, f.answer(".").partition(".")[2]
     goes_on = {"tools": False, "thinking": bool(f.open or f.thought)}
-    yield Case(name, "prefilled content", " again there.", messages=(user, prefill), **goes_on)
+    yield Case(name, "prefilled content", f" again there.{closing}", messages=(user, prefill), **goes_on)
     if f.thought or f.open:
         answer = (f.thought or f.open).partition("Hm, well.")[2]
         both, thought = {**prefill, "reasoning_content": "So"}, {**prefill, "content": "", "reasoning_content": "Hm,"}
-        yield Case(name, "prefilled reasoning and content", " again there.", messages=(user, both), **goes_on)
+        yield Case(name, "prefilled reasoning and content", f" again there.{closing}", messages=(user, both), **goes_on)
         yield Case(name, "prefilled reasoning", f" well.{answer}{said}", messages=(user, thought), **goes_on)
 
 

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Self
@@ -31,6 +32,14 @@ CASES = {case.key: case for case in cases()}
 DIFFERENT = {
     "gpt-oss: two calls": "llama-server's grammar ends the answer behind the first one",
     "MiniMax-M2: two calls": "llama-server refuses its own model's answer, with a 500",
+    "Cohere2 MoE: content, call": "llama-server refuses content before a call of its own model, with a 500",
+    **dict.fromkeys(
+        (
+            f"Apertus: {name}"
+            for name in ("reasoning, content", "reasoning, call", "prefilled reasoning", "prefilled reasoning and content")
+        ),
+        "llama-server does not find the markers of the reasoning",
+    ),
     "cut call": "llama-server tells the beginning of its arguments; here it is no call, and its text is content",
     "half of a surrogate pair": "llama-server passes it on, which strict readers of JSON refuse; here it is U+FFFD",
     "null where a text may be": "of some formats llama-server takes null as a text; here it is null for all, as Qwen3-Coder's is there",
@@ -78,7 +87,20 @@ def test_an_answer_is_read_as_llama_server_reads_it(templates, key):  # noqa: F8
         assert ours["calls"] == [] and ours["finish"] == RECORDED[key]["finish"] == "length"
 
 
-CALLED = {"gpt-oss", "muse-glimmer", "MiniMax-M2", "Kimi K2", "DeepSeek V3.1", "gemma 4", "Qwen 3.5"}
+CALLED = {
+    "Kimi K3",
+    "MiniMax-M3",
+    "Cohere2 MoE",
+    "Apertus",
+    "Hy3",
+    "gpt-oss",
+    "muse-glimmer",
+    "MiniMax-M2",
+    "Kimi K2",
+    "DeepSeek V3.1",
+    "gemma 4",
+    "Qwen 3.5",
+}
 
 
 class Scripted:
@@ -301,6 +323,49 @@ def test_calls_of_tools_where_the_model_may_choose(tokenizer):
             assert (plain.fits(tokens) == len(tokens)) == fits
 
 
+@pytest.mark.parametrize("form, call", [
+    ("Cohere2 MoE", '{{"tool_call_id": "0", "tool_name": "{}", "parameters": {{"city": "Rome"}}}}'), ("Apertus", '{{"{}": {{"city": "Rome"}}}}'),
+])  # fmt: skip
+def test_lists_of_calls(tokenizer, form, call):
+    tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+    begin, end = FORM[form].calls[0].begin, FORM[form].calls[0].end
+    for names, several, fits in (
+        (("weather",), False, True),
+        (("weather",) * 2, True, True),
+        (("weather",) * 2, False, False),
+        (("whether",), True, False),
+    ):
+        text = begin + "[" + ", ".join(map(call.format, names)) + "]" + end
+        grammar, triggers = calls_grammar(FORM[form], [tool], several, {})
+        tokens = tokenizer.encode(text, bos=False)
+        assert (LazyGrammar("lark", grammar, triggers, tokenizer).fits(tokens) == len(tokens)) == fits, (names, several)
+        parser = Parser(FORM[form], tools=[tool])
+        out = [*parser.push(text), *parser.finish()]
+        called = [piece.call for piece in out if piece.call is not None]
+        assert [one.name for one in called] == [name for name in names if name == "weather"]
+        assert called or "".join(piece.content for piece in out) == text
+
+
+def test_parts_of_arguments_that_are_tags(tokenizer):
+    """MiniMax-M3's objects and arrays, whose tags are their names; one that a value repeats; and the same text in pieces of any size."""
+    inner = {
+        "type": "object",
+        "properties": {"tags": {"type": "array", "items": {"type": "integer"}}, "at": {"type": "string"}, "in": {"type": "object"}},
+    }
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"in": inner, "text": {"type": "string"}}}},
+    }
+    text = '<tool_call><invoke name="f"><in><tags><item>1</item><item>2</item></tags><at>a < b</at><in><x>y</x></in></in><text><in>3</in></text></invoke></tool_call>'
+    text = re.sub(r"<(?=[/\w])", "]<]minimax[>[<", text)
+    want = {"in": {"tags": [1, 2], "at": "a < b", "in": {"x": "y"}}, "text": "]<]minimax[>[<in>3]<]minimax[>[</in>"}
+    for size in (1, 5, len(text)):
+        parser = Parser(FORM["MiniMax-M3"], tools=[tool])
+        out = [piece for i in range(0, len(text), size) for piece in parser.push(text[i : i + size])] + parser.finish()
+        assert [json.loads(piece.call.arguments) for piece in out if piece.call is not None] == [want] and len(out) == 1
+    assert calls_grammar(FORM["MiniMax-M3"], [tool], True, {}) is calls_grammar(FORM["Kimi K3"], [tool], True, {}) is None
+
+
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1}, "unit": {"type": "string", "enum": ["C", "F"]}},
         "required": ["city"]}  # fmt: skip
 
@@ -319,7 +384,7 @@ def written(call, name, arguments):
     return f"{call.section[0]}\n{text}\n{call.section[1]}" if call.section else text
 
 
-@pytest.mark.parametrize("form", ["Qwen3-Coder", "GLM", "MiniMax-M2", "Kimi K2", "DeepSeek"])
+@pytest.mark.parametrize("form", ["Qwen3-Coder", "GLM", "MiniMax-M2", "Kimi K2", "DeepSeek", "Hy3"])
 @pytest.mark.parametrize("arguments, fits", [
     ({"city": "Rome <b>\n\n</b> </tool_call>"}, True), ({"city": "Rome", "days": "3", "unit": "F"}, True),
     ({"city": "Rome", "days": "0"}, False), ({"city": "Rome", "unit": "K"}, False), ({"days": "3"}, False),
