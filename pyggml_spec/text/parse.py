@@ -266,7 +266,7 @@ class Parser:
         else:
             ((name, arguments),) = value.items()
         arguments = values.loads(arguments) if isinstance(arguments, str) else arguments
-        return values.call(name, arguments) if name in self._tools else None
+        return values.call(str(name), arguments) if name in self._tools else None
 
     def _name(self, call: Calls) -> TextReader:
         before, after = call.name
