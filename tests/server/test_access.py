@@ -132,7 +132,9 @@ def _raw(server, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["/", "/page.js", "/health", "/props", "/metrics", "/slots", "/v1/models", "/nothing", "/pyspec/live"])
+@pytest.mark.parametrize(
+    "path", ["/", "/page/chat.js", "/health", "/props", "/metrics", "/slots", "/v1/models", "/nothing", "/pyspec/live"]
+)
 def test_no_path_answers_to_another_name(server, path):
     for head, status in (
         (b"GET %b HTTP/1.1\r\nHost: evil.com:1\r\n\r\n", 403),

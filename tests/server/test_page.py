@@ -1,72 +1,55 @@
-"""The page in Debian's chromium: what it shows is what the server counts, it works by keyboard, and it loads nothing from elsewhere.
+"""The page of speculation in Debian's chromium: what it shows is what the server counts, it works by keyboard, and pages load nothing from elsewhere."""
 
-``PYSPEC_PICTURES=docs/pictures`` saves its two pictures.
-"""
-
+import hashlib
 import json
-import os
 import re
-import shutil
 import threading
 from pathlib import Path
 
 import pytest
+from server.browsing import browsers, contrasts, overflow, picture, scheme, text, unnamed
 from server.running import Running, serving, wait_for
 
 from pyggml_spec.server import page as page_module
 
 pytestmark = pytest.mark.slow
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FOLDER = Path(page_module.__file__).parent
 
 
-def browsers(test):
-    missing = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium chromium-driver")
-    return pytest.mark.browser(pytest.mark.slow(missing(test)))
-
-
-def test_the_page_is_small_and_its_own(server):
+def test_pages_are_small_and_our_own(server):
     """No framework, nothing from elsewhere, no script or style that the policy would have to allow."""
     texts = {path.name: path.read_text("utf-8") for path in FOLDER.iterdir() if path.suffix in (".html", ".js", ".css")}
-    assert sum(map(len, texts.values())) < 60_000
+    assert sum(map(len, texts.values())) < 110_000
     for name, text in texts.items():
         assert not re.search(r"(?:src|href|url|import|fetch)\s*[=(]\s*[\"'`]?(?:https?:)?//", text), name
-    assert not re.search(r"<script>|<style|\son\w+=|style=", texts["index.html"])
-    assert "innerHTML" not in texts["page.js"] and "eval(" not in texts["page.js"]
-    response = server.http.get("/")
-    assert "default-src 'self'" in response.headers["content-security-policy"] and response.headers["content-type"].startswith("text/html")
-    assert server.http.get("/page.js").text == texts["page.js"]
+        assert not re.search(r"<script>|<style|\son\w+=|style=|innerHTML|eval\(", text), name
+    for path in ("/", "/speculation"):
+        response = server.http.get(path)
+        assert "default-src 'self'" in response.headers["content-security-policy"] and response.headers["content-type"].startswith(
+            "text/html"
+        )
+        for found in re.findall(r'(?:src|href)="(page/[^"]+)"', response.text):
+            assert server.http.get("/" + found).text == (FOLDER.parent / found).read_text("utf-8")
+
+
+def test_libraries_are_as_they_came():
+    """With the licence of each; `scripts/vendor_page.py` writes the list."""
+    vendor = FOLDER / "vendor"
+    sources = json.loads((vendor / "sources.json").read_text("utf-8"))
+    listed = {name: digest for source in sources for name, digest in source["sha256"].items()}
+    there = {
+        path.relative_to(vendor).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in vendor.rglob("*.*")
+        if path.name != "sources.json"
+    }
+    assert there == listed and [source["licence"] for source in sources] == ["MIT", "Apache-2.0", "BSD-3-Clause"]
+    languages = re.search(r"const LANGUAGES = new Set\(\[(.*?)\]", (FOLDER / "markdown.js").read_text("utf-8"), re.DOTALL)[1]
+    assert {f"languages/{name}.js" for name in re.findall(r'"(\w+)"', languages)} == {
+        name for name in there if name.startswith("languages/")
+    }
 
 
 server = serving("--slots", 4, "--draft-width", 8)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from selenium import webdriver
-    from selenium.webdriver.chrome.options import Options
-    from selenium.webdriver.chrome.service import Service
-
-    assert DRIVER is not None, "chromium is here, and its driver is not: apt-get install chromium-driver"
-    options = Options()
-    options.binary_location = CHROMIUM
-    quiet = ("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1180,1560", *quiet):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    made = webdriver.Chrome(options, Service(DRIVER))
-    yield made
-    made.quit()
-
-
-def text(browser, name):
-    return browser.execute_script("return document.getElementById(arguments[0]).textContent", name)
-
-
-def picture(browser, name):
-    if folder := os.environ.get("PYSPEC_PICTURES"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        browser.save_screenshot(str(Path(folder) / name))
 
 
 def idle(browser):
@@ -85,7 +68,7 @@ def generated(browser, tokens=120):
 
 @browsers
 def test_what_it_shows_is_what_the_server_counts(server, browser):
-    browser.get(server.url)
+    browser.get(server.url + "/speculation")
     wait_for(lambda: "drafter.gguf" in text(browser, "model"))
     generated(browser)
     asked = {"prompt": "def quicksort(items):\n", "max_tokens": 120, "temperature": 0, "seed": 1}
@@ -110,7 +93,7 @@ def test_it_is_read_without_colour_and_used_by_keyboard(server, browser):
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 
-    browser.get(server.url)
+    browser.get(server.url + "/speculation")
     generated(browser, 60)
     looks = browser.execute_script(
         "return ['accepted', 'own', 'rejected'].map(k => getComputedStyle(document.querySelector('#answer .' + k)).textDecorationLine)"
@@ -123,18 +106,14 @@ def test_it_is_read_without_colour_and_used_by_keyboard(server, browser):
     browser.find_element("id", "prompt").click()
     ActionChains(browser).send_keys("# more\n").key_down(Keys.CONTROL).send_keys(Keys.ENTER).key_up(Keys.CONTROL).perform()
     ended(browser)
-    unnamed = browser.execute_script(
-        "return [...document.querySelectorAll('button, input, select, textarea, [role=region], [role=img]')]"
-        ".filter(e => !(e.labels?.length || e.textContent.trim() || e.getAttribute('aria-label') || e.getAttribute('aria-labelledby'))).map(e => e.id)"
-    )
-    assert unnamed == [] and browser.execute_script("return document.documentElement.lang") == "en"
+    assert unnamed(browser) == [] and browser.execute_script("return document.documentElement.lang") == "en"
     browser.find_element("id", "tab-generate").send_keys(Keys.ARROW_RIGHT)
     assert browser.switch_to.active_element.get_attribute("id") == "tab-slots"
 
 
 @browsers
 def test_stop_ends_the_request(server, browser):
-    browser.get(server.url)
+    browser.get(server.url + "/speculation")
     browser.execute_script("document.getElementById('tokens').value = 2000; document.getElementById('temperature').value = 1")
     browser.find_element("id", "go").click()
     wait_for(lambda: "steps" in text(browser, "status"))
@@ -153,7 +132,7 @@ def busy(server):
 
 @browsers
 def test_the_slots_move(server, browser):
-    browser.get(server.url)
+    browser.get(server.url + "/speculation")
     browser.find_element("id", "tab-slots").click()
     wait_for(lambda: len(browser.find_elements("css selector", "#slots tbody tr")) == 4)
     sender = busy(server)
@@ -167,36 +146,12 @@ def test_the_slots_move(server, browser):
 
 @browsers
 def test_dark_and_light_have_contrast(server, browser):
-    def luminance(colour):
-        parts = [int(v) / 255 for v in re.findall(r"\d+", colour)[:3]]
-        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    for scheme in ("light", "dark"):
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
-        browser.get(server.url)
-        colours = browser.execute_script(
-            "const s = getComputedStyle(document.documentElement), p = document.createElement('p'); document.body.append(p);"
-            "return Object.fromEntries(['ink','soft','good','good-back','bad','panel','back','accent'].map(n => {"
-            "p.style.color = s.getPropertyValue('--' + n); return [n, getComputedStyle(p).color]; }))"
-        )
-        for pair in ("ink panel", "ink back", "soft panel", "good good-back", "bad panel", "back accent"):
-            front, back = pair.split()
-            a, b = sorted((luminance(colours[front]), luminance(colours[back])))
-            assert (b + 0.05) / (a + 0.05) >= 4.5, (scheme, front, back, json.dumps(colours))
+    for name in ("light", "dark"):
+        scheme(browser, name)
+        browser.get(server.url + "/speculation")
+        for pair, contrast in contrasts(browser, "ink panel, ink back, soft panel, good good-back, bad panel, back accent").items():
+            assert contrast >= 4.5, (name, pair, contrast)
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
-
-
-@pytest.fixture
-def sized(browser):
-    """Sets the width of the page as a phone has it, and back."""
-
-    def size(width: int, height: int = 780) -> None:
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-
-    yield size
-    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @pytest.fixture
@@ -218,7 +173,7 @@ def asked(browser):
 @browsers
 def test_where_nothing_drafts_one_run_is_enough(plain, browser):
     """The same text was computed twice to compare plain decoding with itself."""
-    browser.get(plain.url)
+    browser.get(plain.url + "/speculation")
     wait_for(lambda: "nothing drafts: plain decoding" in text(browser, "model"))
     assert not browser.find_element("id", "compare").is_displayed() and not browser.find_element("id", "legend").is_displayed()
     count_requests(browser)
@@ -229,7 +184,7 @@ def test_where_nothing_drafts_one_run_is_enough(plain, browser):
 
 @browsers
 def test_a_run_without_drafts_is_not_compared_with_itself(server, browser):
-    browser.get(server.url)
+    browser.get(server.url + "/speculation")
     wait_for(lambda: "drafter.gguf" in text(browser, "model"))
     count_requests(browser)
     browser.find_element("id", "speculative").click()
@@ -245,7 +200,7 @@ def test_a_run_without_drafts_is_not_compared_with_itself(server, browser):
 def test_the_header_names_n_gram_drafting(browser):
     """It said `no drafter: plain decoding`."""
     with Running("--spec-type", "suffix") as running:
-        browser.get(running.url)
+        browser.get(running.url + "/speculation")
         wait_for(lambda: "n-gram drafting (suffix)" in text(browser, "model"))
         assert "plain decoding" not in text(browser, "model") and browser.find_element("id", "compare").is_displayed()
 
@@ -253,7 +208,7 @@ def test_the_header_names_n_gram_drafting(browser):
 @browsers
 def test_errors_look_like_errors(server, browser, sized):
     """They stood where figures stand, in the same letters."""
-    browser.get(server.url)
+    browser.get(server.url + "/speculation")
     wait_for(lambda: "drafter.gguf" in text(browser, "model"))
     look = "const s = getComputedStyle(document.getElementById(arguments[0])); return [s.color, s.fontWeight]"
     calm = browser.execute_script(look, "status")
@@ -277,19 +232,11 @@ def test_errors_look_like_errors(server, browser, sized):
     assert browser.find_element("id", "s-speed").get_attribute("class") == "error"
 
 
-def overflow(browser):
-    """What is wider than the page: there would be a bar to scroll it with."""
-    return browser.execute_script(
-        "const w = document.documentElement.clientWidth; if (document.documentElement.scrollWidth <= w) return [];"
-        "return [...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > w + 1).map(e => e.id || e.tagName)"
-    )
-
-
 @browsers
 def test_it_is_as_wide_as_a_telephone(server, browser, sized):
     """At 360 px nothing has to be scrolled sideways, before a text, behind it, and in the view of the slots."""
     sized(360)
-    browser.get(server.url)
+    browser.get(server.url + "/speculation")
     wait_for(lambda: "drafter.gguf" in text(browser, "model"))
     assert browser.execute_script("return innerWidth") == 360 and overflow(browser) == []
     generated(browser, 60)

@@ -1,57 +1,31 @@
-"use strict";
-// One page, two views: what speculation did with one prompt, and what every slot does. Texts enter the page as text nodes only.
+// Two views: what speculation did with one prompt, and what every slot does.
 
-const $ = (id) => document.getElementById(id);
-const SVG = "http://www.w3.org/2000/svg";
+import { Failure, apiKey, events, generation, request, setApiKey } from "./api.js";
+import { accepted, pieces, positions } from "./figures.js";
+import { $, el, number, svg } from "./dom.js";
+
 const BAR = 7, GAP = 2, HEIGHT = 84, MOST_BARS = 2000;
 let running = null; // the AbortController of the request under way
 let watching = null; // that of the slots' stream
-
-const number = (value, digits = 1) => value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });
 let drafts = true; // whether anything drafts here, of what the server says
+
 const say = (text, wrong = false) => { $("status").textContent = text; $("status").classList.toggle("error", wrong); };
-const unreached = (error) => error instanceof TypeError ? "the server cannot be reached: " + error.message : error.message;
 
-function headers() {
-  const key = $("key").value.trim();
-  return { "content-type": "application/json", ...(key ? { authorization: "Bearer " + key } : {}) };
-}
-
-async function failed(response) {
-  if (response.status === 401) $("key-row").hidden = false;
-  let text = "the server answered " + response.status;
-  try { text = (await response.json()).error.message; } catch { /* it was no JSON */ }
-  return new Error(text);
-}
-
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    held += value;
-    const parts = held.split("\n\n");
-    held = parts.pop();
-    for (const part of parts) {
-      const data = part.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
-      if (data && data !== "[DONE]") yield JSON.parse(data);
-    }
-  }
+/** What to say of an error; one for the lack of a key shows its field. */
+function sentence(error) {
+  if (error instanceof Failure && error.status === 401) $("key-row").hidden = false;
+  return error.message;
 }
 
 // -- one prompt
 
-function request(speculative, stream) {
+function asked(speculative) {
   const chat = $("kind").value === "chat", prompt = $("prompt").value;
   const body = {
     ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
-    max_tokens: Number($("tokens").value), temperature: Number($("temperature").value), seed: 1, speculative, stream,
-    ...(stream ? { speculation: true } : {}),
+    max_tokens: Number($("tokens").value), temperature: Number($("temperature").value), seed: 1, speculative,
   };
-  return fetch(chat ? "v1/chat/completions" : "v1/completions", {
-    method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal,
-  });
+  return [chat ? "v1/chat/completions" : "v1/completions", body];
 }
 
 class Steps {
@@ -73,52 +47,28 @@ class Steps {
   draw(i, tokens, width) {
     const unit = HEIGHT / this.most;
     for (const [name, rows] of [["tokens", tokens], ["width", width]]) {
-      const bar = document.createElementNS(SVG, "rect");
-      const values = { x: i * (BAR + GAP) + 0.5, y: HEIGHT - rows * unit + 2.5, width: BAR - 1, height: rows * unit, class: name };
-      for (const [key, value] of Object.entries(values)) bar.setAttribute(key, String(value));
-      $("bars").append(bar);
+      $("bars").append(svg("rect", { x: i * (BAR + GAP) + 0.5, y: HEIGHT - rows * unit + 2.5, width: BAR - 1, height: rows * unit, class: name }));
     }
   }
 }
 
-function put(kind, text) {
-  if (!text) return;
-  const part = document.createElement(kind === "rejected" ? "del" : "span");
-  part.className = kind;
-  part.textContent = kind === "rejected" ? text.replaceAll("\n", "\u23ce") : text;
-  $("answer").append(part);
-}
-
 function show(step, steps) {
   const box = $("answer"), atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
-  const taken = step.accepted;
-  put("accepted", step.tokens.slice(0, taken).join(""));
-  put("rejected", step.drafts.slice(taken).join(""));
-  put("own", step.tokens.slice(taken).join(""));
+  box.append(...pieces(step));
   if (steps.first) steps.add(step.tokens.length, step.drafts.length + 1); // the first token comes with the prompt
   steps.first = true;
   if (atEnd) box.scrollTop = box.scrollHeight;
 }
 
-function figures(end, steps) {
-  const t = end.timings, s = end.speculation;
+function figures({ timings: t, speculation: s }, steps) {
   $("f-tokens").textContent = String(t.predicted_n);
   $("f-steps").textContent = String(steps.count);
   $("f-per-step").textContent = number(t.tokens_per_step, 2);
-  $("f-accepted").textContent = t.draft_n ? `${t.draft_n_accepted} of ${t.draft_n} (${number(100 * s.acceptance)} %)` : "none were made";
+  $("f-accepted").textContent = accepted(t);
   $("f-speed").textContent = `${number(t.predicted_per_second)} tokens per second`;
   $("f-prompt").textContent = `${t.prompt_n} tokens computed, ${t.cache_n} reused, ${number(t.prompt_ms)} ms`;
   $("f-reason").textContent = s.reason;
-  $("positions").tBodies[0].replaceChildren(...s.offered_at.map((offered, i) => {
-    const row = document.createElement("tr"), accepted = s.accepted_at[i], share = offered ? accepted / offered : 0;
-    for (const text of [String(i + 1), String(accepted), String(offered), ""]) row.insertCell().textContent = text;
-    const bar = document.createElement("progress");
-    bar.max = 1;
-    bar.value = share;
-    bar.setAttribute("aria-hidden", "true");
-    row.cells[3].append(bar, number(100 * share) + " %");
-    return row;
-  }));
+  $("positions").tBodies[0].replaceChildren(...positions(s));
 }
 
 async function generate() {
@@ -131,18 +81,15 @@ async function generate() {
   for (const id of ["f-tokens", "f-steps", "f-per-step", "f-accepted", "f-speed", "f-plain", "f-gain", "f-prompt", "f-reason"]) $(id).textContent = "-";
   say("waiting for the first token");
   try {
-    const response = await request(speculative, true);
-    if (!response.ok) throw await failed(response);
+    const [path, body] = asked(speculative);
     let end = null;
-    for await (const event of events(response)) {
-      if (event.error) throw new Error(event.error.message);
+    for await (const event of generation(path, { ...body, speculation: true }, running.signal)) {
       if (event.speculation?.tokens) {
         show(event.speculation, steps);
         say(`${steps.tokens + 1} tokens in ${steps.count} steps`);
       }
       if (event.timings) end = event;
     }
-    if (!end) throw new Error("the answer was cut off: the server ended the stream before its end");
     figures(end, steps);
     const took = number((performance.now() - began) / 1000);
     say(`${end.timings.predicted_n} tokens in ${steps.count} steps, ${took} s`);
@@ -151,7 +98,7 @@ async function generate() {
     else if ($("compare").checked) await compare(end);
   } catch (error) {
     if (error.name === "AbortError") say("stopped");
-    else say(unreached(error), true);
+    else say(sentence(error), true);
   } finally {
     running = null;
     $("answer").setAttribute("aria-busy", "false");
@@ -163,8 +110,7 @@ async function generate() {
 async function compare(end) {
   const said = $("status").textContent;
   say(said + "; now plainly");
-  const response = await request(false, false);
-  if (!response.ok) throw await failed(response);
+  const [path, body] = asked(false), response = await request(path, { body, signal: running.signal });
   const plain = (await response.json()).timings, speed = end.timings.predicted_per_second;
   $("f-plain").textContent = `${number(plain.predicted_per_second)} tokens per second`;
   $("f-gain").textContent = plain.predicted_per_second ? `${number(speed / plain.predicted_per_second, 2)} times` : "-";
@@ -177,15 +123,14 @@ async function watch() {
   watching = new AbortController();
   $("s-speed").classList.remove("error");
   try {
-    const response = await fetch("pyspec/live", { headers: headers(), signal: watching.signal });
-    if (!response.ok) throw await failed(response);
+    const response = await request("pyspec/live", { signal: watching.signal });
     for await (const state of events(response)) {
       $("s-speed").textContent = number(state.tokens_per_second);
       $("s-waiting").textContent = String(state.waiting);
       $("s-wait").textContent = number(state.longest_wait_ms) + " ms";
       $("s-prefix").textContent = number(state.prefix_bytes / 1048576) + " MiB";
       $("slots").tBodies[0].replaceChildren(...state.slots.map((slot) => {
-        const row = document.createElement("tr"), idle = slot.phase === "idle";
+        const row = el("tr"), idle = slot.phase === "idle";
         const cells = [slot.id, slot.phase, idle ? "" : `${slot.prompt_read} of ${slot.prompt_tokens}`, idle ? "" : slot.reused, idle ? "" : slot.emitted,
           idle ? "" : number(slot.tokens_per_step, 2), idle ? "" : number(slot.tokens_per_second)];
         cells.forEach((text, i) => {
@@ -199,7 +144,7 @@ async function watch() {
     $("s-speed").textContent = "the server ends";
   } catch (error) {
     if (error.name === "AbortError") return;
-    $("s-speed").textContent = unreached(error);
+    $("s-speed").textContent = sentence(error);
     $("s-speed").classList.add("error");
   }
 }
@@ -223,9 +168,7 @@ function view(name, focus) {
 
 async function describe() {
   try {
-    const response = await fetch("props", { headers: headers() });
-    if (!response.ok) throw await failed(response);
-    const props = await response.json(), p = props.pyspec;
+    const props = await (await request("props")).json(), p = props.pyspec;
     const methods = props.default_generation_settings.params["speculative.types"].split(",");
     const ngram = methods.filter((name) => /^(suffix|ngram)/.test(name)).map((name) => `n-gram drafting (${name})`);
     const drafter = [...(p.drafter ? [`drafter ${p.drafter}`] : []), ...ngram].join(" and ") || "nothing drafts: plain decoding";
@@ -235,7 +178,7 @@ async function describe() {
     $("model").classList.remove("error");
     $("model").textContent = `${props.model_alias}, ${drafter}, ${p.device}, ${props.total_slots} slots of ${props.default_generation_settings.n_ctx} tokens`;
   } catch (error) {
-    $("model").textContent = unreached(error);
+    $("model").textContent = sentence(error);
     $("model").classList.add("error");
   }
 }
@@ -251,5 +194,6 @@ $("ask").addEventListener("submit", (event) => { event.preventDefault(); if (!ru
 $("prompt").addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit(); });
 $("stop").addEventListener("click", () => { if (running) running.abort(); });
 $("show-rejected").addEventListener("change", (event) => $("answer").classList.toggle("no-rejected", !event.target.checked));
-$("key").addEventListener("change", describe);
+$("key").value = apiKey();
+$("key").addEventListener("change", () => { setApiKey($("key").value); describe(); });
 describe();
