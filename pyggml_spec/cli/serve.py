@@ -82,7 +82,7 @@ from .terminal import progress_line, say
 @option("--ssl-key-file certificate_key", "Its key.", type=PATH)
 @flag("--no-slots show_slots", "No /slots.", flag_value=False, default=True)
 @option("--metrics/--no-metrics", "Whether there is /metrics.", shown=True)
-@option("--ui/--no-ui --webui/--no-webui page", "Whether there is a page at /.", default=True)
+@option("--ui/--no-ui --webui/--no-webui page", "Whether there are pages: a chat at /, speculation at /speculation.", default=True)
 @flag("--spm-infill suffix_first", "/infill puts the suffix in front of the prefix, as some models want it.")
 @option("--prefill-assistant/--no-prefill-assistant", "Whether an assistant's message at the end is gone on with.", default=True)
 @sampler_options

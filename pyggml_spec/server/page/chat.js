@@ -17,7 +17,8 @@ let images = []; // data URLs that the next message has
 let model = { name: "", vision: false, context: 0, drafts: true };
 
 const say = (text) => { $("status").textContent = text; };
-const coarse = matchMedia("(pointer: coarse)"); // on a telephone Enter breaks the line, and the button sends
+const coarse = matchMedia("(pointer: coarse)"); // on a telephone Enter breaks the line, and the keyboard comes when it is asked for
+const focusPrompt = () => { if (!coarse.matches) $("prompt").focus(); };
 
 // -- what is sent
 
@@ -100,6 +101,7 @@ async function answer(message) {
 }
 
 function keep(one) {
+  if (one.removed) return;
   one.updated = Date.now();
   try {
     const gone = history.save(one);
@@ -189,8 +191,8 @@ function drawList() {
 }
 
 function listed({ id, title }) {
-  const current = id === conversation.id;
-  const name = el("button", { type: "button", class: "name", "aria-current": current ? "true" : undefined, click: () => open(runs.get(id)?.conversation ?? history.load(id)) },
+  const current = id === conversation.id, whole = () => (current ? conversation : runs.get(id)?.conversation ?? history.load(id));
+  const name = el("button", { type: "button", class: "name", "aria-current": current ? "true" : undefined, click: () => open(whole()) },
     title, runs.has(id) ? el("span", { class: "dot", role: "img", "aria-label": "an answer comes" }) : false);
   const rename = () => {
     const field = el("input", { "aria-label": "Title", class: "name" });
@@ -199,7 +201,7 @@ function listed({ id, title }) {
     const done = (take) => {
       if (over) return;
       over = true;
-      const one = current ? conversation : history.load(id);
+      const one = whole();
       if (take && field.value.trim()) { one.title = field.value.trim().slice(0, 80); history.save(one); }
       draw();
     };
@@ -209,8 +211,11 @@ function listed({ id, title }) {
     field.select();
   };
   const remove = () => {
-    const one = history.load(id);
-    runs.get(id)?.abort.abort();
+    const one = history.load(id), run = runs.get(id);
+    if (run) {
+      run.conversation.removed = true;
+      run.abort.abort();
+    }
     history.remove(id);
     if (current) act.create();
     else drawList();
@@ -224,7 +229,7 @@ function open(one) {
   conversation = one;
   menu(false);
   draw(true);
-  $("prompt").focus();
+  focusPrompt();
 }
 
 /** A line above the composer, with one action or none, for a while or until it is closed. */
@@ -290,10 +295,10 @@ async function describe() {
     $("speculative-row").hidden = !model.drafts;
     draw();
   } catch (error) {
-    const { title, text, act: what } = explain(error);
+    const { title, text, act: what } = explain(error), enter = () => openSettings(conversation.system, settled, "set-key");
     $("about").textContent = title;
-    if (what === "key") openSettings(conversation.system, settled);
-    notice(`${title}. ${text}`, what === "key" ? "Enter the key" : "Try again", what === "key" ? () => openSettings(conversation.system, settled) : () => describe(), true);
+    if (what === "key") enter();
+    notice(`${title}. ${text}`, what === "key" ? "Enter the key" : "Try again", what === "key" ? enter : describe, true);
   }
 }
 
@@ -351,4 +356,4 @@ $("examples").append(...EXAMPLES.map((text) => el("button", { type: "button", cl
 conversation = history.load(location.hash.slice(1)) ?? conversation;
 draw(true);
 describe();
-$("prompt").focus();
+focusPrompt();

@@ -63,7 +63,7 @@ function loaded(name) {
 }
 
 /** Colours an element's code; where its language still loads, later. */
-export function colour(code, language) {
+function colour(code, language) {
   const name = ALIASES[language] ?? language;
   if (!LANGUAGES.has(name) || code.textContent.length > MOST_COLOURED) return;
   const paint = (highlighter) => code.replaceChildren(harmless(highlighter.highlight(code.textContent, { language: name, ignoreIllegals: true }).value));
@@ -72,12 +72,17 @@ export function colour(code, language) {
   else paint(highlighter);
 }
 
-/** A block of code, with its language and a button that copies it. */
+/** A block of code, with its language and a button that copies it. Its `show` replaces the text. */
 export function codeBlock(text, language) {
-  const code = el("code", {}, text), name = language.toLowerCase();
-  colour(code, name);
+  const code = el("code"), name = language.toLowerCase();
   const head = el("div", { class: "code-head" }, el("span", {}, name || "text"), copyButton(() => code.textContent, "Copy code", "Copy"));
-  return el("div", { class: "code" }, head, el("pre", { tabindex: "0", role: "group", "aria-label": `${name || "text"} code` }, code));
+  const made = el("div", { class: "code" }, head, el("pre", { tabindex: "0", role: "group", "aria-label": `${name || "text"} code` }, code));
+  made.show = (shown) => {
+    code.textContent = shown;
+    colour(code, name);
+  };
+  made.show(text);
+  return made;
 }
 
 function block(token) {
@@ -101,9 +106,10 @@ export function render(into, text) {
   tokens.forEach((token, i) => {
     const there = into.children[i];
     if (there?.source === token.raw) return;
-    const made = block(token);
-    made.source = token.raw;
-    if (there) there.replaceWith(made);
+    const grows = token.type === "code" && there?.show && there.language === token.lang, made = grows ? there : block(token);
+    Object.assign(made, { source: token.raw, language: token.lang });
+    if (grows) made.show(token.text);
+    else if (there) there.replaceWith(made);
     else into.append(made);
   });
   while (into.children.length > tokens.length) into.lastChild.remove();

@@ -16,8 +16,8 @@ function right(field, is, sentence) {
   return field.reportValidity();
 }
 
-/** Opens it. `saved(system)` is called when it was saved. */
-export function openSettings(system, saved) {
+/** Opens it at a field. `saved(system)` is called when it was saved. */
+export function openSettings(system, saved, field = "set-system") {
   const values = settings(), dialog = $("settings");
   $("set-system").value = system;
   for (const [name, id] of Object.entries({ ...NUMBERS, ...TEXTS })) $(id).value = values[name] ?? "";
@@ -40,6 +40,7 @@ export function openSettings(system, saved) {
     saved($("set-system").value.trim());
   };
   dialog.showModal();
+  $(field).focus();
 }
 
 /** The fields of a request that settings give. */
