@@ -143,7 +143,9 @@ def titles(browser) -> list[str]:
 
 
 def choose(browser, title: str) -> None:
-    browser.execute_script("[...document.querySelectorAll('#conversations .name')].find(e => e.textContent === arguments[0]).click()", title)
+    browser.execute_script(
+        "[...document.querySelectorAll('#conversations .name')].find(e => e.textContent === arguments[0]).click()", title
+    )
 
 
 def said(browser, role: str = "assistant") -> list[str]:
