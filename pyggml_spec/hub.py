@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from .errors import HubError
 
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_QUANT = re.compile(r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*|NVFP4))(?=[.-])", re.IGNORECASE)
 _OTHERS = ("mmproj", "imatrix")  # parts of the names of GGUFs that are neither targets nor drafters
 ENCODERS = ("f16", "bf16", "q8_0", "f32")  # the order in which encoders of pictures are preferred
 _DEFAULTS = ("Q4_K_M", "Q8_0")
@@ -68,7 +71,7 @@ def _fetch_all(repo: str, file: str | None, drafter: bool, companion: bool, prog
         hub = _package()
         names, cached = _names(hub, name)
         # all files may be named like drafters, as those of a model called "...-assistant" are
-        found = companion and len({kind_of(other) is None for other in names if not _is_other(other)}) == 2
+        found = companion and len({kind_of(other) is None for other in names if not is_other(other)}) == 2
         model = _fetch(hub, name, names, cached, quant, file, drafter, progress)
         return model, _fetch(hub, name, names, cached, None, None, True, progress) if found else None
     except Exception as error:
@@ -155,7 +158,7 @@ def _cached(hub: Any, repo: str) -> dict[str, Path]:
 def _chosen(names: Sequence[str], quant: str | None, drafter: bool) -> str | None:
     """The file of this quantisation, or the default one; None if there is none."""
     first = [n for n in names if (part := _PART.search(n)) is None or int(part[1]) == 1]
-    usable = [n for n in first if not _is_other(n)]
+    usable = [n for n in first if not is_other(n)]
     drafters = [n for n in usable if kind_of(n) is not None]
     models = [n for n in usable if kind_of(n) is None] or drafters
     best = min(map(kind_of, drafters), default=None)  # type: ignore[type-var]
@@ -168,7 +171,8 @@ def _chosen(names: Sequence[str], quant: str | None, drafter: bool) -> str | Non
     return usable[0] if usable and quant is None else None
 
 
-def _is_other(name: str) -> bool:
+def is_other(name: str) -> bool:
+    """Whether a GGUF is neither a target nor a drafter, by its name."""
     return any(word in name.rsplit("/", maxsplit=1)[-1] for word in _OTHERS)
 
 
@@ -184,6 +188,78 @@ def cached_files() -> list[Path]:
     of_hub = Path(get("HF_HUB_CACHE") or Path(get("HF_HOME") or home / "huggingface") / "hub")
     found = [*of_hub.glob("models--*/snapshots/*/**/*.gguf"), *Path(get("LLAMA_CACHE") or home / "llama.cpp").glob("**/*.gguf")]
     return sorted(path for path in found if path.is_file())
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A model file of a cache. ``name``: "USER/MODEL:QUANT" as -hf takes it, or the file's; ``size``: bytes of all its parts; ``modified``: seconds since 1970."""
+
+    name: str
+    path: Path
+    size: int
+    modified: float
+
+
+def cached_models() -> list[Cached]:
+    """The models of ``cached_files``, drafters too, by name; parts of one model are one."""
+    out: dict[str, Cached] = {}
+    for path in cached_files():
+        if not is_later_part(path.name) and not is_other(path.name):
+            parts = [part for name in _parts(path.name) if (part := path.parent / name).is_file()]
+            made = Cached(_cached_name(path), path, sum(part.stat().st_size for part in parts), path.stat().st_mtime)
+            if made.name not in out or out[made.name].modified < made.modified:  # the newest revision
+                out[made.name] = made
+    return [out[name] for name in sorted(out)]
+
+
+def _cached_name(path: Path) -> str:
+    repo = _repository(path)
+    if repo is None:
+        return path.name
+    quant = _QUANT.findall(_PART.sub(".gguf", path.name))
+    return f"{repo.name.removeprefix('models--').replace('--', '/', 1)}:{quant[-1] if quant else path.stem}"
+
+
+def _repository(path: Path) -> Path | None:
+    """The folder of its repository in the hub's cache."""
+    return next(
+        (folder for folder in path.parents if folder.name.startswith("models--") and path.is_relative_to(folder / "snapshots")), None
+    )
+
+
+def remove(name: str) -> list[tuple[Path, int]]:
+    """Deletes the files of "USER/MODEL:QUANT", or all of "USER/MODEL", or a file by its name, from the caches.
+
+    Returns:
+        What was deleted, with its bytes.
+
+    Raises:
+        HubError: there is none of this name, or it cannot be deleted.
+    """
+    found = [
+        one for one in cached_models() if name.lower() in (one.name.lower(), one.name.lower().partition(":")[0], one.path.name.lower())
+    ]
+    if not found:
+        raise HubError(f"there is no model {name!r} in the caches; `pyspec list` names them")
+    out = []
+    try:
+        for one in found:
+            repo = _repository(one.path)
+            same = one.path.relative_to(repo / "snapshots").parts[1:-1] if repo is not None else ()
+            folders = repo.glob(str(Path("snapshots", "*", *same))) if repo is not None else [one.path.parent]  # in every revision
+            links = [path for folder in folders for part in _parts(one.path.name) if (path := folder / part).is_file()]
+            blobs = {link.resolve() for link in links}
+            for link in links:
+                link.unlink()
+            left = {path.resolve() for path in repo.glob("snapshots/**/*") if path.is_symlink()} if repo is not None else set()
+            for blob in blobs - left:
+                blob.unlink(missing_ok=True)
+            if repo is not None and not left and not any(path.is_file() for path in repo.glob("snapshots/**/*")):
+                shutil.rmtree(repo)
+            out.append((one.path, one.size))
+    except OSError as error:
+        raise HubError(f"{error.filename} cannot be deleted: {error.strerror}") from None
+    return out
 
 
 def _parts(name: str) -> list[str]:

@@ -212,3 +212,20 @@ def test_the_drafter_of_the_targets_repository_is_used(hub, asked):
         done = asked("run", "-hf", "Some/Target-GGUF", *CPU[:-2], *options)
         assert done.returncode == 0 and ("-q" in options or ("drafter dflash-t.gguf" in done.stderr) == drafts), done.stderr
         assert any(line.endswith("/dflash-t.gguf") for line in hub.asked) == drafts
+
+
+def test_models_are_pulled_listed_and_deleted(asked, tmp_path):
+    """A file that two revisions share is deleted with its last one; what is not there is one sentence."""
+    target, drafter = map(Path, asked("pull", "Some/Target-GGUF").stdout.decode().split())
+    assert (target.name, drafter.name) == ("t-Q8_0.gguf", "dflash-t.gguf")
+    listed = [json.loads(line) for line in asked("list", "--json").stdout.splitlines()]
+    assert {one["name"]: one["size"] for one in listed} == {
+        "Some/Target-GGUF:Q8_0": target.stat().st_size, "Some/Target-GGUF:dflash-t": drafter.stat().st_size,
+    }  # fmt: skip
+    assert b"Some/Target-GGUF:Q8_0" in asked("list").stdout
+    blob = target.resolve()
+    assert "t-Q8_0.gguf" in asked("rm", "some/target-gguf:q8_0").stderr and not target.exists() and not blob.exists() and drafter.exists()
+    one_sentence(asked("rm", "Some/Target-GGUF:Q8_0"), "there is no model", "pyspec list")
+    assert asked("rm", "Some/Target-GGUF").returncode == 0 and not list((tmp_path / "home" / "hub").glob("models--*"))
+    assert "pyspec pull" in asked("list").stderr
+    one_sentence(asked("ps", "--url", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9", "--url")

@@ -14,7 +14,7 @@ from .terminal import say
 SAME = """
 --perf --no-perf --show-timings --no-show-timings -kvo --kv-offload --repack --op-offload --mmap --no-warmup --warmup --jinja 0
 -cb --cont-batching --simple-io --log-disable --no-log-prefix --no-log-timestamps --no-log-jsonl --no-context-shift --no-mmproj --no-mmproj-auto 0
---cache-prompt --no-escape --no-embedding --ui --webui --props --no-agent -no-ag --no-models-autoload --cache-idle-slots -kvu --kv-unified 0
+--cache-prompt --no-escape --no-embedding --ui --webui --props --no-agent -no-ag --models-autoload --cache-idle-slots -kvu --kv-unified 0
 --no-ui-mcp-proxy --no-webui-mcp-proxy --no-spec-draft-backend-sampling --display-prompt -no-cnv --no-conversation --no-skip-chat-parsing 0
 -co --color -fit --fit --log-colors 1
 """
@@ -54,7 +54,7 @@ NOTED = """
 --no-display-prompt 0
  the prompt is never printed
 --reuse-port -nocb --no-cont-batching --no-cache-prompt --no-cache-idle-slots -no-kvu --no-kv-unified 0
---threads-http --sse-ping-interval -to --timeout --sleep-idle-seconds 1
+--threads-http --sse-ping-interval -to --timeout 1
  the server has no such setting: batching and prefix reuse are always on; -np, --queue-timeout and --prefix-memory limit them
 -np --parallel 1
  this command generates one sequence; `pyspec serve -np N` serves several, `pyspec bench --slots` measures them
@@ -72,7 +72,7 @@ REFUSED = """
 -hft --hf-token 1
  set the variable HF_TOKEN instead, which is not visible in process lists
 -cl --cache-list 0
- `hf cache ls` lists the cache of the hub
+ `pyspec list` lists the models of the caches
 --completion-bash 0
  `_PYSPEC_COMPLETE=bash_source pyspec` prints the completion script
 --offline 0
@@ -137,11 +137,10 @@ REFUSED = """
 --tools --tools-runtime --mcp-servers-config --mcp-servers-json 1
 -ag --agent --ui-mcp-proxy --webui-mcp-proxy 0
  no tools are run here: calls go to the client, which runs them
+--no-models-autoload 0
+ models are loaded by the first request that names them; those with pinned = true in --models-preset at the start
 --slot-save-path 1
  prompts are kept on disk with --prefix-cache FOLDER
---models-dir --models-preset --models-max 1
---models-autoload 0
- one model is served by a process: start one `pyspec serve` per model, each with a --port of its own
 """
 
 

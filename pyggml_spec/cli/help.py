@@ -47,8 +47,9 @@ class Command(click.Command):
     """A command that handles llama.cpp's other options, and suggests corrections of options and values."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["arguments"] = resolved = resolve(ctx, args)
         try:
-            return super().parse_args(ctx, resolve(ctx, args))
+            return super().parse_args(ctx, [*resolved])
         except click.BadParameter as error:
             kind = error.param.type if error.param is not None else None
             if isinstance(kind, click.Choice) and (value := re.match(r"'([^']*)' is not", error.message)):

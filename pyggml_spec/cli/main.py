@@ -21,8 +21,8 @@ TALKS = {"-cnv", "--conversation", "-sys", "--system-prompt", "-sysf", "--system
 LLAMA_CPP = {  # llama.cpp's tools, and names used by other programs
     "llama-cli": "run", "llama-completion": "run", "cli": "run", "complete": "run", "generate": "run", "main": "run", "llama-server": "serve",
     "server": "serve", "start": "serve", "llama-bench": "bench", "llama-batched-bench": "bench --slots", "perplexity": "compare",
-    "llama-perplexity": "compare", "show": "inspect", "info": "inspect", "gguf-dump": "inspect", "list": "devices", "fit-params": "plan",
-    "rpc-server": "worker", "convert_hf_to_gguf.py": "convert", "pull": "run -hf USER/MODEL", "download": "run -hf USER/MODEL",
+    "llama-perplexity": "compare", "show": "inspect", "info": "inspect", "gguf-dump": "inspect", "ls": "list", "stop": "ps", "fit-params": "plan",
+    "rpc-server": "worker", "convert_hf_to_gguf.py": "convert", "download": "pull",
 }  # fmt: skip
 
 
@@ -32,7 +32,11 @@ class Commands(click.Group):
     names: ClassVar = {  # and its line in `pyspec --help`
         "run": "Generates text.",
         "chat": "Chats with a model.",
-        "serve": "Serves a model over HTTP with the APIs of OpenAI, Anthropic and llama.cpp.",
+        "serve": "Serves models over HTTP with the APIs of OpenAI, Anthropic, Ollama and llama.cpp.",
+        "pull": "Downloads a model from the Hugging Face hub.",
+        "list": "Lists downloaded models.",
+        "rm": "Deletes downloaded models.",
+        "ps": "Lists the models of a running server.",
         "bench": "Measures speed, or acceptance on real prompts.",
         "doctor": "Finds causes of low acceptance and missing speed.",
         "plan": "Predicts the memory of a pair without loading it.",

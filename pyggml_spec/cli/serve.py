@@ -5,12 +5,14 @@ import ssl
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ..errors import PyspecError
+from .clients import CONFIGS, config
 from .help import PATH, GroupedCommand, flag, option
 from .options import (
     LIMIT,
@@ -31,7 +33,23 @@ from .sampling import sampler_options, take_sampling
 from .terminal import progress_line, say
 
 
+EMBEDDING_BYTES = 256 << 20  # of libllama's buffers for a batch of texts, about
+
+
+def _printing(command):
+    """Prints a client's configuration instead, where that is asked for: nothing is fetched or loaded."""
+
+    @wraps(command)
+    def wrapped(print_config, **values):
+        if print_config is None:
+            return command(**values)
+        return click.echo(config(print_config, values), nl=False)
+
+    return wrapped
+
+
 @click.command("serve", cls=GroupedCommand, words="prompts come over HTTP")
+@_printing
 @loading
 @option("-np --parallel --slots slots", "Requests that run at once.", type=click.IntRange(1, 64), shown=8)
 @option(
@@ -51,6 +69,21 @@ from .terminal import progress_line, say
 @option("--queue-timeout queue_seconds", "Seconds that a request may wait. Default: no limit.", type=Finite(0.01))
 @option("--drain", "Seconds for running requests when the server is ended.", type=Finite(0), shown=30.0)
 @option("--max-body", "Largest request body.", type=click.IntRange(1), shown=8, metavar="MIB")
+@option("--models-dir", "Folder with GGUF files, each of which is a model; several times for several.", type=PATH, multiple=True)
+@option("--models-preset", "TOML or JSON file with models, their names and options.", type=PATH)
+@flag("--models-cached", "The models of `pyspec list`, too.")
+@option("--models-max", "Models that are loaded at once. Default: as many as memory has room for.", type=click.IntRange(1))
+@option(
+    "--models-memory",
+    "What they may take together, as planned. Default: what their devices have free.",
+    type=click.IntRange(1),
+    metavar="MIB",
+)
+@option(
+    "--sleep-idle-seconds sleep_idle",
+    "Seconds without a request after which a model is unloaded; the next request loads it. -1, the default: only when memory is needed.",
+    type=Finite(-1),
+)
 @option("-a --alias", "Name of the model; several with commas between them. Default: the file's.")
 @option("--tags", "Tags of the model in the list of models, with commas between them.")
 @option(LIMIT, "Tokens per answer if a request sets no limit. Default: no limit but the context.", type=TokenLimit(0))
@@ -91,21 +124,50 @@ from .terminal import progress_line, say
 @flag("-v --verbose", "A line per error on stderr, and __verbose in responses.")
 @with_options(synthetic_options(shown=False))
 @option("--jinja/--no-jinja", default=True)
-def command(target, draft, options, host, api_key, api_key_file, queue_requests, max_body, alias, tags, max_tokens, template, template_file,
-            variables, reasoning, reasoning_format, jinja, embeds, ranks, pooling, allow_image_urls, **more):  # fmt: skip
-    """Serves a model over HTTP, as OpenAI, Anthropic and llama.cpp do. `docs/server.md` lists the endpoints.
+@flag("--of-router")
+@option("--print-config", "Print what to paste into this client, for the other options, and end.", type=click.Choice([*CONFIGS]))
+def command(target, draft, options, host, api_key, api_key_file, **more):
+    """Serves models over HTTP, as OpenAI, Anthropic, Ollama and llama.cpp do. `docs/server.md` lists the endpoints.
 
-    -c is the context of each slot. Sampling options are the defaults of requests.
+    -c is the context of each slot. Sampling options are the defaults of requests. With --models-dir, --models-preset or --sleep-idle-seconds there is a
+    process for each model, which is loaded by the first request that names it.
     """
     from ..server import missing
 
-    if (why := missing()) is not None:
+    several = bool(more["models_dir"] or more["models_preset"] or more["models_cached"])
+    sleep_idle = more["sleep_idle"] = None if more["sleep_idle"] in (None, -1) else more["sleep_idle"]
+    if (why := missing(("httpx",) if several or sleep_idle is not None else ())) is not None:
         raise PyspecError(why)
+    from ..server import start
+    from ..server.access import Admitted, Hosts, Keys
+
+    hosts = tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",)
+    keys = Admitted() if more["of_router"] else Keys(api_key, api_key_file)  # once: a pipe has its lines once
+    Hosts(more["allowed_hosts"])  # before a model is loaded
+    _check(hosts, more["port"], more["certificate"], more["certificate_key"])
+    start.log_to_stderr(more["verbose"])
+    settings = start.Settings(
+        keys, hosts, load=options, report=lambda line: say(in_options(line)),
+        **_of(start.Settings, more) | {"max_body": more["max_body"] << 20},
+    )  # fmt: skip
+    if not several and sleep_idle is None:
+        sys.exit(_serve_one(target, draft, options, settings, **more))
+    from ..server import router
+    from .presets import model_specs
+
+    context = click.get_current_context()
+    models = model_specs(context.command, {**context.params, "sleep_idle": sleep_idle}, context.meta["arguments"])
+    memory = more["models_memory"] << 20 if more["models_memory"] is not None else None
+    sys.exit(router.serve(settings, router.RouterOptions(models, memory, more["models_max"], more["page"])))
+
+
+def _serve_one(target, draft, options, settings, slots, alias, tags, max_tokens, template, template_file, variables, reasoning, reasoning_format,
+               of_router, queue_requests, embeds, ranks, pooling, allow_image_urls, **more) -> int:  # fmt: skip
     from ..api import load
     from ..sampling.recommended import recommended
     from ..sampling.sampler import Sampling
     from ..server import start
-    from ..server.access import Hosts, Keys
+    from ..server.link import Link
     from ..server.pictures import PictureOptions
     from ..server.sampling import Limits
     from ..server.served import NAMED, ServeOptions
@@ -114,18 +176,21 @@ def command(target, draft, options, host, api_key, api_key_file, queue_requests,
     wanted = take_sampling(more)
     check_prefix(options)
     source = text_of("chat_template", template, template_file)
-    named, slots = template_variables(variables), more["slots"]
-    hosts = tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",)
-    keys = Keys(api_key, api_key_file)  # once: a pipe has its lines once
-    Hosts(more["allowed_hosts"])  # before a model is loaded
-    _check(hosts, more["port"], more["certificate"], more["certificate_key"])
-    start.log_to_stderr(more["verbose"])
-    if embeds or ranks or pooling:
-        sys.exit(_serve_embeddings(target, options, "rank" if ranks else pooling, ServeOptions(_names(alias), _names(tags), page=False), start.Settings(
-            keys, hosts, max_body=max_body << 20, report=lambda line: say(in_options(line)), **_of(start.Settings, more),
-        )))  # fmt: skip
-    with progress_line() as progress:
-        session = load(target, draft, options, progress, prefix_cache=None, prefix_memory=0)
+    named = template_variables(variables)
+    link = Link() if of_router else None
+    if link is not None:
+        settings = replace(settings, started=lambda served: link.ready(**served.model_entry()))
+    try:
+        if embeds or ranks or pooling:
+            return _serve_embeddings(target, options, "rank" if ranks else pooling, ServeOptions(_names(alias), _names(tags), page=False), settings, link)
+        if link is not None:
+            options = _planned(link, target, draft, options, slots)
+        with progress_line() as progress:
+            session = load(target, draft, options, link.progress if link is not None else progress, prefix_cache=None, prefix_memory=0)
+    except (PyspecError, MemoryError) as error:
+        if link is not None:
+            link.send(error=in_options(str(error) or "there is not enough memory"))
+        raise
     with session:
         values, refused = recommended(session.target.file.metadata)
         sampling = Sampling(**{**values, **wanted.values})
@@ -139,26 +204,52 @@ def command(target, draft, options, host, api_key, api_key_file, queue_requests,
         served = ServeOptions(
             _names(alias),
             _names(tags),
+            slots=slots,
             thinking=thinking,
             reasoning=reasoning_format,
             template_arguments=named,
             pictures=PictureOptions(urls=allow_image_urls),
             **_of(ServeOptions, more),
         )
-        settings = start.Settings(
-            keys, hosts, load=replace(options, n_ctx=context), queue_requests=4 * slots if queue_requests is None else queue_requests,
-            max_body=max_body << 20, report=lambda line: say(in_options(line)), **_of(start.Settings, more),
+        settings = replace(
+            settings, load=replace(options, n_ctx=context), queue_requests=4 * slots if queue_requests is None else queue_requests,
         )  # fmt: skip
         limits = Limits(sampling, max_tokens, context)
-        sys.exit(start.serve(session, settings, limits, served, NAMED.get(source or "", source)))
+        return start.serve(session, settings, limits, served, NAMED.get(source or "", source))
 
 
-def _serve_embeddings(target: Any, options: Any, pooling: str | None, named: Any, settings: Any) -> int:
+def _planned(link, target, draft, options, slots):
+    """The options with the context and the prefix cache of a plan that fits what the router leaves free."""
+    from ..tools.plan import plan
+
+    def planned(free: int | None) -> dict[str, Any]:
+        made = plan(target, draft, options, slots=slots, free=free)
+        prefixes = options.prefix_memory
+        if prefixes is None:  # as without a plan, of what remains
+            prefixes = min(1 << 30, max(0, made.free - made.total) // 8)
+        total = made.total - made.prefix_memory + prefixes
+        return {"total": total, "free": made.free, "fits": made.fits, "n_ctx": made.n_ctx, "prefix_memory": prefixes}
+
+    made = link.agree(planned)
+    return replace(options, n_ctx=made["n_ctx"], prefix_memory=made["prefix_memory"])
+
+
+def _serve_embeddings(target, options, pooling, named, settings, link) -> int:
     from ..embedding import Embedder
     from ..server import start
 
     if target is None:
         raise click.UsageError("the embedded pair embeds nothing; name a model with -m")
+    if link is not None:  # its caches last as long as a step
+        from ..ggml.device import free_bytes, pick_devices, present
+
+        device = pick_devices(options.device)[0]
+
+        def planned(free: int | None) -> dict[str, Any]:
+            total, free = Path(target).stat().st_size + EMBEDDING_BYTES, free_bytes(present(device)) if free is None else free
+            return {"total": total, "free": free, "fits": total <= free, "n_ctx": options.n_ctx}
+
+        link.agree(planned)
     return start.serve_embeddings(Embedder(target, options.device, options.n_ctx, options.threads, pooling), settings, named)
 
 

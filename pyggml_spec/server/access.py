@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2s
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -20,10 +20,25 @@ from .errors import ApiError
 
 _LOCAL_ORIGIN = r"[a-z][a-z0-9+.-]*://(?:localhost|127\.0\.0\.1|\[::1\])(?::\d+)?"
 MAX_NAME = 300  # characters; DNS has 253
+KEY_HEADER, PEER_HEADER = "x-pyspec-key", "x-pyspec-peer"  # from a router: the name of the key, and the client's address and port
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they neither compute nor change anything
 _AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+(?:%[\w.~-]+)?\]|[^\s\[\]:/@?#\\%]+)(?::\d{1,5})?")
 _AROUND = " \t\r\n\ufeff"
 _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
+
+
+class Admission(Protocol):
+    """Who may request."""
+
+    def check(self, headers: Mapping[str, str]) -> str:
+        """The name of a request's key. Raises ApiError."""
+
+
+class Admitted:
+    """Of a model's process under a router, which has checked the request: the socket is the router's alone."""
+
+    def check(self, headers: Mapping[str, str]) -> str:
+        return headers.get(KEY_HEADER, "")
 
 
 class Keys:

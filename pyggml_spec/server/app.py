@@ -25,8 +25,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import anthropic, infill, native, openai, responses
-from .access import Hosts, Keys, Origins
+from . import anthropic, infill, native, ollama, openai, responses
+from .access import PEER_HEADER, Admission, Admitted, Hosts, Origins
 from .bodies import HEADER, shown
 from .errors import ApiError, api_error
 from .http import MAX_VALUES, BodyLimits, Refusal, Request, read_body, unless_disconnected
@@ -36,7 +36,7 @@ from .reading import Context
 
 log = logging.getLogger("pyspec.serve")
 
-Handler = Callable[[Context, Request], Awaitable[Response]]
+Handler = Callable[[Any, Request], Awaitable[Response]]  # of what the application serves: a ``Context``, or a ``Router``
 Handlers = dict[str, Handler]  # by method
 
 
@@ -45,6 +45,17 @@ async def metrics_page(context: Context, request: Request) -> Response:
         raise ApiError(501, "this server was started without metrics")
     metrics: Metrics = request.app.state.metrics
     return Response(metrics.text(context.queue), headers={"process-start-time-unix": str(int(metrics.started))}, media_type=CONTENT_TYPE)
+
+
+def _resumable(handler: Handler) -> Handler:
+    """Its streams go on without their readers, where requests ask for that."""
+
+    async def respond(context: Context, request: Request) -> Response:
+        response = await handler(context, request)
+        native.keep_stream(context, request, response)
+        return response
+
+    return respond
 
 
 GENERATE: dict[str, Handler] = {  # whose fields are checked by name
@@ -58,6 +69,8 @@ GENERATE: dict[str, Handler] = {  # whose fields are checked by name
     "/messages": anthropic.messages,
     "/v1/responses": responses.create,
     "/responses": responses.create,
+    "/api/chat": ollama.chat,
+    "/api/generate": ollama.generate,
 }
 WITH_V1: dict[str, Handlers] = {  # also at /v1
     "/models": {"GET": openai.models},
@@ -68,7 +81,7 @@ WITH_V1: dict[str, Handlers] = {  # also at /v1
     "/responses/input_tokens": {"POST": responses.input_tokens},
 }
 ROUTES: dict[str, Handlers] = {
-    **{path: {"POST": handler} for path, handler in GENERATE.items()},
+    **{path: {"POST": _resumable(handler)} for path, handler in GENERATE.items()},
     **WITH_V1,
     **{f"/v1{path}": handlers for path, handlers in WITH_V1.items()},
     "/ready": {"GET": native.ready},
@@ -79,12 +92,19 @@ ROUTES: dict[str, Handlers] = {
     "/pyspec/live": {"GET": native.live},
     "/tokenize": {"POST": native.tokenize},
     "/detokenize": {"POST": native.detokenize},
+    "/tokenizer_info": {"GET": native.tokenizer_info},
     "/apply-template": {"POST": native.apply_template},
+    "/api/tags": {"GET": ollama.tags},
+    "/api/ps": {"GET": ollama.ps},
+    "/api/show": {"POST": ollama.show},
+    "/api/version": {"GET": ollama.version},
+    **{f"/api/{name}": {"POST": ollama.not_here} for name in ("pull", "push", "create", "copy")},
+    "/api/delete": {"DELETE": ollama.not_here},
     "/v1/stream": {"GET": native.read_stream, "DELETE": native.end_stream},
     "/v1/streams/lookup": {"POST": native.look_up_streams},
 }
 UNSUPPORTED = {  # what llama.cpp's server and OpenAI have
-    **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings"), "embeddings"),
+    **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings", "/api/embed", "/api/embeddings"), "embeddings"),
     **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), "reranking"),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/speech", "/v1/audio/translations"), "audio"),
     **dict.fromkeys(("/v1/images/generations", "/v1/images/edits"), "images"),
@@ -171,9 +191,9 @@ class Endpoint:
                 request.check_type()
                 request.data = await read_body(request, receive, limits)
             if not await unless_disconnected(receive, self._respond(context, request, receive, send)):
-                context.queue.disconnected += 1
+                state.metrics.disconnected += 1
         except OSError:
-            context.queue.disconnected += 1
+            state.metrics.disconnected += 1
         finally:
             request.end()
             if request.large:
@@ -189,8 +209,6 @@ class Endpoint:
             if refusal.status >= 500:
                 log.exception("%s %s", request.method, request.path)
             raise refusal from None
-        if request.path in GENERATE:
-            native.keep_stream(context, request, response)
         if request.unknown:
             response.headers[HEADER] = shown(request.unknown)
         await response(request.scope, receive, send)
@@ -216,16 +234,27 @@ async def _refused(request: StarletteRequest, error: Exception) -> Response:
 
 
 def create_app(
-    context: Context, metrics: Metrics, keys: Keys, origins: Origins, hosts: Hosts, max_body: int, given: Mapping[str, Handlers] = ROUTES
+    context: Context, metrics: Metrics, keys: Admission, origins: Origins, hosts: Hosts, max_body: int, given: Mapping[str, Handlers] = ROUTES
 ) -> Starlette:
-    """One per server. ``max_body``: bytes; ``given``: routes."""
+    """Of one model. ``max_body``: bytes; ``given``: routes."""
+    table: dict[str, Handlers] = {**given, **{path: {"GET": page} for path in PATHS if context.served.options.page}}
+    limits = BodyLimits(max_body, max_values=max(MAX_VALUES, 2 * context.served.n_ctx))
+    return application(context, table, metrics, keys, origins, hosts, limits)
+
+
+def application(
+    context: Any, table: Mapping[str, Handlers], metrics: Metrics, keys: Admission, origins: Origins, hosts: Hosts, limits: BodyLimits
+) -> Starlette:
+    """``table``: handlers by path and method, which are called with ``context``."""
 
     def admit(scope: Scope) -> None:
         origins.check(scope)
         if scope["method"] != "OPTIONS" and (scope["path"] not in PUBLIC or scope["method"] not in ("GET", "HEAD")):
-            scope["api_key"] = keys.check(Headers(scope=scope))
+            headers = Headers(scope=scope)
+            scope["api_key"] = keys.check(headers)
+            if isinstance(keys, Admitted):
+                scope["client"] = (headers.get(PEER_HEADER, ""),)
 
-    table: dict[str, Handlers] = {**given, **{path: {"GET": page} for path in PATHS if context.served.options.page}}
     routes = [Route(path, Endpoint(handlers), methods=list(handlers)) for path, handlers in table.items()]
     app = Starlette(
         routes=routes,
@@ -238,6 +267,5 @@ def create_app(
         exception_handlers={ApiError: _refused, HTTPException: _refused},
     )
     app.router.redirect_slashes = False
-    app.state.context, app.state.metrics, app.state.heap = context, metrics, Heap()
-    app.state.body_limits = BodyLimits(max_body, max_values=max(MAX_VALUES, 2 * context.served.n_ctx))
+    app.state.context, app.state.metrics, app.state.heap, app.state.body_limits = context, metrics, Heap(), limits
     return app

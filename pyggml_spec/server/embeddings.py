@@ -46,6 +46,7 @@ class ServedEmbedder:
             "owned_by": "pyspec",
             "aliases": list(self.names),
             "tags": list(self.options.tags),
+            "status": {"value": "loaded"},
             "meta": meta,
         }
 
@@ -59,7 +60,7 @@ class EmbeddingQueue:
         self._waiting: list[Text] = []
         self._working: asyncio.Task[None] | None = None
         self.running: set[Any] = set()
-        self.draining, self.disconnected, self.stuck = False, 0, False
+        self.draining, self.stuck = False, False
         self.engine = self
 
     async def embed(self, texts: Sequence[list[int]]) -> list[np.ndarray]:

@@ -244,13 +244,17 @@ async def read_body(request: Request, receive: Receive, limits: BodyLimits) -> b
 # -- responses
 
 
+def shape(path: str, error: ApiError) -> dict[str, Any]:
+    """An error in the dialect of a path."""
+    return error.anthropic() if path.startswith(ANTHROPIC) else {"error": error.message} if path.startswith("/api/") else error.openai()
+
+
 class Refusal(Response):
     """An error in the client's dialect. Where its body is still coming, that is discarded, and the connection closed; a short one that was not begun
     does not close it."""
 
     def __init__(self, scope: Scope, error: ApiError) -> None:
-        shape = error.anthropic() if scope["path"].startswith(ANTHROPIC) else error.openai()
-        super().__init__(encode(shape), error.status, error.headers, JSON_TYPE)
+        super().__init__(encode(shape(scope["path"], error)), error.status, error.headers, JSON_TYPE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, length = scope.get("body_state"), content_length(scope)

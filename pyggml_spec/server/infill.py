@@ -35,10 +35,11 @@ class File(msgspec.Struct):
 
 async def infill(context: Context, request: Request) -> Response:
     body = parse(request, Infill)
-    return await respond(context, request, body, await context.prepared(request, _read, context, body, request.key), Encoder)
+    return await respond(context, request, body, await context.prepared(request, read_infill, context, body, request.key), Encoder)
 
 
-def _read(context: Context, body: Infill, key: str) -> list[TaskRequest]:
+def read_infill(context: Context, body: Infill, key: str) -> list[TaskRequest]:
+    """The one sequence of a request. Raises ApiError."""
     served = context.served
     check_slot(context, body)
     return task_requests(served, body, filled_ids(served, body), body.n_probs or None, sampling.constraint(body), key)

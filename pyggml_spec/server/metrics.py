@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +50,7 @@ class Metrics:
         self.max_tokens = 0
         self.accepted_at, self.widths, self.finished = Counter[int](), Counter[int](), Counter[str]()
         self.requests = Counter[tuple[str, int]]()
+        self.disconnected = 0  # clients, before their response was complete
         self._registry = CollectorRegistry()
         self._histograms = {
             name: Histogram(f"pyspec:{name}", f"{text}.", buckets=bounds, registry=self._registry)
@@ -80,10 +81,12 @@ class Metrics:
         for name, value in observed.items():
             self._histograms[name].observe(value)
 
-    def text(self, queue: Queue) -> bytes:
-        """The page of /metrics."""
-        page = SimpleNamespace(collect=lambda: [*self._registry.collect(), *self._families(queue)])
-        return generate_latest(page)
+    def text(self, queue: Queue | None, more: Iterable[Metric] = ()) -> bytes:
+        """The page of /metrics. ``queue``: None where other processes have the engines; ``more``: further families."""
+        of_queue = [] if queue is None else [*self._registry.collect(), *self._families(queue)]
+        requests = "pyspec:requests", "Responses by path and status", ("path", "status"), self.requests
+        gone = "pyspec:disconnected", "Clients that disconnected before their response was complete", (), {(): self.disconnected}
+        return generate_latest(SimpleNamespace(collect=lambda: [*of_queue, counter(*gone), counter(*requests), *more]))
 
     def _families(self, queue: Queue) -> Iterator[Metric]:
         batch, totals = queue.engine.stats, self.totals
@@ -107,15 +110,17 @@ class Metrics:
         counters: tuple[tuple[str, str, tuple[str, ...], Mapping[Any, float]], ...] = (
             *((f"llamacpp:{name}", text, (), {(): totals[name]}) for name, text in _TOTALS.items()),
             ("llamacpp:n_decode", "Forward passes", (), {(): batch.steps}),
-            ("pyspec:disconnected", "Clients that disconnected before their response was complete", (), {(): queue.disconnected}),
             ("llamacpp:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position", ("position",), self.accepted_at),
             ("pyspec:sequences", "Sequences by why they ended", ("finish_reason",), self.finished),
             ("pyspec:steps_by_width", "Steps of sequences by verified tokens", ("width",), self.widths),
             ("pyspec:rejected", "Requests that were refused, by cause", ("cause",), queue.rejected),
-            ("pyspec:requests", "Responses by path and status", ("path", "status"), self.requests),
         )
-        for name, text, labels, counts in counters:
-            family = CounterMetricFamily(name, f"{text}.", labels=labels)
-            for key, count in sorted(dict(counts).items(), key=str):
-                family.add_metric(tuple(map(str, key)) if isinstance(key, tuple) else (str(key),), count)
-            yield family
+        yield from (counter(*one) for one in counters)
+
+
+def counter(name: str, text: str, labels: Sequence[str], counts: Mapping[Any, float]) -> Metric:
+    """``counts``: by the values of ``labels``."""
+    family = CounterMetricFamily(name, f"{text}.", labels=labels)
+    for key, count in sorted(dict(counts).items(), key=str):
+        family.add_metric(tuple(map(str, key)) if isinstance(key, tuple) else (str(key),), count)
+    return family

@@ -188,7 +188,15 @@ def _token_json(token: int, data: bytes) -> bytes:
 
 
 async def detokenize(context: Context, request: Request) -> Response:
-    return json_response({"content": await context.in_pool(request, _text, context, request.json_object().get("tokens", []))})
+    text = await context.in_pool(request, _text, context, request.json_object().get("tokens", []))
+    return json_response({"content": text, "prompt": text})  # llama.cpp's name and vLLM's
+
+
+async def tokenizer_info(context: Context, request: Request) -> Response:
+    """vLLM's, for lm-eval's remote tokenizer."""
+    served = context.served
+    ends = {"bos_token": _token_text(context, served.tokenizer.bos) or None, "eos_token": _token_text(context, served.eos) or None}
+    return json_response({**ends, "chat_template": served.template.source})
 
 
 def _text(context: Context, ids: Any) -> str:

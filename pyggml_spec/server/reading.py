@@ -5,7 +5,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from msgspec import Struct
 
@@ -15,7 +15,7 @@ from ..text.renderer import RENDERER, WouldBlock
 from .bodies import Chat, Fields
 from .conversation import read_chat
 from .errors import ApiError, api_error
-from .http import PING, Request, Response, event, event_stream
+from .http import PING, STREAM_HEADERS, Request, Response, Stream, event
 from .output import Delta, Output
 from .pool import Pool
 from .resumable import HEADER, Streams, key_of
@@ -60,6 +60,7 @@ class ResponseEncoder:
     """The response to one request in one dialect. ``outputs``: of all its sequences; ``ping``: sent after a long silence of a stream."""
 
     ping = PING
+    headers: ClassVar[Mapping[str, str]] = STREAM_HEADERS
 
     def __init__(self, context: Context, request: Request, body: Any) -> None:
         self.context, self.request, self.body = context, request, body
@@ -104,7 +105,7 @@ async def respond(
     made.outputs = [Output(task, context.served.tokenizer, parser()) for task in events.tasks]
     deltas = _deltas(events, made.outputs)
     if body.stream:  # the first delta is waited for: a request that fails at once gets an ordinary error
-        return event_stream(_encoded(await anext(deltas, None), deltas, made))
+        return Stream(_encoded(await anext(deltas, None), deltas, made), headers=made.headers)
     async for _ in deltas:
         pass
     return await made.whole()

@@ -259,7 +259,7 @@ class Served:
         target = self.session.target
         return {
             "id": self.name, "object": "model", "created": self.created, "owned_by": "pyspec", "aliases": list(self.names),
-            "tags": list(self.options.tags), **({"architecture": {"input_modalities": ["text", "image"], "output_modalities": ["text"]}} if self.vision else {}),
+            "tags": list(self.options.tags), "status": {"value": "loaded"}, **({"architecture": {"input_modalities": ["text", "image"], "output_modalities": ["text"]}} if self.vision else {}),
             "meta": {
                 "vocab_type": 2, "n_vocab": self.tokenizer.n_vocab, "n_ctx_train": target.context_length, "n_ctx": self.n_ctx,
                 "n_embd": target.n_embd, "size": target.file.path.stat().st_size, "architecture": target.arch,

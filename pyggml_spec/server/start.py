@@ -8,11 +8,12 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from ..api import Session
 from ..embedding import Embedder
@@ -20,7 +21,7 @@ from ..errors import PyspecError
 from ..load_options import LoadOptions
 from ..speculation.synthetic import SyntheticAcceptance
 from . import embeddings
-from .access import Hosts, Keys, Origins
+from .access import Admission, Hosts, Keys, Origins
 from .app import ROUTES, create_app, prepare_heap
 from .metrics import Metrics
 from .pool import Pool
@@ -42,7 +43,7 @@ FILE_SECONDS = 30.0  # the same where prefixes are still written to files
 class Settings:
     """Where and how to serve. ``load``: context and prefix cache of the slots. ``report``: takes the lines about what the server does."""
 
-    keys: Keys
+    keys: Admission
     hosts: tuple[str, ...] = ("127.0.0.1",)
     port: int = 8080
     slots: int = 8
@@ -60,22 +61,24 @@ class Settings:
     synthetic: float | None = None  # tokens per step, for benchmarks
     rates: Sequence[float] = ()  # or the acceptance rate at each position
     report: Callable[[str], None] = field(default=lambda line: None)
+    started: Callable[[Any], None] = field(default=lambda served: None)  # called with the served model when requests are taken
 
 
 def serve(session: Session, settings: Settings, limits: Limits, options: ServeOptions, template: str | None) -> int:
     """Serves until a signal ends it; the exit status. ``limits``: defaults of requests; ``template``: Jinja text of the chat template, None for the
     model's. Raises PyspecError: an address, or caches that do not fit."""
-    return _run(_Service(session, settings, limits, options, template), settings)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    return run(_ModelService(session, settings, limits, options, template))
 
 
 def serve_embeddings(embedder: Embedder, settings: Settings, options: ServeOptions) -> int:
     """The same for a model that embeds or ranks texts, and generates none."""
-    return _run(_EmbeddingService(embedder, settings, options), settings)
+    return run(_EmbeddingService(embedder, settings, options))
 
 
-def _run(service: "_Service", settings: Settings) -> int:
-    sockets = listen(settings.hosts, settings.port)
-    sys.setswitchinterval(SWITCH_SECONDS)
+def run(service: "Service") -> int:
+    """Runs a service at the addresses of its settings; the exit status. Raises PyspecError: an address cannot be had."""
+    sockets = listen(service.settings.hosts, service.settings.port)
     try:
         with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
             return runner.run(service.run(sockets))
@@ -84,16 +87,100 @@ def _run(service: "_Service", settings: Settings) -> int:
             sock.close()
 
 
-class _Service:
-    """The running server: makes its parts, obeys signals, and ends."""
+class Work(Protocol):
+    """What a server does for its clients."""
+
+    @property
+    def running(self) -> Collection[Any]: ...
+    async def drain(self, seconds: float) -> bool:
+        """Takes no more requests; whether the running ones have ended within that time."""
+
+    def cancel_all(self, reason: str) -> None: ...
+
+
+class Service:
+    """A running server: listens, obeys signals, and ends."""
+
+    work: Work
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.exit_status = 0
+        self.ending: asyncio.Task[None] | None = None
+
+    async def run(self, sockets: list[socket.socket]) -> int:
+        """Until it has ended; the exit status."""
+        raise NotImplementedError
+
+    def hosts(self, sockets: Sequence[socket.socket]) -> Hosts:
+        named = zip(self.settings.hosts, sockets)
+        return Hosts(self.settings.allowed_hosts, [h for host, sock in named if not is_path(host) for h in (host, sock.getsockname()[0])])
+
+    async def serve(self, app: ASGIApp, sockets: list[socket.socket], what: Callable[[str], str]) -> None:
+        """Until a signal ends it. ``what``: the line about what it serves at an address."""
+        settings, self.loop = self.settings, asyncio.get_running_loop()
+        self.server = Server(guard(uvicorn.Config(
+            app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, date_header=True,
+            loop="none", timeout_keep_alive=30, timeout_graceful_shutdown=5, proxy_headers=False, ssl_certfile=settings.certificate,
+            ssl_keyfile=settings.certificate_key,
+        )))  # fmt: skip
+        prepare_heap()
+        signals: dict[int, Callable[[], None]] = {signal.SIGTERM: self.end, signal.SIGINT: self.end}
+        if hasattr(signal, "SIGHUP"):
+            signals[signal.SIGHUP] = self._read_keys
+        for number, handler in signals.items():
+            self.loop.add_signal_handler(number, handler)
+        try:
+            scheme = "https" if settings.certificate else "http"
+            for host, sock in zip(settings.hosts, sockets):
+                self.report(what(address(scheme, host, sock)))
+            await self.server.serve(sockets=sockets)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self.loop.remove_signal_handler(number)
+
+    def report(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe: signals are obeyed all the same
+            self.settings.report(line)
+
+    def _read_keys(self) -> None:
+        if not isinstance(self.settings.keys, Keys):
+            return
+        try:
+            self.settings.keys.read()
+            self.report("read the API keys anew")
+        except PyspecError as error:
+            self.report(str(error))
+
+    def end(self, status: int = 0) -> None:
+        self.exit_status = max(self.exit_status, status)
+        if self.ending is not None:  # the second signal
+            self.work.cancel_all("the server ends")
+            self.server.should_exit = self.server.force_exit = True
+            return
+        running = len(self.work.running)
+        self.report(f"ending: {running} running" if running else "ending")
+        self.ending = self.loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        seconds, began = self.settings.drain, self.loop.time()
+        ended = await self.work.drain(seconds)
+        if not ended:
+            self.report(f"cut off what had not ended within {seconds:g} s")
+        if left := await self.server.read_out(max(ERROR_SECONDS, began + seconds - self.loop.time()) if ended else ERROR_SECONDS):
+            self.report(f"cut off {left} {'reader' if left == 1 else 'readers'} that had not taken all of a response")
+        self.server.should_exit = True
+
+
+class _ModelService(Service):
+    """Of one model: makes its parts."""
 
     routes = ROUTES
 
     def __init__(self, session: Session, settings: Settings, limits: Limits, options: ServeOptions, template: str | None) -> None:
-        self.session, self.settings, self._made_of = session, settings, (limits, options, template)
+        super().__init__(settings)
+        self.session, self._made_of = session, (limits, options, template)
         self.failures = 0
-        self.exit_status = 0
-        self.ending: asyncio.Task[None] | None = None
 
     def context(self, metrics: Metrics) -> Context:
         """What handlers have. Made in the event loop."""
@@ -112,42 +199,19 @@ class _Service:
         return f"with {self.settings.slots} slots of {context.served.n_ctx} tokens"
 
     async def run(self, sockets: list[socket.socket]) -> int:
-        settings, metrics = self.settings, Metrics()
-        bound = [h for host, sock in zip(settings.hosts, sockets) if not is_path(host) for h in (host, sock.getsockname()[0])]
-        hosts = Hosts(settings.allowed_hosts, bound)
-        self.loop = asyncio.get_running_loop()
+        settings, metrics, self.loop = self.settings, Metrics(), asyncio.get_running_loop()
         with Pool() as self.pool:
             context = self.context(metrics)
-            self.queue = context.queue
-            app = create_app(context, metrics, settings.keys, Origins(settings.origins), hosts, settings.max_body, self.routes)
-            self.server = Server(guard(uvicorn.Config(
-                app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, date_header=True,
-                loop="none", timeout_keep_alive=30, timeout_graceful_shutdown=5, proxy_headers=False, ssl_certfile=settings.certificate,
-                ssl_keyfile=settings.certificate_key,
-            )))  # fmt: skip
-            prepare_heap()
-            signals: dict[int, Callable[[], None]] = {signal.SIGTERM: self.end, signal.SIGINT: self.end}
-            if hasattr(signal, "SIGHUP"):
-                signals[signal.SIGHUP] = self._read_keys
-            for number, handler in signals.items():
-                self.loop.add_signal_handler(number, handler)
+            self.work = self.queue = context.queue
+            app = create_app(context, metrics, settings.keys, Origins(settings.origins), self.hosts(sockets), settings.max_body, self.routes)
             watching = self.loop.create_task(self.queue.watch())
             try:
-                scheme = "https" if settings.certificate else "http"
-                for host, sock in zip(settings.hosts, sockets):
-                    where = address(scheme, host, sock)
-                    self.report(f"serving {context.served.name} at {where} {self.what(context)}")
-                await self.server.serve(sockets=sockets)
+                settings.started(context.served)
+                await self.serve(app, sockets, lambda at: f"serving {context.served.name} at {at} {self.what(context)}")
             finally:
                 watching.cancel()
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    self.loop.remove_signal_handler(number)
                 await self._close()
         return self.exit_status
-
-    def report(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a closed pipe: signals are obeyed all the same
-            self.settings.report(line)
 
     def _concurrent(self) -> Any:
         s = self.settings
@@ -173,32 +237,6 @@ class _Service:
         drafts = session.runner.options.width - 1
         return lambda seed: SyntheticAcceptance.of_rates(rates, seed) if length is None else SyntheticAcceptance(length, drafts, seed)
 
-    def _read_keys(self) -> None:
-        try:
-            self.settings.keys.read()
-            self.report("read the API keys anew")
-        except PyspecError as error:
-            self.report(str(error))
-
-    def end(self, status: int = 0) -> None:
-        self.exit_status = max(self.exit_status, status)
-        if self.ending is not None:  # the second signal
-            self.queue.cancel_all("the server ends")
-            self.server.should_exit = self.server.force_exit = True
-            return
-        running = len(self.queue.running)
-        self.report(f"ending: {running} running" if running else "ending")
-        self.ending = self.loop.create_task(self._drain())
-
-    async def _drain(self) -> None:
-        seconds, began = self.settings.drain, self.loop.time()
-        ended = await self.queue.drain(seconds)
-        if not ended:
-            self.report(f"cut off what had not ended within {seconds:g} s")
-        if left := await self.server.read_out(max(ERROR_SECONDS, began + seconds - self.loop.time()) if ended else ERROR_SECONDS):
-            self.report(f"cut off {left} {'reader' if left == 1 else 'readers'} that had not taken all of a response")
-        self.server.should_exit = True
-
     async def _close(self) -> None:
         """Ends all threads. A step or a request may take two seconds on a busy machine, and for ever on a device that hangs: the process exits."""
         self.queue.cancel_all("the server ends")
@@ -212,12 +250,12 @@ class _Service:
         await self.loop.run_in_executor(None, self.queue.engine.close)
 
 
-class _EmbeddingService(_Service):
+class _EmbeddingService(_ModelService):
     routes = embeddings.ROUTES
 
     def __init__(self, embedder: Embedder, settings: Settings, options: ServeOptions) -> None:
-        self.embedder, self.settings, self.options = embedder, settings, options
-        self.exit_status, self.ending = 0, None
+        Service.__init__(self, settings)
+        self.embedder, self.options = embedder, options
 
     def context(self, metrics: Metrics) -> Context:
         served: Any = embeddings.ServedEmbedder(self.embedder, self.options)

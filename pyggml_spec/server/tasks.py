@@ -227,7 +227,7 @@ class Queue:
         self._queued: list[Task] = []  # which the engine has not got
         self._turns = itertools.count()
         self.running: set[Task] = set()
-        self.rejected, self.disconnected = {"requests": 0, "tokens": 0, "time": 0, "draining": 0}, 0  # for /metrics
+        self.rejected = {"requests": 0, "tokens": 0, "time": 0, "draining": 0}  # for /metrics
         self.kept = 0  # tokens and log probabilities that response streams hold
         self.draining = False
         self._seconds = 1.0  # moving average of a sequence's time in the engine
