@@ -29,7 +29,7 @@ wire_api = "responses"
     "pyspec": {
       "npm": "@ai-sdk/openai-compatible",
       "options": {"baseURL": "$url/v1", "apiKey": "$key"},
-      "models": {"$model": {"limit": {"context": $context, "output": $output}}}
+      "models": {"$model": {$limit}}
     }
   },
   "model": "pyspec/$model",
@@ -71,7 +71,7 @@ export OPENAI_API_BASE_URL=$url/v1 OPENAI_API_KEY=$key ENABLE_OLLAMA_API=false
 open-webui serve
 """,
 }
-CONTEXT = 8192  # that is named where -c is not given
+CONTEXT = 8192  # for clients that have to be told one, where -c is not given
 
 
 def config(client: str, values: Mapping[str, Any]) -> str:
@@ -84,9 +84,10 @@ def config(client: str, values: Mapping[str, Any]) -> str:
         *(values["alias"] or "").split(","),
         *(path.replace("\\", "/").rpartition("/")[2] if path is files[0] else path for path in files if path),
     ]
-    context = values["n_ctx"] or CONTEXT
+    n_ctx = values["n_ctx"]
     return Template(CONFIGS[client]).substitute(
         url=f"http{'s' if values['certificate'] else ''}://{host}:{values['port']}",
         model="any" if several else next((name.strip() for name in names if name.strip()), "any"),
-        key=values["api_key"][0].split(",")[0] if values["api_key"] else "none", context=context, output=context // 2,
+        key=values["api_key"][0].split(",")[0] if values["api_key"] else "none", context=n_ctx or CONTEXT,
+        limit=f'"limit": {{"context": {n_ctx}, "output": {n_ctx // 2}}}' if n_ctx else "",
     )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 from prometheus_client.metrics_core import GaugeMetricFamily
 
+from ..errors import PyspecError
 from . import ollama, start
 from .access import KEY_HEADER, PEER_HEADER, Origins
 from .app import ROUTES, Handlers, application
@@ -293,7 +294,9 @@ class RouterOptions:
 
 
 def serve(settings: start.Settings, options: RouterOptions) -> int:
-    """Serves until a signal ends it; the exit status. Raises PyspecError: an address cannot be had."""
+    """Serves until a signal ends it; the exit status. Raises PyspecError: an address cannot be had, or this system has no unix sockets."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise PyspecError("several models need unix sockets, which this system does not have; serve one model by each `pyspec serve`")
     return start.run(settings, lambda sockets: _RouterService(settings).run(options, sockets))
 
 

@@ -21,7 +21,7 @@ def weather(city: str) -> str:
 
 
 for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
-    agent = Agent("short", model=kind(os.environ["PYSPEC_MODEL"], client), model_settings=ModelSettings(max_tokens=12))
+    agent = Agent("short", model=kind("edits", client), model_settings=ModelSettings(temperature=0))
     assert Runner.run_sync(agent, "Name a colour.").final_output
     caller = Agent("caller", model=kind("calls", calls), tools=[weather], model_settings=ModelSettings(temperature=0))
     try:
