@@ -32,7 +32,6 @@ from .report import configuration_line
 from .sampling import sampler_options, take_sampling
 from .terminal import progress_line, say
 
-
 EMBEDDING_BYTES = 256 << 20  # of libllama's buffers for a batch of texts, about
 
 
@@ -182,7 +181,9 @@ def _serve_one(target, draft, options, settings, slots, alias, tags, max_tokens,
         settings = replace(settings, started=lambda served: link.ready(**served.model_entry()))
     try:
         if embeds or ranks or pooling:
-            return _serve_embeddings(target, options, "rank" if ranks else pooling, ServeOptions(_names(alias), _names(tags), page=False), settings, link)
+            return _serve_embeddings(
+                target, options, "rank" if ranks else pooling, ServeOptions(_names(alias), _names(tags), page=False), settings, link
+            )
         if link is not None:
             options = _planned(link, target, draft, options, slots)
         with progress_line() as progress:

@@ -234,7 +234,13 @@ async def _refused(request: StarletteRequest, error: Exception) -> Response:
 
 
 def create_app(
-    context: Context, metrics: Metrics, keys: Admission, origins: Origins, hosts: Hosts, max_body: int, given: Mapping[str, Handlers] = ROUTES
+    context: Context,
+    metrics: Metrics,
+    keys: Admission,
+    origins: Origins,
+    hosts: Hosts,
+    max_body: int,
+    given: Mapping[str, Handlers] = ROUTES,
 ) -> Starlette:
     """Of one model. ``max_body``: bytes; ``given``: routes."""
     table: dict[str, Handlers] = {**given, **{path: {"GET": page} for path in PATHS if context.served.options.page}}

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from ..embedding import Embedder, normalised
-from . import native, openai
+from . import native, ollama, openai
 from .bodies import parse, wrong
 from .errors import ApiError
 from .http import Request, Response, json_response
@@ -244,6 +244,34 @@ async def rerank(context: Context, request: Request) -> Response:
     return json_response({"model": served.name, "object": "list", "usage": _usage(texts), "results": shown})
 
 
+class OllamaEmbeddings(Struct, kw_only=True):
+    """Of Ollama's /api/embed, and of its older /api/embeddings with ``prompt``."""
+
+    model: str = ""
+    input: Any = None
+    prompt: Any = None
+    options: dict[str, Any] = {}
+    truncate: bool = True
+    dimensions: int | None = None
+    keep_alive: Any = None
+
+
+async def ollama_embed(context: Context, request: Request) -> Response:
+    """As of Ollama: texts alone, normalised; those that are too long are refused, not cut."""
+    body, (served, queue) = parse(request, OllamaEmbeddings), _of(context)
+    old = request.path == "/api/embeddings"
+    value = body.prompt if old and body.prompt is not None else body.input
+    if served.embedder.pooling == "none":
+        raise ApiError(400, "without pooling there is an embedding per token, which /embedding returns; or start the server with `pooling`")
+    if body.dimensions not in (None, served.embedder.n_embd):
+        raise wrong("dimensions", body.dimensions, f"{served.embedder.n_embd}, which this model's embeddings have")
+    texts = await context.in_pool(request, _inputs, served, value, "input")
+    found = [normalised(values, 2).tolist() for values in await queue.embed(texts)]
+    if old:
+        return json_response({"embedding": found[0]})
+    return json_response({"model": body.model or served.name, "embeddings": found, "prompt_eval_count": sum(map(len, texts))})
+
+
 async def health(context: Context, request: Request) -> Response:
     return json_response({"status": "ok"})
 
@@ -255,6 +283,9 @@ ROUTES: dict[str, Any] = {
     **{f"{v}/models": {"GET": openai.models} for v in ("", "/v1")},
     **{f"{v}/models/{{name:path}}": {"GET": openai.model} for v in ("", "/v1")},
     **{f"{v}/health": {"GET": health} for v in ("", "/v1")},
+    **{path: {"POST": ollama_embed} for path in ("/api/embed", "/api/embeddings")},
+    "/api/tags": {"GET": ollama.tags},
+    "/api/version": {"GET": ollama.version},
     "/ready": {"GET": native.ready},
     "/tokenize": {"POST": native.tokenize},
     "/detokenize": {"POST": native.detokenize},

@@ -16,7 +16,7 @@ import httpx
 from prometheus_client.metrics_core import GaugeMetricFamily
 
 from ..errors import PyspecError
-from . import ollama, start
+from . import embeddings, ollama, start
 from .access import KEY_HEADER, PEER_HEADER, Origins
 from .app import ROUTES, Handlers, application
 from .errors import ApiError, api_error
@@ -275,7 +275,9 @@ def _routes(with_page: bool) -> dict[str, Handlers]:
     }
     pages: dict[str, Handlers] = {path: {"GET": page} for path in PATHS if with_page}
     forwarded: dict[str, Handlers] = {
-        path: dict.fromkeys(handlers, state if path in _STATE else forward) for path, handlers in ROUTES.items() if path not in own
+        path: dict.fromkeys(handlers, state if path in _STATE else forward)
+        for path, handlers in {**embeddings.ROUTES, **ROUTES}.items()
+        if path not in own
     }
     return {**own, **forwarded, **pages}
 
@@ -297,12 +299,16 @@ def serve(settings: start.Settings, options: RouterOptions) -> int:
     """Serves until a signal ends it; the exit status. Raises PyspecError: an address cannot be had, or this system has no unix sockets."""
     if not hasattr(socket, "AF_UNIX"):
         raise PyspecError("several models need unix sockets, which this system does not have; serve one model by each `pyspec serve`")
-    return start.run(settings, lambda sockets: _RouterService(settings).run(options, sockets))
+    return start.run(_RouterService(settings, options))
 
 
 class _RouterService(start.Service):
-    async def run(self, options: RouterOptions, sockets: list[socket.socket]) -> int:
-        settings = self.settings
+    def __init__(self, settings: start.Settings, options: RouterOptions) -> None:
+        super().__init__(settings)
+        self.options = options
+
+    async def run(self, sockets: list[socket.socket]) -> int:
+        settings, options, self.loop = self.settings, self.options, asyncio.get_running_loop()
         self.work = fleet = Fleet(options.models, options.memory, options.most, settings.drain, self.report)
         limits = BodyLimits(settings.max_body)
         app = application(

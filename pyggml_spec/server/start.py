@@ -203,7 +203,9 @@ class _ModelService(Service):
         with Pool() as self.pool:
             context = self.context(metrics)
             self.work = self.queue = context.queue
-            app = create_app(context, metrics, settings.keys, Origins(settings.origins), self.hosts(sockets), settings.max_body, self.routes)
+            app = create_app(
+                context, metrics, settings.keys, Origins(settings.origins), self.hosts(sockets), settings.max_body, self.routes
+            )
             watching = self.loop.create_task(self.queue.watch())
             try:
                 settings.started(context.served)

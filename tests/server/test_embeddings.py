@@ -4,6 +4,7 @@ import base64
 
 import numpy as np
 import pytest
+import scripted
 from embedders import write_encoder, write_reranker
 from server.running import Running
 
@@ -65,3 +66,28 @@ def test_rankings(tmp_path):
         tei = server.ok("/rerank", query="cat", texts=TEXTS, return_text=True)
         assert len(tei) == 3 and tei[0]["text"] == TEXTS[best[0]] and set(tei[0]) == {"index", "score", "text"}
         assert server.post("/v1/rerank", query="", documents=TEXTS).status_code == 400
+
+
+def test_ollamas_embeddings_are_the_same(embeds):
+    server, _ = embeds
+    want = [data["embedding"] for data in server.ok("/v1/embeddings", input=TEXTS)["data"]]
+    found = server.ok("/api/embed", model="nomic:latest", input=TEXTS, keep_alive="5m")
+    assert found["embeddings"] == want and found["prompt_eval_count"] > 10 and found["model"] == "nomic:latest"
+    assert server.ok("/api/embeddings", model="nomic", prompt=TEXTS[0]) == {"embedding": want[0]}
+    refused = server.post("/api/embed", model="nomic", input=[])
+    assert refused.status_code == 400 and list(refused.json()) == ["error"]
+    assert server.http.get("/api/tags").json()["models"][0]["name"] == "nomic"
+
+
+def test_a_router_has_models_that_embed(embeds, tmp_path):
+    scripted.write(tmp_path / "says.gguf", ["these words"], None)
+    (tmp_path / "preset.toml").write_text(
+        f'[nomic]\nmodel = "{embeds[1]}"\nembeddings = true\n[says]\nmodel = "says.gguf"\nctx-size = 512\nslots = 1\n'
+    )
+    with Running("--models-preset", tmp_path / "preset.toml") as router:
+        want = embeds[0].ok("/v1/embeddings", input=TEXTS)["data"]
+        assert router.ok("/v1/embeddings", model="nomic", input=TEXTS)["data"] == want
+        assert router.ok("/api/embed", model="nomic", input=TEXTS[0])["embeddings"] == [want[0]["embedding"]]
+        said = router.ok("/v1/completions", model="says", prompt="a", temperature=0)
+        assert said["choices"][0]["text"] == "these words"
+        assert router.post("/v1/embeddings", model="says", input="a").status_code == 501
