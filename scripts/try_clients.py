@@ -4,7 +4,8 @@
     python scripts/try_clients.py -m SmolLM2-135M-Instruct.Q4_1.gguf --folder /tmp/clients            # all; what is missing is installed into the folder
     python scripts/try_clients.py -m SmolLM2-135M-Instruct.Q4_1.gguf --folder /tmp/clients ollama_client.py
 
-The model answers; what a small model would not do, three scripted models say: a call of a tool, an edit of a file, and code that is run. All are models of one server.
+The model answers; what a small model would not do, three scripted models say: a call of a tool, an edit of a file, and code that is run; a random one embeds. All are models of
+one server.
 """
 
 import argparse
@@ -50,12 +51,15 @@ def main() -> None:
 def serve(folder: Path, model: Path) -> tuple[subprocess.Popen, str]:
     """One server with all models; its address."""
     sys.path.insert(0, str(ROOT / "tests"))
+    import embedders
     import scripted
 
     tables = [f'["*"]\nctx-size = 8192\nslots = 2\nprefix-memory = 64\n[small]\nmodel = "{model.resolve()}"\n']
     for name, text in SAID.items():
         scripted.write(folder / f"{name}.gguf", [text], None)
-        tables.append(f'[{name}]\nmodel = "{name}.gguf"\n')
+        tables.append(f'[{name}]\nmodel = "{name}.gguf"\nctx-size = 32768\n')  # each character of a prompt is a token
+    embedders.write_encoder(folder / "embeds.gguf", "nomic-bert")
+    tables.append('[embeds]\nmodel = "embeds.gguf"\nctx-size = 128\nembeddings = true\n')
     (folder / "preset.toml").write_text("".join(tables))
     command = [
         sys.executable,

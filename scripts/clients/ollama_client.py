@@ -25,3 +25,4 @@ def weather(city: str) -> str:
 calls = ollama.Client(host=os.environ["PYSPEC_CALLS"])
 called = calls.chat("calls", messages, tools=[weather], options={"temperature": 0})
 assert called.message.tool_calls[0].function.arguments == {"city": "Paris"}
+assert len(client.embed("embeds", ["a cat", "a dog"]).embeddings[1]) == 64

@@ -35,3 +35,4 @@ assert client.responses.create(model=MODEL, input="Name a colour.", max_output_t
 kinds = [event.type for event in client.responses.create(model=MODEL, input="Name a colour.", max_output_tokens=12, stream=True)]
 assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete"), kinds
 assert client.completions.create(model=MODEL, prompt="The sky is", max_tokens=5).choices[0].text
+assert len(client.embeddings.create(model="embeds", input=["a cat", "a dog"]).data[1].embedding) == 64
