@@ -126,7 +126,7 @@ class ModelProcess:
             self._process.send_signal(number)
 
     async def gone(self) -> bool:
-        """Whether it has ended, when it takes no connection."""
+        """Whether it has ended, after a connection to it broke or was refused."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.ended.wait(), END_SECONDS)
         return self.ended.is_set()

@@ -115,7 +115,7 @@ class _Visit:
                     ) from None
                 self.entering = asyncio.ensure_future(self.fleet.enter(self.model))
             except httpx.HTTPError:
-                raise self.lost() from None
+                raise await self.lost() from None
             else:
                 self.request.forget()
                 return response
@@ -127,7 +127,9 @@ class _Visit:
         url = httpx.URL(path=self.path, query=request.scope["query_string"])
         return process.http.build_request(request.method, url, headers=headers, content=request.data or None)
 
-    def lost(self) -> ApiError:
+    async def lost(self) -> ApiError:
+        """Made when the process is known to have ended: the request that follows must not be sent to it."""
+        await self.entering.result().gone()
         sentence = f"the process of {self.model.spec.name} has ended while it answered; send the request again"
         return ApiError(503, sentence, headers=RETRY)
 
@@ -140,7 +142,7 @@ async def _parts(visit: _Visit, response: httpx.Response) -> AsyncIterator[bytes
     except httpx.HTTPError:
         if not response.headers.get("content-type", "").startswith(("text/event-stream", "application/x-ndjson")):
             raise ConnectionResetError from None
-        yield _error_event(visit.path, visit.lost())
+        yield _error_event(visit.path, await visit.lost())
 
 
 def _error_event(path: str, error: ApiError) -> bytes:
