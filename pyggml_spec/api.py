@@ -105,6 +105,7 @@ class Session:
         self._concurrent: ConcurrentSession | None = None  # the last one
         self._rows_stay = False  # whether rows in place equal those that would be computed
         self._last: tuple[int, list[int]] = (-1, [])  # the engine's epoch of the last generation, and its tokens
+        self._adapters = ""  # that it had
         self._lock = EngineLock()
 
     def _own(self, part: P) -> P:
@@ -330,10 +331,12 @@ class Session:
 
     def _begin(self, ids: list[int], mode: str, append: bool, stats: Stats) -> tuple[Reuse, int]:
         """What the caches have of ``ids``, and how much of that the last generation left."""
+        if (adapters := self.target.weights.adapters) is not None and self._adapters != (chosen := f"adapters {adapters.default}"):
+            self._adapters, self._last = chosen, (-1, [])
         drafting = mode == SPECULATIVE and self._needs_drafters_rows(ids, append)
         held = self._held(ids, drafting) if append else 0
         alike = 0 if held else self._alike(ids, drafting)
-        reuse = Reuse(held) if held else self.prefix.begin(ids, drafting)
+        reuse = Reuse(held) if held else self.prefix.begin(ids, drafting, self._adapters)
         if alike > reuse.tokens:
             self.prefix.resume(alike)
             reuse.tokens = alike
@@ -346,7 +349,7 @@ class Session:
         widths = self.engine.policy
         if append and widths is not None and widths.should_disable():
             return self.runner.slots[0].drafting
-        return not skip_drafter_rows(widths, lambda drafting: self.prefix.known(ids, drafting))
+        return not skip_drafter_rows(widths, lambda drafting: self.prefix.known(ids, drafting, self._adapters))
 
     def _alike(self, ids: list[int], drafting: bool) -> int:
         """Leading tokens of ``ids`` whose rows can stay: of models without recurrent state whose rows have the same bits in any step."""

@@ -28,6 +28,7 @@ from .errors import EngineError, PyspecError, SamplingError
 from .events import End, StepEvent
 from .ggml.device import release_threads
 from .ggml.library import versions
+from .models.adapters import Chosen
 from .sampling.sampler import Sampler, Sampling, TokenLogprob
 from .speculation.synthetic import SyntheticAcceptance
 from .text.stream import ANY_LINES, LineLimits, TextStream, stop_texts
@@ -314,6 +315,7 @@ class ConcurrentSession:
         special: bool = False,
         reuse: bool = True,
         scored: bool = False,
+        adapters: Chosen | None = None,
         owner: str = "",
         progress: bool = False,
         synthetic: SyntheticAcceptance | None = None,
@@ -326,6 +328,7 @@ class ConcurrentSession:
             max_tokens: 0 computes the prompt alone, for the prefix cache.
             reuse: False ignores the prefix cache.
             scored: the prompt's log probabilities, too (``Handle.prompt_logprobs``), as many as those of ``sampling``; ignores the prefix cache.
+            adapters: LoRA adapters of this request, (index, scale) each; None for those of the session.
             owner: key of the tenant; prefixes and n-grams are never shared between owners.
             progress: also events without text during prefill, with ``prompt_read``.
             synthetic: synthetic acceptance of this request.
@@ -342,7 +345,14 @@ class ConcurrentSession:
             raise SamplingError(
                 "a prompt is scored by the model's log probabilities; give a sampling with logprobs, and without logprobs_after"
             )
-        more = {"ignore_end": ignore_end, "synthetic": synthetic, "reuse": reuse and not scored, "scored": scored, "owner": owner}
+        more = {
+            "ignore_end": ignore_end,
+            "synthetic": synthetic,
+            "reuse": reuse and not scored,
+            "scored": scored,
+            "adapters": adapters,
+            "owner": owner,
+        }
         options = request_options(self.engine, self._tokenizer, text, max_tokens, mode, **more)
         sampler = self._make_sampler(sampling, ignore_end)
         options = replace(options, sampler=sampler)

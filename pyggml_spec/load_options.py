@@ -50,6 +50,7 @@ class LoadOptions:
             or of the layers that a CPU has, layer by layer; "auto" measures from how many rows on that is faster. None: the CPU computes what
             lies in its memory.
         mmproj: encoder of pictures (`mmproj-*.gguf`) that was made for the target: prompts may have pictures then. "auto" takes one in the target's folder, if it fits.
+        lora: LoRA adapters of the target, (file, scale) each; requests may choose other scales.
         rope: replaces what the target's file has about positions, to stretch its context: as llama.cpp's options of these names.
 
     Raises:
@@ -78,6 +79,7 @@ class LoadOptions:
     offload_prompts: int | str | None = None
     rope: RopeOptions | None = None
     mmproj: str | Path | None = None
+    lora: Sequence[tuple[str | Path, float]] = ()
 
     def __post_init__(self) -> None:
         either(self.experts, ExpertOptions, "`experts`")
@@ -103,6 +105,8 @@ class LoadOptions:
             rows = whole(rows, f"`offload_prompts`, rows of a chunk if it is not {AUTO!r},", 1, WIDEST_CHUNK)
             if rows > self.chunk:
                 raise EngineError(f"no chunk of a prompt has the {rows} rows of `offload_prompts`: a `chunk` has {self.chunk}; use fewer")
+        pairs = [(path(name, "an adapter (`lora`)"), *numbers([scale], "the scale of an adapter (`lora`)")) for name, scale in self.lora]
+        object.__setattr__(self, "lora", tuple(pairs))
         _ = self.kv, self.draft_kv, self.methods
 
     @classmethod

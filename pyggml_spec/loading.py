@@ -25,6 +25,7 @@ from .ggml.device import Backend, build_notes, devices, execution_order, free_by
 from .ggml.peer import enable_peer_access
 from .gguf_io import GGUFFile
 from .load_options import AUTO, LoadOptions
+from .models.adapters import Adapters
 from .models.decoder import Decoder
 from .models.placement import Placement
 from .models.registry import embedded_drafter, open_drafter, open_target
@@ -370,6 +371,10 @@ class Loader:
             self.target.weights = cast(Weights, own(SplitWeights(self.target, segments, self.drafter, *placed, report)))
         else:
             self.target.weights = own(_weights(self.target, backends[-1], report, *placed))
+        if self.options.lora:
+            if segments:
+                raise DeviceError("adapters need a target on one device; leave out `lora`, or merge the adapters into the model file")
+            self.target.weights.adapters = Adapters(backends[-1], self.target, self.options.lora)
         for member in self.drafters:
             member.weights = own(_weights(member, backends[-1], partial(progress, "drafter weights")))
 

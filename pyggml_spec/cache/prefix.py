@@ -218,7 +218,7 @@ class PrefixCache:
 
     # -- a prompt
 
-    def begin(self, tokens: Sequence[int], drafting: bool = True) -> Reuse:
+    def begin(self, tokens: Sequence[int], drafting: bool = True, owner: str = "") -> Reuse:
         """Resets the engine and restores as much of ``tokens`` as possible; the caller computes the rest (at least one)."""
         engine, drafting = self.engine, drafting and self.engine.drafter is not None
         old = self._in_place()
@@ -226,7 +226,7 @@ class PrefixCache:
         if old is not None:
             old.epoch = engine.epoch
         self.save()
-        place = self.enter(0, tokens, drafting)
+        place = self.enter(0, tokens, drafting, owner)
         if old is not None:
             pairs = zip(old.chunks[: old.done], place.chunks)
             place.done = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], pairs))
@@ -563,6 +563,7 @@ def layout_of(
     files = {"target": engine.target.file} | {"drafter" if at == 0 else f"drafter {at + 1}": m.file for at, m in enumerate(members)}
     weights, chunk, segments = engine.target.weights, engine.options.chunk, engine.resources.segments
     lines = {
+        "adapters": weights.adapters and ", ".join(f"BLAKE3 {a.identity}" for a in weights.adapters.all) + f" {weights.adapters.default}",
         "experts": weights.placement and _digest(weights.placement),  # the host's experts round differently
         # wide chunks are computed on the device
         "copies of the host's weights": weights.streams and f"for chunks of {min(stream.rows for stream in weights.streams)} rows",

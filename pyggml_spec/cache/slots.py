@@ -112,6 +112,7 @@ class Slot:
         lag: of so many rows of its sequence, the rows minus their positions, where pictures have fewer positions (M-RoPE); None for 0.
         draft_options: of its sequence's ``Sampler``, whose noise its drafts share; None if greedy.
         candidates, masked: as of ``ModelRunner.read_candidates``.
+        adapters: of its sequence: (index, scale) each.
         tokens, ids: of the last block's rows, from position ``base`` on, and the greedy choices after them.
         open_rows: of the last block, until ``accept``.
         row: of the last step's rows, the slot's first one with logits.
@@ -126,6 +127,7 @@ class Slot:
     draft_options: Callable[[int], np.ndarray] | None = None
     candidates: int | None = 0
     masked: bool = False
+    adapters: tuple[tuple[int, float], ...] = ()
     base: int = 0
     tokens: np.ndarray = field(default_factory=lambda: NOTHING)
     ids: np.ndarray = field(default_factory=lambda: NOTHING)

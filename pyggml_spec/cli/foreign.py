@@ -96,10 +96,9 @@ REFUSED = """
  whole layers go to the CPU: --device CPU,GPU --tensor-split, or -ngl
 --override-kv 1
  metadata cannot be overridden: change a copy of the file with gguf-set-metadata of the gguf package; --rope-scaling has options
---lora --lora-scaled --control-vector --control-vector-scaled 1
+--control-vector --control-vector-scaled 1
 --control-vector-layer-range 2
---lora-init-without-apply 0
- adapters are not supported: merge them into the model file (llama-export-lora)
+ control vectors are not supported; LoRA adapters are (--lora)
 --sampler-seq --sampling-seq 1
  name the samplers: --samplers 'top_k;top_p;min_p;temperature'
 --server-base 1

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,11 @@ _GROUPS: dict[str, list[Callable]] = {
         option("--rope-scale", "Stretch the context to N times its length.", type=click.FloatRange(0, min_open=True), metavar="N"),
         *(option(f"{names} rope_{name}", type=click.IntRange(0, 1 << 30) if name == "orig_ctx" else click.FloatRange(0)) for names, name in _ROPE.items()),
     ],
+    "adapters": [
+        option("--lora", "LoRA adapter of the target; several with commas between them. May be given several times.", multiple=True, metavar="FILE"),
+        option("--lora-scaled", "The same with a factor.", multiple=True, metavar="FILE:SCALE"),
+        flag("--lora-init-without-apply lora_unapplied", "Adapters have a scale of 0 where a request does not choose another one."),
+    ],
     "graphs": [flag("--no-graphs graphs", "No CUDA graph replay: shows what it is worth.", flag_value=False, default=True)],
     "experts": [
         option("-ot --override-tensor", multiple=True),
@@ -234,7 +239,7 @@ def with_options(declared: Iterable[Callable]) -> Callable[[Callable], Callable]
     return decorate
 
 
-MEASURED = "llama.cpp", "split", "rope", "graphs", "experts", "drafting", "caches"
+MEASURED = "llama.cpp", "split", "rope", "adapters", "graphs", "experts", "drafting", "caches"
 loading = load_options(*MEASURED, "pictures", "prefix files", memory=PREFIX_MEMORY)  # all of them, for commands that answer prompts
 
 
@@ -302,6 +307,8 @@ def _load_options(values: dict[str, Any], target: str | None) -> LoadOptions:
         taken["experts"] = _experts(values, target)
     if "rope_scaling" in values:
         taken["rope"] = _rope(values)
+    if "lora" in values:
+        taken["lora"] = _adapters(values.pop("lora"), values.pop("lora_scaled"), values.pop("lora_unapplied"))
     if values.get("prefix_cache") == "":
         raise click.UsageError("the name that --prefix-cache gives is empty; name a folder")
     if "mmproj" in values:
@@ -316,6 +323,21 @@ def _load_options(values: dict[str, Any], target: str | None) -> LoadOptions:
         if taken.get(name) is not None:
             taken[name] <<= 20
     return LoadOptions(**taken)
+
+
+def _adapters(files: Sequence[str], scaled: Sequence[str], unapplied: bool) -> list[tuple[str, float]]:
+    """Files and scales of --lora and --lora-scaled, in this order."""
+    found = [(name, 1.0) for given in files for name in given.split(",")]
+    for given in scaled:
+        for pair in given.split(","):
+            name, _, scale = pair.rpartition(":")
+            try:
+                found.append((name, float(scale)))
+            except ValueError:
+                raise click.UsageError(f"--lora-scaled {pair} has no scale; write FILE:SCALE, as in style.gguf:0.5") from None
+    if not all(name for name, _ in found):
+        raise click.UsageError("the name that --lora gives is empty; name a GGUF file")
+    return [(name, 0.0) for name, _ in found] if unapplied else found
 
 
 def _translate(values: dict[str, Any], target: str | None) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..cache.slots import SlotRange
 from ..ggml.step_io import StepTimes
+from ..models.adapters import Chosen
 from .prompt import PictureRows
 from .sequence import Sequence as SequenceState
 
@@ -115,6 +116,7 @@ class GraphKey:
         drafting: whether drafter rows, or what they are computed from, are written.
         candidates: largest logits per row that are read with the ids; None: whole rows, on demand.
         masked: whether logits stay on the device for constrained choices.
+        adapters: of the target, as of ``models.adapters.Chosen``.
     """
 
     kind: str
@@ -132,6 +134,7 @@ class GraphKey:
     drafting: bool = False
     candidates: int | None = 0
     masked: bool = False
+    adapters: Chosen = ()
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -142,7 +145,7 @@ class GraphKey:
 
     def _values(self) -> tuple[Any, ...]:
         shape = self.kind, self.verify_len, self.kv_bucket, self.slots, self.method, self.n_drafts, self.streamed, self.deferred
-        return *shape, self.layers, self.next_len, self.replay, self.pictures, self.drafting, self.candidates, self.masked
+        return *shape, self.layers, self.next_len, self.replay, self.pictures, self.drafting, self.candidates, self.masked, self.adapters
 
     @staticmethod
     @lru_cache(maxsize=1 << 12)
@@ -195,7 +198,8 @@ class Batch:
         context: tokens of the longest sequence before the step.
         computed: the items as the graph computes them: drafts that the host has read are given ones.
         proposed: by slot, whether drafts that the host has read are finite; ``drafted``: K/V rows that a whole model wrote meanwhile.
-        slots, kind, verify_len, kv_bucket, method, n_drafts, streamed, deferred, pictures, drafting, candidates, keep_logits (masked), layers: as of ``GraphKey``.
+        slots, kind, verify_len, kv_bucket, method, n_drafts, streamed, deferred, pictures, drafting, candidates, keep_logits (masked), layers, adapters: as
+            of ``GraphKey``.
         kv_from: fewest tokens that ``kv_bucket`` is the bucket of.
         key: of the graph, once all of these are known.
     """
@@ -232,6 +236,7 @@ class Batch:
     drafting: bool = False
     candidates: int | None = 0
     keep_logits: bool = False
+    adapters: Chosen = ()
     layers: tuple[int, ...] = ()
     key: GraphKey = NO_KEY
 
@@ -239,6 +244,6 @@ class Batch:
         """``key``: of the graph that computes this batch."""
         self.key = GraphKey.of(
             self.kind, self.verify_len, self.kv_bucket, self.slots, self.method, self.n_drafts, self.streamed, self.deferred, self.layers, 0, False,
-            self.pictures, self.drafting, self.candidates, self.keep_logits,
+            self.pictures, self.drafting, self.candidates, self.keep_logits, self.adapters,
         )  # fmt: skip
         return self.key

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Tokens
 from contextlib import suppress
+from dataclasses import replace
 from typing import Self
 
 from ..cache.prefix import PrefixCache
@@ -142,6 +143,13 @@ class Engine:
                 f"a prompt of {len(ids)} tokens does not fit the context of {runner.options.n_ctx}{each}; raise `n_ctx` to {need} or more"
             )
         options.check(runner.drafter or planner.ngram)
+        if (adapters := runner.target.weights.adapters) is not None:
+            chosen = adapters.default if options.adapters is None else adapters.chosen(dict(options.adapters))
+            options = replace(
+                options, adapters=chosen, owner=f"{options.owner}|adapters {chosen}"
+            )  # prefixes and n-grams are those of one choice
+        elif options.adapters:
+            raise EngineError("there are no adapters; load some with `lora`")
         stats = stats if stats is not None else Stats()
         width = runner.options.width if options.mode == REFERENCE and planner.width == 1 else planner.width
         stats.mode, stats.width, stats.prompt_tokens = options.mode, 1 if options.mode == PLAIN else width, len(ids)

@@ -91,7 +91,7 @@ class ExactSteps:
             yield first, part.size, step
 
     def _exact(self: Any, batch: Batch, kind: str, width: int) -> Step:
-        batch.kind, batch.verify_len = kind, width
+        batch.kind, batch.verify_len, batch.adapters = kind, width, self.slots[batch.slots.first].adapters
         batch.drafting, batch.candidates, batch.keep_logits = self.drafter is not None, 0, False
         step = self.graph_of(batch)
         self.run(step, batch, None, read=False)

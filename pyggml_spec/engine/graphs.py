@@ -71,7 +71,8 @@ def most_nodes(target: Decoder, drafter: AnyDrafter | None) -> int:
     """Nodes that no step of this pair exceeds: layers take 28 to 150, and three for each expert that a token uses; slots, scales, biases and the
     rotation of quantised rows take at most 40 more."""
     experts = getattr(target, "experts", None)
-    per_layer = 192 + (4 * experts.n_used if experts is not None else 0)
+    adapters = getattr(target.weights, "adapters", None)
+    per_layer = 192 + (4 * experts.n_used if experts is not None else 0) + (40 * len(adapters.all) if adapters is not None else 0)
     members = drafter.methods if drafter is not None else ()
     passes = sum(member.n_layer * ((member.block_size if member.one_by_one else 1) + member.rows_read_rows) for member in members)
     return NODES_BESIDE_LAYERS + (target.n_layer + passes) * per_layer + sum(member.extra_nodes for member in members)
@@ -100,7 +101,12 @@ class GraphBuilder:
 
     def build(self) -> dict:
         """Adds all nodes; returns the tensors that callers read themselves."""
-        return getattr(self, f"_{self.key.kind}")() or {}
+        weights = self.target.weights
+        weights.chosen = self.key.adapters
+        try:
+            return getattr(self, f"_{self.key.kind}")() or {}
+        finally:
+            weights.chosen = ()
 
     # -- devices
 
@@ -523,6 +529,7 @@ class StepGraphs(GraphCache):
 
     def sampling_of(self, batch: Batch, slots: list[Slot]) -> None:
         """What graphs of a batch of these slots write for drafters, and read for sampling."""
+        batch.adapters = slots[0].adapters  # of all, see the scheduler
         if self.slots == 1:
             batch.drafting, batch.candidates, batch.keep_logits = slots[0].drafting, slots[0].candidates, slots[0].masked
             return

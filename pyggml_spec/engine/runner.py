@@ -70,6 +70,10 @@ class ModelRunner(ExactSteps):
             self.prebuilder = GraphPrebuilder(r, self.graphs)
             self.threads = ThreadCounts(r.thread_rules())
             self.graphs.plan_largest()
+            if (adapters := target.weights.adapters) is not None and not backend.counting:
+                every = adapters.chosen(dict.fromkeys(range(len(adapters.all)), 1.0))
+                self.graphs.build(self.graphs.key("plain", 1, r.kv.live, adapters=every))
+                adapters.check(target.weights.adapted)
             self.devices.attach(self)
         except BaseException:
             r.close()
@@ -343,7 +347,9 @@ class ModelRunner(ExactSteps):
         """Whether a row has the same bits in steps of every shape: on CPUs, where native kernels compute all of the target."""
         target = self.target
         levels = [segment.backend.level for segment in self.resources.segments]
-        return None not in levels and not target.weights.other_matrix_bytes and not target.ggml_attention
+        return (
+            None not in levels and not target.weights.other_matrix_bytes and not target.ggml_attention and target.weights.adapters is None
+        )
 
     def chunk_width(self, rows: int) -> int:
         """Rows of the graph that computes ``rows`` certain rows of one of several slots."""
@@ -490,7 +496,11 @@ class ModelRunner(ExactSteps):
     def _key(self, kind: str, verify_len: int, **more: Any) -> GraphKey:
         """A graph of the first slot's sequence, whatever its K/V bucket."""
         s = self.slots[0]
-        sampling = {"drafting": True} if kind == "draft" else {"drafting": s.drafting, "candidates": s.candidates, "masked": s.masked}
+        sampling = (
+            {"drafting": True}
+            if kind == "draft"
+            else {"drafting": s.drafting, "candidates": s.candidates, "masked": s.masked, "adapters": s.adapters}
+        )
         return self.graphs.key(kind, verify_len, **sampling, **more)
 
     def prepare(self, keys: Sequence[GraphKey], tokens: int) -> None:

@@ -231,6 +231,8 @@ class Scheduler:
             while self._waiting:
                 seq = self._waiting[0]
                 options = seq.options
+                if self.active and options.adapters != self.active[0].options.adapters:
+                    return  # one choice of adapters at a time: a step has one graph for all of its rows
                 if seq.keeps_slot:
                     if any(other.slot == seq.slot for other in self.active):
                         return
@@ -245,6 +247,7 @@ class Scheduler:
                 if seq.constraint is not None and runner.unmasked:
                     seq.stats.notes.append(runner.unmasked)
                 runner.slots[seq.slot].lag = seq.prompt.lag if seq.prompt.pictures else None
+                runner.slots[seq.slot].adapters = options.adapters or ()
                 runner.slots[seq.slot].draft_options = options.sampler.draft_options if options.sampler is not None else None
                 self.active.append(self._waiting.popleft())  # first: an error from now on ends it and frees its slot
                 try:

@@ -17,6 +17,7 @@ from ..checks import token_ids, whole
 from ..constraints.jump_forward import JumpForward
 from ..errors import ContextError, EngineError
 from ..ggml.device import cpu_wait_s
+from ..models.adapters import Chosen
 from ..sampling.sampler import Sampler
 from ..speculation.ngram import NgramDrafts
 from ..speculation.policy import SpeculationState
@@ -52,6 +53,7 @@ class GenerationOptions:
         reuse: whether the prompt may reuse the prefix cache.
         scored: whether the sampler gets the logits of the prompt's rows, too; without ``reuse``.
         owner: key of the tenant; prefixes and n-grams are never shared between owners.
+        adapters: of the target; None for those of ``Adapters.default``.
     """
 
     max_tokens: int | None = None
@@ -67,6 +69,7 @@ class GenerationOptions:
     reuse: bool = True
     scored: bool = False
     owner: str = ""
+    adapters: Chosen | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in (SPECULATIVE, PLAIN, REFERENCE):

@@ -4,8 +4,9 @@ A part is a frozen value without weights. It lists its tensors (``tensors``), ma
 ``recurrent``), and adds nodes to a graph (``__call__``). The order of nodes and operands is llama.cpp's.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from ..ggml.graph import Graph
@@ -15,7 +16,7 @@ from .hparams import Hparams, inverse_root
 from .model import FFN
 from .moe import Experts
 from .rope import Rope
-from .weights import VECTOR, Group, Matrix, Spec, Weights
+from .weights import VECTOR, Delta, Group, Matrix, Spec, Weights
 
 ROPE_FREQS = "rope_freqs.weight"  # divisors of the frequencies, Llama 3.1 and later
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"  # the same, chosen by the context length
@@ -37,36 +38,57 @@ def head_product(g: Graph, matrix: Matrix, x: Tensor, tokens: int = 0) -> Tensor
         return product(g, matrix, x)
     count = g.aligned_outputs(matrix.weight, tokens)
     scale, bias = (v if v is None or v.ne[0] == 1 else g.slice(v, 0, 0, count) for v in (matrix.scale, matrix.bias))
-    out = product(g, replace(matrix, weight=g.first_outputs(matrix.weight, count), scale=scale, bias=bias), x)
+    out = product(g, replace(matrix, weight=g.first_outputs(matrix.weight, count), scale=scale, bias=bias, deltas=()), x)
     return out if count == tokens else g.cont(g.slice(out, 0, 0, tokens))
 
 
 def product(g: Graph, matrix: Matrix, x: Tensor) -> Tensor:
     """x F32 [n_in, T] times the matrix, with the file's scale and bias; F32 [n_out, T]."""
     out = g.matmul(matrix.weight, x)
-    if matrix.bias is not None and matrix.bias_first:
-        out = g.add(out, matrix.bias)
+    if matrix.bias_first:
+        out = with_deltas(g, out, matrix.deltas, x)
+        out = g.add(out, matrix.bias) if matrix.bias is not None else out
     if matrix.scale is not None:
         out = g.mul(out, matrix.scale)
+    if not matrix.bias_first:
+        out = with_deltas(g, out, matrix.deltas, x)
     if matrix.bias is not None and not matrix.bias_first:
         out = g.add(out, matrix.bias)
+    return out
+
+
+def with_deltas(g: Graph, out: Tensor, deltas: Iterable[Delta], x: Tensor) -> Tensor:
+    """A product ``out`` with what adapters add to it."""
+    for a, b, scale in deltas:
+        out = g.add(out, g.scale(g.matmul(b, g.matmul(a, x)), scale))
     return out
 
 
 def project(g: Graph, group: Group, x: Tensor) -> list[Tensor]:
     """x F32 [n_in, T] times each matrix of the group; F32 [rows_i, T], as views of one product where matrices are fused."""
     out: list[Tensor] = []
-    for matrix, rows in group.runs:
-        joined, first = product(g, matrix, x), 0
-        for n in rows:
-            out.append(g.slice(joined, 0, first, n) if len(rows) > 1 else joined)
-            first += n
+    for matrix, rows, deltas in group.runs:
+        joined = product(g, matrix if not any(deltas) else replace(matrix, bias=None), x)
+        if any(deltas):
+            parts = [with_deltas(g, part, of, x) for part, of in zip(_parts(g, joined, rows), deltas, strict=True)]
+            joined = g.concat(parts)  # recurrent layers keep a fused product whole
+            joined = joined if matrix.bias is None else g.add(joined, matrix.bias)
+        out += _parts(g, joined, rows)
     return out
+
+
+def _parts(g: Graph, joined: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    """Views of so many outputs each; the product itself where it is one."""
+    firsts = accumulate(rows, initial=0)
+    return [g.slice(joined, 0, first, n) for first, n in zip(firsts, rows)] if len(rows) > 1 else [joined]
 
 
 def gated_ffn(g: Graph, glu: str, gate_up: Group, down: Matrix, x: Tensor) -> Tensor:
     """W_down (act(W_gate x) * W_up x), ``glu`` as of ``Graph.gated``. For one row ggml-cuda fuses two matmuls and the gate into one kernel; for more,
     one matmul is faster."""
+    if gate_up.adapted:
+        gate, up = (part if g.view_source(part) == part else g.cont(part) for part in project(g, gate_up, x))
+        return product(g, down, g.gated(glu, gate, up))
     separate = [run.matrix for run in gate_up.runs] if gate_up.fused is None else gate_up.parts if x.ne[1] == 1 else ()
     if separate:
         gate, up = (product(g, matrix, x) for matrix in separate)

@@ -9,7 +9,7 @@ Experts may be in host memory (``placement``), as pages of the file. On the CPU 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..ggml.kernels import LANES, Packed, multiplies_experts, new_packed, pack, 
 from ..ggml.library import Buffer, BufferType, Context, Tensor, check, ffi, lib, new_context, new_err, text
 from ..ggml.weight_stream import WeightStream
 from ..gguf_io import GGUFFile, TensorInfo
+from .adapters import Adapters, Chosen, Delta
 from .placement import Placement
 
 MATMUL, EXPERTS, HEADS, ROWS, VECTOR, INDEX = "matmul", "experts", "heads", "rows", "vector", "index"
@@ -62,19 +63,22 @@ class Matrix:
         scale: F32 [1], or [n_out] for several matrices that are stored as one; None where there is none.
         bias: F32 [n_out] or None.
         bias_first: whether the bias is added before the product is scaled, in llama.cpp of an FFN only.
+        deltas: of adapters, in graphs that are built while some are chosen.
     """
 
     weight: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None
     bias_first: bool = False
+    deltas: tuple[Delta, ...] = ()
 
 
 class Run(NamedTuple):
-    """One matrix with the concatenated outputs of one or several. ``rows``: outputs of each."""
+    """One matrix with the concatenated outputs of one or several. ``rows``: outputs of each; ``deltas``: as of ``Matrix``, of each of several."""
 
     matrix: Matrix
     rows: tuple[int, ...]
+    deltas: tuple[tuple[Delta, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,11 @@ class Group:
     def fused(self) -> Matrix | None:
         """The first run's matrix, if it has the outputs of several."""
         return self.runs[0].matrix if len(self.runs[0].rows) > 1 else None
+
+    @property
+    def adapted(self) -> bool:
+        """Whether an adapter changes some of them."""
+        return any(run.matrix.deltas or any(run.deltas) for run in self.runs)
 
 
 class _Job(NamedTuple):
@@ -148,6 +157,8 @@ class Weights:
 
     devices: Any = None  # of a model on several devices: makes what its runners need (multi_device/split.py)
     segments: tuple = ()  # of layers on several devices; see segments.py
+    adapters: Adapters | None = None
+    chosen: Chosen = ()  # adapters that graphs which are built now apply
     offloaded: "Weights | None" = None  # of layers in host memory that a device computes with copies of; see offloaded.py
 
     def __init__(
@@ -177,6 +188,8 @@ class Weights:
         self._tensors: dict[str, Tensor] = {}
         self._companions: dict[str, dict[str, str]] = {}  # of a matrix: "scale" and "bias" and the tensors that are these
         self._groups: dict[str, Group] = {}
+        self._members: dict[str, list[tuple[str, ...]]] = {}  # names of a group's matrices, by runs
+        self.adapted: set[str] = set()  # matrices that adapters have changed in some graph
         self._buffers: list[Buffer] = []
         self.bytes_by_type = Counter[str]()
         self.repacked_bytes = 0
@@ -503,6 +516,7 @@ class Weights:
         self.stream.cut(g, layer, False)
 
     def _make_groups(self, groups: dict[str, list[tuple[str, ...]]], found: dict) -> None:
+        self._members = groups
         ctx = self._context(sum(len(run) for runs in groups.values() for run in runs))
         for name, runs in groups.items():
             made, parts = [], tuple[Matrix, ...]()
@@ -556,7 +570,14 @@ class Weights:
 
     def matrix(self, name: str, weight: Tensor | None = None) -> Matrix:
         """The matrix ``name`` with its scale and its bias, as ``weight`` if given."""
-        return Matrix(self._tensors[name] if weight is None else weight, *self.companions(name), ".ffn_" in name)
+        return Matrix(self._tensors[name] if weight is None else weight, *self.companions(name), ".ffn_" in name, self._deltas(name))
+
+    def _deltas(self, name: str) -> tuple[Delta, ...]:
+        if self.adapters is None or not self.chosen:
+            return ()
+        deltas = self.adapters.deltas(name, self.chosen)
+        self.adapted |= {name} if deltas else set()
+        return deltas
 
     def companions(self, name: str) -> tuple[Tensor | None, Tensor | None]:
         """Scale and bias of products of ``name``: F32 [1] and [n_out], or F32 [n_expert] and [n_out, n_expert] for a matrix of experts; None without."""
@@ -564,7 +585,15 @@ class Weights:
         return self.get(own.get("scale", "")), self.get(own.get("bias", ""))
 
     def group(self, name: str) -> Group:
-        return self._groups[name]
+        group = self._groups[name]
+        if not self.chosen:
+            return group
+        deltas = [tuple(self._deltas(member) for member in run) for run in self._members[name]]
+        runs = [
+            run._replace(deltas=of) if len(of) > 1 else run._replace(matrix=replace(run.matrix, deltas=of[0]))
+            for run, of in zip(group.runs, deltas, strict=True)
+        ]
+        return Group(tuple(runs), group.parts)
 
     def expert_counts(self) -> ExpertCounts | None:
         """What was chosen of experts so far, where some are in host memory, or are counted."""

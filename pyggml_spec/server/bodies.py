@@ -31,6 +31,13 @@ Stops = str | Annotated[list[str], Meta(max_length=256)]
 _JSON = json.JSONEncoder(default=str)
 
 
+class Adapter(Struct, frozen=True):
+    """A LoRA adapter of a request, or of all."""
+
+    id: Annotated[int, Meta(ge=0, le=1 << 16)]
+    scale: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.0
+
+
 class Fields(Struct, kw_only=True):
     """What every dialect takes. A sampling field that is not given is the server's."""
 
@@ -79,6 +86,7 @@ class Fields(Struct, kw_only=True):
     grammar_triggers: Any = None
     additional_properties: bool | None = None
     cache_prompt: bool = True
+    lora: list[Adapter] = []
     speculative: bool = True
     speculation: bool = False
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
@@ -223,7 +231,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {  # they would change the tok
     "allowed_token_ids": ((), "use grammar"), "include_stop_str_in_output": ((False,), "leave it out"),
     "use_beam_search": ((False,), "leave it out"), "prompt_logprobs": ((), "leave it out"),
     "echo": ((False,), "the prompt is yours already"), "suffix": (("",), "fill in at /infill, or at /v1/completions"), "best_of": ((1,), "leave it out"),
-    "lora": (([],), "merge the adapter into the model file"),
     "reasoning_control": ((False,), "leave it out"), "chat_format": ((0,), "leave it out"),
     "chat_template": (("",), "the server is started with its template"), "skip_special_tokens": ((True,), "leave it out"),
     "truncate_prompt_tokens": ((-1,), "send the part of the prompt that counts"), "output_format": ((), "use json_schema"),

@@ -12,7 +12,8 @@ from ..cancel import check
 from ..constraints.closed_objects import closed as closed_schema
 from ..constraints.grammar import Grammar
 from ..constraints.lazy import LazyGrammar
-from ..errors import SamplingError
+from ..errors import ModelError, SamplingError
+from ..models.adapters import Chosen
 from ..sampling.thinking import THINKING_LIMIT, ThinkingBudget
 from ..text.formats import BARE
 from ..text.parse import Parser
@@ -20,7 +21,7 @@ from ..text.stream import LineLimits
 from ..text.template import ChatTemplate
 from ..text.values import with_implied_types
 from . import sampling
-from .bodies import Chat, Generation, wrong
+from .bodies import Adapter, Chat, Generation, wrong
 from .calls import call_schema, calls_grammar
 from .errors import ApiError, translated
 from .pictures import is_picture, with_bytes
@@ -59,12 +60,22 @@ def task_requests(
     mode = "plain" if served.drafter and not body.speculative else None
     request = TaskRequest(
         ids, sampling.max_tokens(body, served.limits), chosen, stop, lines, body.ignore_eos, mode, body.cache_prompt,
-        progress=body.return_progress and body.stream, every_step=body.speculation, priority=body.priority, key=key,
+        adapters=adapters_of(served, body.lora) if body.lora else None, progress=body.return_progress and body.stream, every_step=body.speculation, priority=body.priority, key=key,
     )  # fmt: skip
     if body.choices == 1:
         return [request]
     seeds = [None if chosen.seed is None else (chosen.seed + i) % ((1 << 32) - 1) for i in range(body.choices)]
     return [replace(request, sampling=replace(chosen, seed=seed)) for seed in seeds]
+
+
+def adapters_of(served: Served, given: Sequence[Adapter]) -> Chosen:
+    """Adapters that are not listed have a scale of 0. Raises ApiError: there is none of an id."""
+    adapters = served.session.target.weights.adapters
+    if adapters is None:
+        raise ApiError(400, "this server has no adapters; start it with `lora`", param="lora")
+    with suppress(ModelError):
+        return adapters.chosen({one.id: one.scale for one in given})
+    raise ApiError(400, f"lora names an adapter that is not there; {len(adapters.all)} are loaded, and the first one is 0", param="lora")
 
 
 def read_chat(served: Served, body: Chat, key: str, names: Mapping[str, str]) -> tuple[list[TaskRequest], Callable[[], Parser | None]]:

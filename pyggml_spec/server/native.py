@@ -9,13 +9,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct
 
 from ..cancel import check
 from ..ggml.library import lost_reason
 from . import http, sampling
-from .bodies import Chat, Completion, OpenAICompletion, convert, parse, wrong
-from .conversation import render_chat, task_requests
+from .bodies import Adapter, Chat, Completion, OpenAICompletion, convert, parse, wrong
+from .conversation import adapters_of, render_chat, task_requests
 from .errors import ApiError
 from .http import LongLists, Pauses, Request, Response, Stream, encode, event, event_stream, json_response
 from .output import Delta, Output, metrics, progress, speculation, timings
@@ -143,6 +144,7 @@ def settings(context: Context, request: TaskRequest, seed: int | None = None) ->
         "logit_bias": bias, "n_probs": s.logprobs or 0, "post_sampling_probs": s.logprobs_after,
         "grammar": s.grammar or "", "grammar_lazy": bool(s.triggers),
         "grammar_triggers": [sampling.shown_trigger(t) for t in s.triggers], "json_schema": json.loads(s.json_schema) if s.json_schema else None, "cache_prompt": request.reuse,
+        "lora": [{"id": i, "scale": scale} for i, scale in request.adapters or ()],
         "speculative.types": ",".join(context.served.session.methods) or "none" if request.mode is None else "none",
     }  # fmt: skip
 
@@ -320,9 +322,22 @@ async def _states(context: Context) -> AsyncIterator[bytes]:
 
 
 async def lora_adapters(context: Context, request: Request) -> Response:
+    """The adapters with the scales of requests that choose none; POST sets these, 0 for those that it does not list."""
+    served, adapters = context.served, context.served.session.target.weights.adapters
     if request.method == "POST":
-        raise ApiError(501, "adapters are not supported here; merge the adapter into the model file")
-    return json_response([])
+        try:
+            given = msgspec.convert(msgspec.json.decode(request.data), list[Adapter])
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            raise ApiError(400, 'the body is no list of adapters; send a list like [{"id": 0, "scale": 0.5}]') from None
+        chosen = adapters_of(served, given)
+        if adapters is not None:
+            adapters.default = chosen
+        return json_response({"success": True})
+    scales = dict(adapters.default) if adapters is not None else {}
+    listed = adapters.all if adapters is not None else ()
+    return json_response(
+        [{"id": i, "path": str(a.path), "scale": scales.get(i, 0.0), "task_name": "", "prompt_prefix": ""} for i, a in enumerate(listed)]
+    )
 
 
 # -- resumable streams

@@ -21,6 +21,7 @@ from typing import Any
 from ..concurrent import ConcurrentSession, Handle
 from ..engine.stats import Stats
 from ..events import End, StepEvent
+from ..models.adapters import Chosen
 from ..sampling.sampler import Sampling
 from ..speculation.synthetic import SyntheticAcceptance
 from ..text.stream import ANY_LINES, LineLimits
@@ -49,6 +50,7 @@ class TaskRequest:
     mode: str | None = None
     reuse: bool = True
     scored: bool = False
+    adapters: Chosen | None = None
     progress: bool = False
     every_step: bool = False
     priority: int = 0
@@ -390,7 +392,8 @@ class Queue:
             synthetic = self._synthetic(task.number if seed is None else seed) if self._synthetic is not None else None
             handle = concurrent.submit(
                 request.ids, request.max_tokens, mode=request.mode, sampling=request.sampling, stop=request.stop, lines=request.lines,
-                ignore_end=request.ignore_end, reuse=request.reuse, scored=request.scored, owner="" if self._shares else request.key, progress=request.progress,
+                ignore_end=request.ignore_end, reuse=request.reuse, scored=request.scored, adapters=request.adapters,
+                owner="" if self._shares else request.key, progress=request.progress,
                 synthetic=synthetic, sink=lambda item: self._put(task, item),
             )  # fmt: skip
         except BaseException as error:

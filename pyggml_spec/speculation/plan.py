@@ -84,6 +84,8 @@ class Planner:
         """``seq`` has a slot; its drafter rows are written where the slot drafts."""
         if seq.speculating and self.policy is not None:
             sampling = seq.options.sampler.sampling.temperature_class if seq.options.sampler is not None else ""
+            if seq.options.adapters:
+                sampling = f"{sampling} adapters {seq.options.adapters}".lstrip()
             seq.acceptance = self.policy.begin(not self._runner.slots[seq.slot].drafting, seq.options.max_tokens, sampling)
 
     def prefilled(self, seq: SequenceState) -> None:
