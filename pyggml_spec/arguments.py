@@ -5,6 +5,7 @@ from typing import TypedDict
 
 from .engine.stats import Stats
 from .events import End, StepEvent
+from .models.adapters import Chosen
 from .sampling.sampler import Sampling
 from .speculation.synthetic import SyntheticAcceptance
 from .text.stream import LineLimits
@@ -24,6 +25,8 @@ class SubmitOptions(RequestOptions, total=False):
     """Of a request among others."""
 
     reuse: bool
+    scored: bool
+    adapters: Chosen | None
     progress: bool
     synthetic: SyntheticAcceptance | None
     lines: LineLimits

@@ -4,16 +4,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Backend
 from ..ggml.library import Tensor, ffi, lib, new_context
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import brief
-
-if TYPE_CHECKING:
-    from .decoder import Decoder
 
 MATMUL = "matmul"  # weights.MATMUL, which imports this module
 TYPES = ("f32", "f16", "bf16", "q8_0")
@@ -51,8 +48,8 @@ class Adapters:
         default: of sequences that choose none.
     """
 
-    def __init__(self, backend: Backend, target: "Decoder", files: Sequence[tuple[str | Path, float]]) -> None:
-        """Raises ModelError: a file that is no adapter of this target; DeviceError: no memory."""
+    def __init__(self, backend: Backend, target: Any, files: Sequence[tuple[str | Path, float]]) -> None:
+        """``target``: a Decoder, with its weights. Raises ModelError: a file that is no adapter of it; DeviceError: no memory."""
         self._backend, self._target = backend, target
         self.all = [self._load(path) for path, _ in files]
         self.default: Chosen = self.chosen(dict(enumerate(scale for _, scale in files)))

@@ -42,7 +42,10 @@ def theirs(path, adapters: dict, tokens: list[int], n_vocab: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen2", "llama", "gemma3", "phi3", "glm4", "starcoder2", "qwen35"])
+SLOWER = ("llama", "gemma3", "phi3", "glm4", "starcoder2", "qwen35")
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "qwen2", *(pytest.param(arch, marks=pytest.mark.slow) for arch in SLOWER)])
 def test_logits_are_llama_cpps(arch, tmp_path):
     """NMSE 0 on ggml's kernels, alone and both, at each one's scale; without adapters what was before."""
     target = write_tiny(arch, tmp_path / "t.gguf")
@@ -70,6 +73,7 @@ def files(tmp_path_factory):
     return [write_adapter(folder / f"{i}.gguf", DEMO_TARGET, seed=i, size=0.05) for i in range(2)]
 
 
+@pytest.mark.slow
 def test_speculative_text_of_each_choice_is_its_plain_text(files):
     """Requests with other adapters wait for a step of their own; prefixes of one choice are not used for another."""
     prompt = "def quicksort(items):\n    if len(items) < 2:\n        return items\n" * 4
@@ -95,6 +99,7 @@ def test_speculative_text_of_each_choice_is_its_plain_text(files):
         fails_with(EngineError, "there are no adapters", server.submit, prompt, 4, adapters=((0, 1.0),))
 
 
+@pytest.mark.slow
 def test_acceptance_is_learnt_for_each_choice(files):
     with ps.load(device="CPU", threads=1, n_ctx=256, lora=[(files[0], 1.0)]) as session:
         session.generate("def f(x):\n", 8)

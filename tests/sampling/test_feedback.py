@@ -120,6 +120,7 @@ def test_the_chance_of_xtc_is_that_of_its_probability():
     again.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [
     DRY, {"xtc_probability": 0.5, "xtc_threshold": 0.05}, {"dynatemp_range": 0.7}, {"top_n_sigma": 1.0}, {"mirostat": 1}, {"mirostat": 2, "mirostat_tau": 3.0},
     {**ADAPTIVE, "adaptive_target": 0.6}, {**DRY, "xtc_probability": 0.5, "json_schema": '{"type": "array", "items": {"type": "integer"}}'},

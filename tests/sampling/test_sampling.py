@@ -98,7 +98,12 @@ class TableTarget:
         self.table, self.cursor, self._rows = table, Cursor(1 << 30), None
         self.graphs, self.state = SimpleNamespace(closed=False, waited_us=0), SimpleNamespace(catch_up_us=0)
         self.options = SimpleNamespace(n_ctx=1 << 30, width=4, chunk=512)
-        self.target, self.drafter, self.masked, self.unmasked = SimpleNamespace(n_vocab=len(table)), None, False, ""
+        self.target, self.drafter, self.masked, self.unmasked = (
+            SimpleNamespace(n_vocab=len(table), weights=SimpleNamespace(adapters=None)),
+            None,
+            False,
+            "",
+        )
         self.threads, self.rows_alike = ThreadCounts(()), True
 
     @property

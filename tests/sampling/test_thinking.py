@@ -25,6 +25,7 @@ class Bytes:
         return [*text.encode()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [

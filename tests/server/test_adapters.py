@@ -1,9 +1,12 @@
 """LoRA adapters over HTTP: --lora and --lora-scaled, /lora-adapters, and `lora` of a request."""
 
+import pytest
 from random_gguf.adapter import write_adapter
 from server.running import Running
 
 from pyggml_spec.loading import DEMO_TARGET
+
+pytestmark = pytest.mark.slow
 
 
 def test_adapters_of_the_server_and_of_a_request(tmp_path):

@@ -10,6 +10,8 @@ from server.running import Running
 
 from pyggml_spec.embedding import Embedder, normalised
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["the cat sat on a mat", "a dog ran", "the dog sat"]
 
 

@@ -1,7 +1,10 @@
 """Budgets of thinking over HTTP, by the names of each dialect, on a model that would think for longer."""
 
+import pytest
 from llama_templates import templates  # noqa: F401
 from server.test_formats import Scripted, templated
+
+pytestmark = pytest.mark.slow
 
 WORDS = "one two three four five six seven eight nine ten"
 TEXTS = {"long": f"{WORDS}</think>The answer."}  # the template opens the reasoning, and its end is one token, which the text goes on after

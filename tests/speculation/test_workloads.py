@@ -58,7 +58,10 @@ class Recorded:
         self.cursor, self.at, self.waiting = Cursor(1 << 30), 0, 0
         member = SimpleNamespace(method=DFLASH, block_size=16)
         self.drafter = SimpleNamespace(method=DFLASH, members=(member,)) if drafts else None
-        self.options, self.target = SimpleNamespace(n_ctx=1 << 30, width=16, chunk=512, slots=1), SimpleNamespace(n_vocab=1 << 30)
+        self.options, self.target = (
+            SimpleNamespace(n_ctx=1 << 30, width=16, chunk=512, slots=1),
+            SimpleNamespace(n_vocab=1 << 30, weights=SimpleNamespace(adapters=None)),
+        )
         self.graphs, self.state = SimpleNamespace(closed=False, waited_us=0), SimpleNamespace(catch_up_us=0)
         self.masked, self.unmasked, self.drafting = False, "", True
         self.threads, self.rows_alike = ThreadCounts(()), True
