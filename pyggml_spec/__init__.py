@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .api import Session, load
     from .chat import Chat
     from .concurrent import ConcurrentSession, Handle
+    from .embedding import Embedder
     from .engine.stats import Stats
     from .events import StepEvent
     from .ggml.device import Device, devices
@@ -40,12 +41,14 @@ if TYPE_CHECKING:
     from .load_options import LoadOptions
     from .models.placement import ExpertOptions
     from .sampling.sampler import Sampling
+    from .sampling.thinking import ThinkingBudget
 
 # what needs ggml is imported when it is first used: a wrong llama-cpp-python is then a LibraryError at that point, and --help loads nothing
 _LAZY = {
     "Chat": "chat",
     "ConcurrentSession": "concurrent",
     "Device": "ggml.device",
+    "Embedder": "embedding",
     "ExpertOptions": "models.placement",
     "Handle": "concurrent",
     "LoadOptions": "load_options",
@@ -55,6 +58,7 @@ _LAZY = {
     "Session": "api",
     "Stats": "engine.stats",
     "StepEvent": "events",
+    "ThinkingBudget": "sampling.thinking",
     "load": "api",
 }
 
@@ -66,6 +70,7 @@ __all__ = [
     "ConvertError",
     "Device",
     "DeviceError",
+    "Embedder",
     "EngineError",
     "ExpertOptions",
     "GGUFError",
@@ -83,6 +88,7 @@ __all__ = [
     "Stats",
     "StepEvent",
     "TemplateError",
+    "ThinkingBudget",
     "devices",
     "fetch",
     "load",

@@ -18,6 +18,7 @@ from contextlib import suppress
 from ..cache.prefix import PrefixCache
 from ..cache.slots import covering
 from ..errors import DeviceError
+from ..models.adapters import Chosen
 from ..speculation.plan import Planner, skip_drafter_rows
 from .batch import Batch, BatchItem, Prefill, StepOutput
 from .runner import ModelRunner
@@ -25,6 +26,7 @@ from .sequence import CONSTRAINT, Sequence
 from .stats import WARMUP_STEPS, BatchStats
 
 MAX_PREFILL_TOKENS_WITH_DECODE = 128
+STEPS_PER_ADAPTERS = 8  # until sequences with other adapters have their turn: a step has one graph for all of its rows
 MASK_TIMEOUT_S, LONE_MASK_TIMEOUT_S = 0.002, 0.02  # wait for a late mask where other sequences can step meanwhile, and where none can
 STATE_BEFORE_END = 4  # a recurrent state is kept so many tokens before a prompt's end, for prompts that continue or repeat it
 MIN_SHARED_TOKENS = 32  # identical prompts up to this length are computed again: that costs no more than a copy
@@ -53,6 +55,8 @@ class Scheduler:
         self._interruptible: list[Sequence] = []
         self._batch = Batch({})  # of the steps that decode the same sequences, without prompts
         self._prefill_next = True
+        self._adapters: Chosen | None = None  # of the sequences whose turn it is
+        self._turn, self._several = 0, False  # steps of theirs; whether others wait
         self._counts: list[dict] = []  # counters of the runner when the sequence of an only slot began, and after its first steps
 
     # -- from any thread
@@ -86,6 +90,9 @@ class Scheduler:
 
     def next_batch(self) -> Batch:
         """The sequences of the next step: those that decode, and those with prompt tokens to compute."""
+        self._turn += 1
+        if self._several and self._turn > STEPS_PER_ADAPTERS:
+            self.changed = True
         if self.changed or self._prefilling:
             self._regroup()
         if self._constrained:
@@ -189,7 +196,7 @@ class Scheduler:
         self.changed = False  # first: later changes count for the next step
         self.drop_cancelled()
         self._admit()
-        active = self.active
+        active = self._on_turn()
         self._by_slot = {s.slot: s for s in active}
         self._interruptible = [s for s in active if s.interrupted is not None]
         self._prefilling = [s for s in active if s.remaining]
@@ -203,6 +210,17 @@ class Scheduler:
             if not seq.decoding:
                 self._planner.prepare(seq)
                 seq.begin_decoding()
+
+    def _on_turn(self) -> list[Sequence]:
+        """The active sequences with the same adapters whose turn it is; the others wait."""
+        choices = list(dict.fromkeys(s.options.adapters for s in self.active))
+        self._several = len(choices) > 1
+        if not self._several:
+            return self.active
+        if self._turn > STEPS_PER_ADAPTERS or self._adapters not in choices:
+            after = choices.index(self._adapters) + 1 if self._adapters in choices else 0
+            self._adapters, self._turn = choices[after % len(choices)], 1
+        return [s for s in self.active if s.options.adapters == self._adapters]
 
     def _wait_for_masks(self) -> None:
         """Leaves out sequences whose masks are late, and takes them in again."""
@@ -231,8 +249,6 @@ class Scheduler:
             while self._waiting:
                 seq = self._waiting[0]
                 options = seq.options
-                if self.active and options.adapters != self.active[0].options.adapters:
-                    return  # one choice of adapters at a time: a step has one graph for all of its rows
                 if seq.keeps_slot:
                     if any(other.slot == seq.slot for other in self.active):
                         return

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..errors import DeviceError, ModelError
 from ..ggml.device import Backend
 from ..ggml.library import Tensor, ffi, lib, new_context
@@ -38,7 +40,10 @@ class Adapter:
     def delta(self, name: str, scale: float) -> Delta | None:
         if (pair := self.pairs.get(name)) is None:
             return None
-        return Delta(*pair, scale * self.alpha / pair[1].ne[0] if self.alpha else scale)
+        single = np.float32(scale)
+        return Delta(
+            *pair, float(single * np.float32(self.alpha) / np.float32(pair[1].ne[0]) if self.alpha else single)
+        )  # in llama.cpp's precision
 
 
 class Adapters:

@@ -1,6 +1,7 @@
 """LoRA adapters: llama.cpp's logits, speculation and prefixes of each choice apart, and what is refused."""
 
 import ctypes
+import time
 
 import llama_cpp as L
 import numpy as np
@@ -75,7 +76,7 @@ def files(tmp_path_factory):
 
 @pytest.mark.slow
 def test_speculative_text_of_each_choice_is_its_plain_text(files):
-    """Requests with other adapters wait for a step of their own; prefixes of one choice are not used for another."""
+    """Requests with other adapters have steps of their own, by turns; prefixes of one choice are not used for another."""
     prompt = "def quicksort(items):\n    if len(items) < 2:\n        return items\n" * 4
     with ps.load(device="CPU", threads=1, kernels="ggml", n_ctx=512, draft_width=4, lora=[(files[0], 0.0), (files[1], 0.0)]) as session:
         choices = ((), ((0, 1.0),), ((1, 1.0),), ((0, 1.0), (1, 1.0)))
@@ -94,6 +95,13 @@ def test_speculative_text_of_each_choice_is_its_plain_text(files):
                 assert [text for text, _ in results] == [*want, *want]
                 reused = [stats.reused_tokens for _, stats in results]
                 assert all(reused) if again else not any(reused[:4])
+            order: list[int] = []
+            both = [
+                server.submit(prompt, 60, adapters=chosen, sink=lambda event, i=i: order.append(i)) for i, chosen in enumerate(choices[1:3])
+            ]
+            while len(order) < 2 or not all(handle.stats.stop_reason for handle in both):
+                time.sleep(0.01)
+            assert order.index(1) < len(order) - 1 - order[::-1].index(0) and order.index(0) < len(order) - 1 - order[::-1].index(1)
             fails_with(ModelError, "no adapter 2", server.submit, prompt, 4, adapters=((2, 1.0),))
     with ps.load(device="CPU", threads=1, n_ctx=256) as session, session.concurrent(1, 256) as server:
         fails_with(EngineError, "there are no adapters", server.submit, prompt, 4, adapters=((0, 1.0),))
