@@ -41,8 +41,9 @@ async def infill(context: Context, request: Request) -> Response:
 def read_infill(context: Context, body: Infill, key: str) -> list[TaskRequest]:
     """The one sequence of a request. Raises ApiError."""
     served = context.served
+    ids = filled_ids(served, body)
     check_slot(context, body)
-    return task_requests(served, body, filled_ids(served, body), body.n_probs or None, sampling.constraint(body), key)
+    return task_requests(served, body, ids, body.n_probs or None, sampling.constraint(body), key)
 
 
 def filled_ids(served: Served, body: Infill) -> list[int]:
