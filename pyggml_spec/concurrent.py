@@ -21,10 +21,11 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
 from .engine.engine import Engine
+from .engine.prompt import pictures_of
 from .engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from .engine.sequence import Sequence as SequenceState
 from .engine.stats import BatchStats, Stats
-from .errors import EngineError, PyspecError, SamplingError
+from .errors import ContextError, EngineError, PyspecError, SamplingError
 from .events import End, StepEvent
 from .ggml.device import release_threads
 from .ggml.library import versions
@@ -345,6 +346,8 @@ class ConcurrentSession:
             raise SamplingError(
                 "a prompt is scored by the model's log probabilities; give a sampling with logprobs, and without logprobs_after"
             )
+        if scored and pictures_of(ids):
+            raise ContextError("a prompt with pictures has no log probabilities; leave out `scored`")
         more = {
             "ignore_end": ignore_end,
             "synthetic": synthetic,

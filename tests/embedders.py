@@ -19,10 +19,10 @@ WORDS = [
 N_EMBD, N_FF, N_HEAD, N_LAYER = 64, 96, 4, 2
 
 
-def write_encoder(path: Path, arch: str) -> Path:
+def write_encoder(path: Path, arch: str, n_ctx: int = 128) -> Path:
     """``arch``: "bert" (pooling of the first token) or "nomic-bert" (mean)."""
     rng, w, nomic = np.random.default_rng(3), gguf.GGUFWriter(path, arch), arch == "nomic-bert"
-    w.add_context_length(128)
+    w.add_context_length(n_ctx)
     w.add_embedding_length(N_EMBD)
     w.add_block_count(N_LAYER)
     w.add_feed_forward_length(N_FF)
@@ -53,7 +53,7 @@ def write_encoder(path: Path, arch: str) -> Path:
     tensor("token_types.weight", 2, N_EMBD)
     norm("token_embd_norm")
     if not nomic:
-        tensor("position_embd.weight", 128, N_EMBD)
+        tensor("position_embd.weight", n_ctx, N_EMBD)
     for i in range(N_LAYER):
         shapes = {"attn_output": (N_EMBD, N_EMBD), "ffn_up": (N_FF, N_EMBD), "ffn_down": (N_EMBD, N_FF)}
         shapes |= (
