@@ -37,10 +37,9 @@ def write_encoder(path: Path, arch: str, n_ctx: int = 128) -> Path:
     w.add_token_list(WORDS)
     w.add_token_types([3] * 5 + [1] * (len(WORDS) - 5))
     w.add_token_type_count(2)
-    for name, token in (("pad", 0), ("unk", 1), ("bos", 2), ("cls", 2), ("eos", 3), ("sep", 3), ("mask", 4)):
-        w.add_uint32(
-            f"tokenizer.ggml.{name}_token_id" if name != "cls" else "tokenizer.ggml.cls_token_id", token
-        ) if name != "sep" else w.add_uint32("tokenizer.ggml.seperator_token_id", token)
+    names = {"padding": 0, "unknown": 1, "bos": 2, "cls": 2, "eos": 3, "seperator": 3, "mask": 4}  # so spelt by llama.cpp
+    for name, token in names.items():
+        w.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
 
     def tensor(name: str, *shape: int) -> None:
         w.add_tensor(name, rng.normal(0, 0.3, shape).astype(np.float32))
