@@ -77,3 +77,31 @@ def test_what_is_refused(tmp_path):
     data = bytearray(mmproj.read_bytes())
     (tmp_path / "cut.gguf").write_bytes(data[: len(data) // 2])
     fails_with(ps.PyspecError, "cut.gguf", ps.load, target, mmproj=tmp_path / "cut.gguf", device="CPU")
+
+
+def test_prefix_files_and_a_drafter_of_text(tmp_path):
+    """A prompt with a picture outlives the process; after pictures a small model does not draft, and a note says so."""
+    target, mmproj = write_family(tmp_path, "idefics3")
+    small = WRITERS["llama"](tmp_path / "small.gguf", Shape(n_layer=1, n_ff=64, control=CONTROL["idefics3"]))
+    seen = []
+    for draft in (None, None, small):
+        with ps.load(
+            target,
+            draft,
+            mmproj=mmproj,
+            device="CPU",
+            threads=1,
+            n_ctx=1024,
+            spec=None if draft else ["none"],
+            draft_width=4 if draft else None,
+        ) as session:
+            prompt = session.picture_prompt("See ", file_of((90, 60)), " and say. " * 20)
+            with session.concurrent(2, prefix_cache=tmp_path / "kept") as server:
+                handle = server.submit(prompt, 12, ignore_end=True)
+                handle.result()
+                seen.append((handle.sequence.tokens, handle.stats.reused_tokens))
+            if draft is not None:
+                text, stats = session.generate(prompt, 12, ignore_end=True)
+                assert not stats.drafted and any("does not draft after pictures" in note for note in stats.notes)
+                assert session.generate("See and say.", 12, mode="speculative", ignore_end=True)[1].drafted
+    assert seen[0][0] == seen[1][0] == seen[2][0] and seen[0][1] == 0 and seen[1][1] > 100
