@@ -182,7 +182,7 @@ _GROUPS: dict[str, list[Callable]] = {
     ],
     "caches": [*CACHE_TYPES, _draft_cache_type("k"), _draft_cache_type("v")],
     "pictures": [
-        option("-mm --mmproj", "Encoder of pictures that was made for the target. Default: one in the target's folder or repository.", type=PATH),
+        option("--mmproj -mm", "Encoder of pictures that was made for the target. Default: one in the target's folder or repository.", type=PATH),
         flag("--no-mmproj", "No pictures."),
     ],
     "prefix files": [
@@ -503,7 +503,7 @@ def unescaped(text: str) -> str:
 
 # -- names of arguments in the library's messages
 
-_EVERY = click.command(load_options()(lambda **_: None))  # arguments shared by all commands
+_EVERY = click.command(load_options("pictures")(lambda **_: None))  # arguments shared by all commands
 _NAME = re.compile(r"`(\w+)`")
 
 

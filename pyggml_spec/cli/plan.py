@@ -25,6 +25,7 @@ TOLERATED = 0.01
     "experts",
     "drafting",
     "caches",
+    "pictures",
     memory="none, as for a run without --prefix-cache",
     device="Plan for this device only, or for a split over several. Default: every device.",
 )
@@ -62,7 +63,7 @@ def _show(one: Plan | NoPlan) -> None:
         parts = ", ".join(f"{name} {size(one.slots_memory[key])}" for key, name in _PURPOSES.items() if key in one.slots_memory)
         rows.append((f"{one.slots} slots", sum(one.slots_memory.values()), f"{size(one.per_slot)} each; {parts}"))
     pages = ", of which two layers at a time are copied for prompts" if one.copied else ", as pages of the file"
-    others = [("prefix cache", one.prefix_memory, "at most, for shared prompt prefixes"), ("in host memory", one.host_bytes, f"experts{pages}"),
+    others = [("encoder", one.encoder, "of images, without its own buffers"), ("prefix cache", one.prefix_memory, "at most, for shared prompt prefixes"), ("in host memory", one.host_bytes, f"experts{pages}"),
               ("for copies", one.copied, "of the weights' memory")]  # fmt: skip
     for name, nbytes, text in rows + [row for row in others if row[1]]:
         click.echo(f"  {name:<16} {size(nbytes):>10}  {text}".rstrip())

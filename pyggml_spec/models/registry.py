@@ -58,9 +58,14 @@ _OTHERWISE = {  # nearest architecture, and what is missing
 LIMIT = 40  # characters of a name from a file
 
 
+ENCODERS = "clip"  # the architecture of encoders of images
+
+
 def unsupported(file: GGUFFile) -> str:
     """The end of a sentence about a file with an unsupported architecture, with a remedy."""
     arch = file.get("general.architecture", str)
+    if arch == ENCODERS:
+        return "is an encoder of images, and no model: give it with `mmproj`, next to its target"
     family = next((near for name, near in _LIKE.items() if arch.startswith(name)), "llama")
     alike = get_close_matches(arch, TARGETS, 1, 0.7)
     near, missing = _OTHERWISE.get(arch, (alike[0] if alike else family if family in TARGETS else next(iter(TARGETS)), ""))

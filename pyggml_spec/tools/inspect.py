@@ -12,7 +12,8 @@ from ..drafters.vocabulary import TOKENS, map_vocabulary
 from ..errors import PyspecError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
-from ..models.registry import CHAINS, DRAFTERS, TARGETS, open_drafter, open_target, unsupported
+from ..models.registry import CHAINS, DRAFTERS, ENCODERS, TARGETS, open_drafter, open_target, unsupported
+from ..vision.encoder import check_encoder, encoder_kind
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:
     """What to do with the file, and what of it is left aside; None where it cannot be run."""
     arch = file.metadata.get("general.architecture")
     try:
+        if arch == ENCODERS:
+            check_encoder(file)
+            return f"an encoder of images ({encoder_kind(file)}) for the target that it was made for; give it with `mmproj`", {}
         if arch in TARGETS and not is_layer_alone(file):
             model = open_target(file)
             heads = "; its MTP layer drafts for it" if has_layer(file) else "; without a drafter, n-grams of its text draft for it on CPUs"

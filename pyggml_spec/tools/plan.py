@@ -17,8 +17,10 @@ from ..engine.memory import SHARED, longest
 from ..engine.sequence import PLAIN, SPECULATIVE, GenerationOptions
 from ..errors import PyspecError
 from ..ggml.device import devices, free_bytes, pick_device, pick_devices
-from ..load_options import LoadOptions
+from ..gguf_io import GGUFFile
+from ..load_options import AUTO, LoadOptions
 from ..loading import Drafts, Loader, files_to_load, owned_by, token_bytes
+from ..vision.encoder import check_encoder, companion
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Plan:
         slots, slots_memory: sequences at once, 1 for none but the session's own; what ``Session.concurrent`` takes for them on top, by
             purpose, each with ``n_ctx`` tokens of context.
         prefix_memory: what copies of shared prompt prefixes may take, as requested.
+        encoder: weights of the encoder of images; its own buffers are not counted.
         weights_by_type: the target's and the drafter's tensors together, by type.
         compute_by_role: compute buffers by kind of step.
         host_bytes: pages of the file that experts in host memory are read from, while they are used.
@@ -71,11 +74,12 @@ class Plan:
     largest_context: int
     split: tuple[PlanPart, ...] = ()
     copied: int = 0
+    encoder: int = 0
 
     @property
     def total(self) -> int:
         """Bytes on the device, all purposes together."""
-        return sum(self.memory.values()) + sum(self.slots_memory.values()) + self.prefix_memory
+        return sum(self.memory.values()) + sum(self.slots_memory.values()) + self.prefix_memory + self.encoder
 
     @property
     def per_slot(self) -> int:
@@ -130,16 +134,24 @@ def plan(
     options = LoadOptions.of(options, fields)
     files, prefix_memory = files_to_load(target, draft, options.methods), options.prefix_memory or 0
     with ExitStack() as stack:
-        loader = Loader(*files, options, owned_by(stack))
+        named = companion(files[0]) if options.mmproj == AUTO else options.mmproj
+        loader = Loader(*files, replace(options, mmproj=None), owned_by(stack))
         loader.open()
-        loader.choose_context(slots, free, prefix_memory)
+        encoder = 0
+        if named is not None:
+            with GGUFFile(named) as file:
+                check_encoder(file)
+                encoder = file.nbytes
+            loader.engine_options = replace(loader.engine_options, pictures=True)
+        reserved = prefix_memory + encoder
+        loader.choose_context(slots, free, reserved)
         n_ctx = loader.engine_options.n_ctx
         stack.enter_context(loader.counted(n_ctx))
-        parts = _parts(loader, n_ctx, slots, prefix_memory, free)
+        parts = _parts(loader, n_ctx, slots, reserved, free)
         weights = loader.target.weights
         if weights.streams and not _fit(parts):  # nor are they taken at load
             loader.close_copies()
-            parts = _parts(loader, n_ctx, slots, prefix_memory, free)
+            parts = _parts(loader, n_ctx, slots, reserved, free)
         one, of_slots = loader.count(n_ctx), loader.count(n_ctx, slots).caches() if slots != 1 else {}
         by_type = Counter[str]()
         for mine in (weights, *(member.weights for member in loader.drafters)):
@@ -159,17 +171,18 @@ def plan(
             host_bytes=weights.host_bytes,
             kv_per_token=token_bytes(loader.target, loader.drafter, loader.engine_options),
             free=sum({part.device: part.free for part in parts}.values()),
-            largest_context=longest(lambda n: loader.by_device(loader.totals(n, slots, prefix_memory)), rooms, min(trained, MOST_CONTEXT)),
+            largest_context=longest(lambda n: loader.by_device(loader.totals(n, slots, reserved)), rooms, min(trained, MOST_CONTEXT)),
             split=parts if len(parts) > 1 else (),
             copied=copied,
+            encoder=encoder,
         )
 
 
-def _parts(loader: Loader, n_ctx: int, slots: int, prefix_memory: int, free: int | None) -> tuple[PlanPart, ...]:
+def _parts(loader: Loader, n_ctx: int, slots: int, reserved: int, free: int | None) -> tuple[PlanPart, ...]:
     layers = [str(segment) for segment in loader.target.weights.segments] or [""]
     rooms = [free_bytes(backend.device) if free is None else free for backend in loader.backends]
     names = [backend.device.name for backend in loader.backends]
-    return tuple(map(PlanPart, names, layers, loader.totals(n_ctx, slots, prefix_memory), rooms))
+    return tuple(map(PlanPart, names, layers, loader.totals(n_ctx, slots, reserved), rooms))
 
 
 def plan_everywhere(
@@ -208,8 +221,8 @@ class Checked:
 
     @property
     def planned(self) -> int:
-        """Bytes that the plan has for it: there are no copies of prompts."""
-        return self.plan.total - self.plan.prefix_memory
+        """Bytes that the plan has for it: there are no copies of prompts, and an encoder does not say what it takes."""
+        return self.plan.total - self.plan.prefix_memory - self.plan.encoder
 
     @property
     def total(self) -> int:

@@ -23,6 +23,7 @@ from ..ggml.device import Backend
 from ..ggml.library import ffi, lib
 from ..gguf_io import GGUFFile
 from ..models.decoder import Decoder
+from ..models.registry import ENCODERS
 from .pictures import LIMITS, PictureLimits, decode
 
 GEMMA4_PATCHES = 1120 * 9  # of a picture of the most rows, if all lie in one line
@@ -31,16 +32,22 @@ BUDGET = 256 << 20  # bytes of rows that are kept
 
 def check_encoder(file: GGUFFile) -> None:
     """Raises ModelError unless the file is an encoder of pictures."""
-    if file.get("general.architecture", str, "") != "clip":
+    if file.get("general.architecture", str, "") != ENCODERS:
         raise ModelError(
             f"{file.path} is no encoder of pictures, but a model of the architecture {file.get('general.architecture', str, '')!r}"
         )
     if not file.get("clip.has_vision_encoder", bool, False):
         raise ModelError(f"{file.path} encodes no pictures (clip.has_vision_encoder is false); name another file with `mmproj`")
-    kind = file.get("clip.vision.projector_type", str, "") or file.get("clip.projector_type", str, "")
     table = file.tensors.get("v.position_embd.weight")
-    if kind == "gemma4v" and (table is None or len(table.shape) < 2 or table.shape[1] < GEMMA4_PATCHES):  # which libmtmd does not check
+    if encoder_kind(file) == "gemma4v" and (
+        table is None or len(table.shape) < 2 or table.shape[1] < GEMMA4_PATCHES
+    ):  # which libmtmd does not check
         raise ModelError(f"{file.path} has positions for fewer than {GEMMA4_PATCHES} patches in a line; convert it again")
+
+
+def encoder_kind(file: GGUFFile) -> str:
+    """libmtmd's name of the encoder, like "qwen3vl_merger"."""
+    return file.get("clip.vision.projector_type", str, "") or file.get("clip.projector_type", str, "")
 
 
 class Encoder:

@@ -101,7 +101,7 @@ def test_prefix_files_and_a_drafter_of_text(tmp_path):
                 handle.result()
                 seen.append((handle.sequence.tokens, handle.stats.reused_tokens))
             if draft is not None:
-                text, stats = session.generate(prompt, 12, ignore_end=True)
+                _, stats = session.generate(prompt, 12, ignore_end=True)
                 assert not stats.drafted and any("does not draft after pictures" in note for note in stats.notes)
                 assert session.generate("See and say.", 12, mode="speculative", ignore_end=True)[1].drafted
     assert seen[0][0] == seen[1][0] == seen[2][0] and seen[0][1] == 0 and seen[1][1] > 100
