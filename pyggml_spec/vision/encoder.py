@@ -88,7 +88,8 @@ class Encoder:
         mtmd, their = self._mtmd, self._ffi
         model = their.cast("struct llama_model *", int(ffi.cast("uintptr_t", self._model)))
         params = mtmd.mtmd_context_params_default()
-        params.use_gpu, params.print_timings, params.warmup = backend.device.kind != "cpu", False, False
+        params.use_gpu = params.warmup = backend.device.kind != "cpu"  # its buffers are allocated before the context takes what is free
+        params.print_timings = False
         if params.use_gpu:
             params.device = their.cast("ggml_backend_dev_t", int(ffi.cast("uintptr_t", lib.ggml_backend_dev_get(backend.device.index))))
         params.n_threads = backend.threads or os.cpu_count() or 1
