@@ -10,13 +10,13 @@ from cffi import FFI
 
 DECLARATIONS = """
 enum ggml_log_level { GGML_LOG_LEVEL_ERROR, ... };
-enum llama_flash_attn_type { LLAMA_FLASH_ATTN_TYPE_AUTO, ... };
+enum llama_flash_attn_type { LLAMA_FLASH_ATTN_TYPE_AUTO, LLAMA_FLASH_ATTN_TYPE_DISABLED, LLAMA_FLASH_ATTN_TYPE_ENABLED, ... };
 enum mtmd_input_chunk_type { MTMD_INPUT_CHUNK_TYPE_TEXT, MTMD_INPUT_CHUNK_TYPE_IMAGE, ... };
 struct llama_model; struct mtmd_context; struct mtmd_bitmap; struct mtmd_image_tokens; struct mtmd_input_chunk; struct mtmd_input_chunks;
 typedef struct ggml_backend_device * ggml_backend_dev_t;
 struct mtmd_input_text { const char * text; size_t text_len; bool add_special; bool parse_special; };
 struct mtmd_input_part { const struct mtmd_input_text * text; const struct mtmd_bitmap * bitmap; };
-struct mtmd_context_params { bool use_gpu; ggml_backend_dev_t device; bool print_timings; int n_threads; bool warmup; int image_min_tokens; int image_max_tokens; ...; };
+struct mtmd_context_params { bool use_gpu; ggml_backend_dev_t device; bool print_timings; int n_threads; enum llama_flash_attn_type flash_attn_type; bool warmup; int image_min_tokens; int image_max_tokens; ...; };
 struct mtmd_decoder_pos { uint32_t t; uint32_t x; uint32_t y; uint32_t z; };
 struct mtmd_context_params mtmd_context_params_default(void);
 struct mtmd_context * mtmd_init_from_file(const char * path, const struct llama_model * text_model, const struct mtmd_context_params params);

@@ -93,6 +93,8 @@ class Encoder:
         if params.use_gpu:
             params.device = their.cast("ggml_backend_dev_t", int(ffi.cast("uintptr_t", lib.ggml_backend_dev_get(backend.device.index))))
         params.n_threads = backend.threads or os.cpu_count() or 1
+        if not params.use_gpu:  # what a warm-up would find: without it a picture of 4096 rows takes gigabytes
+            params.flash_attn_type = mtmd.LLAMA_FLASH_ATTN_TYPE_ENABLED
         mtmd.keep_errors()
         self._context = mtmd.mtmd_init_from_file(os.fsencode(self.file.path), model, params)
         if self._context and self._both_ways:  # a step computes all of its rows

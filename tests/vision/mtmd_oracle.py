@@ -15,7 +15,7 @@ def after_pictures(target, mmproj, text, files, greedy=8, n_ctx=2048, n_batch=51
     model = _model(target)
     ctx = _context(model, n_ctx, n_batch, 1, F16)
     params = M.mtmd_context_params_default()
-    params.use_gpu, params.print_timings, params.n_threads, params.warmup = False, False, 1, False
+    params.use_gpu, params.print_timings, params.n_threads = False, False, 1  # warmed up, as llama-server does
     mtmd = M.mtmd_init_from_file(str(mmproj).encode(), model, params)
     assert mtmd, mmproj
     bitmaps = [
