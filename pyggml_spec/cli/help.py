@@ -10,7 +10,7 @@ from ..suggest import meant
 from .foreign import resolve
 
 GROUPS = {
-    "Model and device": ("target", "draft", "hf_repo", "hf_file", "hf_repo_draft", "device", "threads", "kernels", "n_ctx", "graphs", "cpu_moe", "n_cpu_moe", "expert_residency", "expert_profile", "offload_prompts", "tensor_split", "lora", "lora_scaled", "lora_unapplied", "rope_scaling", "rope_scale"),
+    "Model and device": ("target", "draft", "hf_repo", "hf_file", "hf_repo_draft", "mmproj", "no_mmproj", "device", "threads", "kernels", "n_ctx", "graphs", "cpu_moe", "n_cpu_moe", "expert_residency", "expert_profile", "offload_prompts", "tensor_split", "lora", "lora_scaled", "lora_unapplied", "rope_scaling", "rope_scale"),
     "Drafting": ("spec_type", "no_spec", "draft_width", "draft_vocab", "mode", "reference", "require_spec", "synthetic", "rates"),
     "Caches": ("cache_type_k", "cache_type_v", "draft_cache_type_k", "draft_cache_type_v", "prefix_cache", "prefix_disk", "prefix_memory", "share_prefixes", "chunk"),
     "Sampling": ("temperature", "top_k", "top_p", "min_p", "typical_p", "samplers", "seed", "repeat_penalty", "repeat_last_n", "presence_penalty",

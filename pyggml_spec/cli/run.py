@@ -33,15 +33,15 @@ PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15
 @option("-p --prompt", "Prompt text.")
 @option("-f --file prompt_file", "File with the prompt text.", type=PATH)
 @option(
+    LIMIT,
+    "Tokens to generate; -1 for no limit but the context. Default: until the end token; 256 for the embedded pair.",
+    type=TokenLimit(0),
+)
+@option(
     "--image images",
     "Picture before the prompt, or where the prompt has <__media__>; may be given several times.",
     type=PATH,
     multiple=True,
-)
-@option(
-    LIMIT,
-    "Tokens to generate; -1 for no limit but the context. Default: until the end token; 256 for the embedded pair.",
-    type=TokenLimit(0),
 )
 @sampling_options
 @option("--logprobs logprobs_file", "Write the model's log probability of every token, one JSON object per line.", type=PATH)

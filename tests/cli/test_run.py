@@ -201,7 +201,7 @@ def test_speeds_in_the_footer():
     memory = {"weights": 1, "kv": 1, "compute": 1}
 
     def line(widths, mode=None, sampling="greedy", draws=True):
-        used = Configuration("t", "d", None, "CPU", 1, 16, widths, 256, "", "f16", "ggml", draws, memory, ())
+        used = Configuration("t", "d", None, None, "CPU", 1, 16, widths, 256, "", "f16", "ggml", draws, memory, ())
         return configuration_line(used, mode, sampling)
 
     assert "on CPU (1 thread, kernels: ggml) | drafter d unused (no block width is faster" in line((1,))
