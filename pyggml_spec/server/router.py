@@ -35,7 +35,6 @@ _STATE = (
     "/slots",
     "/metrics",
     "/lora-adapters",
-    "/tokenizer_info",
     "/pyspec/live",
     "/v1/stream",
 )  # of a loaded model; asking does not load it

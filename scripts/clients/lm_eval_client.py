@@ -1,4 +1,4 @@
-# pip: lm-eval[api]
+# pip: lm-eval[api] httpx
 """lm-eval's loglikelihood over /v1/completions (echo with logprobs), and generation over /v1/chat/completions, on a task of four questions."""
 
 import json
@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import httpx
 
 URL, MODEL = os.environ["PYSPEC_URL"], os.environ["PYSPEC_MODEL"]
 ROWS = [
@@ -28,6 +30,8 @@ KINDS = {
     "said": ("output_type: generate_until\ndoc_to_target: \"{{right}}\"\ngeneration_kwargs: {until: [\"\\n\"], max_gen_toks: 12}\nmetric_list: [{metric: exact_match}]\n",
              ["--model", "local-chat-completions", "--apply_chat_template", "--model_args", f"model={MODEL},base_url={URL}/v1/chat/completions,tokenizer_backend=None"]),
 }  # fmt: skip
+# the tokenizer is asked for without a name: of several models the one that is loaded answers
+httpx.post(f"{URL}/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 1}, timeout=120).raise_for_status()
 with tempfile.TemporaryDirectory() as folder:
     data = Path(folder, "rows.jsonl")
     data.write_text("".join(json.dumps(dict(zip(("question", "right", "wrong"), row))) + "\n" for row in ROWS))

@@ -17,7 +17,7 @@ from pyggml_spec.sampling.sampler import Sampling
 from pyggml_spec.server import sampling
 from pyggml_spec.server.bodies import Generation, Infill
 from pyggml_spec.server.errors import ApiError
-from pyggml_spec.server.infill import BATCH, SNIPPET, lay_out, read_infill
+from pyggml_spec.server.infill import BATCH, SNIPPET, filled_ids, lay_out
 from pyggml_spec.server.output import Output
 from pyggml_spec.server.served import NAMED, Rendering, Served, ServeOptions
 from pyggml_spec.server.tasks import TaskRequest
@@ -339,7 +339,7 @@ def test_models_that_fill_in_backwards_and_those_that_do_not(model, encode, tmp_
         backwards.end()
     none = SimpleNamespace(name="m.gguf", tokenizer=SimpleNamespace(fim=lambda: Fim(1, None, None, 2, 3)))
     with pytest.raises(ApiError, match="no token for suffix and middle") as refused:
-        read_infill(SimpleNamespace(served=none), Infill(**AROUND), "")
+        filled_ids(none, Infill(**AROUND))
     assert refused.value.status == 501
 
 
