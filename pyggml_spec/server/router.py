@@ -80,10 +80,8 @@ async def state(router: Router, request: Request) -> Response:
     """Of a loaded model's state."""
     model = router.fleet.find(_named(request))
     if model.ready is None:
-        if request.path == "/props" and not _named(request):
-            return json_response(
-                {"role": "router", "is_sleeping": True, "build_info": FINGERPRINT, "models": [entry(one) for one in router.fleet.models()]}
-            )
+        if request.path == "/props":
+            return json_response({"role": "router", "is_sleeping": True, "build_info": FINGERPRINT, "model_alias": model.spec.name})
         raise ApiError(503, f"{model.spec.name} is {model.state}; a request that generates loads it", headers=RETRY)
     return await forward(router, request)
 

@@ -1,5 +1,5 @@
 # pip: guidance openai
-"""Generation, and a JSON schema."""
+"""Generation in a chat."""
 
 import os
 

@@ -1,5 +1,5 @@
 # pip: ollama
-"""Ollama's Python client: chats, texts, calls, formats, descriptions."""
+"""Ollama's Python client: chats, texts, calls, formats, embeddings, descriptions."""
 
 import os
 

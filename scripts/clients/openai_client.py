@@ -1,5 +1,5 @@
 # pip: openai
-"""Chats, streams, calls, formats, responses, completions, the list of models."""
+"""Chats, streams, calls, formats, responses, completions, embeddings, the list of models."""
 
 import os
 

@@ -1,5 +1,5 @@
 # pip: pydantic-ai-slim[openai,anthropic]
-"""Agents whose output is a pydantic model, over both dialects; a stream."""
+"""Agents whose output is a pydantic model, and plain ones, over both dialects."""
 
 import os
 

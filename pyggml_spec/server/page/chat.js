@@ -97,6 +97,7 @@ async function answer(message) {
     keep(owner);
     if (owner === conversation) { draw(); stick(); } else drawList();
     $("speed").textContent = "";
+    if (model.sleeps) describe();
   }
 }
 
@@ -287,9 +288,9 @@ async function describe() {
     model = { ...model, name };
     $("model").textContent = name;
     const props = await (await request(names.length > 1 ? `props?model=${encodeURIComponent(name)}` : "props")).json(), given = props.default_generation_settings;
-    model = { name, vision: props.modalities?.vision === true, context: given?.n_ctx ?? 0, drafts: given?.params?.["speculative.types"] !== "none" };
+    model = { name, vision: props.modalities?.vision === true, context: given?.n_ctx ?? 0, drafts: given?.params?.["speculative.types"] !== "none", sleeps: props.is_sleeping === true };
     const drafter = props.pyspec?.drafter ? `, drafter ${props.pyspec.drafter}` : model.drafts ? ", n-gram drafting" : "";
-    $("about").textContent = `${name}${drafter}, ${count(model.context, "token")} of context${props.pyspec ? `, on ${props.pyspec.device}` : ""}`;
+    $("about").textContent = model.sleeps ? `${name} is loaded by the first message` : `${name}${drafter}, ${count(model.context, "token")} of context${props.pyspec ? `, on ${props.pyspec.device}` : ""}`;
     $("attach").hidden = !model.vision;
     $("notices").replaceChildren();
     $("speculative-row").hidden = !model.drafts;
