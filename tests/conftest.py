@@ -41,7 +41,9 @@ def pytest_pyfunc_call(pyfuncitem) -> bool | None:
 def pytest_terminal_summary(terminalreporter) -> None:
     """Names what was skipped for want of a model file, a GPU or a browser."""
     for mark in ("real", "gpu", "browser"):
-        skipped = [report for report in terminalreporter.stats.get("skipped", []) if mark in report.keywords]
+        skipped = [
+            report for report in terminalreporter.stats.get("skipped", []) if mark in getattr(report, "keywords", ())
+        ]  # not of modules
         for reason in sorted({report.longrepr[2] for report in skipped}):
             terminalreporter.write_line(f"not tested ({mark}): {reason.removeprefix('Skipped: ')}")
 
