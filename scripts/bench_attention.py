@@ -31,6 +31,11 @@ from pyggml_spec.tools.quants import dequantise, quantise, type_id
 SHAPES = {"4B": (256, 4, 4), "8B": (128, 8, 4), "27B": (256, 4, 6), "gqa8": (128, 4, 8)}  # head size, K/V heads, heads for each
 TYPES = ("f16", "q8_0", "q4_0")
 WORST = 1.5e-3  # relative L2 error against float64 over the same quantised values: f16 products and weights
+WORST_VECTOR = {
+    "f16": WORST,
+    "q8_0": 1e-2,
+    "q4_0": 2.5e-2,
+}  # of the vector kernel, one and two rows below 1,024 positions: it rounds queries to 8 bits and their sums to halfs
 SWITCH = "GGML_CUDA_QUANTIZED_KV"
 
 
@@ -107,7 +112,7 @@ def outputs(backend: Backend, types: tuple[str, ...]) -> dict[str, tuple[np.ndar
     for name in types:
         for shape, (size, heads, group) in SHAPES.items():
             for rows in (1, 2, 3, 5, 16, 70):
-                for depth in (1024, 2304):
+                for depth in (256, 1024, 2304):
                     one = Attention(backend, name, (size, heads, group), rows, depth)
                     for _ in range(3):
                         one.run()
@@ -128,12 +133,12 @@ def check(args, backend: Backend) -> int:
         subprocess.run([sys.executable, __file__, "check", "--dump", copied], env=os.environ | {SWITCH: "0"}, check=True)
         other, wrong, worst, alike, many = np.load(copied), 0, dict.fromkeys(TYPES, 0.0), 0, 0
         for name, (out, off) in outputs(backend, TYPES).items():
-            kind, _, rows, *_ = name.split()
+            kind, _, rows, _, depth = name.split()
             worst[kind] = max(worst[kind], off)
             same = kind != "f16" and np.array_equal(out, other[name])
             if kind != "f16" and int(rows) > 2:  # one or two rows of a copied cache take another kernel
                 alike, many = alike + same, many + 1
-            if not off <= WORST:
+            if not off <= (WORST_VECTOR[kind] if int(rows) <= 2 and int(depth) < 1024 else WORST):
                 wrong += 1
                 print(f"WRONG: {name}: relative error {off:.2g}")
     print("worst relative error:", ", ".join(f"{name} {off:.2g}" for name, off in worst.items()))
