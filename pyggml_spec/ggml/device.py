@@ -119,6 +119,7 @@ SWITCHES = tuple(
         "LARGE_BATCH",
         "LARGE_BATCH_WGMMA",
         "LARGE_BATCH_EXPERTS",
+        "SHARED_EXPERT",
         "DELTA_CHUNKS",
         "ROW_BY_MMA",
         "QUANTIZED_KV",

@@ -1,7 +1,8 @@
 """Building blocks of layers: attention, FFNs, experts, and the frame around them.
 
 A part is a frozen value without weights. It lists its tensors (``tensors``), matrices with a common input (``groups``) and caches (``kv``,
-``recurrent``), and adds nodes to a graph (``__call__``). The order of nodes and operands is llama.cpp's.
+``recurrent``), and adds nodes to a graph (``__call__``). The order of nodes and operands is llama.cpp's, but for
+a shared expert, which precedes the routed ones.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -469,10 +470,14 @@ class MoE(Part):
         return self.shared.groups(f, prefix) if self.shared else {}
 
     def __call__(self, c: LayerContext, x: Tensor) -> Tensor:
-        g, routed = c.g, self.experts(c.g, c.w, c.prefix, x)
+        g = c.g
         if self.shared is None:
-            return routed
+            return self.experts(g, c.w, c.prefix, x)
         dense = self.shared(c, x)
+        g.expand(
+            dense
+        )  # first: CUDA devices convert activations in the norm for a product that follows, and end the layer in one kernel (patches/0039)
+        routed = self.experts(g, c.w, c.prefix, x)
         if not self.gated:
             return g.add(routed, dense)
         logit = g.matmul(c["ffn_gate_inp_shexp"], x)
