@@ -87,7 +87,8 @@ class Fleet:
         for name, spec in specs.items():
             if (known := self._all.get(name)) is None or (known.process is None and known.loading is None and known.spec != spec):
                 self._all[name] = Model(spec)
-        self._all = {name: self._all[name] for name in (*specs, *self._all) if name in specs or self._all[name].process is not None}
+        kept = [name for name, model in self._all.items() if model.process is not None or model.loading is not None]
+        self._all = {name: self._all[name] for name in (*specs, *kept)}
         return list(self._all.values())
 
     def find(self, name: str) -> Model:

@@ -105,11 +105,10 @@ class _Visit:
             try:
                 response = await process.http.send(self._made(process), stream=True)
             except httpx.ConnectError:
-                self.leave()
                 if not await process.gone():
-                    raise ApiError(
-                        503, f"the process of {self.model.spec.name} takes no connection; send the request again", headers=RETRY
-                    ) from None
+                    sentence = f"the process of {self.model.spec.name} takes no connection; send the request again"
+                    raise ApiError(503, sentence, headers=RETRY) from None
+                self.leave()
                 self.entering = asyncio.ensure_future(self.fleet.enter(self.model))
             except httpx.HTTPError:
                 raise await self.lost() from None
