@@ -16,6 +16,7 @@ from server.running import Running, events, wait_for
 from pyggml_spec.cli.main import cli
 from pyggml_spec.cli.presets import model_specs
 
+pytestmark = pytest.mark.slow
 TEXTS = {
     "first": "The first model says these chosen words, and then it ends.",
     "second": "Other words come from the second one: nobody mixes them up!",
