@@ -20,7 +20,9 @@ from .models.registry import open_target
 from .text.tokenizer import Tokenizer
 
 POOLINGS = ("none", "mean", "cls", "last", "rank")  # by libllama's numbers
-ENCODERS = ("bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "modern-bert", "gemma-embedding")
+ENCODERS = (
+    "bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert", "modern-bert", "gemma-embedding",
+)  # fmt: skip
 DEFAULT_CONTEXT, BATCH, MOST_TEXTS = 8192, 2048, 64  # tokens of a text and of a batch, at least; texts of a batch
 
 
