@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,30 @@ def picture(browser, name):
     if folder := os.environ.get("PYSPEC_PICTURES"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         browser.save_screenshot(str(Path(folder) / name))
+
+
+def pictures(browser, name, colours="light", height=640):
+    """One picture of the page as a window and as a telephone have it, scrolled to its end."""
+    if not os.environ.get("PYSPEC_PICTURES"):
+        return
+    scheme(browser, colours)
+    shots = []
+    for width in (960, 360):
+        size(browser, width, height)
+        time.sleep(0.3)  # for transitions
+        browser.execute_script("document.getElementById('scroll').scrollTop = 1e6")
+        time.sleep(0.1)
+        shots.append(browser.get_screenshot_as_base64())
+    here = browser.current_window_handle
+    browser.switch_to.new_window("tab")
+    size(browser, 1350, height + 20)
+    images = "".join(f'<img src="data:image/png;base64,{shot}" style="margin:10px 0 10px 10px;float:left">' for shot in shots)
+    browser.get(f'data:text/html,<body style="margin:0;overflow:hidden;background:%23888">{images}')
+    picture(browser, name)
+    browser.close()
+    browser.switch_to.window(here)
+    size(browser, 1180, 1560)
+    scheme(browser, "light")
 
 
 def scheme(browser, name):

@@ -28,8 +28,8 @@ export async function request(path, { body, signal } = {}) {
   throw new Failure(error.message, { status: response.status, kind: error.type, seconds: Number(response.headers.get("retry-after") ?? 0) });
 }
 
-/** The events of a stream. Throws Failure where one is an error, or the connection breaks. */
-export async function* events(response) {
+/** The events of a stream; with `notes` its comments too, as {note}: what is waited for. Throws Failure where one is an error, or the connection breaks. */
+export async function* events(response, notes = false) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
@@ -43,6 +43,7 @@ export async function* events(response) {
     const parts = (held + read.value).split("\n\n");
     held = parts.pop();
     for (const part of parts) {
+      if (notes && part.startsWith(": ")) yield { note: part.slice(2) };
       const data = part.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
       if (!data || data === "[DONE]") continue;
       const event = JSON.parse(data);
@@ -55,7 +56,7 @@ export async function* events(response) {
 /** The events of a generation up to the last one, which has its timings. Throws Failure: it was cut off too. */
 export async function* generation(path, body, signal) {
   let ended = false;
-  for await (const event of events(await request(path, { body: { ...body, stream: true }, signal }))) {
+  for await (const event of events(await request(path, { body: { ...body, stream: true }, signal }), true)) {
     ended ||= event.timings !== undefined && event.speculation?.mode !== undefined;
     yield event;
   }

@@ -14,7 +14,7 @@ let noticed = 0; // the timer of the line above the composer
 const runs = new Map(); // answers that come, by conversation: {conversation, message, abort, view}
 let conversation = history.create(history.settings().system ?? "");
 let images = []; // data URLs that the next message has
-let model = { name: "", vision: false, context: 0, drafts: true };
+let model = { name: "", several: false, vision: false, context: 0, drafts: true }; // `context`: 0 while it is not loaded
 
 const say = (text) => { $("status").textContent = text; };
 const coarse = matchMedia("(pointer: coarse)"); // on a telephone Enter breaks the line, and the keyboard comes when it is asked for
@@ -57,9 +57,10 @@ async function answer(message) {
   const later = () => { due ??= setTimeout(() => { due = null; show(); told(); }, SHOW_MS); };
   const told = () => { if (owner === conversation && first && tokens > 1) $("speed").textContent = `${speed((1000 * (tokens - 1)) / (performance.now() - first))} tokens/s`; };
   try {
-    const body = { ...requestFields(), messages: sent(history.path(owner, message.id), owner.system), speculation: true, return_progress: true };
+    const body = { ...(model.several ? { model: model.name } : {}), ...requestFields(), messages: sent(history.path(owner, message.id), owner.system), speculation: true, return_progress: true };
     for await (const event of generation("v1/chat/completions", body, abort.signal)) {
       const choice = event.choices?.[0], delta = choice?.delta ?? {};
+      if (event.note) show({ note: event.note });
       if (event.prompt_progress) show({ reading: event.prompt_progress.processed / event.prompt_progress.total });
       if (delta.reasoning_content) {
         thoughtFrom ||= performance.now();
@@ -97,7 +98,7 @@ async function answer(message) {
     keep(owner);
     if (owner === conversation) { draw(); stick(); } else drawList();
     $("speed").textContent = "";
-    if (model.sleeps) describe();
+    if (!model.context && !message.error) describe();
   }
 }
 
@@ -280,17 +281,21 @@ function drawImages() {
 async function describe() {
   try {
     const { data } = await (await request("v1/models")).json(), names = data.map((entry) => entry.id), chosen = history.settings().model;
-    const name = names.includes(chosen) ? chosen : names[0];
-    $("models").hidden = names.length < 2;
-    $("model").hidden = names.length > 1;
+    const loaded = (entry) => !entry.status || entry.status.value === "loaded", several = names.length > 1;
+    const entry = data.find(({ id }) => id === chosen) ?? data.find(loaded) ?? data[0], name = entry.id;
+    $("models").hidden = !several;
+    $("model").hidden = several;
     $("models").replaceChildren(...names.map((one) => el("option", { value: one, selected: one === name }, one)));
-    if (chosen && names.length < 2) history.saveSettings({ ...history.settings(), model: undefined });
-    model = { ...model, name };
     $("model").textContent = name;
-    const props = await (await request(names.length > 1 ? `props?model=${encodeURIComponent(name)}` : "props")).json(), given = props.default_generation_settings;
-    model = { name, vision: props.modalities?.vision === true, context: given?.n_ctx ?? 0, drafts: given?.params?.["speculative.types"] !== "none", sleeps: props.is_sleeping === true };
-    const drafter = props.pyspec?.drafter ? `, drafter ${props.pyspec.drafter}` : model.drafts ? ", n-gram drafting" : "";
-    $("about").textContent = model.sleeps ? `${name} is loaded by the first message` : `${name}${drafter}, ${count(model.context, "token")} of context${props.pyspec ? `, on ${props.pyspec.device}` : ""}`;
+    if (loaded(entry)) {
+      const props = await (await request(several ? `props?model=${encodeURIComponent(name)}` : "props")).json(), given = props.default_generation_settings;
+      model = { name, several, vision: props.modalities.vision, context: given.n_ctx, drafts: given.params["speculative.types"] !== "none" };
+      const drafter = props.pyspec.drafter ? `, drafter ${props.pyspec.drafter}` : model.drafts ? ", n-gram drafting" : "";
+      $("about").textContent = `${name}${drafter}, ${count(model.context, "token")} of context, on ${props.pyspec.device}`;
+    } else {
+      model = { name, several, vision: true, context: 0, drafts: true }; // the server says whether it sees images once it is loaded
+      $("about").textContent = `${name} is loaded with the first message`;
+    }
     $("attach").hidden = !model.vision;
     $("notices").replaceChildren();
     $("speculative-row").hidden = !model.drafts;

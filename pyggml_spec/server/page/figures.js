@@ -1,6 +1,6 @@
 // Figures of one generation, and what was drafted: for both pages.
 
-import { el, number, speed } from "./dom.js";
+import { count, el, number, speed } from "./dom.js";
 
 /** What is kept of a stream's last event. */
 export function kept({ timings, speculation }, seconds) {
@@ -38,8 +38,8 @@ export function panel(f, steps) {
     Speed: `${speed(f.predicted_per_second)} tokens per second`,
     "Tokens per step": number(f.tokens_per_step, 2),
     "Drafts accepted": accepted(f) + (f.drafters.length ? `, by ${f.drafters.join(" and ")}` : ""),
-    Answer: `${number(f.predicted_n, 0)} tokens in ${number(f.seconds)} s`,
-    Prompt: `${number(f.prompt_n, 0)} tokens computed in ${number(f.prompt_ms, 0)} ms, ${number(f.cache_n, 0)} reused`,
+    Answer: `${count(f.predicted_n, "token")} in ${number(f.seconds)} s`,
+    Prompt: `${count(f.prompt_n, "token")} computed in ${number(f.prompt_ms, 0)} ms, ${number(f.cache_n, 0)} reused`,
     ...(f.queued_ms >= 1 ? { "Waited in the queue": `${number(f.queued_ms, 0)} ms` } : {}),
   };
   const made = el("div", { class: "figures" });

@@ -107,15 +107,15 @@ export function assistantView(message, { all, results, last, running, contextTok
   thinking.addEventListener("toggle", () => update());
 
   function update(state = {}) {
-    const { reading, done } = state, busy = running && !done;
-    made.setAttribute("aria-busy", String(busy));
-    made.classList.toggle("busy", busy);
+    const { reading, note } = state;
+    made.setAttribute("aria-busy", String(running));
+    made.classList.toggle("busy", running);
     thinking.hidden = !message.reasoning;
-    summary.textContent = busy && !message.text && !message.calls.length ? "Thinking" : message.thought >= 100 ? `Thought for ${number(message.thought / 1000)} s` : "Thought";
+    summary.textContent = running && !message.text && !message.calls.length ? "Thinking" : message.thought >= 100 ? `Thought for ${number(message.thought / 1000)} s` : "Thought";
     if (thinking.open) render(thought, message.reasoning);
     render(text, message.text);
-    waiting.hidden = !busy || Boolean(message.text || message.reasoning || message.calls.length);
-    waiting.textContent = reading ? `Reading the prompt, ${Math.round(100 * reading)} %` : "Waiting for the first token";
+    waiting.hidden = !running || Boolean(message.text || message.reasoning || message.calls.length);
+    waiting.textContent = note ?? (reading ? `Reading the prompt, ${Math.round(100 * reading)} %` : "Waiting for the first token");
     for (const call of message.calls.slice(shown)) calls.append(callCard(call, results?.get(call.id)));
     shown = message.calls.length;
   }

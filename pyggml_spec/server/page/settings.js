@@ -45,9 +45,9 @@ export function openSettings(system, saved, field = "set-system") {
 
 /** The fields of a request that settings give. */
 export function requestFields() {
-  const { temperature, top_p, max_tokens, thinking, speculative, tools, more, model } = settings();
+  const { temperature, top_p, max_tokens, thinking, speculative, tools, more } = settings();
   return {
-    ...(model ? { model } : {}), ...(temperature !== undefined ? { temperature } : {}), ...(top_p !== undefined ? { top_p } : {}), ...(max_tokens !== undefined ? { max_tokens } : {}),
+    ...(temperature !== undefined ? { temperature } : {}), ...(top_p !== undefined ? { top_p } : {}), ...(max_tokens !== undefined ? { max_tokens } : {}),
     ...(thinking ? { reasoning_effort: thinking } : {}), ...(speculative === false ? { speculative: false } : {}),
     ...(tools ? { tools: JSON.parse(tools) } : {}), ...(more ? JSON.parse(more) : {}),
   };

@@ -168,7 +168,12 @@ function view(name, focus) {
 
 async function describe() {
   try {
-    const props = await (await request("props")).json(), p = props.pyspec;
+    const props = await (await request("props")).json();
+    if (!props.pyspec) {
+      $("model").textContent = "no model is loaded: a message in the chat loads one";
+      return;
+    }
+    const p = props.pyspec;
     const methods = props.default_generation_settings.params["speculative.types"].split(",");
     const ngram = methods.filter((name) => /^(suffix|ngram)/.test(name)).map((name) => `n-gram drafting (${name})`);
     const drafter = [...(p.drafter ? [`drafter ${p.drafter}`] : []), ...ngram].join(" and ") || "nothing drafts: plain decoding";
