@@ -72,7 +72,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model):
-    with Running("-m", model[0], "--slots", 1, "--queue", 0, "--spec-type", "suffix", "-c", 8192) as running:
+    with Running("-m", model[0], "--slots", 1, "--queue", 0, "--spec-type", "suffix", "--draft-width", 8, "-c", 8192) as running:
         yield running
 
 
@@ -151,7 +151,7 @@ def choose(browser, title: str) -> None:
 def said(browser, role: str = "assistant") -> list[str]:
     """Texts of a role, of what is shown."""
     return browser.execute_script(
-        "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)",
+        "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent.trim())",
         {"user": ".user .said", "assistant": ".assistant > .markdown"}[role],
     )
 
@@ -193,10 +193,10 @@ def test_an_answer_with_markdown_code_and_figures(server, browser, page, sized):
     for summary in browser.find_elements("css selector", ".figures summary"):
         summary.click()
     accepted = browser.execute_script("return [...document.querySelectorAll('.drafts .accepted')].map(e => e.textContent).join('')")
-    assert len(accepted) > 100 and accepted[:20] in SORTED and "Accepted" in words(browser, ".figures table")
+    assert len(accepted) > 100 and accepted[:12] in SORTED and "Accepted" in words(browser, ".figures table")
     assert overflow(browser) == [] and unnamed(browser) == []
     browser.execute_script("document.querySelectorAll('.figures details').forEach(e => { e.open = false; })")
-    pictures(browser, "page-answer.png", height=880)
+    pictures(browser, "chat-answer.png", height=880)
     sized(360)
     assert overflow(browser) == []
 
@@ -233,7 +233,7 @@ def test_edits_and_versions_lose_nothing(browser, page):
     browser.execute_script("document.querySelector('.user [aria-label=\"Edit message\"]').click()")
     field = browser.switch_to.active_element
     assert field.get_attribute("value") == "How warm is it in Lisbon?"
-    pictures(browser, "page-edit.png", "dark")
+    pictures(browser, "chat-edit.png", "dark")
     field.send_keys(Keys.SHIFT, Keys.ENTER, Keys.NULL, "in two lines", Keys.ENTER)
     wait_for(lambda: said(browser, "user") == ["How warm is it in Lisbon?\nin two lines"] and idle(browser))
     assert len(said(browser)) == 1
@@ -297,7 +297,7 @@ def test_thinking_is_folded_and_tools_are_called(browser, page, sized):
     assert said(browser)[1].startswith("In Lisbon") and "clear" in browser.find_element("css selector", ".call .result").text
     assert sorted(m["role"] for m in stored(browser)[0]["messages"].values()) == ["assistant", "assistant", "tool", "user"]
     browser.find_element("css selector", ".thinking summary").click()
-    pictures(browser, "page-tools.png", "dark")
+    pictures(browser, "chat-tools.png", "dark")
     sized(360)
     assert overflow(browser) == []
 
@@ -332,7 +332,7 @@ def test_errors_say_what_to_do(server, browser, page, sized, model):
     card = words(browser, ".error-card")
     assert "The context is full" in card and "exceeds the available context size of 8192" in card
     assert last(browser, ".error-card").get_attribute("role") == "alert"
-    pictures(browser, "page-error.png")
+    pictures(browser, "chat-error.png")
     sized(360)
     assert overflow(browser) == []
     press(browser, "New conversation")
@@ -427,7 +427,7 @@ def test_it_is_read_in_light_and_dark_and_used_by_keyboard(server, browser, page
     browser.get(server.url)
     wait_for(lambda: "n-gram" in text(browser, "about"))
     assert browser.switch_to.active_element.get_attribute("id") == "prompt" and unnamed(browser) == []
-    pictures(browser, "page-start.png")
+    pictures(browser, "chat-start.png")
     sized(360)
     wait_for(lambda: not browser.find_element("id", "side").is_displayed())
     assert overflow(browser) == []
@@ -438,7 +438,7 @@ def test_it_is_read_in_light_and_dark_and_used_by_keyboard(server, browser, page
     assert browser.switch_to.active_element.get_attribute("id") == "menu"
     browser.find_element("id", "open-settings").click()
     browser.find_element("id", "set-system").send_keys("You are a terse programmer.")
-    pictures(browser, "page-settings.png", "dark")
+    pictures(browser, "chat-settings.png", "dark")
     sized(360)
     browser.find_element("css selector", "#settings summary").click()
     browser.find_element("id", "set-tools").send_keys("no list")
@@ -447,3 +447,19 @@ def test_it_is_read_in_light_and_dark_and_used_by_keyboard(server, browser, page
     assert overflow(browser) == [] and browser.find_element("id", "settings").is_displayed()
     browser.switch_to.active_element.send_keys(Keys.ESCAPE)
     wait_for(lambda: not browser.find_element("id", "settings").is_displayed())
+
+
+@browsers
+def test_models_of_a_router(browser, tmp_path):
+    """The one that is chosen is loaded with the first message."""
+    texts = {"first": "The first one says these words.", "second": "Other words come from another model."}
+    for name, words_of in texts.items():
+        scripted.write(tmp_path / f"{name}.gguf", [words_of], TEMPLATE)
+    with Running("--models-dir", tmp_path, "-c", 512, "--slots", 1) as running:
+        browser.get(running.url)
+        wait_for(lambda: "first is loaded with the first message" in text(browser, "about"))
+        browser.find_element("css selector", "#models option[value='second']").click()
+        wait_for(lambda: "second is loaded" in text(browser, "about"))
+        ask(browser, "Say it")
+        assert said(browser) == [texts["second"]]
+        wait_for(lambda: re.match("second,.* 512 tokens of context", text(browser, "about")))
