@@ -14,6 +14,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 LAYERS = (
     {"cli"},
     {"server"},
+    {"train"},
     {"tools", "doctor", "chat", "concurrent", "api", "session", "configuration", "loading", "load_options"},
     {"engine", "speculation", "multi_device", "constraints", "sampling", "text", "vision"},
     {"models", "drafters", "cache"},

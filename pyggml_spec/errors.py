@@ -53,6 +53,10 @@ class ConvertError(PyspecError):
     """A checkpoint that cannot be converted: unreadable, of an unsupported layout, or for another target."""
 
 
+class TrainingError(PyspecError):
+    """A drafter that cannot be trained: no torch, no texts, or a state of another training."""
+
+
 class TemplateError(PyspecError):
     """A chat template that is invalid, rejects the conversation, or does something forbidden."""
 

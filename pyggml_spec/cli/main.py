@@ -44,6 +44,7 @@ class Commands(click.Group):
         "inspect": "Shows the contents of a GGUF and how pyspec uses it.",
         "compare": "Compares logits with llama.cpp's, or the weights of two files.",
         "convert": "Converts a published drafter in safetensors to GGUF.",
+        "train": "Trains a drafter for a GGUF on the file's own answers.",
         "experts": "Profiles which routed experts a text uses.",
         "devices": "Lists the devices of this build of llama-cpp-python.",
         "worker": "Serves this machine's devices to other machines.",

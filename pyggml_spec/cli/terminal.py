@@ -30,9 +30,9 @@ def size(nbytes: int) -> str:
 
 @contextmanager
 def progress_line():
-    """A progress callback (what, done, total): one bar on stderr if that is a terminal, cleared at the end."""
+    """A progress callback (what, done, total, said): one bar on stderr if that is a terminal, cleared at the end. ``said``: shown in place of ``what``."""
     if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield lambda what, done, total: None
+        yield lambda what, done, total, said=None: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -41,10 +41,10 @@ def progress_line():
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks = {}
 
-        def update(what: str, done: int, total: int) -> None:
+        def update(what: str, done: int, total: int, said: str | None = None) -> None:
             if what not in tasks:
                 tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total)
+            bars.update(tasks[what], completed=done, total=total, description=said or what)
 
         yield update
 

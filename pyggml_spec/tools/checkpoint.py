@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ConvertError
 from ..gguf_io import GGUFFile
-from ..gguf_io.reader import StringArray, brief
+from ..gguf_io.reader import StringArray, TensorInfo, brief
 from ..gguf_io.safetensors import SafetensorsFile
 
 SUPPORTED = "DFlash, DFlash2, DSpark, JetSpec, EAGLE-3 and P-EAGLE drafters in the layouts of their makers and of the speculators library are supported"
@@ -38,7 +38,8 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A GGUF of ``arch`` to write: ``metadata`` by key without the architecture, ``tensors`` by GGUF name, and ``made`` tensors, F32 or I64.
+    """A GGUF of ``arch`` to write: ``metadata`` by key without the architecture, ``tensors`` by GGUF name, ``made`` tensors, F32 or I64, and tensors
+    ``copied`` from another file as they are.
 
     Lists in ``metadata`` are numpy arrays of the stored type, or StringArrays; int stands for u32 if it fits, float for f32."""
 
@@ -47,6 +48,7 @@ class Layout:
     tensors: dict[str, Source]
     made: dict[str, np.ndarray] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    copied: dict[str, tuple[GGUFFile, TensorInfo]] = field(default_factory=dict)
 
 
 # keys of transformers and of training that say nothing of what is computed

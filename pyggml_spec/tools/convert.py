@@ -3,11 +3,12 @@
 import math
 import os
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import gguf
 import numpy as np
@@ -32,6 +33,15 @@ _MADE = {np.dtype(np.float32): lib.GGML_TYPE_F32, np.dtype(np.int64): lib.GGML_T
 _FILE_TYPES = {"f32": "ALL_F32"} | {f"q{bits}_K": f"MOSTLY_Q{bits}_K_S" for bits in (2, 3, 4, 5)}
 _ITEMS = {"u1": Kind.UINT8, "i1": Kind.INT8, "u2": Kind.UINT16, "i2": Kind.INT16, "u4": Kind.UINT32, "i4": Kind.INT32, "f4": Kind.FLOAT32}
 _ITEMS |= {"u8": Kind.UINT64, "i8": Kind.INT64, "f8": Kind.FLOAT64, "b1": Kind.BOOL}
+
+
+class Rows(Protocol):
+    """Where tensors come from: F32 rows [first, first + count) of one, as of ``SafetensorsFile``."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def rows(self, name: str, first: int, count: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,7 @@ def _choose(name: str, shape: tuple[int, ...], kind: int, notes: list[str]) -> i
     return other
 
 
-def _chunk(file: SafetensorsFile, source: str, first: int, count: int, kind: int, head: int = 0) -> np.ndarray:
+def _chunk(file: Rows, source: str, first: int, count: int, kind: int, head: int = 0) -> np.ndarray:
     """Rows of a tensor as stored; halves of each head of ``head`` rows are interleaved."""
     values = file.rows(source, first, count)
     if head:
@@ -165,20 +175,35 @@ def convert_drafter(
             if (seen := places[source_of.name].tensors[source_of.name].shape) != source_of.stored:
                 wanted = f"config.json calls for {list(source_of.stored)}; {AGAIN}"
                 raise ConvertError(f"the tensor {brief(source_of.name)} has the shape {list(seen)}, but {wanted}")
-        kinds = {ours: _choose(ours, source_of.shape, type_id(kind), notes) for ours, source_of in layout.tensors.items()}
+        resolved = Path(source).resolve()
+        name = resolved.name if resolved.is_dir() else resolved.parent.name
+        nbytes, types = write_layout(layout, places, out, kind, name=name, notes=notes, replace=replace, threads=threads, progress=progress)
+    meta = layout.metadata
+    block, mask = meta.get("block_size"), meta["tokenizer.ggml.mask_token_id"] if "block_size" in meta else meta.get("mask_token_id")
+    few = len(layout.made[TOKENS]) if TOKENS in layout.made else None
+    return Conversion(str(out), nbytes, dict(types), block, mask, tuple(meta["target_layers"].tolist()), few, tuple(notes))
+
+
+def write_layout(
+    layout: Layout, places: Mapping[str, Rows], out: Path, kind: str, *, name: str, notes: list[str], replace: bool = False,
+    threads: int | None = None, progress: Progress = lambda what, done, total: None,
+) -> tuple[int, Counter[str]]:  # fmt: skip
+    """Writes the GGUF of ``layout``, whose sources are in ``places``: its bytes, and its tensors by type. Arguments as of ``convert_drafter``.
+
+    ``name``: of the model. ``notes`` receives sentences about tensors that are not stored as ``kind``. Raises ConvertError: as ``convert_drafter``.
+    """
+    kinds = {ours: _choose(ours, source.shape, type_id(kind), notes) for ours, source in layout.tensors.items()}
+    with ExitStack() as stack:
         part = stack.enter_context(written_whole(out, replace))
         writer = gguf.GGUFWriter(str(part), layout.arch)
         stack.callback(writer.close)
-        _write_header(writer, layout, kinds, Path(source), kind)
+        _write_header(writer, layout, kinds, name, kind)
         pool = stack.enter_context(ThreadPoolExecutor(threads or default_threads()))
         _write_tensors(writer, layout, kinds, places, pool, progress)
         writer.close()
         nbytes = part.stat().st_size
-    stored = [*kinds.values(), *(_MADE[values.dtype] for values in layout.made.values())]
-    types, meta = Counter(text(lib.ggml_type_name(one)) for one in stored), layout.metadata
-    block, mask = meta.get("block_size"), meta["tokenizer.ggml.mask_token_id"] if "block_size" in meta else meta.get("mask_token_id")
-    few = len(layout.made[TOKENS]) if TOKENS in layout.made else None
-    return Conversion(str(out), nbytes, dict(types), block, mask, tuple(meta["target_layers"].tolist()), few, tuple(notes))
+    stored = [*kinds.values(), *(_MADE[values.dtype] for values in layout.made.values()), *(t.type for _, t in layout.copied.values())]
+    return nbytes, Counter(text(lib.ggml_type_name(one)) for one in stored)
 
 
 def typed(value: Any) -> tuple[Any, Kind, Kind | None]:
@@ -192,13 +217,13 @@ def typed(value: Any) -> tuple[Any, Kind, Kind | None]:
     return value, Kind.FLOAT32 if isinstance(value, float) else Kind.STRING, None
 
 
-def _write_header(writer: gguf.GGUFWriter, layout: Layout, kinds: dict[str, int], source: Path, kind: str) -> None:
+def _write_header(writer: gguf.GGUFWriter, layout: Layout, kinds: dict[str, int], title: str, kind: str) -> None:
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(source.resolve().name if source.is_dir() else source.resolve().parent.name)
+    writer.add_name(title)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(int(gguf.LlamaFileType[_FILE_TYPES.get(kind, f"MOSTLY_{kind.upper()}")]))
     for key, value in layout.metadata.items():
-        writer.add_key_value(key if key.startswith("tokenizer.") else f"{layout.arch}.{key}", *typed(value))
+        writer.add_key_value(key if key.startswith(("tokenizer.", "general.")) else f"{layout.arch}.{key}", *typed(value))
     for name, tensor in layout.tensors.items():
         dtype: Any = np.dtype(np.float32)
         raw, stored = None, tensor.shape
@@ -208,6 +233,9 @@ def _write_header(writer: gguf.GGUFWriter, layout: Layout, kinds: dict[str, int]
         writer.add_tensor_info(name, stored, dtype, int(np.prod(stored)) * dtype.itemsize, raw)
     for name, values in layout.made.items():
         writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes, gguf.GGMLQuantizationType(_MADE[values.dtype]))
+    for name, (_, info) in layout.copied.items():
+        rows = (*info.shape[:0:-1], info.nbytes // math.prod(info.shape[1:]))
+        writer.add_tensor_info(name, rows, np.dtype(np.uint8), info.nbytes, gguf.GGMLQuantizationType(info.type))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -233,6 +261,9 @@ def _write_tensors(writer: gguf.GGUFWriter, layout: Layout, kinds, places, pool:
         progress("conversion", 4 * done, 4 * total)
     for values in layout.made.values():
         writer.write_tensor_data(values)
+    for file, info in layout.copied.values():
+        with file.read(info.name) as data:
+            writer.write_tensor_data(np.frombuffer(data, np.uint8))
 
 
 # -- layouts of published drafters; unsupported ones are refused by name

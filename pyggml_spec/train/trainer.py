@@ -1,0 +1,211 @@
+"""The loop of training: batches, schedule by minutes, validation by simulated acceptance, the best state, and resuming."""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import TrainingError
+from .methods import Batch, Method, simulate
+from .texts import Text
+
+WARM = 0.03  # share of the time in which the learning rate rises
+FLOOR = 0.02  # of the learning rate at the end
+DECAY = 0.05  # of matrices
+VALIDATIONS = 12  # of a whole training, besides the last
+AT_VALIDATION = 96  # texts, unless all are asked for
+SAVE_EVERY = 60.0  # seconds
+PADDED = 32  # lengths of batches are multiples of it
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``minutes`` of training, by the clock, with the peak ``rate`` and batches of about ``batch_tokens``."""
+
+    minutes: float
+    rate: float = 2e-3
+    batch_tokens: int = 16384
+
+
+@dataclass
+class Score:
+    """Of simulated decoding: ``tokens_per_step`` over all texts, by category, and by (category, temperature); ``steps`` counted."""
+
+    tokens_per_step: float
+    steps: int
+    categories: dict[str, float] = field(default_factory=dict)
+    at: dict[str, float] = field(default_factory=dict)  # by temperature, and "text" for texts by others
+
+
+@dataclass
+class Report:
+    """While it runs. ``done``: share of the time."""
+
+    done: float
+    tokens_per_second: float
+    loss: float
+    score: Score | None
+    best: float
+
+
+@dataclass
+class State:
+    """What resuming needs, and what was best."""
+
+    seconds: float = 0.0
+    step: int = 0
+    tokens: int = 0
+    best: float = 0.0
+    best_values: dict[str, Tensor] = field(default_factory=dict)
+    curve: list[tuple[float, float, float]] = field(default_factory=list)  # minutes, tokens per step, loss
+
+
+class Trainer:
+    """Trains the values of ``method.drafter`` in place."""
+
+    def __init__(
+        self, method: Method, values: dict[str, Tensor], train: Sequence[Text], held: Sequence[Text], schedule: Schedule, device: torch.device,
+        seed: int = 0, saved: Path | None = None,
+    ) -> None:  # fmt: skip
+        self.method, self.values, self.schedule, self.device, self.saved = method, values, schedule, device, saved
+        self.train, self.held = sorted(train, key=lambda t: len(t.tokens)), list(held)
+        self._rng, self._generator = np.random.default_rng(seed), torch.Generator(device).manual_seed(seed)
+        self.names = [name for name, value in values.items() if value.is_floating_point()]
+        seen: dict[int, Tensor] = {id(values[name]): values[name].requires_grad_() for name in self.names}
+        matrices, vectors = ([v for v in seen.values() if (v.dim() > 1) == wide] for wide in (True, False))
+        self._optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
+            lr=schedule.rate, betas=(0.9, 0.95), fused=device.type == "cuda",
+        )  # fmt: skip
+        self._parameters = [*seen.values()]
+        self.state = State()
+
+    # -- state
+
+    def save(self) -> None:
+        """What ``resume`` reads."""
+        if self.saved is not None:
+            s, part = self.state, self.saved.with_suffix(".part")
+            torch.save(
+                {"state": vars(s), "values": {n: self.values[n].detach() for n in self.names}, "optimizer": self._optimizer.state_dict()},
+                part,
+            )
+            part.replace(self.saved)
+
+    def resume(self) -> None:
+        """Goes on from ``saved``. Raises TrainingError: it is of another drafter."""
+        assert self.saved is not None
+        kept: dict[str, Any] = torch.load(self.saved, map_location=self.device, weights_only=True)
+        if {n: v.shape for n, v in kept["values"].items()} != {n: self.values[n].shape for n in self.names}:
+            raise TrainingError(f"{self.saved} is the state of a drafter of another shape; use the options of that training, or remove it")
+        with torch.no_grad():
+            for name, value in kept["values"].items():
+                self.values[name].copy_(value)
+        self._optimizer.load_state_dict(kept["optimizer"])
+        self.state = State(**kept["state"])
+        self.state.curve = [(minutes, mean, loss) for minutes, mean, loss in self.state.curve]
+
+    # -- batches
+
+    def _batch(self, texts: Sequence[Text]) -> Batch:
+        length = -(-max(len(t.tokens) for t in texts) // PADDED) * PADDED
+        tokens = np.zeros((len(texts), length), np.int64)
+        for row, text in zip(tokens, texts):
+            row[: len(text.tokens)] = text.tokens
+        first = [min(max(t.prompt_tokens, 1), len(t.tokens) - 2) for t in texts]
+        return Batch(*(torch.as_tensor(x, device=self.device) for x in (tokens, first, [len(t.tokens) for t in texts])))
+
+    def _next(self) -> Batch:
+        """Texts of about the same length: a random one and its neighbours."""
+        at = int(self._rng.integers(len(self.train)))
+        longest = len(self.train[at].tokens)
+        count = max(1, self.schedule.batch_tokens // longest)
+        spread = self.train[max(0, at - 4 * count) : at + 1]  # no longer than it
+        chosen = self._rng.choice(len(spread), min(count, len(spread)), replace=False)
+        return self._batch([spread[i] for i in chosen])
+
+    # -- the loop
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def score(self, texts: Sequence[Text] | None = None) -> Score:
+        """Simulates decoding of held-out texts, at most AT_VALIDATION of them unless ``texts`` are given."""
+        texts = self.held[:: max(1, len(self.held) // AT_VALIDATION)] if texts is None else texts
+        texts, walked = sorted(texts, key=lambda t: len(t.tokens)), defaultdict[str, list[int]](list)
+        size, drafts = max(1, self.schedule.batch_tokens // max(len(t.tokens) for t in texts)), self.method.drafts
+        for at in range(0, len(texts), size):
+            batch = self._batch(texts[at : at + size])
+            with self._autocast():
+                matched = self.method.matched(batch).cpu().numpy()
+            for row, text, first, length in zip(matched, texts[at : at + size], batch.first.tolist(), batch.length.tolist()):
+                steps = simulate(row, first, length, drafts)
+                for key in ("", f"c{text.category}", f"t{'text' if text.temperature is None else f'{text.temperature:g}'}"):
+                    walked[key] += steps
+        means = {key: 1 + sum(steps) / max(1, len(steps)) for key, steps in walked.items()}
+        of = [{key[1:]: round(mean, 3) for key, mean in means.items() if key.startswith(kind)} for kind in "ct"]
+        return Score(means[""], len(walked[""]), *of)
+
+    def run(self, report: Callable[[Report], None], interrupted: Callable[[], bool] = lambda: False) -> State:
+        """Trains until the time is over, or ``interrupted``; the values are the best ones then.
+
+        Raises:
+            TrainingError: the loss is not finite.
+        """
+        s, total = self.state, 60 * self.schedule.minutes
+        every, at_start = total / VALIDATIONS, s.seconds
+        began = saved = time.monotonic()
+        score, losses, tokens = None, list[Tensor](), 0
+        due = (math.floor(s.seconds / every) + 1) * every if s.step else 0.0
+        while not interrupted():
+            s.seconds = at_start + time.monotonic() - began
+            if s.seconds >= min(due, total) or s.seconds >= total:
+                loss = torch.stack(losses).mean().item() if losses else 0.0
+                if not math.isfinite(loss):
+                    raise TrainingError(
+                        f"the loss is {loss} at step {s.step}: use a lower `rate`; the best state so far is kept in {self.saved}"
+                    )
+                score, due = self.score(), due + every
+                s.curve.append((round(s.seconds / 60, 3), round(score.tokens_per_step, 4), round(loss, 4)))
+                if score.tokens_per_step > s.best or not s.best_values:
+                    s.best, s.best_values = score.tokens_per_step, {n: self.values[n].detach().cpu().clone() for n in self.names}
+                report(Report(min(1.0, s.seconds / total), s.tokens / max(s.seconds, 1e-9), loss, score, s.best))
+                losses = []
+            if s.seconds >= total:
+                break
+            losses.append(self._step(s.seconds / total))
+            tokens += self._taken
+            s.step, s.tokens = s.step + 1, s.tokens + self._taken
+            if s.step % 20 == 0:
+                report(Report(s.seconds / total, s.tokens / s.seconds if s.seconds else 0.0, losses[-1].item(), score, s.best))
+            if time.monotonic() - saved > SAVE_EVERY:
+                self.save()
+                saved = time.monotonic()
+        self.save()
+        with torch.no_grad():
+            for name, value in s.best_values.items():
+                self.values[name].copy_(value)
+        return s
+
+    def _step(self, share: float) -> Tensor:
+        rate = (
+            self.schedule.rate * min(1.0, (share + 1e-3) / WARM) * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+        )
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        batch = self._next()
+        self._taken = int(batch.length.sum())
+        with self._autocast():
+            loss = self.method.loss(batch, self._generator)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
