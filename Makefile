@@ -1,6 +1,7 @@
 # make run   sets everything up and generates Python code with the embedded pair
 # make serve  sets everything up and serves the embedded pair at http://127.0.0.1:8080; ARGS="-m target.gguf -md drafter.gguf" serves others
 # make test  sets everything up and runs the tests; make test-fast those that are not marked slow, in half a minute
+# make test-train  installs torch and runs the tests of `pyspec train`
 # make cuda  then builds for NVIDIA GPUs, with the patches; ARCH=90 names others than that of this machine (half an hour)
 # make lint  ruff (layout and rules), mypy, and what pages and generated files say
 # make test-sanitized  runs tests over the extension with address and undefined-behaviour sanitizers, and proves that they find something
@@ -13,7 +14,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run serve test test-fast cuda lint test-patches test-sanitized clean
+.PHONY: run serve test test-fast test-train cuda lint test-patches test-sanitized clean
 .DEFAULT_GOAL := run
 
 $(READY): pyproject.toml CMakeLists.txt scripts/set_up.py $(wildcard csrc/*.c csrc/*.h csrc/*.py csrc/cpu/* cmake/*)
@@ -34,6 +35,10 @@ test: $(READY)
 
 test-fast: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu and not real and not browser"
+
+test-train: $(READY)
+	$(BIN)/python -c "import torch" 2> /dev/null || $(BIN)/pip install -q "torch>=2.6"
+	$(BIN)/python -m pytest -q tests/train
 
 cuda: $(READY)
 	$(BIN)/pyspec build --cuda $(if $(ARCH),--arch "$(ARCH)")

@@ -112,6 +112,12 @@ def _printing(command):
 )
 @option("--ssl-cert-file certificate", "Certificate for HTTPS.", type=PATH)
 @option("--ssl-key-file certificate_key", "Its key.", type=PATH)
+@option(
+    "--record",
+    "Folder that keeps the tokens of answers, for `pyspec train`; requests with record false are left out. Default: nothing is kept.",
+    type=PATH,
+)
+@option("--record-limit", "What the folder may take.", type=click.IntRange(1), shown=1024, metavar="MIB")
 @flag("--no-slots show_slots", "No /slots.", flag_value=False, default=True)
 @option("--metrics/--no-metrics", "Whether there is /metrics.", shown=True)
 @option("--ui/--no-ui --webui/--no-webui page", "Whether there are pages: a chat at /, speculation at /speculation.", default=True)
@@ -140,6 +146,8 @@ def command(target, draft, options, host, api_key, api_key_file, **more):
     from ..server import start
     from ..server.access import Admitted, Hosts, Keys
 
+    if more["record"] is not None and (more["synthetic"] is not None or more["rates"]):
+        raise click.UsageError("--record keeps the target's answers, and those of synthetic acceptance are not; leave one of them out")
     hosts = tuple(part.strip() for part in host.split(",") if part.strip()) or ("127.0.0.1",)
     keys = Admitted() if more["of_router"] else Keys(api_key, api_key_file)  # once: a pipe has its lines once
     Hosts(more["allowed_hosts"])  # before a model is loaded
@@ -147,7 +155,7 @@ def command(target, draft, options, host, api_key, api_key_file, **more):
     start.log_to_stderr(more["verbose"])
     settings = start.Settings(
         keys, hosts, load=options, report=lambda line: say(in_options(line)),
-        **_of(start.Settings, more) | {"max_body": more["max_body"] << 20},
+        **_of(start.Settings, more) | {"max_body": more["max_body"] << 20, "record_limit": more["record_limit"] << 20},
     )  # fmt: skip
     if not several and sleep_idle is None:
         sys.exit(_serve_one(target, draft, options, settings, **more))

@@ -14,7 +14,7 @@ from .options import load_options
 from .terminal import Interrupt, progress_line, say, size
 
 METHODS = "dflash", "eagle3", "mtp"
-MISSING = "training needs torch, which is not installed: pip install 'pyggml-spec[train]'"
+MISSING = "training needs torch, which is not installed: pip install torch"
 
 
 @click.command("train", cls=GroupedCommand, words="files of prompts and texts are given with --data")
@@ -45,7 +45,7 @@ MISSING = "training needs torch, which is not installed: pip install 'pyggml-spe
 @option("--slots", "Answers at once.", type=click.IntRange(1, 256), shown=64)
 @option("--text-tokens context", "At most so many tokens per text.", type=click.IntRange(32), shown=768)
 @option("--rate", "Peak learning rate. Default: 0.002, with --from 0.0002.", type=click.FloatRange(0, min_open=True))
-@option("--batch-tokens", "Tokens per step of training.", type=click.IntRange(64), shown=16384)
+@option("--batch-tokens", "Tokens per step of training.", type=click.IntRange(64), shown=4096)
 @option(
     "--features",
     "Hidden states from torch, from the engine, or from torch where both agree.",

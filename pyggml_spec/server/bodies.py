@@ -89,6 +89,7 @@ class Fields(Struct, kw_only=True):
     lora: list[Adapter] = []
     speculative: bool = True
     speculation: bool = False
+    record: bool = True
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
 
 

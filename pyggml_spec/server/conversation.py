@@ -60,7 +60,7 @@ def task_requests(
     mode = "plain" if served.drafter and not body.speculative else None
     request = TaskRequest(
         ids, sampling.max_tokens(body, served.limits), chosen, stop, lines, body.ignore_eos, mode, body.cache_prompt,
-        adapters=adapters_of(served, body.lora) if body.lora else None, progress=body.return_progress and body.stream, every_step=body.speculation, priority=body.priority, key=key,
+        adapters=adapters_of(served, body.lora) if body.lora else None, progress=body.return_progress and body.stream, every_step=body.speculation, record=body.record, priority=body.priority, key=key,
     )  # fmt: skip
     if body.choices == 1:
         return [request]

@@ -27,9 +27,10 @@ from .metrics import Metrics
 from .pool import Pool
 from .protocol import Server, guard
 from .reading import Context
+from .record import Recorder
 from .sampling import Limits
 from .served import Served, ServeOptions
-from .tasks import Queue, QueueLimits
+from .tasks import Queue, QueueLimits, Task
 
 log = logging.getLogger("pyspec.serve")
 BACKLOG = 2048  # connections that wait to be accepted
@@ -60,6 +61,8 @@ class Settings:
     certificate_key: str | None = None
     synthetic: float | None = None  # tokens per step, for benchmarks
     rates: Sequence[float] = ()  # or the acceptance rate at each position
+    record: str | None = None  # folder that keeps answers for training
+    record_limit: int = 1 << 30  # bytes of it
     report: Callable[[str], None] = field(default=lambda line: None)
     started: Callable[[Any], None] = field(default=lambda served: None)  # called with the served model when requests are taken
 
@@ -176,6 +179,7 @@ class _ModelService(Service):
     """Of one model: makes its parts."""
 
     routes = ROUTES
+    recorder: Recorder | None = None
 
     def __init__(self, session: Session, settings: Settings, limits: Limits, options: ServeOptions, template: str | None) -> None:
         super().__init__(settings)
@@ -189,10 +193,21 @@ class _ModelService(Service):
         if served.note:
             self.report(served.note)
         queue_limits = QueueLimits(settings.queue_requests, settings.queue_tokens, settings.queue_seconds)
+        if settings.record is not None:
+            self.recorder = Recorder(settings.record, served.name, settings.record_limit)
+            self.report(f"keeps answers in {self.recorder.path}, but those of requests with record false")
         queue = Queue(
-            concurrent, settings.slots, queue_limits, self.pool, metrics.ended, self._broken, self._synthetic(), settings.share_prefixes
+            concurrent, settings.slots, queue_limits, self.pool, self._ended(metrics), self._broken, self._synthetic(), settings.share_prefixes
         )  # fmt: skip
         return Context(served, queue, self.pool)
+
+    def _ended(self, metrics: Metrics) -> Callable[[Task], None]:
+        def ended(task: Task) -> None:
+            metrics.ended(task)
+            if self.recorder is not None:
+                self.recorder.take(task)
+
+        return ended
 
     def what(self, context: Context) -> str:
         """What is served, for the user."""
@@ -212,6 +227,8 @@ class _ModelService(Service):
                 await self.serve(app, sockets, lambda at: f"serving {context.served.name} at {at} {self.what(context)}")
             finally:
                 watching.cancel()
+                if self.recorder is not None:
+                    self.recorder.close()
                 await self._close()
         return self.exit_status
 

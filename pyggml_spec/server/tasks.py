@@ -53,6 +53,7 @@ class TaskRequest:
     adapters: Chosen | None = None
     progress: bool = False
     every_step: bool = False
+    record: bool = True
     priority: int = 0
     key: str = ""
     client: str = ""  # the connection; the unit of round robin where there is no key

@@ -35,7 +35,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of torch and engine on the same ``tokens``: ``distance`` is the relative L2 of the captured states, ``greedy`` the share of equal argmaxes."""
+    """Of torch and engine on the same ``tokens``: ``distance`` is the relative L2 of the logits, ``greedy`` the share of equal argmaxes."""
 
     distance: float
     greedy: float
@@ -101,15 +101,12 @@ def agreement(session: Session, target: TorchTarget, tokens: Sequence[int]) -> A
     """Compares torch with the engine on at most PROOF_TOKENS of ``tokens``."""
     ids = np.asarray(tokens[: min(PROOF_TOKENS, session.runner.options.n_ctx)], np.int64)
     session.runner.reset()
-    chosen, theirs = session.runner.capture(ids.tolist(), target.layers)
+    theirs = session.runner.logits(ids.tolist())
     session.runner.reset()
-    some = target.decoder.weights["output_norm.weight"].value
-    ours = target.states(torch.from_numpy(ids)[None].to(some.device))
-    flat = torch.stack([f[0].float().cpu() for f in ours.features])
-    reference = torch.from_numpy(theirs)
-    distance = [float((a - b).norm() / b.norm()) for a, b in zip(flat, reference, strict=True)]
-    mine = logits_of(target.decoder, ours.hidden[0]).argmax(-1).cpu().numpy()
-    return Agreement(max(distance), float((mine == chosen).mean()), len(ids))
+    device = target.decoder.weights["output_norm.weight"].value.device
+    mine = logits_of(target.decoder, target.states(torch.from_numpy(ids)[None].to(device)).hidden[0]).float().cpu().numpy()
+    distance = float(np.linalg.norm(mine - theirs) / np.linalg.norm(theirs))
+    return Agreement(distance, float((mine.argmax(-1) == theirs.argmax(-1)).mean()), len(ids))
 
 
 def logits_of(decoder: Any, hidden: Tensor) -> Tensor:

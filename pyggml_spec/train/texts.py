@@ -21,6 +21,7 @@ from ..tools.prompts import Prompt, parse_prompts
 MAX_FILE = 1 << 30  # bytes
 HELD_OUT = 20  # one prompt of so many is for validation
 TEMPERATURES = (0.0, 0.7)  # of answers, in turn
+TOP_K = 40  # of sampled answers: a step of many slots reads so many logits of each, and not the whole vocabulary's
 PIECES = (64, 96, 160, 256)  # tokens of plain text that are continued, in turn
 RAW = 8  # one piece of plain text of so many is learnt as it is
 
@@ -152,7 +153,7 @@ def answer(
 
         def submit(i: int, turn: int) -> None:
             prompt, heat = prompts[i], TEMPERATURES[turn % len(TEMPERATURES)]
-            sampling = Sampling(temperature=heat, seed=int(rng.integers(1 << 31)), top_k=0, top_p=1.0, min_p=0.0) if heat else None
+            sampling = Sampling(temperature=heat, seed=int(rng.integers(1 << 31)), top_k=TOP_K, top_p=1.0, min_p=0.0) if heat else None
             out, done = list[int](), Future[None]()
 
             def sink(event: StepEvent | End) -> None:

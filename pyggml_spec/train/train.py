@@ -26,6 +26,7 @@ from .features import LEAST_AGREEMENT, WORST_DISTANCE, Agreement, EngineTarget, 
 from .methods import method_of
 from .texts import Text, answer, as_line, read_texts, split
 from .trainer import Report, Schedule, Score, Trainer
+from .weights import new_weights, read_weights
 
 RATE, ADAPTED = 2e-3, 2e-4  # peak learning rates: of new drafters, and of ones that go on
 REPLAY = 0.2  # share of other texts against forgetting
@@ -60,7 +61,7 @@ class TrainOptions:
     slots: int = 64
     context: int = CONTEXT
     rate: float = 0.0
-    batch_tokens: int = 16384
+    batch_tokens: int = 4096
     features: str = "auto"
     torch_device: str | None = None
     seed: int = 0
@@ -128,7 +129,7 @@ def train(
         source, agreed = _features(session, decoder, drafter, options.features, device, say)
         texts = _texts(session, options, folder, progress, say, interrupted)
         learnt, held = split(texts)
-        values = _weights(drafter, options, device)
+        values = _weights(drafter, decoder, options, device)
         schedule = Schedule(options.minutes, options.rate or (RATE if options.start is None else ADAPTED), options.batch_tokens)
         trainer = Trainer(method_of(drafter, source), values, learnt, held, schedule, device, options.seed, folder / "state.pt")
         if options.resume and (folder / "state.pt").exists():
@@ -158,11 +159,9 @@ def _opened(stack: ExitStack, path: str | Path, target: GGUFFile, decoder: Any) 
     return drafter
 
 
-def _weights(drafter: Drafter, options: TrainOptions, device: torch.device) -> dict[str, torch.Tensor]:
-    from .weights import new_weights, read_weights
-
+def _weights(drafter: Drafter, decoder: Any, options: TrainOptions, device: torch.device) -> dict[str, torch.Tensor]:
     if options.start is None:
-        return new_weights(drafter, device, options.seed).values
+        return new_weights(drafter, decoder.weights["output.weight"].value, device, options.seed).values
     return read_weights(drafter, device, torch.float32).values
 
 
@@ -177,7 +176,7 @@ def _features(
             ids = session.tokenizer.encode(TEXT * 4)
             found = agreement(session, target, ids)
             say(
-                f"torch and the engine agree on {found.greedy:.2%} of {found.tokens} greedy tokens, hidden states within {found.distance:.2%} (relative L2)"
+                f"torch and the engine agree on {found.greedy:.2%} of {found.tokens} greedy tokens, logits within {found.distance:.2%} (relative L2)"
             )
             if wanted == "torch" or (found.distance <= WORST_DISTANCE and found.greedy >= LEAST_AGREEMENT):
                 return target, found

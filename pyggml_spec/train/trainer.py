@@ -31,7 +31,7 @@ class Schedule:
 
     minutes: float
     rate: float = 2e-3
-    batch_tokens: int = 16384
+    batch_tokens: int = 4096
 
 
 @dataclass
@@ -114,7 +114,8 @@ class Trainer:
 
     # -- batches
 
-    def _batch(self, texts: Sequence[Text]) -> Batch:
+    def batch(self, texts: Sequence[Text]) -> Batch:
+        """Padded, on the device."""
         length = -(-max(len(t.tokens) for t in texts) // PADDED) * PADDED
         tokens = np.zeros((len(texts), length), np.int64)
         for row, text in zip(tokens, texts):
@@ -129,7 +130,7 @@ class Trainer:
         count = max(1, self.schedule.batch_tokens // longest)
         spread = self.train[max(0, at - 4 * count) : at + 1]  # no longer than it
         chosen = self._rng.choice(len(spread), min(count, len(spread)), replace=False)
-        return self._batch([spread[i] for i in chosen])
+        return self.batch([spread[i] for i in chosen])
 
     # -- the loop
 
@@ -142,7 +143,7 @@ class Trainer:
         texts, walked = sorted(texts, key=lambda t: len(t.tokens)), defaultdict[str, list[int]](list)
         size, drafts = max(1, self.schedule.batch_tokens // max(len(t.tokens) for t in texts)), self.method.drafts
         for at in range(0, len(texts), size):
-            batch = self._batch(texts[at : at + size])
+            batch = self.batch(texts[at : at + size])
             with self._autocast():
                 matched = self.method.matched(batch).cpu().numpy()
             for row, text, first, length in zip(matched, texts[at : at + size], batch.first.tolist(), batch.length.tolist()):

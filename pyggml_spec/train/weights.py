@@ -70,10 +70,14 @@ def _read(file: GGUFFile, spec: Spec, name: str) -> Tensor:
     return torch.from_numpy(values).reshape(spec.shape[::-1])
 
 
-def new_weights(model: Model, device: torch.device, seed: int) -> TorchWeights:
-    """Trainable F32 tensors: norms are 1, matrices random."""
+def new_weights(model: Model, head: Tensor, device: torch.device, seed: int) -> TorchWeights:
+    """Trainable F32 tensors: norms are 1, matrices random. The last norm is so small that logits of ``head`` [n_vocab, n_embd] deviate by 1 at first:
+    larger ones, which are wrong, would have to be unlearnt."""
     generator, values = torch.Generator().manual_seed(seed), dict[str, Tensor]()
+    last = 1 / float(head.float().norm(dim=-1).mean())
     for spec in model.specs():
         value = torch.ones(spec.shape[::-1]) if spec.use == VECTOR else torch.randn(spec.shape[::-1], generator=generator) * INIT
-        values[spec.name] = value.to(device)
+        values[spec.name] = (
+            value * last if spec.name == "output_norm.weight" or spec.name.endswith(".shared_head_norm.weight") else value
+        ).to(device)
     return TorchWeights(model, values)
