@@ -245,7 +245,7 @@ def card(done: Trained, drafter: Drafter, target: GGUFFile, options: TrainOption
         f"# {Path(done.path).name}",
         "",
         f"A {drafter.method.removeprefix('draft-')} drafter for {file} (BLAKE3 `{target.identity()}`; licence of the target: {licence}).",
-        f"Run it with `pyspec run -m {file} -md {Path(done.path).name}`.",
+        "`pyspec run`, `chat` and `serve` take it as the drafter of that file.",
         "",
         f"* Trained for {done.seconds / 60:.1f} minutes ({done.tokens_per_second:,.0f} tokens/s) on {len(learnt)} texts of {tokens:,} tokens: {texts}.",
         "* Prompts were answered by the target itself, half of them greedily and half at temperature 0.7.",
