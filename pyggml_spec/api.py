@@ -188,11 +188,14 @@ class Session:
 
     def _learnt(self) -> dict[StepPlan, float]:
         """Milliseconds of steps by plan, of this session or of earlier ones."""
-        policy, known = self.engine.policy, self._known_costs
-        if policy is None or not (learnt := policy.learnt):
-            return known
-        unit = policy.costs[1, PLAIN_STEP] / known[PLAIN_STEP] if PLAIN_STEP in known else 1.0  # the machine may have been slower then
-        return {plan: unit * ms for plan, ms in known.items()} | learnt
+        policy = self.engine.policy
+        return self._all(policy.learnt) if policy is not None and policy.learnt else self._known_costs
+
+    def _all(self, learnt: Mapping[StepPlan, float]) -> dict[StepPlan, float]:
+        """What was ``learnt``, and in proportion the other costs of earlier sessions: the machine may have been slower then."""
+        known = self._known_costs
+        unit = learnt[PLAIN_STEP] / known[PLAIN_STEP] if known and learnt else 1.0
+        return {plan: unit * ms for plan, ms in known.items()} | dict(learnt)
 
     def new_policy(self) -> SpeculationPolicy | None:
         """A new one, with what steps have told of their costs so far, and estimates of the others; None where the width is pinned."""
@@ -616,8 +619,10 @@ class Session:
         self._lock.shut(CLOSED)
         if self._watched is not None and self._parts:
             self._watched.__exit__()
-            if not self._watched.much:
-                keep_costs(self.runner, self._plans, self._learnt())
+            policy = self.engine.policy
+            keep_costs(
+                self.runner, self._plans, self._learnt() if policy is None or not self._watched.much else self._all(policy.undisturbed)
+            )
             self._watched = None
         if self._drafts_count and (widths := self.engine.policy) is not None:
             keep_drafts(self.runner, widths.priors)

@@ -413,6 +413,7 @@ class Scheduler:
                 return
             seq.stats.width_reason = self._planner.reason(seq) or seq.stats.width_reason
         seq.finish()
+        self._planner.learn(seq)
         if active:
             if self._counts:
                 now, self._counts = [*self._counts, self._runner.counts()], []

@@ -39,6 +39,10 @@ class CostModel(dict[Hashable, float]):
         """Whether the cost was measured, or learnt from enough steps."""
         return key in self.measured or self._steps[key] >= TRIES
 
+    def told(self, key: Hashable) -> bool:
+        """Whether steps have told the cost under this condition, or it was measured."""
+        return self._steps[key] > WARMUP if self._relative else self.known(key)
+
     def of_rows(self, slots: int, rows: int, widths: Sequence[int]) -> float:
         """Where keys are (slots, rows): until such steps have run, what as many rows of one slot cost: those of the next wider step, or in proportion
         beyond the widest of ``widths``, which are ascending."""

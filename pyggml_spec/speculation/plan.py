@@ -136,6 +136,11 @@ class Planner:
             seq.ngram.end()
             seq.ngram = None
 
+    def learn(self, seq: SequenceState) -> None:
+        """``seq`` has ended: costs are kept between sessions as they were after texts that other processes left alone."""
+        if self.policy is not None and seq.decoding and not seq.stats.contended and (learnt := self.policy.learnt):
+            self.policy.undisturbed = learnt
+
     def reason(self, seq: SequenceState) -> str | None:
         """Why the last step of a lone sequence was planned as it was, in one sentence; None where that is not known."""
         if seq.acceptance is None or self.policy is None or len(self._runner.slots) > 1 or not self.policy.calibrated(1):
@@ -292,7 +297,8 @@ class Planner:
         if self.policy is None and self.ngram is None:
             return
         decoding, items = batch.decoding, batch.items
-        ms = batch.ms - 1e-3 * (self._runner.graphs.waited_us - self._waited_us)
+        built = 1e-3 * (self._runner.graphs.waited_us - self._waited_us)
+        ms = batch.ms - built
         contended = self._contended()
         alone = not batch.prefilling or len(items) == len(decoding)  # no prompt in the step
         matched = [s.matched for s in decoding]
@@ -312,7 +318,7 @@ class Planner:
             acceptance, known = [None if s.source in other else s.acceptance for s in decoding], False
         if known or acceptance is self._acceptance or any(acceptance):
             known = known and batch.graph_rows == self.graph_rows[self.plan.verify_len]
-            self.policy.observe(self.slots, self.plan, ms, acceptance, matched, known, late)
+            self.policy.observe(self.slots, self.plan, ms, acceptance, matched, known, late, built)
         self._plain_run = self._plain_run + 1 if self.plan == PLAIN_STEP else 0
         self._since_choice = 1 if self._plain_run > PLAIN_RUN and self._plain_run % CHOOSE_EVERY_PLAIN else 0
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .acceptance import AcceptancePrior, AcceptanceTracker
 from .confidence import Confidence
-from .cost_model import CostModel
+from .cost_model import CLAMP, CostModel
 
 
 class StepPlan(NamedTuple):
@@ -51,7 +51,7 @@ NEVER_PAYS = "plain decoding: no block width would be faster here even if every 
 
 MARGIN = 1.03  # another plan has to be faster by this factor to replace the one in use
 DOUBT = 2.0  # rejected blocks that are added to what was observed, for plans that run without budget
-USUAL_TOKENS = 192  # of a sequence whose length is not limited
+USUAL_TOKENS, SHORT_TOKENS = 192, 48  # of a sequence whose length is not limited: usually, and at least
 BUDGET_SHARE = 0.02  # of the tokens that a sequence may get: its exploration budget, in plain steps
 MOST_BUDGET = 6.0  # plain steps of that at most, and half of what a budget grows to
 BUDGET_RATE = 0.005  # share of the time that is added to the budget
@@ -63,6 +63,7 @@ FIRST_PLAIN, FIRST_BLOCKS = (
 )  # steps of plain decoding before the first block, and of a plan before another one, where costs are estimates
 ROW_COST = {"cpu": 0.15, "gpu": 0.05}  # of a further row, in plain steps: an estimate
 HOPED = 0.9  # acceptance of draft tokens that is hoped for of a plan that is explored
+LEAST_MS = 1.0  # of a plain step: where it takes less, losses count for so much less
 CATCH_UP = "catch up"  # key of the cost that blocks after plain steps add
 
 
@@ -130,8 +131,13 @@ class SpeculationState:
     def __init__(self, trackers: dict[str, AcceptanceTracker], disabled: bool = False, tokens: int | None = None) -> None:
         self.acceptance, self.disabled = trackers, disabled
         self.budget = self.least_budget = min(BUDGET_SHARE * (tokens or USUAL_TOKENS), MOST_BUDGET)
-        self.most_regret = MOST_REGRET * (tokens or USUAL_TOKENS)
+        self._least_tokens = min(tokens or SHORT_TOKENS, USUAL_TOKENS)
         self.won = self.time = 0.0  # plain steps that its plans have saved, and that it has taken
+
+    @property
+    def may_lose(self) -> float:
+        """Plain steps, at most: MOST_REGRET of what it has taken, or will if it is as long as it may be or, without a limit, short."""
+        return self.won + MOST_REGRET * max(self.time, self._least_tokens)
 
 
 @dataclass
@@ -149,6 +155,7 @@ class SpeculationPolicy:
     steps tell (``estimate`` makes such); ``told``: they are of earlier steps, so that blocks may come first.
 
     Attributes:
+        undisturbed: ``learnt`` after the last sequence during which no other process used the processor.
         priors: by method, and by method and class of sampling ("draft-mtp temperature 0.75").
         confidence: by method, of drafters that rate their draft tokens.
     """
@@ -163,7 +170,7 @@ class SpeculationPolicy:
         self.plans = [PLAIN_STEP, *drafting]
         self.methods = list(dict.fromkeys(plan.method for plan in drafting))
         self.costs = CostModel({(1, plan): costs[plan] for plan in self.plans} if costs else {}, relative)
-        self._relative, self._first_plain = relative, FIRST_PLAIN if relative and not told else 0
+        self._told, self._relative, self._first_plain = told, relative, FIRST_PLAIN if relative and not told else 0
         most: dict[str, int] = {}  # draft tokens by method
         for plan in plans:
             if plan.draft_tokens:
@@ -171,7 +178,7 @@ class SpeculationPolicy:
         self._most = most
         self.priors = {method: AcceptancePrior(n) for method, n in most.items()}
         self.confidence: dict[str, Confidence] = {}
-        self.changes = 0
+        self.changes, self.undisturbed = 0, dict[StepPlan, float]()
         self._margin = MARGIN if len(self.methods) < 2 else 1.0
         self._phases: dict[int, _Phase] = {}
         self._calibrated: set[int] = {1} if costs else set()
@@ -259,6 +266,8 @@ class SpeculationPolicy:
             phase.plan = max(speeds, key=speeds.__getitem__)
         if phase.plan not in affordable:
             affordable += [plan for plan in self._safe(slots, states, late) if plan not in affordable]
+        if self._relative and slots == 1:
+            affordable = [plan for plan in affordable if self._may_lose(drafting, plan, late)]
         if not affordable:
             return PLAIN_STEP
         if phase.plan == PLAIN_STEP:
@@ -266,9 +275,16 @@ class SpeculationPolicy:
             return self._probe(slots, affordable)
         return phase.plan if phase.plan in affordable else max((PLAIN_STEP, *affordable), key=speeds.__getitem__)
 
+    def _may_lose(self, drafting: Sequence[SpeculationState], plan: StepPlan, late: float) -> bool:
+        """Whether a rejected block of this plan leaves the loss within MOST_REGRET. Before any block of this method, in this or an earlier session,
+        costs are estimates, and blocks may take CLAMP times as long with all that comes with them."""
+        told = self._told or any(self.costs.told((1, other)) for other in self.plans if other.method == plan.method)
+        cost = self.cost(1, plan) + late if told else CLAMP * self.cost(1, plan)
+        return cost / self.costs[1, PLAIN_STEP] - 1 <= min(s.may_lose for s in drafting)
+
     def _safe(self, slots: int, states: Sequence[SpeculationState | None], late: float) -> list[StepPlan]:
         """Plans that would be faster than plain decoding by what was observed alone, with DOUBT more blocks rejected."""
-        if any(s is not None and s.won < -s.most_regret for s in states):
+        if any(s is not None and s.may_lose < 0 for s in states):
             return []
         plain, curves = self.costs[slots, PLAIN_STEP], {}
         for method in self.methods:
@@ -286,13 +302,14 @@ class SpeculationPolicy:
 
     def observe(
         self, slots: int, plan: StepPlan, ms: float, states: Sequence[SpeculationState | None], matched: Sequence[int],
-        alone: bool = True, catch_up: float = 0.0,
+        alone: bool = True, catch_up: float = 0.0, built: float = 0.0,
     ) -> None:  # fmt: skip
         """A step, its milliseconds, and the accepted draft tokens of each sequence.
 
         Args:
             alone: the time is that of the plan alone, without a prompt or constrained tokens.
             catch_up: milliseconds of it in which a drafter caught up with plain steps.
+            built: further milliseconds, in which its graph was built.
         """
         phase = self._phases.setdefault(slots, _Phase())
         if alone:
@@ -305,18 +322,27 @@ class SpeculationPolicy:
                 s.acceptance[plan.method].prior.observe(plan.tokens, n)
         if not drafting or phase.plan is None:
             return
-        cost = 1.0
+        cost = spent = 1.0
         if plan.draft_tokens:
-            late = 0.0
+            late, plain = 0.0, self.costs[slots, PLAIN_STEP]
             if phase.plain:
                 whole = self.costs[slots, plan]
                 if alone:
                     self.costs.learn((slots, CATCH_UP), min(max(ms - whole, catch_up), 2 * whole))
                 late = max(self._catch_up_ms(slots), min(catch_up, 2 * whole))
-            cost = (self.cost(slots, plan) + late) / self.costs[slots, PLAIN_STEP]
+            cost = spent = (self.cost(slots, plan) + late) / plain
+            if (
+                alone and self._relative
+            ):  # learnt costs begin with the cheapest steps; graphs of small models take many steps to build, but once
+                known = self.cost(slots, plan)
+                cost = (min(max(ms - catch_up, known / CLAMP), CLAMP * known) + late) / plain
+                spent = cost + min(built, known) / plain
+                if self.costs.told((1, PLAIN_STEP)) and plain < LEAST_MS:  # too little to notice; first blocks of small models are cold
+                    cost = (known + late) / plain
+                    spent = 1 + (spent - 1) * plain / LEAST_MS if spent > 1 else spent
         for s, n in drafting:
-            s.won += 1 + n - cost
-            s.time += cost
+            s.won += 1 + n - spent
+            s.time += spent
             s.budget = min(max(0.0, s.budget + 1 + n - (1 - BUDGET_RATE) * cost), 2 * MOST_BUDGET)
         phase.plain, phase.blocks = (0, phase.blocks + 1) if plan.draft_tokens else (phase.plain + 1, 0)
         if plan.draft_tokens:
@@ -421,8 +447,9 @@ class SpeculationPolicy:
 
     @property
     def learnt(self) -> dict[StepPlan, float]:
-        """Milliseconds of steps of one slot, by plan, as far as steps have told them."""
-        return {plan: ms for plan, ms in self.costs.learnt().items() if isinstance(plan, StepPlan)}
+        """Milliseconds of steps of one slot, by plan, as far as steps have told them; with those of plain steps, if any are told."""
+        told = {plan: ms for plan, ms in self.costs.learnt().items() if isinstance(plan, StepPlan)}
+        return {PLAIN_STEP: self.costs[1, PLAIN_STEP], **told} if told and (1, PLAIN_STEP) in self.costs else {}
 
     def plain_ms(self, slots: int) -> float | None:
         """Milliseconds of a plain step of so many slots, once steps have told them."""

@@ -16,7 +16,16 @@ from pyggml_spec.engine.sequence import GenerationOptions
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.speculation.confidence import Confidence
 from pyggml_spec.speculation.ngram import NgramMethod
-from pyggml_spec.speculation.policy import PLAIN_STEP, SpeculationPolicy, StepPlan, chain_plans, useful_widths, worth_keeping
+from pyggml_spec.speculation.policy import (
+    PLAIN_STEP,
+    ROW_COST,
+    SpeculationPolicy,
+    StepPlan,
+    chain_plans,
+    estimate,
+    useful_widths,
+    worth_keeping,
+)
 
 H200_27B = {1: 11.1, 2: 13.6, 4: 19.8, 8: 28.9, 16: 24.4}  # not monotonic: measured
 SLOW_BLOCKS = {1: 2.0, 2: 3.4, 4: 4.7, 8: 8.7, 16: 12.6}  # a small model on two cores
@@ -72,6 +81,33 @@ def test_costs_that_are_estimates_are_learnt_in_the_first_text():
         firsts.append(statistics.mean(run[0] for run in ours) / statistics.mean(run[0] for run in best))
         later.append(statistics.mean(gain for run in ours for gain in run[1:]) / statistics.mean(gain for run in best for gain in run[1:]))
     assert statistics.mean(firsts) > 0.93 and statistics.mean(later) > 0.97 and min(later) > 0.9
+
+
+@pytest.mark.parametrize("dearer", [0.6, 1.0, 1.5, 2.2])
+@pytest.mark.parametrize("tokens", [48, 256])
+def test_a_first_session_loses_at_most_a_twentieth(dearer, tokens):
+    """Whatever blocks cost, each against plain decoding: drafters of 0.3 to 0.9, graphs that are built, a drafter that catches up. It lost up to 32 %."""
+    plans, gains = chain_plans("draft-simple", (2, 4, 8, 16)), []
+    estimated = estimate(plans, ROW_COST["cpu"], {"draft-simple": 0.4}, {"draft-simple"})
+    for seed in range(12):
+        chances, policy, built = random.Random(seed), SpeculationPolicy(estimated, estimated, relative=True), set()
+        for _ in range(6):
+            state, right = policy.begin(policy.should_disable(), tokens if seed % 2 else None), chances.choice((0.3, 0.5, 0.7, 0.9))
+            spent, out, late = 0.0, 0, 0.4
+            while out < tokens:
+                chosen = policy.choose(1, [state])
+                matched = next((i for i in range(chosen.draft_tokens) if chances.random() >= right), chosen.draft_tokens)
+                ms, build = (
+                    10 * (dearer * estimated[chosen] if chosen.draft_tokens else 1.0),
+                    5.0 * (chosen not in built and chosen != PLAIN_STEP),
+                )
+                late, waited = (0.0, 10 * late) if chosen.draft_tokens else (0.4, 0.0)
+                policy.observe(1, chosen, ms + waited, [state], [matched], True, waited, build)
+                built.add(chosen)
+                spent, out = spent + ms + waited + build, out + matched + 1
+            gains.append(10 * out / spent)
+    assert min(gains) > 0.95 - 1 / tokens
+    assert dearer > 0.6 or statistics.mean(gains) > 1.3
 
 
 @pytest.mark.parametrize("machine", replay.WRONG)
