@@ -33,7 +33,7 @@ class DeltaRule:
         q, k = (self._heads(x, eps) for x in (q, k))
         decay = a.value * F.softplus(alpha.value.float() + dt.value)
         with torch.autocast(rows.device.type, enabled=False):
-            return Node(delta_rule(q, k, v.unflatten(-1, (s.n_head_v, s.head_size)), decay, beta.value.float().sigmoid()))
+            return Node(delta_rule(q, k, v.unflatten(-1, (s.n_head_v, s.head_size)), decay, beta.value.float().sigmoid())[0])
 
     def _heads(self, x: Tensor, eps: float) -> Tensor:
         """[B, T, n_head_k * S] -> of unit length, repeated for every head of v, [B, T, n_head_v, S]."""
@@ -73,8 +73,8 @@ def unit_lower_inverse(m: Tensor) -> Tensor:
     return 2 * t - t @ (full @ t)
 
 
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """q, k, v [B, T, H, S] (q, k of unit length), g [B, T, H] log decay, beta [B, T, H] -> [B, T, H, S]."""
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """q, k, v [B, T, H, S] (q, k of unit length), g [B, T, H] log decay, beta [B, T, H], state [B, H, S, S] (key, value) -> [B, T, H, S] and the last state."""
     b, length, heads, size = v.shape
     pad = -length % CHUNK
     if pad:  # rows with beta 0 and no decay leave the state as it is
@@ -94,11 +94,12 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
     u, w = t @ (v * beta), t @ (kb * gc.exp()[..., None])
     last = gc[..., -1:]
     kd, carry = (k * (last - gc).exp()[..., None]).transpose(-1, -2), last.exp()[..., None]
-    s, states, news = q.new_zeros(b * heads, size, size), [], []
+    s, states, news = q.new_zeros(b * heads, size, size) if state is None else state.reshape(b * heads, size, size), [], []
     for i in range(n):
         states.append(s)
         news.append(torch.baddbmm(u[i], w[i], s, alpha=-1))
         s = torch.baddbmm(s * carry[i], kd[i], news[-1])
     scale = 1 / math.sqrt(size)
     out = (q * (gc.exp()[..., None] * scale)) @ torch.stack(states) + ((q @ kt) * decay * scale) @ torch.stack(news)
-    return out.reshape(n, b, heads, CHUNK, size).permute(1, 0, 3, 2, 4).reshape(b, n * CHUNK, heads, size)[:, :length]
+    out = out.reshape(n, b, heads, CHUNK, size).permute(1, 0, 3, 2, 4).reshape(b, n * CHUNK, heads, size)[:, :length]
+    return out, s.reshape(b, heads, size, size)

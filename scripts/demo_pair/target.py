@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pyggml_spec.train.recurrent import delta_rule
+
 
 @dataclasses.dataclass
 class TargetConfig:
@@ -46,78 +48,6 @@ def rope(x, pos, n_rot, base):
     cos, sin = angle.cos()[None, :, None], angle.sin()[None, :, None]
     a, b, rest = x[..., :half].float(), x[..., half:n_rot].float(), x[..., n_rot:].float()
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
-
-
-def unit_lower_inverse(m, base=16):
-    """(I + m)^-1 for strictly lower m [..., n, n], n a power-of-two multiple of base.
-
-    The series (I+N)(I+N^2)(I+N^4)... is exact on a small diagonal block but cancels badly on a large one, so blocks
-    of 16 use it and larger ones are merged. The last line is one Newton step: it restores rounding and carries the
-    exact gradient -T' dT T' although the inverse itself was found without one.
-    """
-    n = m.shape[-1]
-    size = min(base, n)
-    with torch.no_grad():
-        lead = m.shape[:-2]
-        blocks = m.reshape(*lead, n // size, size, n // size, size)
-        neg = -torch.stack([blocks[..., i, :, i, :] for i in range(n // size)], -3)
-        eye = torch.eye(size, device=m.device, dtype=m.dtype)
-        inv, power, done = eye + neg, neg, 2
-        while done < size:
-            power = power @ power
-            inv = inv @ (eye + power)
-            done *= 2
-        while size < n:
-            rows = m.reshape(*lead, n // size, size, n // size, size)
-            low = torch.stack([rows[..., i + 1, :, i, :] for i in range(0, n // size, 2)], -3)
-            top, bottom = inv[..., 0::2, :, :], inv[..., 1::2, :, :]
-            corner = -(bottom @ low @ top)
-            inv = torch.cat([torch.cat([top, torch.zeros_like(top)], -1), torch.cat([corner, bottom], -1)], -2)
-            size *= 2
-        t = inv[..., 0, :, :]
-    full = torch.eye(n, device=m.device, dtype=m.dtype) + m
-    return 2 * t - t @ (full @ t)
-
-
-def chunked_delta(q, k, v, g, beta, state=None, chunk=64):
-    """Gated delta rule over a sequence.
-
-    q, k, v [B, T, H, S] (q, k of unit length), g [B, T, H] log decay, beta [B, T, H], state [B, H, S, S] (key, value).
-    Returns o [B, T, H, S] and the final state.
-    """
-    B, T, H, S = v.shape
-    pad = -T % chunk
-    if pad:  # rows with beta 0 and no decay leave the state as it is
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, pad)) for x in (q, k, v))
-        g, beta = (F.pad(x, (0, 0, 0, pad)) for x in (g, beta))
-    N = (T + pad) // chunk
-
-    def split(x):
-        return x.reshape(B, N, chunk, H, -1).permute(1, 0, 3, 2, 4).reshape(N, B * H, chunk, x.shape[-1] if x.dim() == 4 else 1)
-
-    q, k, v, g, beta = split(q), split(k), split(v), split(g)[..., 0], split(beta)
-    gc = g.cumsum(-1)
-    lower = torch.ones(chunk, chunk, device=q.device, dtype=torch.bool).tril()
-    decay = (gc[..., :, None] - gc[..., None, :]).masked_fill(~lower, float("-inf")).exp()
-    kb, kt = k * beta, k.transpose(-1, -2)
-    m = ((kb @ kt) * decay).tril(-1)
-    t = unit_lower_inverse(m)
-    u = t @ (v * beta)
-    w = t @ (kb * gc.exp()[..., None])
-    last = gc[..., -1:]
-    kd = (k * (last - gc).exp()[..., None]).transpose(-1, -2)
-    carry = last.exp()[..., None]
-    s = q.new_zeros(B * H, S, S) if state is None else state.reshape(B * H, S, S)
-    states, news = [], []
-    for i in range(N):
-        states.append(s)
-        new = torch.baddbmm(u[i], w[i], s, alpha=-1)
-        news.append(new)
-        s = torch.baddbmm(s * carry[i], kd[i], new)
-    scale = 1 / math.sqrt(S)
-    o = (q * (gc.exp()[..., None] * scale)) @ torch.stack(states) + ((q @ kt) * decay * scale) @ torch.stack(news)
-    o = o.reshape(N, B, H, chunk, S).permute(1, 0, 3, 2, 4).reshape(B, N * chunk, H, S)[:, :T]
-    return o, s.reshape(B, H, S, S)
 
 
 def delta_step(q, k, v, g, beta, state):
@@ -165,7 +95,7 @@ class DeltaMixer(nn.Module):
             if cache is not None and T == 1:
                 o, state = delta_step(q, k, v, g, beta, cache[1])
             else:
-                o, state = chunked_delta(q, k, v, g, beta, None if cache is None else cache[1])
+                o, state = delta_rule(q, k, v, g, beta, None if cache is None else cache[1])
         y = rms(o, self.ssm_norm, c.eps) * F.silu(z.float()).reshape(B, T, c.v_heads, c.state)
         return self.ssm_out(y.reshape(B, T, -1)), (wide[:, T:], state)
 
