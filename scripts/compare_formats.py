@@ -19,7 +19,7 @@ from llama_server import LlamaServer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import scripted
-from server.formats import FAMILIES, TOOLS, Case, cases, plain, told
+from server.formats import FAMILIES, Case, cases, plain, told, tools_of
 from server.running import Running
 
 OUT = Path(__file__).resolve().parents[1] / "tests" / "server" / "llama_server_formats.json"
@@ -28,7 +28,7 @@ OUT = Path(__file__).resolve().parents[1] / "tests" / "server" / "llama_server_f
 def request(case: Case, begin: int, count: int) -> dict:
     body = {"messages": list(case.messages), "logit_bias": [[begin, 50]], "temperature": 0, "max_tokens": count}
     if case.tools:
-        body |= {"tools": TOOLS, "parallel_tool_calls": case.parallel}
+        body |= {"tools": tools_of(case.family), "parallel_tool_calls": case.parallel}
     return body | {"chat_template_kwargs": {"enable_thinking": case.thinking}}
 
 
@@ -82,11 +82,11 @@ def main() -> None:
             begins = scripted.write(model, texts, template, family.control, family.end)
             made = scripted.cut(texts, family.control)
             bodies = [request(case, *both) for case, *both in zip(told_of, begins, map(count, told_of, made))]
-            with LlamaServer(args.tools, Path(folder) / "log", "-m", model, "--jinja", "-c", 4096, "-np", 1, "-ngl", 0) as server:
+            with LlamaServer(args.tools, Path(folder) / "log", "-m", model, "--jinja", "-c", 8192, "-np", 1, "-ngl", 0) as server:
                 server.wait(60)
                 for case, body, parts in zip(told_of, bodies, made):
                     found[case.key] = theirs(server, body, "".join(parts[: body["max_tokens"]]), family.end)
-            ours = asked(Running("-m", model, "-c", "4096"), bodies) if args.ours else [{}] * len(bodies)
+            ours = asked(Running("-m", model, "-c", "8192"), bodies) if args.ours else [{}] * len(bodies)
             for case, answer in zip(told_of, ours):
                 line = json.dumps(found[case.key], ensure_ascii=False)
                 if args.ours:
@@ -97,7 +97,8 @@ def main() -> None:
                 print(f"{case.key}: {line}", flush=True)
     print(f"{len(found)} cases" + (f", {len(found) - differing} alike" if args.ours else ""))
     if args.write:
-        kept = json.loads(OUT.read_text()) if args.only else {}
+        known = {case.key for case in cases()}
+        kept = {key: answer for key, answer in json.loads(OUT.read_text()).items() if key in known} if args.only else {}
         lines = (f" {json.dumps(key)}: {json.dumps(answer, ensure_ascii=False)}" for key, answer in (kept | found).items())
         OUT.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -120,7 +120,7 @@ class Format:
     def markers(self) -> frozenset[str]:
         """Texts that are control tokens where the vocabulary has them, and that the parser needs."""
         texts = _texts((self.think, self.strays, self.frame, self.calls, self.channels, self.bare))
-        return frozenset(marker for text in texts for marker in re.findall(r"<[^<>]+>", text))
+        return frozenset(marker for text in texts for marker in re.findall(r"<[^<>]+>|\[/?[A-Z_]+\]", text))
 
     def closes(self, text: str) -> bool:
         """Whether ``text`` is a marker that ends a call, which clients may pass as a stop string."""
@@ -214,6 +214,26 @@ FORMATS = (
         "Apertus", ("<|tools_prefix|>", "<|inner_prefix|>"), think=("<|inner_prefix|>", "<|inner_suffix|>"),
         thinking=("<|inner_prefix|>", "<|inner_suffix|>"), calls=(Calls("<|tools_prefix|>", "<|tools_suffix|>", NAMED, keys=(), listed=True),),
     ),
+    Format(
+        "Command R7B", ("<|START_RESPONSE|>", "<|START_ACTION|>"), think=("<|START_THINKING|>", "<|END_THINKING|>"),
+        thinking=("<|START_THINKING|>", "<|END_THINKING|><|START_RESPONSE|>"), frame=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        calls=(Calls("<|START_ACTION|>", "<|END_ACTION|>", NAMED, keys=("tool_name", "parameters"), listed=True, number="tool_call_id"),),
+    ),
+    Format("Nemotron Nano 2", ("<TOOLCALL>",), thinking=_TIGHT, calls=(Calls("<TOOLCALL>", "</TOOLCALL>", NAMED, listed=True),)),
+    Format(
+        "Seed-OSS", ("<seed:tool_call>",), think=("<seed:think>", "</seed:think>"), thinking=("<seed:think>", "</seed:think>"),
+        calls=(Calls("<seed:tool_call>", "</seed:tool_call>", Tags(("<parameter=", ">"), "</parameter>"), name=("<function=", ">"), close="</function>"),),
+    ),
+    Format(
+        "DeepSeek V3.2", ("｜DSML｜", "function_calls"), thinking=_TIGHT,
+        calls=(Calls('<｜DSML｜invoke name="', "", Tags(('<｜DSML｜parameter name="', '"'), "</｜DSML｜parameter>", value=">", attributes=True),
+                     name=("", '">'), close="</｜DSML｜invoke>", section=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"), sectioned=True),),
+    ),
+    Format(
+        "Ministral", ("[TOOL_CALLS]", "[ARGS]", "[THINK]"), think=("[THINK]", "[/THINK]"), thinking=("[THINK]", "[/THINK]"),
+        calls=(Calls("[TOOL_CALLS]", "", JSON, name=("", "[ARGS]")),),
+    ),
+    Format("Mistral Nemo", ("[TOOL_CALLS][",), calls=(Calls("[TOOL_CALLS]", "", NAMED, listed=True),)),
     Format(
         "Hy3", ("<tool_sep{}>", ":opensource"), think=("<think:opensource>", "</think:opensource>"), thinking=("<think:opensource>", "</think:opensource>"),
         calls=(Calls("<tool_call:opensource>", "</tool_call:opensource>",

@@ -1,5 +1,6 @@
 """What models of every format may answer, case by case; `llama_server_formats.json` has what llama-server makes of each."""
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +14,15 @@ TOOLS = [
     {"type": "function", "function": {"name": "look_up", "description": "Looks a word up.", "parameters": WORDS}},
     {"type": "function", "function": {"name": "stop", "description": "Stops.", "parameters": {"type": "object", "properties": {}}}},
 ]
+
+
+def tools_of(family: str) -> list[dict]:
+    """``TOOLS``; of a template that adds texts to each argument's `type`, without the argument that has none."""
+    if family != "Seed-OSS":
+        return TOOLS
+    tools = copy.deepcopy(TOOLS)
+    del tools[0]["function"]["parameters"]["properties"]["note"]
+    return tools
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,14 @@ def _k3(name: str, arguments: dict[str, str]) -> str:
         f'<|open|>argument key="{key}" type="string"<|sep|>{value}<|close|>argument<|sep|>' for key, value in arguments.items()
     )
     return f'<|open|>call tool="{name}" index="1"<|sep|>{inside}<|close|>call<|sep|>'
+
+
+def _dsml(name: str, arguments: dict[str, str]) -> str:
+    inside = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{str(key != "n").lower()}">{value}</｜DSML｜parameter>\n'
+        for key, value in arguments.items()
+    )
+    return f'<｜DSML｜invoke name="{name}">\n{inside}</｜DSML｜invoke>'
 
 
 _M3 = "]<]minimax[>["
@@ -171,6 +189,32 @@ FAMILIES = {
         "tencent-Hy3", _hy3, "", around=("<tool_calls:opensource>\n", "\n</tool_calls:opensource>"), end="<｜hy_eos:opensource｜>", in_json=False,
         marker="</tool_call:opensource>",
     ),
+    "Command R7B": Family(
+        "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+        lambda name, a: f'{{"tool_call_id": "{int(name != "look_up" or "other" in str(a))}", "tool_name": "{name}", "parameters": {_json(a)}}}', "<|START_THINKING|>Hm, well.<|END_THINKING|>",
+        between=", ", around=("<|START_ACTION|>[", "]<|END_ACTION|>"), end="<|END_OF_TURN_TOKEN|>", answer=lambda text: f"<|START_RESPONSE|>{text}<|END_RESPONSE|>", marker="<|END_ACTION|>",
+        control=("<|START_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_ACTION|>", "<|END_ACTION|>"),
+    ),
+    "Nemotron Nano 2": Family(
+        "NVIDIA-Nemotron-Nano-v2", lambda name, a: f'{{"name": "{name}", "arguments": {_json(a)}}}', "", open="Hm, well.\n</think>\n", shut="</think>\n", between=", ",
+        around=("<TOOLCALL>[", "]</TOOLCALL>"), end="<SPECIAL_12>", marker="</TOOLCALL>",
+    ),
+    "Seed-OSS": Family(
+        "ByteDance-Seed-OSS", lambda name, a: f"<seed:tool_call>\n<function={name}>\n{_tags('<parameter={}>', '</parameter>', '')(a)}</function>\n</seed:tool_call>",
+        "<seed:think>Hm, well.</seed:think>", end="<seed:eos>", in_json=False, marker="</function>", always=True,
+    ),
+    "DeepSeek V3.2": Family(
+        "deepseek-ai-DeepSeek-V3.2", _dsml, "", open="Hm, well.</think>", around=("<｜DSML｜function_calls>\n", "\n</｜DSML｜function_calls>"), end="<｜end▁of▁sentence｜>", in_json=False,
+        marker="</｜DSML｜invoke>",
+    ),
+    "Ministral": Family(
+        "mistralai-Ministral-3-14B-Reasoning-2512", lambda name, a: f"[TOOL_CALLS]{name}[ARGS]{_json(a)}", "[THINK]Hm, well.[/THINK]", between="", control=("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"),
+        end="</s>", marker="[ARGS]", always=True,
+    ),
+    "Mistral Nemo": Family(
+        "mistralai-Mistral-Nemo-Instruct-2407", lambda name, a: f'{{"name": "{name}", "arguments": {_json(a)}, "id": "{"12345678" + str(int("other" in str(a)))}"}}', "", between=", ",
+        around=("[TOOL_CALLS][", "]"), control=("[TOOL_CALLS]",), end="</s>", marker="]",
+    ),
     "DeepSeek V3.1": Family(
         "deepseek-ai-DeepSeek-V3.1", lambda name, a: f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_json(a)}<｜tool▁call▁end｜>", "", open="Hm, well.</think>", between="",
         around=(_DEEP[0], _DEEP[4]), control=_DEEP, end="<｜end▁of▁sentence｜>", marker=_DEEP[3],
@@ -225,7 +269,7 @@ def _of(name: str, f: Family) -> Iterator[Case]:
         yield Case(name, "content, call", f.shut + (f.preamble or f.answer)("I look it up.") + between + f.calls(one))
         yield Case(name, "two calls", calls(one, two), parallel=True)
     yield Case(name, "cut call", calls(one), cut="ab c")
-    if not f.in_json and name != "gemma 4":
+    if not f.in_json and name not in ("gemma 4", "Seed-OSS"):
         yield Case(name, "a text of digits where null may be", calls(f.call("look_up", {"word": "x", "note": "123"})))
         yield Case(name, "null where a text may be", calls(f.call("look_up", {"word": "x", "note": "null"})))
     yield Case(name, "an end marker in an argument", calls(f.call("look_up", {"word": quoted(f"see {f.marker} here")})))

@@ -13,7 +13,7 @@ import pytest
 import scripted
 from gguf_io.build import I32, Model
 from llama_templates import templates  # noqa: F401  (a fixture)
-from server.formats import FAMILIES, TOOLS, Case, cases, plain
+from server.formats import FAMILIES, TOOLS, Case, cases, plain, tools_of
 from server.running import Running, events
 
 from pyggml_spec.constraints.grammar import Grammar
@@ -33,6 +33,9 @@ DIFFERENT = {
     "gpt-oss: two calls": "llama-server's grammar ends the answer behind the first one",
     "MiniMax-M2: two calls": "llama-server refuses its own model's answer, with a 500",
     "Cohere2 MoE: content, call": "llama-server refuses content before a call of its own model, with a 500",
+    "Command R7B: content, call": "llama-server refuses content before a call of its own model, with a 500",
+    "Command R7B: prefilled content": "llama-server refuses what goes on, with a 500",
+    "Command R7B: prefilled reasoning and content": "llama-server refuses what goes on, with a 500",
     **dict.fromkeys(
         (
             f"Apertus: {name}"
@@ -53,7 +56,9 @@ def parsed(case: Case, source: str) -> dict:
     if last["role"] == "assistant":
         begun = {"content": last["content"], "reasoning": last.get("reasoning_content", "")}
         inside = "content" if begun["content"] else "reasoning"
-    parser = Parser(format_of(source), inside=inside, continued=last["role"] == "assistant", tools=TOOLS if case.tools else ())
+    parser = Parser(
+        format_of(source), inside=inside, continued=last["role"] == "assistant", tools=tools_of(case.family) if case.tools else ()
+    )
     text = case.text[: case.text.index(case.cut) + len(case.cut)] if case.cut else case.text
     out = [*parser.push(text), *parser.finish(cut=bool(case.cut))]
     calls = [[piece.call.name, piece.call.arguments] for piece in out if piece.call is not None]
