@@ -330,6 +330,8 @@ def test_calls_of_tools_where_the_model_may_choose(tokenizer):
 
 @pytest.mark.parametrize("form, call", [
     ("Cohere2 MoE", '{{"tool_call_id": "0", "tool_name": "{}", "parameters": {{"city": "Rome"}}}}'), ("Apertus", '{{"{}": {{"city": "Rome"}}}}'),
+    ("Command R7B", '{{"tool_call_id": "0", "tool_name": "{}", "parameters": {{"city": "Rome"}}}}'),
+    *((form, '{{"name": "{}", "arguments": {{"city": "Rome"}}}}') for form in ("Nemotron Nano 2", "Mistral Nemo")),
 ])  # fmt: skip
 def test_lists_of_calls(tokenizer, form, call):
     tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
@@ -389,7 +391,7 @@ def written(call, name, arguments):
     return f"{call.section[0]}\n{text}\n{call.section[1]}" if call.section else text
 
 
-@pytest.mark.parametrize("form", ["Qwen3-Coder", "GLM", "MiniMax-M2", "Kimi K2", "DeepSeek", "Hy3"])
+@pytest.mark.parametrize("form", ["Qwen3-Coder", "GLM", "MiniMax-M2", "Kimi K2", "DeepSeek", "Hy3", "Seed-OSS", "Ministral"])
 @pytest.mark.parametrize("arguments, fits", [
     ({"city": "Rome <b>\n\n</b> </tool_call>"}, True), ({"city": "Rome", "days": "3", "unit": "F"}, True),
     ({"city": "Rome", "days": "0"}, False), ({"city": "Rome", "unit": "K"}, False), ({"days": "3"}, False),
