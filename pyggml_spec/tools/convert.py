@@ -286,6 +286,11 @@ def _refuse_other_layouts(config: dict, files: Files) -> None:
     def any_arch(*parts: str) -> str | None:
         return next((arch for arch in archs if any(part in arch.lower() for part in parts)), None)
 
+    if "Gemma4Eagle3Model" in archs:
+        raise ConvertError(
+            "this is DeepSpec's EAGLE-3 for Gemma 4 (Gemma4Eagle3Model), whose layer has norms after attention and FFN and a scalar; files of the "
+            "architecture eagle3 have no tensors for these. DSpark of Gemma 4 (Gemma4DSparkModel) is supported"
+        )
     ours = eagle3.is_eagle3(config, files)
     dspark = zlab.is_dspark(config, files)
     other_spark = any_arch("dspark") if not {*archs} & {*zlab.DSPARK} else None

@@ -219,6 +219,7 @@ REFUSED = [
     (_add("midlayer.self_attn.q_proj.weight"), "the key 'block_size'"),
     (_set(architectures=["LlamaForCausalLMEagle3"]), "the key 'block_size'"),
     (_set(architectures=["EagleLlamaForCausalLM"]), "an EAGLE drafter"),
+    (_set(architectures=["Gemma4Eagle3Model"]), "DeepSpec's EAGLE-3 for Gemma 4"),
     (_add("mtp.fc.weight"), "an MTP drafter"),
     (_add("d2t", (8,)), "a reduced-vocabulary drafter"),
     (_set(speculators_config={}, architectures=["MLPSpeculator"]), "a speculators drafter"),
