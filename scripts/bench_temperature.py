@@ -40,6 +40,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=DEMO / "prompts.jsonl")
     for name, default in (("--width", 5), ("--count", 13), ("-n", 64), ("-t", 2)):
         parser.add_argument(name, type=int, default=default)
+    parser.add_argument(
+        "--temperatures", default="0.3,0.6,0.8,1.0", help="rows of the table, so that parts of it can be run at other times"
+    )
     args = parser.parse_args()
     shared, prompts = Sampler.draft_options, prompts_of(args.prompts, args.count)
     drafts = {
@@ -50,7 +53,7 @@ def main() -> None:
     print("| T | chain | drafts | accepted | tokens per step | tokens per second | texts |\n|---|---|---|---|---|---|---|")
     options = {"device": args.device, "threads": args.t if args.device == "CPU" else None, "n_ctx": 2048}
     with ps.load(args.m, args.md, **options, draft_width=args.width, spec=args.spec and args.spec.split(",")) as session:
-        for temperature in (0.3, 0.6, 0.8, 1.0):
+        for temperature in map(float, args.temperatures.split(",")):
             for chain, cuts in CHAINS.items():
                 plain = []
                 for name, Sampler.draft_options in drafts.items():
