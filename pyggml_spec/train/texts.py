@@ -69,7 +69,7 @@ def read_texts(paths: Iterable[str | Path], session: Session, template: ChatTemp
         data = _content(path)
         if path.suffix == ".jsonl":
             for text, complete in _lines(data, path, session, template):
-                if 1 < text.prompt_tokens < most - 8:
+                if 0 < text.prompt_tokens < most - 8:
                     (done if complete else asked).append(Text(text.tokens[:most], text.prompt_tokens, text.category, text.temperature))
         else:
             pieces = [*_pieces(session.tokenizer.encode(data), most)]

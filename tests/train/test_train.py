@@ -17,7 +17,7 @@ from pyggml_spec.tools.compare import TEXT as SAMPLE  # noqa: E402
 from pyggml_spec.train.blank import Shape, new_drafter  # noqa: E402
 from pyggml_spec.train.features import EngineTarget, TorchTarget, agreement  # noqa: E402
 from pyggml_spec.train.methods import method_of, simulate  # noqa: E402
-from pyggml_spec.train.texts import Text  # noqa: E402
+from pyggml_spec.train.texts import Text, as_line  # noqa: E402
 from pyggml_spec.train.train import TrainOptions, train  # noqa: E402
 from pyggml_spec.train.trainer import Schedule, Trainer  # noqa: E402
 from pyggml_spec.train.weights import read_weights  # noqa: E402
@@ -130,3 +130,16 @@ def test_refusals_name_the_remedy(toy, prompts, tmp_path):
 
 def test_steps_walk_over_a_text():
     assert simulate([9, 9, 2, 0, 0, 1, 0, 0, 9], 2, 8, 3) == [2, 1]
+
+
+def test_an_mtp_layer_learns_records_and_runs_beside_its_target(pair, tmp_path):
+    """Of a random target: its greedy text from several places on, as a server would have kept it."""
+    data, out = tmp_path / "records.jsonl", tmp_path / "mtp.gguf"
+    with load(pair[0], spec=["none"]) as session:
+        made = (7, *(t for event in session.steps([7], 50, ignore_end=True) for t in event.tokens))
+    data.write_text("".join(as_line(Text(made, given, "record", 0.0)) for given in range(1, 13)))
+    done = train(pair[0], out, options(data, shape=Shape("mtp"), batch_tokens=256))
+    assert done.score.tokens_per_step > done.before.tokens_per_step + 0.3
+    with load(pair[0], out, spec=["draft-mtp"], draft_width=4) as session:
+        _, stats = session.generate([7], 48, ignore_end=True)
+    assert stats.matched > 0
