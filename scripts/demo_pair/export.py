@@ -110,65 +110,6 @@ def write_drafter(path, c, weights, tokenizer, context, licence):
     _finish(w)
 
 
-def write_mtp(path, c, weights, target, context, licence):
-    """Write the MTP layer as a file of its own, whose architecture is the target's: c an MTPConfig, target the path of target.gguf.
-
-    Embedding and last norm are the target's, bit for bit, as llama.cpp wants them in such a file; a loader that has the target keeps one copy.
-    What mixes token and hidden state is Q8_0, the other matrices are Q4_0: they lose little, and the file stays below 4 MB.
-    """
-    of_target = gguf.GGUFReader(target)
-    w = gguf.GGUFWriter(path, "qwen35")
-    _common(w, c, "pyggml-spec demo MTP layer", context, licence)
-    for name in ("vocab_size", "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count"):
-        w.add_uint32(f"qwen35.{name}", int(of_target.fields[f"qwen35.{name}"].contents()))
-    w.add_uint32("qwen35.full_attention_interval", int(of_target.fields["qwen35.full_attention_interval"].contents()))
-    w.add_rope_dimension_count(c.n_rot)
-    w.add_rope_dimension_sections([int(v) for v in of_target.fields["qwen35.rope.dimension_sections"].contents()])
-    w.add_uint32("qwen35.nextn_predict_layers", 1)
-    _copy_tokenizer(w, of_target)
-    for t in of_target.tensors:
-        if t.name in ("token_embd.weight", "output_norm.weight"):
-            w.add_tensor(t.name, t.data, raw_dtype=t.tensor_type)
-    for name, array in weights.items():
-        name = f"blk.{c.n_layer - 1}." + name.replace("nextn_", "nextn.")
-        array = np.ascontiguousarray(array, dtype=np.float32)
-        if array.ndim < 2:
-            w.add_tensor(name if name.endswith(".weight") else name + ".weight", array)
-        else:
-            kind = gguf.GGMLQuantizationType.Q8_0 if "eh_proj" in name else gguf.GGMLQuantizationType.Q4_0
-            w.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
-    _finish(w)
-
-
-def _copy_tokenizer(writer, reader):
-    f = {key.removeprefix("tokenizer.ggml."): field.contents() for key, field in reader.fields.items() if key.startswith("tokenizer.ggml.")}
-    writer.add_tokenizer_model(f["model"])
-    writer.add_tokenizer_pre(f["pre"])
-    writer.add_token_list(f["tokens"])
-    writer.add_token_types(f["token_type"])
-    writer.add_token_merges(f["merges"])
-    writer.add_eos_token_id(f["eos_token_id"])
-    writer.add_pad_token_id(f["padding_token_id"])
-    writer.add_mask_token_id(f["mask_token_id"])
-    writer.add_add_bos_token(False)
-
-
-def read_tokenizer(path):
-    """The byte-level BPE of an exported target, as training used it."""
-    from tokenizers import AddedToken, Tokenizer, models
-
-    from .corpus import split_bytes
-
-    f = gguf.GGUFReader(path).fields
-    tokens, types = f["tokenizer.ggml.tokens"].contents(), f["tokenizer.ggml.token_type"].contents()
-    merges = [tuple(m.split(" ")) for m in f["tokenizer.ggml.merges"].contents()]
-    control = [t for t, kind in zip(tokens, types) if kind == gguf.TokenType.CONTROL]
-    tok = split_bytes(Tokenizer(models.BPE({t: i for i, t in enumerate(tokens) if t not in control}, merges)))
-    tok.add_special_tokens([AddedToken(t, special=True) for t in control])
-    assert [tok.token_to_id(t) for t in control] == [i for i, t in enumerate(tokens) if t in control]
-    return tok
-
-
 def read_weights(path):
     """Read an exported file back: {state dict name: float32 array}, dequantised."""
     reader, out = gguf.GGUFReader(path), {}
