@@ -3,6 +3,7 @@
 # make test  sets everything up and runs the tests; make test-fast those that are not marked slow, in half a minute
 # make test-train  installs torch and runs the tests of `pyspec train`
 # make cuda  then builds for NVIDIA GPUs, with the patches; ARCH=90 names others than that of this machine (half an hour)
+# make wheel  builds a wheel in dist/ with all libraries inside, for every x86-64 or ARM processor; ARCH="80;90" for NVIDIA GPUs too
 # make lint  ruff (layout and rules), mypy, and what pages and generated files say
 # make test-sanitized  runs tests over the extension with address and undefined-behaviour sanitizers, and proves that they find something
 # make test-patches  builds llama.cpp with the patches and runs its tests; the build is kept in the user's cache
@@ -14,7 +15,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run serve test test-fast test-train cuda lint test-patches test-sanitized clean
+.PHONY: run serve test test-fast test-train cuda wheel lint test-patches test-sanitized clean
 .DEFAULT_GOAL := run
 
 $(READY): pyproject.toml CMakeLists.txt scripts/set_up.py $(wildcard csrc/*.c csrc/*.h csrc/*.py csrc/cpu/* cmake/*)
@@ -37,11 +38,14 @@ test-fast: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu and not real and not browser"
 
 test-train: $(READY)
-	$(BIN)/python -c "import torch" 2> /dev/null || $(BIN)/pip install -q "torch>=2.6"
+	$(BIN)/python -c "import torch" 2> /dev/null || $(BIN)/pip install -q torch==2.13.0
 	$(BIN)/python -m pytest -q tests/train
 
 cuda: $(READY)
 	$(BIN)/pyspec build --cuda $(if $(ARCH),--arch "$(ARCH)")
+
+wheel: $(READY)
+	$(BIN)/pip wheel --no-deps --no-build-isolation -w dist -C portable=true $(if $(ARCH),-C "cuda=$(ARCH)") .
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

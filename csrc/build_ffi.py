@@ -148,6 +148,8 @@ void ggml_gallocr_reserve_n_size(ggml_gallocr_t, struct ggml_cgraph *, const int
                                  size_t * sizes);
 
 size_t ggml_backend_dev_count(void);
+size_t ggml_backend_reg_count(void);
+void ggml_backend_load_all_from_path(const char *);
 ggml_backend_dev_t ggml_backend_dev_get(size_t index);
 const char * ggml_backend_dev_name(ggml_backend_dev_t);
 const char * ggml_backend_dev_description(ggml_backend_dev_t);

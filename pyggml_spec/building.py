@@ -264,9 +264,13 @@ class Plan:
             return build_wheel(self.key, self.options, Path(folder) / Path(patching.VENDORED).parts[0], progress)
 
 
-def plan(cuda: bool = False, arch: str | None = None, patched: bool = False) -> Plan:
-    """The build for this machine; raises BuildError without a compiler, or with an old driver."""
-    options = cuda_options(arch) if cuda else ()
+PORTABLE = ("-DGGML_NATIVE=OFF", "-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON", "-DCMAKE_INSTALL_BINDIR=llama_cpp/lib")
+"""CMake's options of a build for every processor: one library per level of instructions, chosen at run time."""
+
+
+def plan(cuda: bool = False, arch: str | None = None, patched: bool = False, portable: bool = False) -> Plan:
+    """The build for this machine, or ``portable`` for every processor of its kind; raises BuildError without a compiler, or with an old driver."""
+    options = (*(cuda_options(arch) if cuda else ()), *(PORTABLE if portable else ()))
     patches = [patch.path for patch in patching.series()] if patched else []
     key = build_key(options, [path.read_bytes() for path in patches])
     return Plan(key, options, tuple(path.stem for path in patches), cuda)
@@ -305,18 +309,22 @@ def build_note(libraries: Path) -> dict:
     return note if isinstance(note, dict) else {}
 
 
+def write_note(libraries: Path, note: dict) -> None:
+    (libraries / NOTE).write_text(json.dumps(note), "utf-8")
+
+
 def install(wheel: Path, libraries: Path, note: dict) -> None:
     """Replaces ``libraries`` with those of ``wheel`` atomically, with ``note``. Running programs keep their open files. Raises BuildError:
     the new ones do not start, or another installation is running."""
     with exclusive(libraries.parent), tempfile.TemporaryDirectory(prefix=".new-", dir=libraries.parent) as part:
         new = check_wheel(wheel, Path(part))
-        (new / NOTE).write_text(json.dumps(note), "utf-8")
+        write_note(new, note)
         for path in new.iterdir():
             path.chmod(0o755)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         exchange(new, libraries)
-        _rewrite_record(libraries)
+        rewrite_record(libraries)
 
 
 @contextmanager
@@ -345,13 +353,18 @@ def exchange(new: Path, old: Path) -> None:
         raise
 
 
-def _rewrite_record(libraries: Path) -> None:
-    """Updates RECORD, so that pip removes the present libraries."""
-    record = next(libraries.parents[1].glob("llama_cpp_python-*.dist-info/RECORD"), None)
+def rewrite_record(libraries: Path) -> None:
+    """Updates RECORD of llama-cpp-python, or of this package, so that pip removes the present libraries."""
+    folder = f"{libraries.parent.name}/{libraries.name}/"  # llama_cpp/lib/ or pyggml_spec/libs/
+    records = libraries.parents[1].glob("*.dist-info/RECORD")
+    record = next(
+        (path for path in records if re.match("(llama_cpp_python|pyggml_spec)-", path.parent.name) and folder in path.read_text("utf-8")),
+        None,
+    )
     if record is None:
         return
-    lines = [line for line in record.read_text("utf-8").splitlines() if not line.startswith("llama_cpp/lib/")]
-    lines += [f"llama_cpp/lib/{path.name},," for path in sorted(libraries.iterdir())]
+    lines = [line for line in record.read_text("utf-8").splitlines() if not line.startswith(folder)]
+    lines += [f"{folder}{path.name},," for path in sorted(libraries.iterdir())]
     part = record.with_name("RECORD.part")
     part.write_text("\n".join(lines) + "\n", "utf-8")
     os.replace(part, record)

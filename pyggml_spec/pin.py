@@ -17,8 +17,13 @@ def pip_command(*options: str) -> str:
     return f'CMAKE_ARGS="{arguments}" pip install --force-reinstall --no-cache-dir --no-deps llama-cpp-python=={LLAMA_CPP_PYTHON}'
 
 
+BUNDLED = Path(__file__).parent / "libs"  # llama.cpp's libraries, in a wheel of this package
+
+
 def installed_version() -> str | None:
-    """Version of llama-cpp-python; None if it is not installed."""
+    """Version of llama-cpp-python, or of the libraries inside this package; None without either."""
+    if BUNDLED.is_dir():
+        return LLAMA_CPP_PYTHON
     try:
         return importlib.metadata.version("llama_cpp_python")
     except importlib.metadata.PackageNotFoundError:
@@ -26,7 +31,9 @@ def installed_version() -> str | None:
 
 
 def installed_libraries() -> Path | None:
-    """The library folder of the pinned llama-cpp-python, found without loading it; None without one."""
+    """The library folder inside this package, else that of the pinned llama-cpp-python, found without loading it; None without one."""
+    if BUNDLED.is_dir():
+        return BUNDLED
     spec = importlib.util.find_spec("llama_cpp") if installed_version() == LLAMA_CPP_PYTHON else None
     folder = Path(spec.origin).parent / "lib" if spec is not None and spec.origin else None
     return folder if folder is not None and folder.is_dir() else None

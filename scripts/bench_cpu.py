@@ -28,7 +28,7 @@ from pyggml_spec.loading import DEMO, DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.bench import BenchOptions, bench
 from pyggml_spec.tools.prompts import read_prompts
 
-TOKENS, PROMPT_TOKENS = 128, 96
+PROMPT_TOKENS = 96
 
 
 def median(values) -> float:
@@ -37,7 +37,7 @@ def median(values) -> float:
 
 def llama_bench(args, model: Path, prompts: tuple[int, ...]) -> dict[str, float]:
     """Tokens per second of one llama-bench run, by test."""
-    command = [args.tools / "llama-bench", "-m", model, "-fa", 1, "-ngl", 0, "-r", 2, "-o", "json", "-t", args.threads, "-n", TOKENS]
+    command = [args.tools / "llama-bench", "-m", model, "-fa", 1, "-ngl", 0, "-r", 2, "-o", "json", "-t", args.threads, "-n", args.tokens]
     command += ["-p", ",".join(map(str, prompts)) or 0]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, env=environment(args.tools))
     if done.returncode:
@@ -53,7 +53,7 @@ def held_out() -> list[str]:
     return [prompt.text for prompt in read_prompts(DEMO / "prompts.jsonl") if prompt.text is not None]
 
 
-def plain_speed(session: ps.Session, prompts=(), tokens=TOKENS) -> dict[str, float]:
+def plain_speed(session: ps.Session, tokens: int, prompts=()) -> dict[str, float]:
     rows = bench(session, BenchOptions(tuple(prompts), tokens, (0,), 1, width=16))
     return {row.test: row.runs[0] for row in rows if not row.test.startswith("spec")}
 
@@ -61,11 +61,11 @@ def plain_speed(session: ps.Session, prompts=(), tokens=TOKENS) -> dict[str, flo
 def against_llama_bench(args, say, name: str, model: Path, prompts: tuple[int, ...]) -> None:
     """Plain decoding and prompts of one file, own kernels against llama-bench and against ggml's kernels here."""
     own, ggml, theirs = [], [], []
-    room = max([TOKENS + 16, *prompts]) + 16
+    room = max([args.tokens + 16, *prompts]) + 16
     with load(args, model, n_ctx=room) as mine, load(args, model, kernels="ggml", n_ctx=room) as other:
         for _ in range(args.rounds):
-            own.append(plain_speed(mine, prompts))
-            ggml.append(plain_speed(other, prompts))
+            own.append(plain_speed(mine, args.tokens, prompts))
+            ggml.append(plain_speed(other, args.tokens, prompts))
             if args.tools:
                 theirs.append(llama_bench(args, model, prompts))
         size, nbytes = model.stat().st_size, mine.configuration().memory["weights"]
@@ -173,6 +173,8 @@ def main() -> None:
         "--only", default="bench,prompts,server,steps", help="which of these of the embedded pair; none of them: the other files alone"
     )
     parser.add_argument("--lengths", default="512,4096", help="tokens of the prompts of --small")
+    parser.add_argument("-n", "--tokens", type=int, default=128, help="tokens of plain decoding")
+    parser.add_argument("--no-steps", action="store_true", help="no costs of wider steps of --small")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     figures: dict[str, float] = {}
@@ -201,7 +203,8 @@ def main() -> None:
         step_costs(args, say, "embedded pair", DEMO_TARGET, DEMO_DRAFTER)
     if args.small:
         against_llama_bench(args, say, args.small.name, args.small, tuple(map(int, args.lengths.split(","))))
-        step_costs(args, say, args.small.name, args.small)
+        if not args.no_steps:
+            step_costs(args, say, args.small.name, args.small)
     if args.pair:
         synthetic_pair(args, say)
     busy = ((cpu_wait_s() or 0.0) - waited) / (time.perf_counter() - started)

@@ -19,7 +19,10 @@ from ..pin import LLAMA_CPP_PYTHON, installed_libraries, installed_version, pip_
 from . import probe
 
 REMEDY = f"run: {pip_command()}"
-_LIBLLAMA = {"win32": ("llama.dll", "libllama.dll"), "darwin": ("libllama.so", "libllama.dylib")}.get(sys.platform, ("libllama.so",))
+_LIBLLAMA = {"win32": ("llama.dll", "libllama.dll"), "darwin": ("libllama.so", "libllama.dylib")}.get(
+    sys.platform,
+    ("libllama.so", "libllama.so.0"),  # a wheel of this package has the second only
+)
 
 
 def check_distribution(installed: str | None) -> None:
@@ -113,6 +116,8 @@ if sys.platform == "linux":
     check_single(mapped_ggml(Path("/proc/self/maps").read_text()))
 
 lib.quiet_log()
+if not lib.ggml_backend_reg_count():  # a portable build: the best of its libraries for this processor, and of its GPUs
+    lib.ggml_backend_load_all_from_path(os.fsencode(_libraries))
 lib.llama_backend_init()
 lib.init_extra_bufts()  # on first use ggml writes to stderr if the kernel refuses AMX
 

@@ -111,17 +111,17 @@ class Layer:
             states = memory.tensor((self.state if state is None else state)[None])
             flag = memory.tensor(np.ascontiguousarray(on[part, None])) if on is not None else ffi.NULL
             given = [memory.tensor(x) for x in (self.beta[part], self.alpha[part])]
-            given = [ffi.NULL, *given, ffi.NULL, ffi.NULL, memory.tensor(self.dt), memory.tensor(self.a), flag, ffi.NULL, ffi.NULL, 1e-6]
+            given = [ffi.NULL, *given, ffi.NULL, ffi.NULL, memory.tensor(self.dt), memory.tensor(self.a), flag, ffi.NULL, ffi.NULL, 0, 1e-6]
             inputs = ffi.new("pgs_delta_inputs *", given)
             if pending is None:
-                node = lib.pgs_delta_rule(graph.ctx, level.handle, mixed, inputs, self.repeat, states, ffi.NULL, ffi.NULL, 0)
+                node = lib.pgs_delta_rule(graph.ctx, level.handle, mixed, inputs, self.repeat, states, True, ffi.NULL, ffi.NULL, 0, 0)
                 out = compute(graph, node)
                 return out.reshape(rows, self.heads, self.size), read(states, self.state)
             each, n = self.heads * rows, self.heads_k * self.repeat
             qk = memory.tensor(np.full((rows, 2 * self.heads_k * self.repeat, self.size), np.nan, np.float32))
             gates = memory.tensor(np.full(2 * each, np.nan, np.float32))
             graph.keep_output(mixed)
-            out = lib.pgs_delta_rule(graph.ctx, level.handle, mixed, inputs, self.repeat, states, qk, gates, each)
+            out = lib.pgs_delta_rule(graph.ctx, level.handle, mixed, inputs, self.repeat, states, False, qk, gates, each, rows)
             graph.expand(out)
             keep = memory.tensor((np.arange(rows) < pending).astype(np.float32))
             kv = [
