@@ -331,12 +331,10 @@ class SpeculationPolicy:
                     self.costs.learn((slots, CATCH_UP), min(max(ms - whole, catch_up), 2 * whole))
                 late = max(self._catch_up_ms(slots), min(catch_up, 2 * whole))
             cost = spent = (self.cost(slots, plan) + late) / plain
-            if (
-                alone and self._relative
-            ):  # learnt costs begin with the cheapest steps; graphs of small models take many steps to build, but once
+            if alone and self._relative:  # learnt costs begin with the cheapest steps
                 known = self.cost(slots, plan)
                 cost = (min(max(ms - catch_up, known / CLAMP), CLAMP * known) + late) / plain
-                spent = cost + min(built, known) / plain
+                spent = cost + min(built, known) / plain  # of small models a graph takes many steps to build, but once
                 if self.costs.told((1, PLAIN_STEP)) and plain < LEAST_MS:  # too little to notice; first blocks of small models are cold
                     cost = (known + late) / plain
                     spent = 1 + (spent - 1) * plain / LEAST_MS if spent > 1 else spent
