@@ -108,7 +108,7 @@ def main() -> None:
     plans = [planned(model) for model in args.model]
     memory = (max(plans) + sum(plans)) // 2 >> 20  # more than each of them takes, and less than both
     with tempfile.TemporaryDirectory() as folder:
-        tables = [f'["*"]\nctx-size = 1024\nslots = 4\nthreads = {args.threads}\nprefix-memory = 0\n']
+        tables = [f'["*"]\nctx-size = 1024\nslots = 4\nthreads = {args.threads}\nprefix-memory = 0\nqueue = 1000\n']
         tables += [f'["{name}"]\nmodel = "{Path(model).resolve()}"\n' for name, model in zip(names, args.model)]
         (Path(folder) / "preset.toml").write_text("".join(tables))
         options = ["--models-preset", f"{folder}/preset.toml", "--models-memory", str(memory), "--port", "0", "--device", "CPU"]
