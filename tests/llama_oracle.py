@@ -478,10 +478,13 @@ def _decode_picture(ctx, batch, p, position):
     _set_causal(ctx, True)
 
 
-def logits_with_pictures(path, parts, greedy=0, n_ctx=1024):
+def logits_with_pictures(path, parts, greedy=0, n_ctx=1024, adapter=None):
     """Logits of all rows F32 [T, n_vocab], and so many greedy tokens after them; ``parts``: tokens, and pictures as of ``engine.prompt``."""
     model = _model(path)
     ctx, batch = _context(model, n_ctx, 512, 1, F16), L.llama_batch_init(512, 0, 1)
+    if adapter is not None:
+        pointers = (L.llama_adapter_lora_p_ctypes * 1)(L.llama_adapter_lora_init(model, str(adapter).encode()))
+        assert L.llama_set_adapters_lora(ctx, pointers, 1, (ctypes.c_float * 1)(1.0)) == 0
     pictures, out, position = _ext_init(ctx), [], 0
     n_vocab = L.llama_vocab_n_tokens(L.llama_model_get_vocab(model))
     for part in parts:

@@ -8,6 +8,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from llama_oracle import LlamaDFlash, logits_with_pictures
 from pairs import write_pair
+from random_gguf.adapter import write_adapter
 from random_gguf.archs import WRITERS
 from random_gguf.described import write_described
 from random_gguf.model import Shape
@@ -23,6 +24,7 @@ from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.models.adapters import Adapters
 from pyggml_spec.models.registry import embedded_drafter, open_drafter, open_target
 from pyggml_spec.models.weights import Weights
 from pyggml_spec.text.tokenizer import Tokenizer
@@ -45,7 +47,7 @@ def text(n, seed=0):
     return np.random.default_rng(seed).integers(0, 256, n).tolist()
 
 
-def loaded(stack, path, draft=None, kernels="ggml", **options):
+def loaded(stack, path, draft=None, kernels="ggml", adapter=None, **options):
     def own(part):
         stack.callback(part.close)
         return part
@@ -60,6 +62,8 @@ def loaded(stack, path, draft=None, kernels="ggml", **options):
     for model in (target, drafter) if drafter is not None else (target,):
         if model is not None:
             model.weights = own(Weights(backend, model.file, model.specs(), model.groups(), model.fused_alike()))
+    if adapter is not None:
+        target.weights.adapters = Adapters(backend, target, [(adapter, 1.0)])
     if drafter is not None:
         drafter.check_pair(target)
     return own(ModelRunner(backend, target, drafter, EngineOptions(**{"n_ctx": 1024, "pictures": True, "width": 8, **options})))
@@ -92,6 +96,21 @@ def test_logits_behind_pictures_equal_llama_cpp(tmp_path, family, quant):
         for token in ids:
             assert runner.cursor.last_token == token
             runner.accept(1, int(runner.plain_step().ids[0]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3vl"])
+def test_adapters_change_rows_of_pictures(tmp_path, family):
+    write, by_axis, both_ways = FAMILIES[family]
+    path = write(tmp_path / "t.gguf", "F32")
+    adapter = write_adapter(tmp_path / "a.gguf", path, seed=1)
+    with ExitStack() as stack:
+        runner = loaded(stack, path, adapter=adapter)
+        size = runner.target.n_embd * (1 + runner.target.deepstack)
+        parts = [text(9), picture(1, 7, 5, size, by_axis, both_ways), text(21, 1)]
+        plain, _ = logits_with_pictures(path, parts)
+        expected, _ = logits_with_pictures(path, parts, adapter=adapter)
+        runner.slots[0].adapters = ((0, 1.0),)
+        assert np.array_equal(runner.logits(Prompt(parts)), expected) and not np.array_equal(plain, expected)
 
 
 def tokens_of(runner, prompt, n, mode=PLAIN, **more):
