@@ -200,8 +200,18 @@ def test_plans_without_room(capsys, monkeypatch):
 def test_plan_takes_what_run_is_given_about_memory(capsys):
     run, mine = ({p.name: p for p in command.params} for command in (run_command, plan_command))
     about = {*GROUPS["Model and device"], *GROUPS["Caches"], "draft_width", "gpu_layers", "flash_attn", "n_max"}
-    # CUDA's own memory, files, and what takes none
-    about -= {"graphs", "prefix_cache", "prefix_disk", "share_prefixes", "rope_scaling", "rope_scale"}
+    # CUDA's own memory, files, adapters (as large as their files), and what takes none
+    about -= {
+        "graphs",
+        "prefix_cache",
+        "prefix_disk",
+        "share_prefixes",
+        "rope_scaling",
+        "rope_scale",
+        "lora",
+        "lora_scaled",
+        "lora_unapplied",
+    }
     assert about & set(run) == about <= set(mine) and all(mine[name].opts == run[name].opts for name in about)
 
     def total(*args):
