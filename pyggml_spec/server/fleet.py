@@ -104,7 +104,7 @@ class Fleet:
                 return models[max(loaded)[2]] if loaded else next((one for one in models if one.loading is not None), models[0])
         names = [model.spec.name for model in models]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        there = f"there are {', '.join(names[:_SHOWN])}{more}, and any" if names else "put a GGUF file into the folder of --models-dir"
+        there = f"there are {', '.join(names[:_SHOWN])}{more}, and any" if names else "put a GGUF file into the folder of models"
         raise ApiError(404, f"there is no model {name[:100]!r}; {there}", param="model")
 
     # -- requests
@@ -197,7 +197,7 @@ class Fleet:
             if any(other.ended.is_set() for other in others):  # meanwhile
                 continue
             need, free = (f"{plan[name] / (1 << 20):.0f} MiB" for name in ("total", "free"))
-            why = f"{model.spec.name} needs {need} with a context of {plan['n_ctx']}, and {free} are free; give it a smaller -c, --slots or quantisation"
+            why = f"{model.spec.name} needs {need} with a context of {plan['n_ctx']}, and {free} are free; give it a smaller context, fewer slots or a smaller quantisation"
             await self._replace(model, why)
 
     def _loaded(self) -> list[ModelProcess]:
