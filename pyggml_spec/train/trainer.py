@@ -163,11 +163,12 @@ class Trainer:
         s, total = self.state, 60 * self.schedule.minutes
         every, at_start = total / VALIDATIONS, s.seconds
         began = saved = time.monotonic()
-        score, losses, tokens = None, list[Tensor](), 0
+        score, losses = None, list[Tensor]()
         due = (math.floor(s.seconds / every) + 1) * every if s.step else 0.0
-        while not interrupted():
+        while True:
             s.seconds = at_start + time.monotonic() - began
-            if s.seconds >= min(due, total) or s.seconds >= total:
+            ends = s.seconds >= total or interrupted()
+            if ends or s.seconds >= due:
                 loss = torch.stack(losses).mean().item() if losses else 0.0
                 if not math.isfinite(loss):
                     raise TrainingError(
@@ -179,10 +180,9 @@ class Trainer:
                     s.best, s.best_values = score.tokens_per_step, {n: self.values[n].detach().cpu().clone() for n in self.names}
                 report(Report(min(1.0, s.seconds / total), s.tokens / max(s.seconds, 1e-9), loss, score, s.best))
                 losses = []
-            if s.seconds >= total:
+            if ends:
                 break
             losses.append(self._step(s.seconds / total))
-            tokens += self._taken
             s.step, s.tokens = s.step + 1, s.tokens + self._taken
             if s.step % 20 == 0:
                 report(Report(s.seconds / total, s.tokens / s.seconds if s.seconds else 0.0, losses[-1].item(), score, s.best))
