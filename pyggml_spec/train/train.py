@@ -19,7 +19,6 @@ from ..gguf_io import GGUFFile
 from ..load_options import LoadOptions
 from ..models.registry import open_drafter, open_target
 from ..tools.compare import TEXT
-from ..tools.convert import written_whole
 from .blank import Shape, new_drafter
 from .export import export
 from .features import LEAST_AGREEMENT, WORST_DISTANCE, Agreement, EngineTarget, Target, TorchTarget, agreement
@@ -104,18 +103,13 @@ def train(
         interrupted: True ends answers, then training; the best drafter so far is written.
 
     Raises:
-        TrainingError: no texts, a state of another training, or a loss that is not finite.
+        TrainingError: no texts, a state of another training, or a loss that is not finite; ``out`` exists.
         ModelError, PairError: a method that this target does not have, or a drafter for another one.
-        ConvertError: ``out`` exists or cannot be written.
+        ConvertError: ``out`` cannot be written.
     """
     out, folder, load_options = Path(out), state_folder(Path(out)), load_options or LoadOptions()
-    if not options.resume:
-        with written_whole(out, options.replace) as part:  # refuses now what could not be written at the end
-            part.touch()
-            if out.exists():
-                part.write_bytes(out.read_bytes())
-        if not options.replace or not out.stat().st_size:
-            out.unlink()
+    if out.exists() and not (options.resume or options.replace):
+        raise TrainingError(f"{out} exists; name another output, or `replace` it")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     device = torch.device(options.torch_device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(options.seed)
