@@ -396,7 +396,7 @@ def test_the_rpc_library_is_built_alone():
 
 
 ROOT = Path(__file__).parents[1]
-ALWAYS = ["lint", "test", "test-patches"]
+ALWAYS = ["lint", "test", "test-train", "test-patches"]
 
 
 @pytest.mark.parametrize("slow, targets", [(None, ALWAYS), ("0", ALWAYS), ("1", [*ALWAYS, "test-sanitized"])])

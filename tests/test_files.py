@@ -127,6 +127,19 @@ def desk(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def picture_desk(tmp_path_factory):
+    """A folder with a target that sees images."""
+    from vision.test_encoder import file_of, write_family
+
+    folder = tmp_path_factory.mktemp("pictures")
+    target, encoder = write_family(folder, "idefics3")
+    target.rename(folder / "target.gguf")
+    encoder.rename(folder / "mmproj.gguf")
+    (folder / "photo.png").write_bytes(file_of((96, 64)))
+    return folder
+
+
 def _one_core() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -157,8 +170,9 @@ def test_the_guides_commands_run(desk, line):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_code_of_the_pages_runs(desk, page):
+def test_code_of_the_pages_runs(request, page):
     """Each block by itself, as a user would paste it: in a process that has imported nothing yet."""
+    desk = request.getfixturevalue("picture_desk" if page.name == "images.md" else "desk")
     for code in blocks(page, "python"):
         done = in_desk(desk, [sys.executable, "-c", code])
         assert done.returncode == 0 and not done.stderr, done.stderr

@@ -151,7 +151,7 @@ def test_what_never_fits_is_refused_with_its_plan(folder):
     with Running("--models-dir", folder, "--models-memory", 1, "--slots", 1, "-c", 512) as running:
         refused = running.post("/v1/chat/completions", **chat("first"))
         assert refused.status_code == 500 and refused.headers["x-should-retry"] == "false"
-        assert "first needs" in (text := refused.json()["error"]["message"]) and "1 MiB are free" in text and "-c" in text
+        assert "first needs" in (text := refused.json()["error"]["message"]) and "1 MiB are free" in text and "a smaller context" in text
         (folder / "broken.gguf").write_bytes(b"GGUF but not really")
         broken = running.post("/v1/chat/completions", **chat("broken"))  # it came after the start
         assert broken.status_code == 500 and "broken.gguf" in broken.json()["error"]["message"]
