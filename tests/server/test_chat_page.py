@@ -189,10 +189,16 @@ def test_an_answer_with_markdown_code_and_figures(server, browser, page, sized):
     wait_for(lambda: idle(browser))
     assert said(browser)[0].startswith("Merge sort") and words(browser, ".versions").replace("\n", " ").strip() == "2 / 2"
     assert "terse" in text(browser, "system-line") and sum(one["system"] == "You are a terse programmer." for one in stored(browser)) == 1
-    last(browser, ".figures-button").click()
-    for summary in browser.find_elements("css selector", ".figures summary"):
-        summary.click()
-    accepted = browser.execute_script("return [...document.querySelectorAll('.drafts .accepted')].map(e => e.textContent).join('')")
+    accepted = ""
+    for _ in range(6):  # on a busy machine the policy may decode plainly for a while
+        last(browser, ".figures-button").click()
+        for summary in browser.find_elements("css selector", ".figures summary"):
+            summary.click()
+        accepted = browser.execute_script("return [...document.querySelectorAll('.drafts .accepted')].map(e => e.textContent).join('')")
+        if len(accepted) > 100:
+            break
+        press(browser, "Regenerate")
+        wait_for(lambda: idle(browser))
     assert len(accepted) > 100 and accepted[:12] in SORTED and "Accepted" in words(browser, ".figures table")
     assert overflow(browser) == [] and unnamed(browser) == []
     browser.execute_script("document.querySelectorAll('.figures details').forEach(e => { e.open = false; })")
