@@ -53,6 +53,7 @@ def options(prompts: Path, **more) -> TrainOptions:
     return TrainOptions([prompts], **usual | more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dflash", "eagle3"])
 def test_a_drafter_from_noise_drafts_in_the_engine_as_simulated(toy, prompts, tmp_path, method):
     out = tmp_path / "drafter.gguf"
@@ -65,6 +66,7 @@ def test_a_drafter_from_noise_drafts_in_the_engine_as_simulated(toy, prompts, tm
     assert 1 + stats.matched / stats.steps == pytest.approx(min(done.score.tokens_per_step, 6.0), rel=0.25)
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_writes_its_best_and_goes_on(toy, prompts, tmp_path):
     out, seen = tmp_path / "drafter.gguf", []
     shape = Shape("dflash", 1, 8, 64)
@@ -132,6 +134,7 @@ def test_steps_walk_over_a_text():
     assert simulate([9, 9, 2, 0, 0, 1, 0, 0, 9], 2, 8, 3) == [2, 1]
 
 
+@pytest.mark.slow
 def test_an_mtp_layer_learns_records_and_runs_beside_its_target(pair, tmp_path):
     """Of a random target: its greedy text from several places on, as a server would have kept it."""
     data, out = tmp_path / "records.jsonl", tmp_path / "mtp.gguf"
