@@ -1,9 +1,9 @@
 # make run   sets everything up and generates Python code with the embedded pair
 # make serve  sets everything up and serves the embedded pair at http://127.0.0.1:8080; ARGS="-m target.gguf -md drafter.gguf" serves others
-# make test  sets everything up and runs the tests; make test-fast those that are not marked slow, in half a minute
+# make test  sets everything up and runs the tests; make test-fast those that are not marked slow, in a minute
 # make test-train  installs torch and runs the tests of `pyspec train`
 # make cuda  then builds for NVIDIA GPUs, with the patches; ARCH=90 names others than that of this machine (half an hour)
-# make wheel  builds a wheel in dist/ with all libraries inside, for every x86-64 or ARM processor; ARCH="80;90" for NVIDIA GPUs too
+# make wheel  builds a wheel in dist/ with all libraries inside, for every x86-64 processor; ARCH="80;90" for NVIDIA GPUs too
 # make lint  ruff (layout and rules), mypy, and what pages and generated files say
 # make test-sanitized  runs tests over the extension with address and undefined-behaviour sanitizers, and proves that they find something
 # make test-patches  builds llama.cpp with the patches and runs its tests; the build is kept in the user's cache

@@ -50,23 +50,28 @@ def pip_install(said: str, *what: str) -> None:
     building.run(command, f"pip could not install {what[-1]}")
 
 
+def wheel_of(plan: building.Plan) -> Path:
+    """The cached wheel of llama-cpp-python, built with a progress line if there is none. Raises BuildError."""
+    if (wheel := building.kept_wheel(plan.key)) is not None:
+        return wheel
+    line = Line(f"building llama-cpp-python {LLAMA_CPP_PYTHON} (minutes, once)")
+    try:
+        return plan.build(line)
+    finally:
+        line.close()
+
+
 def llama_cpp_python() -> None:
     libraries = installed_libraries()
     note = building.build_note(libraries) if libraries is not None else {}
-    key = building.build_key()
-    if note.get("cuda") or note.get("patches") or note.get("key") == key:
+    plan = building.plan()
+    if note.get("cuda") or note.get("patches") or note.get("key") == plan.key:
         return  # `make cuda` or `pyspec build --patches` was here, or nothing has changed
-    wheel = building.kept_wheel(key)
-    if wheel is None:
-        line = Line(f"building llama-cpp-python {LLAMA_CPP_PYTHON} (minutes, once)")
-        try:
-            wheel = building.build_wheel(key, progress=line)
-        finally:
-            line.close()
+    wheel = wheel_of(plan)
     again = [] if libraries is None else ["--force-reinstall", "--no-deps"]  # with the headers; at first also what its Python part needs
     pip_install("installing llama-cpp-python", *again, str(wheel))
     libraries = installed_libraries()
-    building.install(wheel, libraries, {"key": key})
+    building.install(wheel, libraries, {"key": plan.key})
 
 
 def main() -> None:

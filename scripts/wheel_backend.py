@@ -1,7 +1,7 @@
 """The build backend (PEP 517): scikit-build-core's, with the libraries of llama.cpp inside each wheel, so that it needs no compiler where it is installed.
 
     pip install .                            for this machine's processor
-    pip wheel . -C portable=true             for every x86-64 or ARM processor: ggml chooses among its CPU libraries at run time
+    pip wheel . -C portable=true             for every x86-64 processor: ggml chooses among its CPU libraries at run time
     pip wheel . -C portable=true -C cuda=90  for NVIDIA GPUs too, with the patches; several: -C "cuda=80;90"
 
 llama-cpp-python is built once per recipe, compiler and processor, and cached (`pyggml_spec.building`). Editable installs use that of the environment.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scikit_build_core import build as core
+from set_up import wheel_of
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -49,13 +50,14 @@ def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: S
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
     settings = config_settings or {}
-    plan = building.plan("cuda" in settings, settings.get("cuda"), "cuda" in settings, portable=settings.get("portable") == "true")
     with tempfile.TemporaryDirectory(prefix="pyspec-wheel-") as folder:
-        libraries = installed_libraries()
-        if libraries is None or building.build_note(libraries).get("key") != plan.key:
-            libraries = unpacked(plan, Path(folder) / "site")
         bundle = Path(folder) / "libs"
         bundle.mkdir()
+        try:
+            plan = building.plan("cuda" in settings, settings.get("cuda"), "cuda" in settings, portable=settings.get("portable") == "true")
+            libraries = libraries_of(plan, Path(folder) / "site")
+        except BuildError as error:
+            sys.exit("\n".join([*error.log, f"error: {error}"]))
         for library in runtime_libraries(libraries):
             shutil.copy(library, bundle)
         building.write_note(bundle, plan.note)
@@ -64,15 +66,14 @@ def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata
         )
 
 
-def unpacked(plan: building.Plan, site: Path) -> Path:
-    """The library folder of the wheel of this build, unpacked into ``site``, where csrc/find_llama_cpp.py will find it."""
+def libraries_of(plan: building.Plan, site: Path) -> Path:
+    """The library folder of this build: the installed one, or that of its wheel, unpacked into ``site``, where csrc/find_llama_cpp.py will find it."""
+    installed = installed_libraries()
+    if installed is not None and building.build_note(installed).get("key") == plan.key:
+        return installed
     for name in ("_PYPROJECT_HOOKS_BACKEND_PATH", "PEP517_BACKEND_PATH"):  # a pip inside would look for llama-cpp-python's backend here
         os.environ.pop(name, None)
-    try:
-        wheel = building.kept_wheel(plan.key) or plan.build(progress)
-    except BuildError as error:
-        sys.exit("\n".join([*error.log, f"error: {error}"]))
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(wheel_of(plan)) as archive:
         archive.extractall(site)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
     return site / "llama_cpp" / "lib"
@@ -90,10 +91,3 @@ def runtime_libraries(folder: Path) -> list[Path]:
         path for path in folder.iterdir() if path.suffix in (".so", ".dylib", ".dll") and path.name.partition(".so")[0] not in numbered
     ]
     return sorted([*numbered.values(), *others])
-
-
-def progress(done: int, total: int) -> None:
-    if not total or done == total or done % 20 == 0:
-        print(
-            f"building llama-cpp-python {LLAMA_CPP_PYTHON}: {f'{done} of {total}' if total else 'preparing'}", file=sys.stderr, flush=True
-        )
