@@ -198,6 +198,8 @@ static void call_set_n_threads(void * fn, ggml_backend_t backend, int n);
 static void quiet_log(void);
 static void keep_errors(void);
 static const char * kept_errors(void);
+static void count_buffers(void);
+static double counted_mib(void);
 static const char * compiled_ggml_version(void);
 """
 
@@ -385,6 +387,26 @@ static void keep_errors(void) {
     llama_log_set(keep_error, NULL);
 }
 static const char * kept_errors(void) { return errors; }
+// What libllama would allocate for a model without allocations, from the lines that it logs: its own function returns a C++ map.
+static double mib;
+static void add_buffer(enum ggml_log_level level, const char * text, void * user_data) {
+    static const char * const before[] = { "buffer size = ", "kv_cache: size = " };
+    for (int i = 0; i < 2; i++) {
+        const char * at = strstr(text, before[i]);
+        mib += at != NULL ? atof(at + strlen(before[i])) : 0;
+    }
+    keep_error(level, text, user_data);
+}
+static void count_buffers(void) {
+    mib = 0;
+    keep_errors();
+    llama_log_set(add_buffer, NULL);
+}
+// Of all buffers since then; it counts no more.
+static double counted_mib(void) {
+    llama_log_set(keep_error, NULL);
+    return mib;
+}
 static const char * compiled_ggml_version(void) { return PGS_GGML_VERSION; }
 """
 

@@ -3,6 +3,7 @@
 Models made for it have encoders, poolings and heads of their own, and nothing is generated with them: a graph here would have llama.cpp's nodes for llama.cpp's bits.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,19 @@ class Embedder:
         n_ctx: tokens of a text at most.
         pooling: of ``POOLINGS``.
         n_embd: values of an embedding.
+        nbytes: what it takes, where it is ``counted``.
     """
 
     def __init__(
-        self, path: str | Path, device: str | None = None, n_ctx: int | None = None, threads: int | None = None, pooling: str | None = None
-    ) -> None:
+        self, path: str | Path, device: str | None = None, n_ctx: int | None = None, threads: int | None = None, pooling: str | None = None,
+        *, counted: bool = False,
+    ) -> None:  # fmt: skip
         """
         Args:
             device: as of ``LoadOptions``, one.
             n_ctx: tokens of a text at most; None for the trained context, or DEFAULT_CONTEXT if that is less.
             pooling: None takes the file's, or that of the last token.
+            counted: reads no weights and allocates no buffers: it embeds nothing, and says what it would take.
 
         Raises:
             ModelError: an architecture without embeddings, or without the head that ``pooling`` needs.
@@ -61,18 +65,21 @@ class Embedder:
             raise ModelError(f"{self.file.path} has no head for rankings (cls.output.weight); use a reranker, or another pooling")
         self.tokenizer = Tokenizer(self.file)
         self._ctx = self._model = ffi.NULL
+        self.nbytes = 0
         try:
-            self._open(device, n_ctx, threads, pooling)
+            self._open(device, n_ctx, threads, pooling, counted)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, device: str | None, n_ctx: int | None, threads: int | None, pooling: str | None) -> None:
+    def _open(self, device: str | None, n_ctx: int | None, threads: int | None, pooling: str | None, counted: bool) -> None:
         where = pick_devices(device)
         if len(where) > 1 or where[0].kind == "rpc":
             raise DeviceError(f"embeddings take one device of this machine, not {device}; name one with `device`")
-        lib.keep_errors()
+        (lib.count_buffers if counted else lib.keep_errors)()
         params = lib.llama_model_default_params()
+        if counted:
+            params.no_alloc, params.load_mode = True, lib.LLAMA_LOAD_MODE_NONE
         params.n_gpu_layers = 0 if where[0].kind == "cpu" else -1
         if params.n_gpu_layers:
             params.split_mode = lib.LLAMA_SPLIT_MODE_NONE
@@ -95,6 +102,8 @@ class Embedder:
         self._ctx = lib.llama_init_from_model(self._model, options)
         if not self._ctx:
             raise DeviceError(f"llama.cpp has no memory for texts of {self.n_ctx} tokens with {self.file.path}; use a smaller `n_ctx`")
+        if counted:
+            self.nbytes = self.file.nbytes + math.ceil(lib.counted_mib() * (1 << 20))
         self.pooling = POOLINGS[lib.llama_pooling_type(self._ctx)]
         self.n_embd = lib.llama_model_n_cls_out(self._model) if self.pooling == "rank" else lib.llama_model_n_embd_out(self._model)
         self._batch = lib.llama_batch_init(self._batch_tokens, 0, 1)

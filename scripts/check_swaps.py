@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Two models in memory for one: requests that alternate between them, from several clients, and in the middle `kill -9` of the process that answers.
 
-    python scripts/check_swaps.py -m a.gguf -m b.gguf --requests 200 --clients 8
+    python scripts/check_swaps.py -m a.gguf -m b.gguf --requests 200 --clients 20
 
-Every answer is compared with the one that its model gave alone. Exit code 3: one was lost, or wrong, or both models were loaded at once.
+Every answer is compared with the one that its model gave alone. Then one client alternates, and waits for each answer: that is what a swap costs. Exit code 3: one
+was lost, or wrong, or both models were loaded at once.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import Any
 import httpx
 
 PROMPTS = ["Name a colour.", "Count to five.", "What is the capital of Italy?", "Write a line about rain."]
-TOKENS = 16
+SWAPS = 6  # of one client
 
 
 class Counts:
@@ -33,14 +34,14 @@ class Counts:
         self.seconds: list[float] = []
 
 
-def body(model: str, prompt: str, stream: bool) -> dict[str, Any]:
+def body(model: str, prompt: str, stream: bool, tokens: int) -> dict[str, Any]:
     messages = [{"role": "user", "content": prompt}]
-    return {"model": model, "messages": messages, "temperature": 0, "max_tokens": TOKENS, "stream": stream}
+    return {"model": model, "messages": messages, "temperature": 0, "max_tokens": tokens, "stream": stream}
 
 
-async def ask(http: httpx.AsyncClient, model: str, prompt: str, stream: bool) -> tuple[str, str]:
+async def ask(http: httpx.AsyncClient, model: str, prompt: str, stream: bool, tokens: int) -> tuple[str, str]:
     """The text, and what went wrong: "cut" for a stream that ended with an error event, or for 503, which says that it may be sent again."""
-    response = await http.post("/v1/chat/completions", json=body(model, prompt, stream))
+    response = await http.post("/v1/chat/completions", json=body(model, prompt, stream, tokens))
     if response.status_code != 200:
         return response.text, "cut" if response.status_code == 503 else "lost"
     if not stream:
@@ -53,14 +54,14 @@ async def ask(http: httpx.AsyncClient, model: str, prompt: str, stream: bool) ->
     ) else "lost"
 
 
-async def client(number: int, url: str, names: list[str], expected: dict[tuple[str, str], str], todo: list[int], counts: Counts) -> None:
+async def client(url: str, names: list[str], expected: dict[tuple[str, str], str], todo: list[int], counts: Counts, tokens: int) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:
         while todo:
             i = todo.pop()
             model, prompt = names[i % 2], PROMPTS[i // 2 % len(PROMPTS)]
             for _ in range(5):
                 began = time.perf_counter()
-                text, wrong = await ask(http, model, prompt, i % 3 == 0)
+                text, wrong = await ask(http, model, prompt, i % 3 == 0, tokens)
                 if wrong != "cut":
                     break
                 counts.cut += 1
@@ -84,15 +85,29 @@ def kill(url: str, todo: list[int], at: int) -> None:
                     return
 
 
+async def swaps(url: str, names: list[str]) -> list[float]:
+    """Seconds until an answer of one token by the model that is not loaded, with nothing else to do."""
+    out = []
+    async with httpx.AsyncClient(base_url=url, timeout=600) as http:
+        await ask(http, names[1], PROMPTS[0], False, 1)
+        for i in range(SWAPS):
+            await asyncio.sleep(3)  # the router has a process for it by then
+            began = time.perf_counter()
+            text, wrong = await ask(http, names[i % 2], PROMPTS[0], False, 1)
+            assert not wrong, text
+            out.append(time.perf_counter() - began)
+    return out
+
+
 async def run(url: str, names: list[str], args: argparse.Namespace) -> Counts:
     expected = {}
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:
         for name in names:
             for prompt in PROMPTS:
-                expected[name, prompt], wrong = await ask(http, name, prompt, False)
+                expected[name, prompt], wrong = await ask(http, name, prompt, False, args.tokens)
                 assert not wrong, expected[name, prompt]
     counts, todo = Counts(), list(range(args.requests))[::-1]
-    clients = [client(i, url, names, expected, todo, counts) for i in range(args.clients)]
+    clients = [client(url, names, expected, todo, counts, args.tokens) for _ in range(args.clients)]
     await asyncio.gather(*clients, asyncio.to_thread(kill, url, todo, args.requests // 2))
     return counts
 
@@ -102,6 +117,7 @@ def main() -> None:
     parser.add_argument("-m", "--model", action="append", required=True, help="two of them")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("-n", "--tokens", type=int, default=8, help="of an answer")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     names = [Path(model).stem for model in args.model]
@@ -121,9 +137,14 @@ def main() -> None:
         began = time.perf_counter()
         counts = asyncio.run(run(url, names, args))
         seconds = time.perf_counter() - began
+        of_many = len(said)
+        alone = asyncio.run(swaps(url, names))
         server.terminate()
         status = server.wait(60)
-    loads = [float(found[1]) for line in said if (found := re.match(r"loaded .* in ([\d.]+) s", line))]
+    loads = {
+        name: [float(found[1]) for line in said if (found := re.match(rf"loaded {re.escape(name)} in ([\d.]+) s", line))] for name in names
+    }
+    ends = [float(found[1]) for line in said[:of_many] if (found := re.match(r"loaded .* after ([\d.]+) s in which", line))]
     waits = sorted(counts.seconds)
     print(
         f"plans {', '.join(f'{plan >> 20} MiB' for plan in plans)}; memory {memory} MiB; {args.requests} requests of {args.clients} clients in {seconds:.0f} s"
@@ -132,8 +153,12 @@ def main() -> None:
         f"right {counts.right}, wrong {counts.wrong}, lost {counts.lost}; cut by kill -9 and sent again {counts.cut}; both loaded {counts.both} times; exit status {status}"
     )
     print(
-        f"{len(loads)} loads, median {statistics.median(loads):.2f} s, longest {max(loads):.2f} s; answers: median {statistics.median(waits):.2f} s, longest {waits[-1]:.2f} s"
+        f"answers: median {statistics.median(waits):.2f} s, longest {waits[-1]:.2f} s; running answers ended in {statistics.median(ends):.2f} s before a load (median)"
     )
+    for i, name in enumerate(names):
+        print(
+            f"{name}: {len(loads[name])} loads, median {statistics.median(loads[name]):.2f} s; a swap to it until its first token, alone: {', '.join(f'{s:.2f}' for s in alone[i::2])} s"
+        )
     killed = any("was ended by SIGKILL" in line for line in said)
     sys.exit(0 if counts.right == args.requests and not counts.both and killed and status == 0 else 3)
 

@@ -1,5 +1,7 @@
 """Embeddings and rankings: libllama's own for each pooling, whatever shares a step, and what is refused."""
 
+import re
+
 import llama_cpp as L
 import numpy as np
 import pytest
@@ -69,6 +71,27 @@ def test_values_are_libllamas_alone_and_near_them_together(kind, tmp_path):
         fails_with(ContextError, "outside of the vocabulary", made.embed, [[999]])
     made.close()
     made.close()
+
+
+@pytest.mark.parametrize("kind, n_ctx", [("nomic-bert", None), ("demo", 512), ("demo", 4096)])
+def test_what_is_counted_is_what_llama_cpp_allocates(kind, n_ctx, tmp_path):
+    path = DEMO_TARGET if kind == "demo" else write_encoder(tmp_path / "m.gguf", kind)
+    counted = Embedder(path, "CPU", n_ctx, 1, "mean", counted=True)
+    lines: list[str] = []
+    keep = L.llama_log_callback(lambda level, line, data: lines.append(line.decode()))
+    params, options = L.llama_model_default_params(), L.llama_context_default_params()
+    params.n_gpu_layers = 0
+    options.n_ctx = options.n_batch = options.n_ubatch = max(counted.n_ctx, 2048)
+    options.n_seq_max, options.embeddings, options.kv_unified, options.pooling_type = 64, True, True, POOLINGS.index("mean")
+    model = L.llama_model_load_from_file(str(path).encode(), params)
+    L.llama_log_set(keep, None)
+    ctx = L.llama_init_from_model(model, options)
+    L.llama_log_set(L.llama_log_callback(), None)
+    L.llama_free(ctx)
+    L.llama_model_free(model)
+    sizes = [float(found[1]) for line in lines if (found := re.search(r"buffer size = +([\d.]+) MiB", line))]
+    assert sizes and counted.nbytes == pytest.approx(path.stat().st_size + sum(sizes) * (1 << 20), abs=200_000)  # lines have two digits
+    counted.close()
 
 
 def test_what_cannot_be_embedded_is_refused(tmp_path):

@@ -35,5 +35,6 @@ def command(url: str):
             f"{size(meta['size']) if meta.get('size') else '':>10}",
             memory,
             drafter,
+            f"process {more['pid']}" if more.get("pid") else "",
         ]
         click.echo("  ".join(part for part in parts if part).rstrip())

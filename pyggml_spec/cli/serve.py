@@ -4,8 +4,9 @@ import os
 import ssl
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import fields, replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,6 @@ from .options import (
 from .report import configuration_line
 from .sampling import sampler_options, take_sampling
 from .terminal import progress_line, say
-
-EMBEDDING_BYTES = 256 << 20  # of libllama's buffers for a batch of texts, about
 
 
 def _printing(command):
@@ -229,37 +228,45 @@ def _serve_one(target, draft, options, settings, slots, alias, tags, max_tokens,
 
 def _planned(link, target, draft, options, slots):
     """The options with the context and the prefix cache of a plan that fits what the router leaves free."""
+    from ..ggml.device import free_bytes, pick_device
     from ..tools.plan import plan
 
+    made = None
+
     def planned(free: int | None) -> dict[str, Any]:
-        made = plan(target, draft, options, slots=slots, free=free)
+        nonlocal made
+        if made is None or options.n_ctx is None or made.split or made.copied:
+            made = plan(target, draft, options, slots=slots, free=free, largest=False)
+        else:  # nothing of it depends on what is free
+            made = replace(made, free=free_bytes(pick_device(made.device)) if free is None else free)
         prefixes = options.prefix_memory
         if prefixes is None:  # as without a plan, of what remains
             prefixes = min(1 << 30, max(0, made.free - made.total) // 8)
         total = made.total - made.prefix_memory + prefixes
         return {"total": total, "free": made.free, "fits": made.fits, "n_ctx": made.n_ctx, "prefix_memory": prefixes}
 
-    made = link.agree(planned)
-    return replace(options, n_ctx=made["n_ctx"], prefix_memory=made["prefix_memory"])
+    chosen = link.agree(planned)
+    return replace(options, n_ctx=chosen["n_ctx"], prefix_memory=chosen["prefix_memory"])
 
 
 def _serve_embeddings(target, options, pooling, named, settings, link) -> int:
     from ..embedding import Embedder
+    from ..ggml.device import free_bytes, pick_devices, present
     from ..server import start
 
     if target is None:
         raise click.UsageError("the embedded pair embeds nothing; name a model with -m")
-    if link is not None:  # its caches last as long as a step
-        from ..ggml.device import free_bytes, pick_devices, present
-
-        device = pick_devices(options.device)[0]
+    made = partial(Embedder, target, options.device, options.n_ctx, options.threads, pooling)
+    if link is not None:
+        with closing(made(counted=True)) as counted:
+            device, total, n_ctx = pick_devices(options.device)[0], counted.nbytes, counted.n_ctx
 
         def planned(free: int | None) -> dict[str, Any]:
-            total, free = Path(target).stat().st_size + EMBEDDING_BYTES, free_bytes(present(device)) if free is None else free
-            return {"total": total, "free": free, "fits": total <= free, "n_ctx": options.n_ctx}
+            free = free_bytes(present(device)) if free is None else free
+            return {"total": total, "free": free, "fits": total <= free, "n_ctx": n_ctx}
 
         link.agree(planned)
-    return start.serve_embeddings(Embedder(target, options.device, options.n_ctx, options.threads, pooling), settings, named)
+    return start.serve_embeddings(made(), settings, named)
 
 
 def _of(kind: Any, values: dict[str, Any]) -> dict[str, Any]:

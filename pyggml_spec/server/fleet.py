@@ -73,6 +73,7 @@ class Fleet:
         self._turn = asyncio.Lock()
         self._folder = tempfile.TemporaryDirectory(prefix="pyspec-")  # of the sockets: for this user alone
         self._number = 0
+        self._spare: ModelProcess | None = None  # for the next model: its imports take a second
         self._all: dict[str, Model] = {}
         self.draining = False
         self.running: set[Any] = set()  # requests
@@ -160,15 +161,17 @@ class Fleet:
                 if model.process is not None:  # it is leaving
                     await model.process.ended.wait()
                 began, model.waits = time.monotonic(), ""
-                self._number += 1
-                process = ModelProcess(model.spec, Path(self._folder.name) / f"{self._number}.sock", self._seconds, self._gone)
-                await process.start()
-                await self._make_room(model, process)
+                process, self._spare = self._spare, None
+                if process is None or process.ended.is_set():
+                    process = await self._started()
+                process.take(model.spec)
+                waited = await self._make_room(model, process)
                 model.process = process
                 await process.load()
-                model.loads, model.load_seconds = model.loads + 1, time.monotonic() - began
                 model.used = time.monotonic()
-                self._report(f"loaded {model.spec.name} in {model.load_seconds:.1f} s")
+                model.loads, model.load_seconds = model.loads + 1, model.used - began - waited
+                more = f", after {waited:.1f} s in which others ended" if waited else ""
+                self._report(f"loaded {model.spec.name} in {model.load_seconds:.1f} s{more}")
         except Exception as error:
             refusal = api_error(error)
             self._report(refusal.message)
@@ -185,33 +188,42 @@ class Fleet:
                 process.enter()  # now: an idle process could be ended before they run
                 place.set_result(process)
 
-    async def _make_room(self, model: Model, process: ModelProcess) -> None:
-        """Ends models until this one fits, by its plan. Raises ApiError: it never does."""
+    async def _started(self) -> ModelProcess:
+        self._number += 1
+        process = ModelProcess(Path(self._folder.name) / f"{self._number}.sock", self._seconds, self._gone)
+        await process.start()
+        return process
+
+    async def _make_room(self, model: Model, process: ModelProcess) -> float:
+        """Ends models until this one fits, by its plan; the seconds that they took. Raises ApiError: it never does."""
+        waited = 0.0
         while self._most is not None and len(self._loaded()) >= self._most:
-            await self._replace(model, f"{self._most} models may be loaded, and all of them are pinned")
+            waited += await self._replace(model, f"{self._most} models may be loaded, and all of them are pinned")
         while True:
             others = self._loaded()
             plan = await process.plan(None if self._memory is None else max(0, self._memory - sum(other.need for other in others)))
             if plan["fits"]:
-                return
+                return waited
             if any(other.ended.is_set() for other in others):  # meanwhile
                 continue
             need, free = (f"{plan[name] / (1 << 20):.0f} MiB" for name in ("total", "free"))
             why = f"{model.spec.name} needs {need} with a context of {plan['n_ctx']}, and {free} are free; give it a smaller context, fewer slots or a smaller quantisation"
-            await self._replace(model, why)
+            waited += await self._replace(model, why)
 
     def _loaded(self) -> list[ModelProcess]:
         return [model.process for model in self._all.values() if model.process is not None]
 
-    async def _replace(self, model: Model, why: str) -> None:
-        """Ends the model that was used least recently, an idle one if there is one, for ``model``. Raises ApiError, with ``why``: there is none."""
+    async def _replace(self, model: Model, why: str) -> float:
+        """Ends the model that was used least recently, an idle one if there is one, for ``model``; in how many seconds. Raises ApiError, with ``why``: there
+        is none."""
         others = [one for one in self._all.values() if one is not model and one.process is not None and not one.spec.pinned]
         if not others:
             raise ApiError(500, why)
         victim = min(others, key=lambda one: (one.process is not None and one.process.running > 0, one.used))
-        model.waits = f"waits until {victim.spec.name} has ended"
+        began, model.waits = time.monotonic(), f"waits until {victim.spec.name} has ended"
         await self._end(victim)
         model.waits = ""
+        return time.monotonic() - began
 
     async def _end(self, model: Model) -> None:
         if (process := model.process) is not None:
@@ -227,10 +239,10 @@ class Fleet:
             if model.process is process:
                 model.process = None
         if status and process.about and not self.draining:
-            self._report(f"the process of {process.spec.name} {how(status)}; the next request starts it again")
+            self._report(f"the process of {process.name} {how(status)}; the next request starts it again")
 
     async def watch(self) -> None:
-        """Loads what is pinned; then unloads what is idle for long enough."""
+        """Loads what is pinned; then unloads what is idle for long enough, and starts the process of the next model while nothing computes."""
         for model in self.models():
             if model.spec.pinned:
                 try:
@@ -244,6 +256,9 @@ class Fleet:
                 idle = process is not None and not process.running and not model.spec.pinned
                 if idle and seconds is not None and time.monotonic() - model.used >= seconds:
                     await self._end(model)
+            computing = any(model.loading or (model.process is not None and model.process.running) for model in self._all.values())
+            if self._spare is None and not computing and any(model.process is None for model in self._all.values()):
+                self._spare = await self._started()
 
     # -- ending
 
@@ -268,9 +283,10 @@ class Fleet:
             process.signal(signal.SIGKILL)
 
     async def close(self) -> None:
-        for process in self._loaded():
+        processes = [*self._loaded(), *([self._spare] if self._spare is not None else [])]
+        for process in processes:
             process.signal(signal.SIGTERM)
-        ends = [asyncio.ensure_future(process.ended.wait()) for process in self._loaded()]
+        ends = [asyncio.ensure_future(process.ended.wait()) for process in processes]
         if ends:
             await asyncio.wait(ends, timeout=END_SECONDS)
         self.cancel_all("the server ends")

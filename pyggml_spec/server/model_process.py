@@ -1,10 +1,10 @@
-"""One model in a process of its own: `pyspec serve` at a unix socket, started and ended by a router."""
+"""One model in a process of its own: `pyspec serve` at a unix socket, started and ended by a router. It is started before its model is known: see cli/spare.py."""
 
 import asyncio
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +41,9 @@ class ModelSpec:
 class ModelProcess:
     """``running``: requests that it answers; ``leaving``: it gets no more; ``about``: what it said of itself when it was loaded."""
 
-    def __init__(self, spec: ModelSpec, socket: Path, drain: float, gone: Callable[["ModelProcess", int], None]) -> None:
+    def __init__(self, socket: Path, drain: float, gone: Callable[["ModelProcess", int], None]) -> None:
         """``drain``: seconds for what runs when it is ended; ``gone``: called with its exit status."""
-        self.spec, self.running, self.leaving = spec, 0, False
+        self.name, self.running, self.leaving = "", 0, False
         self.need = 0  # bytes, as planned
         self.about: dict[str, Any] = {}
         self.progress: tuple[str, float] = ("start", 0.0)  # what it does, and how much of that is done, from 0 to 1
@@ -61,25 +61,23 @@ class ModelProcess:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        arguments: Sequence[str] = (
-            *self.spec.arguments,
-            "--host",
-            str(self._socket),
-            "--drain",
-            str(self._drain),
-            "--alias",
-            self.spec.name,
-        )
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pyggml_spec", "serve", *arguments, "--of-router", stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, start_new_session=True,
+            sys.executable, "-m", "pyggml_spec.cli.spare", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self._watching = asyncio.create_task(self._watch())
 
+    def take(self, spec: ModelSpec) -> None:
+        """The model that it is for, from here on."""
+        self.name = spec.name
+        self._write([*spec.arguments, "--host", str(self._socket), "--drain", str(self._drain), "--alias", spec.name])
+
+    def _write(self, message: Any) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
     async def plan(self, free: int | None) -> dict[str, Any]:
         """What it takes, where ``free`` bytes are free, or what its devices report. If that fits, it loads. Raises ApiError: it cannot be loaded."""
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"free": free}).encode() + b"\n")
+        self._write({"free": free})
         made: dict[str, Any] = await self._message("plan")
         self.need = made["total"]
         return made
@@ -98,10 +96,10 @@ class ModelProcess:
                 what, done, total = message["progress"]
                 self.progress = what, done / total if total else 0.0
             if "error" in message:
-                raise ApiError(500, f"{self.spec.name} cannot be loaded: {message['error']}")
+                raise ApiError(500, f"{self.name} cannot be loaded: {message['error']}")
         await self.ended.wait()
         status = self._process.returncode or 0
-        sentence = f"{self.spec.name} cannot be loaded: its process {how(status)}; the server's log has what it said"
+        sentence = f"{self.name} cannot be loaded: its process {how(status)}; the server's log has what it said"
         raise ApiError(503 if status < 0 else 500, sentence, headers=RETRY if status < 0 else {})
 
     async def _watch(self) -> None:

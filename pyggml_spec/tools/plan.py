@@ -53,7 +53,7 @@ class Plan:
         kv_per_token: K/V of one token of context, drafter included.
         free: what the device had free, before anything was loaded.
         largest_context: the longest context up to the trained one that fits and that the devices can compute, a multiple of 256 or the trained
-            one; 0 if none does.
+            one; 0 if none does, or if it was not looked for.
         split: the devices that share the layers; empty for one. A device that is named twice is one that has to have room for both.
         copied: bytes of the weights in ``memory`` that are copies of experts or layers in host memory, for prompts (``offload_prompts``): two places
             on the device, and of layers what they are copied from, which the host has in addition to its own.
@@ -118,6 +118,7 @@ def plan(
     *,
     slots: int = 1,
     free: int | None = None,
+    largest: bool = True,
     **fields: Any,
 ) -> Plan:
     """What ``load`` with the same arguments takes on its devices; without a target, for the embedded pair.
@@ -127,6 +128,7 @@ def plan(
             does not fit with them is planned without, as it is loaded.
         slots: more than 1: ``Session.concurrent`` with so many slots is planned too.
         free: bytes to take as free, instead of what the devices report.
+        largest: whether the longest context is looked for, which takes most of the time.
 
     Raises:
         PyspecError: the pair cannot be loaded there at all, for the reason that ``load`` would give.
@@ -156,7 +158,9 @@ def plan(
         by_type = Counter[str]()
         for mine in (weights, *(member.weights for member in loader.drafters)):
             by_type.update(mine.bytes_by_type)
-        trained, rooms = loader.target.context_length, [part.free for part in parts]
+        trained, rooms, most = loader.target.context_length, [part.free for part in parts], 0
+        if largest:
+            most = longest(lambda n: loader.by_device(loader.totals(n, slots, reserved)), rooms, min(trained, MOST_CONTEXT))
         copied = sum(stream.nbytes for stream in weights.streams) + (weights.offloaded.buffer_bytes if weights.offloaded is not None else 0)
         return Plan(
             device=",".join(part.device for part in parts),
@@ -171,7 +175,7 @@ def plan(
             host_bytes=weights.host_bytes,
             kv_per_token=token_bytes(loader.target, loader.drafter, loader.engine_options),
             free=sum({part.device: part.free for part in parts}.values()),
-            largest_context=longest(lambda n: loader.by_device(loader.totals(n, slots, reserved)), rooms, min(trained, MOST_CONTEXT)),
+            largest_context=most,
             split=parts if len(parts) > 1 else (),
             copied=copied,
             encoder=encoder,

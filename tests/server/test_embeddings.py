@@ -9,6 +9,7 @@ from embedders import write_encoder, write_reranker
 from server.running import Running
 
 from pyggml_spec.embedding import Embedder, normalised
+from pyggml_spec.loading import DEMO_TARGET
 
 pytestmark = pytest.mark.slow
 
@@ -93,3 +94,12 @@ def test_a_router_has_models_that_embed(embeds, tmp_path):
         said = router.ok("/v1/completions", model="says", prompt="a", temperature=0)
         assert said["choices"][0]["text"] == "these words"
         assert router.post("/v1/embeddings", model="says", input="a").status_code == 501
+
+
+def test_a_router_plans_what_embeds(embeds, tmp_path):
+    """Buffers of a batch count: those of the embedded target take five times its file."""
+    (tmp_path / "preset.toml").write_text(f'["*"]\nembeddings = true\n[nomic]\nmodel = "{embeds[1]}"\n[large]\nmodel = "{DEMO_TARGET}"\n')
+    with Running("--models-preset", tmp_path / "preset.toml", "--models-memory", 100) as router:
+        assert router.post("/v1/embeddings", model="nomic", input="a cat").status_code == 200
+        refused = router.post("/v1/embeddings", model="large", input="a cat")
+        assert refused.status_code == 500 and "large needs 14" in refused.json()["error"]["message"]

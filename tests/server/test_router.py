@@ -66,6 +66,10 @@ def states(running: Running) -> dict[str, str]:
     return {entry["id"]: entry["status"]["value"] for entry in running.http.get("/v1/models").json()["data"]}
 
 
+def listed(running: Running, name: str) -> dict:
+    return next(entry for entry in running.http.get("/v1/models").json()["data"] if entry["id"] == name)
+
+
 def processes(running: Running) -> list[int]:
     pid = running.process.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -76,7 +80,7 @@ def test_the_first_request_loads_a_model_and_its_stream_says_so(router):
     assert router.http.get("/props").json()["is_sleeping"] and router.http.get("/slots").status_code == 503
     response = router.post("/v1/chat/completions", **chat("gpt-4o-mini", stream=True))
     assert response.status_code == 200 and response.text.startswith(": first: ") and said(response) == TEXTS["first"]
-    entry = next(e for e in router.http.get("/v1/models").json()["data"] if e["id"] == "first")
+    entry = listed(router, "first")
     assert entry["status"]["value"] == "loaded" and entry["aliases"] == ["first", "gpt-4o-mini", "one"] and entry["meta"]["drafter"] is None
     assert entry["meta"]["n_ctx"] == 512 and entry["pyspec"]["planned_bytes"] > entry["meta"]["size"] and entry["pyspec"]["loads"] == 1
     for name in ("any", "first:latest", "one", ""):  # the loaded one
@@ -113,16 +117,18 @@ def test_a_killed_process_ends_its_streams_with_an_error_and_the_next_request_wo
     wait_for(lambda: states(router)["second"] == "sleeping")
     for path, last in (("/v1/chat/completions", lambda e: e["error"]["code"] == 503), ("/v1/messages", lambda e: e["type"] == "error")):
         for _ in range(5):  # so small a model may have ended before the signal comes
-            (process,) = [pid for pid in processes(router) if "first.gguf" in Path(f"/proc/{pid}/cmdline").read_text()]
+            process = listed(router, "first")["pyspec"]["pid"]
             with router.http.stream("POST", path, json=chat("first", stream=True, ignore_eos=True, max_tokens=400)) as response:
                 lines = response.iter_lines()
                 while not next(lines).startswith("data: "):
                     pass
                 os.kill(process, signal.SIGKILL)
                 data = [line for line in lines if line.startswith("data: ")]
-            assert router.ok("/v1/chat/completions", **chat("first"))["choices"][0]["message"]["content"] == TEXTS["first"]
             if not any(end in data[-1] for end in ("[DONE]", "message_stop")):
                 break
+            wait_for(lambda: not os.path.exists(f"/proc/{process}"))
+            router.ok("/v1/chat/completions", **chat("first"))
+        assert router.ok("/v1/chat/completions", **chat("first"))["choices"][0]["message"]["content"] == TEXTS["first"]
         assert last(json.loads(data[-1].removeprefix("data: ")))
     assert any("was ended by SIGKILL" in line for line in router.lines)
 
@@ -139,8 +145,8 @@ def test_two_models_in_memory_for_one_lose_no_request(folder):
                     response = await http.post("/v1/chat/completions", json=chat(name, stream=stream))
                     text = said(response) if stream else response.json()["choices"][0]["message"]["content"]
                     assert (response.status_code, text) == (200, TEXTS[name]), response.text
-                    listed = (await http.get("/v1/models")).json()["data"]
-                    both.append(sum(entry["status"]["value"] == "loaded" for entry in listed))
+                    entries = (await http.get("/v1/models")).json()["data"]
+                    both.append(sum(entry["status"]["value"] == "loaded" for entry in entries))
 
         async def clients() -> None:
             await asyncio.gather(*map(client, range(4)))
@@ -189,6 +195,23 @@ def test_a_single_model_sleeps_and_a_router_that_is_killed_leaves_no_process(fol
     left = processes(running)
     running.end(signal.SIGKILL)
     wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in left), 20)
+
+
+def test_the_next_model_has_a_process_before_it_is_asked_for(folder):
+    with Running("--models-dir", folder, "-c", 512, "--slots", 1) as running:
+        for name in ("first", "second"):
+            wait_for(lambda: [pid for pid in processes(running) if pid not in (listed(running, n)["pyspec"]["pid"] for n in TEXTS)])
+            waiting = processes(running)
+            assert running.ok("/v1/chat/completions", **chat(name))["choices"][0]["message"]["content"] == TEXTS[name]
+            assert listed(running, name)["pyspec"]["pid"] in waiting
+        os.kill(listed(running, "first")["pyspec"]["pid"], signal.SIGKILL)
+        wait_for(lambda: states(running)["first"] == "sleeping")
+        (spare,) = wait_for(lambda: [pid for pid in processes(running) if pid != listed(running, "second")["pyspec"]["pid"]])
+        os.kill(spare, signal.SIGKILL)
+        wait_for(lambda: not os.path.exists(f"/proc/{spare}"))  # another one is started for the request
+        assert running.ok("/v1/chat/completions", **chat("first"))["choices"][0]["message"]["content"] == TEXTS["first"]
+        left = processes(running)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in left)
 
 
 def test_a_running_stream_ends_before_the_router_does(folder):
