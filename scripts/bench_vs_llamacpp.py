@@ -16,6 +16,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from llama_server import LlamaServer, ServerEnded, environment
@@ -28,15 +29,15 @@ from pyggml_spec.ggml.library import versions
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.placement import ExpertOptions
 from pyggml_spec.models.registry import open_target
-from pyggml_spec.tools.bench import BenchOptions, bench
+from pyggml_spec.tools.bench import BenchOptions, bench, leg_name
 
 PROMPT = [100 + 7 * i % 200 for i in range(64)]
 
 
-def llama_bench(args, prompts: list[int], tokens: int) -> dict[str, float]:
-    """One llama-bench run: tokens per second by test name."""
+def llama_bench(args, prompts: list[int], tokens: int, more: Sequence[object] = ()) -> dict[str, float]:
+    """One llama-bench run: tokens per second by test name, the best where options in ``more`` have several values."""
     command = [str(args.tools / "llama-bench"), "-m", args.model, "-fa", "1", "-ngl", str(args.ngl), "-r", "2", "-o", "json"]
-    command += ["-p", ",".join(map(str, prompts)), "-n", str(tokens)]
+    command += ["-p", ",".join(map(str, prompts)), "-n", str(tokens), *map(str, more)]
     if args.threads:
         command += ["-t", str(args.threads)]
     if args.n_cpu_moe:
@@ -44,7 +45,11 @@ def llama_bench(args, prompts: list[int], tokens: int) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(args.tools))
     if done.returncode:
         sys.exit(f"llama-bench failed: {done.stderr[-2000:]}")
-    return {(f"pp{r['n_prompt']}" if r["n_prompt"] else f"tg{r['n_gen']}"): r["avg_ts"] for r in json.loads(done.stdout)}
+    best: dict[str, float] = {}
+    for row in json.loads(done.stdout):
+        name = leg_name(f"pp{row['n_prompt']}" if row["n_prompt"] else f"tg{row['n_gen']}", row.get("n_depth", 0))
+        best[name] = max(row["avg_ts"], best.get(name, 0.0))
+    return best
 
 
 def server_options(args, drafts: int) -> list[object]:
