@@ -3,7 +3,8 @@
 
     bench_patches.py --before DIR/bin --after DIR/bin -m target.gguf -md drafter.gguf [--slots 1,4] [--synthetic-acceptance 6] --out FILE.json
 
-All servers stay up and compute in turn. Greedy, draft-dflash with 15 drafts, --backend-sampling. Counters come from /metrics of the patched server.
+All servers stay up and compute in turn. Greedy, draft-dflash with 15 drafts, --backend-sampling; without -md plain, sampled on the host. Counters come from
+/metrics of the patched server.
 """
 
 import argparse
@@ -20,18 +21,20 @@ from llama_server import LlamaServer, ServerEnded
 PROMPT = 64  # tokens; each slot and each round begins differently
 
 
-def complete(server: LlamaServer, seed: int, tokens: int) -> dict:
-    prompt = [100 + (7 * i + 31 * seed) % 200 for i in range(PROMPT)]
+def complete(server: LlamaServer, seed: int, tokens: int, length: int = PROMPT) -> dict:
+    prompt = [100 + (7 * i + 31 * seed) % 200 for i in range(length)]
     return server.post("/completion", prompt=prompt, n_predict=tokens, temperature=0, ignore_eos=True, cache_prompt=False)["timings"]
 
 
-def server_round(server: LlamaServer, number: int, slots: int, tokens: int) -> dict[str, float]:
-    """All slots at once. ``tok/s``: tokens of all slots by the wall time, prompts included; ``decode tok/s``: the slots' own rates summed."""
+def server_round(server: LlamaServer, number: int, slots: int, tokens: int, length: int = PROMPT) -> dict[str, float]:
+    """All slots at once, prompts of ``length`` tokens. ``tok/s``: tokens of all slots by the wall time, prompts included; ``decode tok/s``: the slots' own rates
+    summed; ``prompt tok/s``: tokens of all prompts by the time until the last one's first token."""
     before, started = server.counters(), time.perf_counter()
     with ThreadPoolExecutor(slots) as pool:
-        timings = list(pool.map(lambda slot: complete(server, number * slots + slot, tokens), range(slots)))
+        timings = list(pool.map(lambda slot: complete(server, number * slots + slot, tokens, length), range(slots)))
     seconds, after = time.perf_counter() - started, server.counters()
     figures = {"tok/s": sum(t["predicted_n"] for t in timings) / seconds, "decode tok/s": sum(t["predicted_per_second"] for t in timings)}
+    figures["prompt tok/s"] = sum(t["prompt_n"] for t in timings) * 1000 / max(t["prompt_ms"] for t in timings)
     steps = max(after["steps"] - before["steps"], 1)
     figures["tokens/step"] = sum(t["predicted_n"] for t in timings) / steps
     return {**figures, **{f"{name}/step": (after[name] - before[name]) / steps for name in after if name != "steps"}}
@@ -42,11 +45,12 @@ def main() -> None:
     parser.add_argument("--before", type=Path, required=True)
     parser.add_argument("--after", type=Path, required=True)
     parser.add_argument("-m", "--model", required=True)
-    parser.add_argument("-md", "--drafter", required=True)
+    parser.add_argument("-md", "--drafter")
     parser.add_argument("--slots", default="1,4")
     parser.add_argument("--synthetic-acceptance", type=float, default=6.0, help="mean tokens per step of the target; 0: the drafter's own")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of each prompt")
     parser.add_argument("--ctx", type=int, default=2048, help="per slot")
     parser.add_argument("--ngl", type=int, default=99)
     parser.add_argument("--threads", type=int, default=0)
@@ -63,33 +67,21 @@ def main() -> None:
                 pair.append((name, stack.enter_context(LlamaServer(tools, log, *server_options(slots, args)))))
             for _, server in pair:
                 server.wait()
-                server_round(server, 0, slots, 64)
+                server_round(server, 0, slots, 64, args.prompt)
             for number in range(1, args.rounds + 1):
                 for name, server in pair if number % 2 else reversed(pair):
-                    results.setdefault(f"np {slots} {name}", []).append(server_round(server, number, slots, args.tokens))
+                    results.setdefault(f"np {slots} {name}", []).append(server_round(server, number, slots, args.tokens, args.prompt))
         Path(args.out).write_text(json.dumps({"model": args.model, "drafter": args.drafter, "rounds": results}, indent=1))
         report(slots, results)
 
 
 def server_options(slots: int, args) -> list[object]:
-    options = [
-        "-m",
-        args.model,
-        "-md",
-        args.drafter,
-        "--spec-type",
-        "draft-dflash",
-        "--spec-draft-n-max",
-        15,
-        "-np",
-        slots,
-        "-c",
-        args.ctx * slots,
-    ]
-    options += ["-ngl", args.ngl, "-ngld", args.ngl, "-fa", "on", "--backend-sampling", "--metrics"]
+    options = ["-m", args.model, "-np", slots, "-c", args.ctx * slots, "-ngl", args.ngl, "-fa", "on", "--metrics"]
+    if args.drafter:
+        options += ["-md", args.drafter, "--spec-type", "draft-dflash", "--spec-draft-n-max", 15, "-ngld", args.ngl, "--backend-sampling"]
     # disables copying of slot states to the host, which is not compared
     options += ["--ctx-checkpoints", 0, "--cache-ram", 0, *args.server_args]
-    if args.synthetic_acceptance:
+    if args.drafter and args.synthetic_acceptance:
         options += ["--spec-synth-len", args.synthetic_acceptance]
     if args.threads:
         options += ["-t", args.threads, "-td", args.threads]
