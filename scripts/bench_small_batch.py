@@ -46,6 +46,7 @@ CHECKED = ((5120, 1000), (512, 1), (256, 63), (768, 520), (2560, 12352), (17408,
 SMALL = 64  # most rows of the kernels for few
 BY_CUBLAS = 256  # rows from which on other types are unpacked for cuBLAS
 WORST = 1e-3  # relative L2 error; ggml's own kernels, which round activations to 8 bits, are at 1e-2
+WORST_SWIGLU = 2.5e-3  # of SwiGLU to its own size besides; a single output, which rounded activations alone move by up to 2.8e-3, has only the bound by slopes
 
 
 class Leaves:
@@ -208,6 +209,7 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
             with np.errstate(over="ignore"):
                 expected = case.expect(*exact, values.astype(np.float64), addend.astype(np.float64))
             usual = np.linalg.norm(values, axis=1) / n_in**0.5  # of a product; weights are normal, of size n_in ** -0.5
+            own, usual_own = not case.name.startswith("product") and expected.shape[1] > 1, 0.3 * np.minimum(usual, 1) * usual
             if not case.name.startswith("product"):
                 x64, half = values.astype(np.float64), n_out // 2
                 pair = (exact[0][:half], exact[0][half:]) if case.name.endswith("halves") else exact
@@ -229,10 +231,11 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
                     again = get(out)
                 e = max(error(first[r], expected[r], usual[r]) for r in range(count))
                 worst = max(worst, e)
-                if not e < WORST or not np.array_equal(first, again):
+                to_own = max(error(first[r], expected[r], usual_own[r]) for r in range(count)) if own else 0.0
+                if not e < WORST or not to_own < WORST_SWIGLU or not np.array_equal(first, again):
                     wrong += 1
                     print(
-                        f"  WRONG {name} {n_in} -> {n_out}, {case.name}, {count} rows: error {e:.2e}, replay equal {np.array_equal(first, again)}"
+                        f"  WRONG {name} {n_in} -> {n_out}, {case.name}, {count} rows: error {e:.2e}, to its own size {to_own:.2e}, replay equal {np.array_equal(first, again)}"
                     )
                 alone = first[0] if alone is None else alone
                 if not np.array_equal(first[0], alone):
@@ -302,12 +305,13 @@ def check_experts(backend: Backend, name: str) -> int:
                     compute(backend, g)
                     got = get(out)
                 e = max(error(got[t], every[t], float(np.linalg.norm(usual[t]) / used**0.5)) for t in range(count))
+                to_own, most = max(error(got[t], every[t]) for t in range(count)), WORST if count <= SMALL else WORST_SWIGLU
                 alone = got[0] if alone is None or count == SMALL + 1 else alone  # other bits from there on
                 same = np.array_equal(got[0], alone)
-                if not e < WORST or not same or not np.array_equal(first, got):
+                if not e < WORST or not to_own < most or not same or not np.array_equal(first, got):
                     wrong += 1
                     print(
-                        f"  WRONG {name} experts {n_in} -> {n_out}, {count} tokens, {case}: error {e:.2e}, token 0 as alone {same}, "
+                        f"  WRONG {name} experts {n_in} -> {n_out}, {count} tokens, {case}: error {e:.2e}, to its own size {to_own:.2e}, token 0 as alone {same}, "
                         f"replay equal {np.array_equal(first, got)}"
                     )
                 g.close()
