@@ -10,30 +10,28 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ..drafters.base import TOKEN_MAP, ChainInputs, ContextInputs, Drafter
 from ..drafters.dflash import BlockInputs, DFlash
 from ..drafters.mtp import MTP
 from ..errors import ModelError
 from ..models.base import AttentionInputs
-from .features import States, Target, visible
+from .features import NOTHING, States, Target, visible
 from .ops import Ops, caches, node
 
-TEMPERATURE = 0.7  # of the target's distribution that drafts learn, half by it and half by the text
 FADE = 0.8  # weight of each further draft of a chain
 CHUNK_VALUES = {"cuda": 1 << 28, "cpu": 1 << 25}  # logits at once
 ANCHORS_AT_ONCE = 32  # of a text, in validation
-NOTHING: Any = None  # in place of rows of caches, which follow from the order of writes
 
 
 @dataclass(frozen=True)
 class Batch:
-    """``tokens`` I64 [B, T], padded; each text's answer is from ``first`` to ``length``, I64 [B]."""
+    """``tokens`` I64 [B, T], padded; each text's answer is from ``first`` to ``length``, I64 [B]. ``states``: of the target, if they are kept."""
 
     tokens: Tensor
     first: Tensor
     length: Tensor
+    states: States | None = None
 
 
 class Method:
@@ -72,25 +70,56 @@ class Method:
     def _outputs(self) -> int:
         return self.decoder.n_vocab if self._tokens is None else len(self._tokens)
 
-    def _head_loss(self, rows: Tensor, truth: Tensor, labels: Tensor, weight: Tensor, number: int = 0) -> Tensor:
-        """The weighted sum over rows [N, n_embd] of half the distance from ``labels`` I64 [N] and half of that from the target's distribution, whose
-        hidden states are ``truth`` [N, n_embd]."""
-        if self._tokens is not None:  # labels that the reduced vocabulary lacks cannot be learnt
-            at = torch.searchsorted(self._tokens, labels).clamp(max=len(self._tokens) - 1)
-            weight, labels = weight * (self._tokens[at] == labels), at
+    def _states(self, batch: Batch) -> States:
+        return batch.states if batch.states is not None else self.target.states(batch.tokens)
 
-        def part(rows: Tensor, truth: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
-            logq = self._logits(rows, number).float().log_softmax(-1)
-            with torch.no_grad():
-                theirs = self.decoder.logits(self.ops, node(truth[None])).value[0].float()
-                soft = ((theirs if self._tokens is None else theirs[:, self._tokens]) / TEMPERATURE).softmax(-1)
-            hard = -logq.gather(-1, labels[:, None])[:, 0]
-            return (weight * (0.5 * hard - 0.5 * (soft * logq).sum(-1))).sum()
+    def _head_loss(self, rows: Tensor, labels: Tensor, likely: Tensor, odds: Tensor, weight: Tensor, number: int = 0) -> Tensor:
+        """The weighted sum over rows [N, n_embd] of half the distance from ``labels`` I64 [N] and half of that from the target's distribution, ``odds`` of
+        the ``likely`` tokens [N, n].
 
-        size, total = _rows_at_once(rows, self._outputs), rows.new_zeros(())
+        Gradients are computed with the values, a chunk at a time: logits of a whole batch are too large to be kept."""
+        if self._tokens is not None:  # tokens that the reduced vocabulary lacks cannot be learnt
+            known, labels = self._reduced(labels)
+            weight = weight * known
+            known, likely = self._reduced(likely)
+            odds = odds * known
+            odds = odds / odds.sum(-1, keepdim=True).clamp(min=1e-9)
+        odds, total, size = odds.float(), rows.new_zeros((), dtype=torch.float32), _rows_at_once(rows, self._outputs)
+        gradient = torch.empty_like(rows)
         for at in range(0, len(rows), size):
-            total = total + checkpoint(part, *(x[at : at + size] for x in (rows, truth, labels, weight)), use_reentrant=False)
-        return total
+            part = rows[at : at + size].detach().requires_grad_()
+            logits = self._logits(part, number)
+            with torch.no_grad():
+                p, y, ids, q, w = (
+                    logits.softmax(-1, dtype=torch.float32),
+                    *(x[at : at + size] for x in (labels[:, None], likely, odds, weight)),
+                )
+                distance = p.gather(-1, y).clamp(min=1e-30).log()[:, 0] + (q * p.gather(-1, ids).clamp(min=1e-30).log()).sum(-1)
+                total -= 0.5 * (w * distance).sum()
+                p.mul_(0.5 * (1 + q.sum(-1, keepdim=True)))
+                p.scatter_add_(-1, y, torch.full_like(q[:, :1], -0.5)).scatter_add_(-1, ids, -0.5 * q).mul_(w[:, None])
+            logits.backward(p.to(logits.dtype))
+            gradient[at : at + size] = part.grad
+        return _Given.apply(rows, gradient, total)
+
+    def _reduced(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of ``tokens`` the reduced vocabulary has, and where."""
+        assert self._tokens is not None
+        at = torch.searchsorted(self._tokens, tokens).clamp(max=len(self._tokens) - 1)
+        return self._tokens[at] == tokens, at
+
+
+class _Given(torch.autograd.Function):
+    """A value of rows whose gradient is known."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0] * outer, None, None
 
 
 def _rows_at_once(rows: Tensor, outputs: int) -> int:
@@ -103,7 +132,7 @@ class Blocks(Method):
     def __init__(self, drafter: Any, target: Target, anchors: int = 32) -> None:
         super().__init__(drafter, target)
         self.anchors, width = anchors, drafter.block_size
-        self._fade = torch.exp(-torch.arange(width - 1) / (4.0 if width <= 8 else 7.0))  # by position
+        self._fade = torch.exp(-torch.arange(width - 1) / 4.0)  # by position
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         tokens, width, device = batch.tokens, self.drafter.block_size, batch.tokens.device
@@ -113,20 +142,17 @@ class Blocks(Method):
         odds = torch.tensor([0.7, 0.2, 0.1], device=device)
         kind = torch.multinomial(odds, anchors.numel(), True, generator=generator).reshape(anchors.shape)
         widths = (width >> kind).clamp(min=2)
-        states = self.target.states(tokens)
+        states = self._states(batch)
         rows = self._rows(tokens, anchors, widths, self._context(states))[:, :, 1:]
         at = anchors[..., None] + torch.arange(1, width, device=device)
         live = (at < batch.length[:, None, None]) & (torch.arange(1, width, device=device) < widths[..., None])
         weight, at = self._fade.to(device) * live, at.clamp(max=tokens.shape[1] - 1)
         here = torch.arange(len(tokens), device=device)[:, None, None]
         keep = live.flatten()
-        loss = self._head_loss(
-            rows.flatten(0, 2)[keep],
-            states.hidden[here, at - 1].flatten(0, 2)[keep],
-            tokens[here, at].flatten()[keep],
-            weight.flatten()[keep],
+        likely, odds = (x[here, at - 1].flatten(0, 2)[keep] for x in (states.likely, states.odds))
+        return self._head_loss(
+            rows.flatten(0, 2)[keep], tokens[here, at].flatten()[keep], likely, odds, (weight / weight.sum()).flatten()[keep]
         )
-        return loss / weight.sum()
 
     def _context(self, states: States) -> Any:
         """Caches with the rows of all tokens."""
@@ -159,7 +185,7 @@ class Blocks(Method):
     @torch.no_grad()
     def matched(self, batch: Batch) -> Tensor:
         tokens, width, device = batch.tokens, self.drafter.block_size, batch.tokens.device
-        kv, out = self._context(self.target.states(tokens)), torch.zeros_like(tokens)
+        kv, out = self._context(self._states(batch)), torch.zeros_like(tokens)
         context = [(cache, cache.value) for layer in kv for cache in layer[:2]]
         for at in torch.arange(int(batch.first.min()), int(batch.length.max()) - 1, device=device).split(ANCHORS_AT_ONCE):
             anchors = at.expand(len(tokens), -1)
@@ -205,23 +231,25 @@ class Chains(Method):
             yield i, head.value
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        states, tokens = self.target.states(batch.tokens), batch.tokens
-        at, total, weights = torch.arange(tokens.shape[1], device=tokens.device), tokens.new_zeros((), dtype=torch.float32), 0.0
+        states, tokens = self._states(batch), batch.tokens
+        at, total = torch.arange(tokens.shape[1], device=tokens.device), tokens.new_zeros((), dtype=torch.float32)
+        weights = sum(FADE**i for i in range(self._drafts))
         for i, rows in self._steps(batch, states):
             live = (at >= batch.first[:, None]) & (at + i + 1 < batch.length[:, None])
-            truth, labels = states.hidden[:, i:], F.pad(tokens[:, i + 1 :], (0, i + 1))
-            keep, weight = live.flatten(), FADE**i / live.sum().clamp(min=1)
-            truth = F.pad(truth, (0, 0, 0, i)).flatten(0, 1)[keep]
+            keep, weight = live.flatten(), FADE**i / weights / live.sum().clamp(min=1)
+            labels, likely, odds = (
+                F.pad(x[:, first:], (0, 0) * (x.dim() - 2) + (0, first)).flatten(0, 1)[keep]
+                for x, first in ((tokens, i + 1), (states.likely, i), (states.odds, i))
+            )
             rows = rows.flatten(0, 1)[keep]
-            total = total + self._head_loss(rows, truth, labels.flatten()[keep], weight.expand(len(rows)), i)
-            weights += FADE**i
-        return total / weights
+            total = total + self._head_loss(rows, labels, likely, odds, weight.expand(len(rows)), i)
+        return total
 
     @torch.no_grad()
     def matched(self, batch: Batch) -> Tensor:
         tokens, at = batch.tokens, torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         right, out = torch.ones_like(tokens, dtype=torch.bool), torch.zeros_like(tokens)
-        for i, rows in self._steps(batch, self.target.states(tokens)):
+        for i, rows in self._steps(batch, self._states(batch)):
             right = right & (self._chosen(rows, i) == F.pad(tokens[:, i + 1 :], (0, i + 1))) & (at + i + 1 < batch.length[:, None])
             out += right
         return out

@@ -44,6 +44,24 @@ class Cache(Node):
 
     __slots__ = ()
 
+    def append(self, rows: Tensor) -> None:
+        self.value = torch.cat([self.value.to(rows.dtype), rows], 1) if self.value.shape[1] else rows
+
+
+class Room(Cache):
+    """A cache whose ``memory`` [batch, most rows, n] is there from the first; without gradients."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: Tensor) -> None:
+        super().__init__(memory[:, :0])
+        self.memory = memory
+
+    def append(self, rows: Tensor) -> None:
+        first, end = self.value.shape[1], self.value.shape[1] + rows.shape[1]
+        self.memory[:, first:end] = rows
+        self.value = self.memory[:, :end]
+
 
 def node(value: Tensor) -> Any:
     """A Node, for functions that are declared for ggml's tensors."""
@@ -54,13 +72,13 @@ def _of(function: Callable) -> Any:
     return lambda self, x, *more: Node(function(x.value, *more))
 
 
-def caches(shapes: Sequence[KVShape], batch: int, like: Tensor) -> tuple[KVLayer, ...]:
-    """Empty caches. Raises NotImplementedError: rows that are not plain K and V."""
+def caches(shapes: Sequence[KVShape], batch: int, like: Tensor, room: int = 0) -> tuple[KVLayer, ...]:
+    """Empty caches, with the memory of ``room`` rows unless 0. Raises NotImplementedError: rows that are not plain K and V."""
     if any(shape.latent or shape.index or shape.exact for shape in shapes):
         raise NotImplementedError("latent or indexed K/V rows")
     sizes = [(shape.n_head_kv * shape.size, shape.n_head_kv * shape.size_v) for shape in shapes]
-    cache: Any = Cache
-    return tuple(KVLayer(*(cache(like.new_empty(batch, 0, n)) for n in pair)) for pair in sizes)
+    cache: Any = Room if room else Cache
+    return tuple(KVLayer(*(cache(like.new_empty(batch, room, n)) for n in pair)) for pair in sizes)
 
 
 class Ops:
@@ -195,9 +213,8 @@ class Ops:
 
     # -- caches
 
-    def kv_write_rows(self, cache: Node, rows: Node, index: object) -> None:
-        new = rows.value.flatten(2)
-        cache.value = torch.cat([cache.value.to(new.dtype), new], 1) if cache.value.shape[1] else new
+    def kv_write_rows(self, cache: Cache, rows: Node, index: object) -> None:
+        cache.append(rows.value.flatten(2))
 
     def flash_attention(
         self, q: Node, k: Node, v: Node, mask: Node | None, heads: int, kv_bucket: int, scale: float, sinks: Node | None = None, cap: float = 0.0
@@ -207,9 +224,12 @@ class Ops:
         keys, values = (x.value.unflatten(-1, (heads, -1)).transpose(1, 2).to(kinds) for x in (k, v))
         if cap or sinks is not None:
             raise NotImplementedError("capped scores or sinks")
-        groups = queries.shape[1] // heads
-        if groups > 1:
-            keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+        groups, rows = queries.shape[1] // heads, queries.shape[2]
         seen = None if mask is None else mask.value[:, None]
+        if groups > 1 and rows == 1:  # decoding: what reads the same keys is a row of one product
+            queries = queries.unflatten(1, (heads, groups)).flatten(2, 3)
+        elif groups > 1:
+            keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, is_causal=mask is None, scale=scale)
+        out = out.unflatten(2, (groups, 1)).flatten(1, 2) if groups > 1 and rows == 1 else out
         return Node(out.transpose(1, 2).flatten(2))

@@ -21,10 +21,12 @@ from ..models.registry import open_drafter, open_target
 from ..tools.compare import TEXT
 from .blank import Shape, new_drafter
 from .export import export
-from .features import LEAST_AGREEMENT, WORST_DISTANCE, Agreement, EngineTarget, Target, TorchTarget, agreement
+from .features import LEAST_AGREEMENT, WORST_DISTANCE, Agreement, EngineTarget, Target, TorchTarget, agreement, padded
+from .generate import answers
 from .methods import method_of
-from .texts import Text, answer, as_line, read_texts, split
+from .texts import TEMPERATURES, Text, answer, as_line, read_texts, split
 from .trainer import Report, Schedule, Score, Trainer
+from .warm import begin_with_target
 from .weights import new_weights, read_weights
 
 RATE, ADAPTED = 2e-3, 2e-4  # peak learning rates: of new drafters, and of ones that go on
@@ -121,9 +123,9 @@ def train(
         decoder = open_target(file)
         drafter = new_drafter(decoder, options.shape) if options.start is None else _opened(stack, options.start, file, decoder)
         source, agreed = _features(session, decoder, drafter, options.features, device, say)
-        texts = _texts(session, options, folder, progress, say, interrupted)
+        texts = _texts(session, source, options, folder, progress, say, interrupted)
         learnt, held = split(texts)
-        values = _weights(drafter, decoder, options, device)
+        values = _weights(drafter, source, learnt, options, device)
         schedule = Schedule(options.minutes, options.rate or (RATE if options.start is None else ADAPTED), options.batch_tokens)
         trainer = Trainer(method_of(drafter, source), values, learnt, held, schedule, device, options.seed, folder / "state.pt")
         if options.resume and (folder / "state.pt").exists():
@@ -153,10 +155,12 @@ def _opened(stack: ExitStack, path: str | Path, target: GGUFFile, decoder: Any) 
     return drafter
 
 
-def _weights(drafter: Drafter, decoder: Any, options: TrainOptions, device: torch.device) -> dict[str, torch.Tensor]:
-    if options.start is None:
-        return new_weights(drafter, decoder.weights["output.weight"].value, device, options.seed).values
-    return read_weights(drafter, device, torch.float32).values
+def _weights(drafter: Drafter, target: Target, texts: list[Text], options: TrainOptions, device: torch.device) -> dict[str, torch.Tensor]:
+    if options.start is not None:
+        return read_weights(drafter, device, torch.float32).values
+    values = new_weights(drafter, target.decoder.weights["output.weight"].value, device, options.seed).values
+    begin_with_target(drafter, target, values, padded([texts[0].tokens], len(texts[0].tokens), device))
+    return values
 
 
 def _features(
@@ -183,8 +187,9 @@ def _features(
 
 
 def _texts(
-    session: Session, options: TrainOptions, folder: Path, progress: Progress, say: Callable[[str], None], interrupted: Callable[[], bool]
-) -> list[Text]:
+    session: Session, target: Target, options: TrainOptions, folder: Path, progress: Progress, say: Callable[[str], None],
+    interrupted: Callable[[], bool],
+) -> list[Text]:  # fmt: skip
     """All texts, prompts answered; of an interrupted training the answers are read again."""
     template, origin = chat_template(session)
     kept = folder / "answers.jsonl"
@@ -198,17 +203,23 @@ def _texts(
         done += others[: round(share * len(done))] if done else []
         asked += more[: round(share * len(asked))] if asked else []
     if asked and not (options.resume and kept.exists()):
-        began, before = time.monotonic(), sum(len(t.tokens) for t in done)
+        began, before, given = time.monotonic(), sum(len(t.tokens) for t in done), len(done)
         with open(kept, "x", encoding="utf-8") as lines:
 
             def keep(text: Text) -> None:
                 lines.write(as_line(text))
                 done.append(text)
 
-            answer(
-                session, asked, options.answer_tokens, options.slots, options.seed, most=most, progress=progress, interrupted=interrupted,
-                kept=keep, budget=options.answers,
-            )  # fmt: skip
+            if isinstance(target, TorchTarget) and target.device.type == "cuda" and target.decoder.recurrent_shape() is None:
+                ends = [i for i in range(session.target.n_vocab) if session.tokenizer.is_end(i)]
+                for text in answers(target, asked, options.answer_tokens, most, ends, options.seed, options.answers, interrupted):
+                    keep(text)
+                    progress("answers", len(done) - given, len(TEMPERATURES) * len(asked))
+            else:
+                answer(
+                    session, asked, options.answer_tokens, options.slots, options.seed, most=most, progress=progress, interrupted=interrupted,
+                    kept=keep, budget=options.answers,
+                )  # fmt: skip
         made, seconds = sum(len(t.tokens) for t in done) - before, time.monotonic() - began
         say(
             f"{len(done)} texts; answers of the target itself with {origin}: {made} tokens with their prompts in {seconds:.0f} s, kept in {kept}"

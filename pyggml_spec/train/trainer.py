@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ..errors import TrainingError
+from .features import Pool, padded
 from .methods import Batch, Method, simulate
 from .texts import Text
 
 WARM = 0.03  # share of the time in which the learning rate rises
 FLOOR = 0.02  # of the learning rate at the end
 DECAY = 0.05  # of matrices
+TABLES = "token_embd", "output.", "d2t"  # matrices that are steps of AdamW, as vectors are
 VALIDATIONS = 12  # of a whole training, besides the last
 AT_VALIDATION = 96  # texts, unless all are asked for
 SAVE_EVERY = 60.0  # seconds
@@ -79,13 +81,18 @@ class Trainer:
         self._rng, self._generator = np.random.default_rng(seed), torch.Generator(device).manual_seed(seed)
         self.names = [name for name, value in values.items() if value.is_floating_point()]
         seen: dict[int, Tensor] = {id(values[name]): values[name].requires_grad_() for name in self.names}
-        matrices, vectors = ([v for v in seen.values() if (v.dim() > 1) == wide] for wide in (True, False))
-        self._optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
-            lr=schedule.rate, betas=(0.9, 0.95), fused=device.type == "cuda",
-        )  # fmt: skip
+        tables = {id(values[name]) for name in self.names if name.startswith(TABLES)}
+        matrices, others = ([v for i, v in seen.items() if (v.dim() == 2 and i not in tables) == wide] for wide in (True, False))
+        self._optimizers = [
+            torch.optim.Muon(matrices, schedule.rate, DECAY, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, schedule.rate, (0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"),
+        ]
         self._parameters = [*seen.values()]
         self.state = State()
+        texts = [*self.train, *self.held]
+        tokens, layers = [t.tokens for t in texts], len(method.drafter.captures)
+        self._at = {id(text): i for i, text in enumerate(texts)}
+        self._pool = Pool(method.target, tokens, device) if Pool.fits(method.target, tokens, layers, device) else None
 
     # -- state
 
@@ -94,7 +101,11 @@ class Trainer:
         if self.saved is not None:
             s, part = self.state, self.saved.with_suffix(".part")
             torch.save(
-                {"state": vars(s), "values": {n: self.values[n].detach() for n in self.names}, "optimizer": self._optimizer.state_dict()},
+                {
+                    "state": vars(s),
+                    "values": {n: self.values[n].detach() for n in self.names},
+                    "optimizers": [o.state_dict() for o in self._optimizers],
+                },
                 part,
             )
             part.replace(self.saved)
@@ -108,7 +119,8 @@ class Trainer:
         with torch.no_grad():
             for name, value in kept["values"].items():
                 self.values[name].copy_(value)
-        self._optimizer.load_state_dict(kept["optimizer"])
+        for optimizer, was in zip(self._optimizers, kept["optimizers"], strict=True):
+            optimizer.load_state_dict(was)
         self.state = State(**kept["state"])
         self.state.curve = [(minutes, mean, loss) for minutes, mean, loss in self.state.curve]
 
@@ -117,11 +129,10 @@ class Trainer:
     def batch(self, texts: Sequence[Text]) -> Batch:
         """Padded, on the device."""
         length = -(-max(len(t.tokens) for t in texts) // PADDED) * PADDED
-        tokens = np.zeros((len(texts), length), np.int64)
-        for row, text in zip(tokens, texts):
-            row[: len(text.tokens)] = text.tokens
-        first = [min(max(t.prompt_tokens, 1), len(t.tokens) - 2) for t in texts]
-        return Batch(*(torch.as_tensor(x, device=self.device) for x in (tokens, first, [len(t.tokens) for t in texts])))
+        first, ends = [min(max(t.prompt_tokens, 1), len(t.tokens) - 2) for t in texts], [len(t.tokens) for t in texts]
+        states = self._pool.states([self._at[id(t)] for t in texts], length) if self._pool is not None else None
+        tokens = padded([t.tokens for t in texts], length, self.device)
+        return Batch(tokens, torch.tensor(first, device=self.device), torch.tensor(ends, device=self.device), states)
 
     def _next(self) -> Batch:
         """Texts of about the same length: a random one and its neighbours."""
@@ -199,7 +210,7 @@ class Trainer:
         rate = (
             self.schedule.rate * min(1.0, (share + 1e-3) / WARM) * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
         )
-        for group in self._optimizer.param_groups:
+        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             group["lr"] = rate
         batch = self._next()
         self._taken = int(batch.length.sum())
@@ -207,6 +218,7 @@ class Trainer:
             loss = self.method.loss(batch, self._generator)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         return loss.detach()

@@ -54,16 +54,17 @@ def read_weights(model: Model, device: torch.device, dtype: torch.dtype, ends: b
             continue
         info = find_tensor(model.file, spec)
         if info.name not in stored:
-            stored[info.name] = _read(model.file, spec, info.name).to(
+            stored[info.name] = read_tensor(model.file, spec).to(
                 device, torch.float32 if spec.use == VECTOR else dtype if spec.use != INDEX else None
             )
         values[spec.name] = stored[info.name]
     return TorchWeights(model, values)
 
 
-def _read(file: GGUFFile, spec: Spec, name: str) -> Tensor:
-    info = file.tensors[name]
-    with file.read(name) as data:
+def read_tensor(file: GGUFFile, spec: Spec) -> Tensor:
+    """Dequantised. Raises ModelError: its type cannot be."""
+    info = find_tensor(file, spec)
+    with file.read(info.name) as data:
         if spec.use == INDEX:
             return torch.from_numpy(np.frombuffer(data, np.int64 if info.type_name == "i64" else np.int32).astype(np.int64))
         values = np.array(dequantise(data, info.type, math.prod(info.shape)))

@@ -9,6 +9,7 @@ import scripted
 torch = pytest.importorskip("torch", reason="training needs the extra `train`: `make test-train` installs it")
 
 from pyggml_spec.api import load  # noqa: E402
+from pyggml_spec.chat import chat_template  # noqa: E402
 from pyggml_spec.errors import ModelError, PyspecError, TrainingError  # noqa: E402
 from pyggml_spec.gguf_io import GGUFFile  # noqa: E402
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_MTP, DEMO_TARGET  # noqa: E402
@@ -16,8 +17,9 @@ from pyggml_spec.models.registry import open_drafter, open_target  # noqa: E402
 from pyggml_spec.tools.compare import TEXT as SAMPLE  # noqa: E402
 from pyggml_spec.train.blank import Shape, new_drafter  # noqa: E402
 from pyggml_spec.train.features import EngineTarget, TorchTarget, agreement  # noqa: E402
+from pyggml_spec.train.generate import answers  # noqa: E402
 from pyggml_spec.train.methods import method_of, simulate  # noqa: E402
-from pyggml_spec.train.texts import Text, as_line  # noqa: E402
+from pyggml_spec.train.texts import Text, as_line, read_texts  # noqa: E402
 from pyggml_spec.train.train import TrainOptions, train  # noqa: E402
 from pyggml_spec.train.trainer import Schedule, Trainer  # noqa: E402
 from pyggml_spec.train.weights import read_weights  # noqa: E402
@@ -94,6 +96,21 @@ def test_torch_and_the_engine_compute_the_same_hidden_states():
         ours, theirs = target.states(tokens), EngineTarget(session, open_target(file), layers, CPU, torch.float32).states(tokens)
         for mine, other in zip((ours.hidden, *ours.features), (theirs.hidden, *theirs.features), strict=True):
             assert float((mine - other).norm() / other.norm()) < 0.03
+
+
+def test_torch_answers_as_the_engine_does(toy, prompts):
+    """Greedily, prompts of several lengths at once; sampled answers of a model that is sure of its text are the same."""
+    with load(toy, spec=["none"]) as session, GGUFFile(toy) as file:
+        target = TorchTarget(open_target(file), (), CPU, torch.float32)
+        _, asked = read_texts([prompts], session, chat_template(session)[0], 64)
+        ends = [i for i in range(session.target.n_vocab) if session.tokenizer.is_end(i)]
+        made = [*answers(target, asked, 24, 64, ends, 0, 1 << 30, lambda: False)]
+        assert len(made) == 2 * len(asked) and {text.temperature for text in made} == {0.0, 0.7}
+        for text in made[:8]:
+            given = text.tokens[: text.prompt_tokens]
+            session.runner.reset()
+            out = [token for event in session.steps(given, 24) for token in event.tokens]
+            assert [*text.tokens[text.prompt_tokens :]][: len(out)] == out[: len(text.tokens) - text.prompt_tokens]
 
 
 @pytest.mark.parametrize("path", [DEMO_DRAFTER, DEMO_MTP])
