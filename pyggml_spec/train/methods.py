@@ -174,12 +174,13 @@ class Blocks(Method):
         of_block = same[None] & (offset < widths[..., None]).flatten(1)[:, None]
         of_block = of_block | torch.eye(count * width, dtype=torch.bool, device=device)  # rows that are not in use see themselves
         before = offset.repeat(count)[:, None] >= offset.repeat(count)[None]
-        masks = []
-        for causal, window in zip(self.drafter.hp.causal, self.drafter.hp.window, strict=True):
+        layers, masks = [*zip(self.drafter.hp.causal, self.drafter.hp.window, strict=True)], dict[tuple[bool, int], Any]()
+        for causal, window in dict.fromkeys(layers):
             seen = context < first
             seen = seen & (context > positions[..., None] - window) if window else seen
-            masks.append(node(torch.cat([seen, of_block & before if causal else of_block], -1)))
-        rows = BlockInputs(node(blocks.flatten(1)), node(positions), NOTHING, tuple(masks), masks[0].value.shape[-1], kv)
+            masks[causal, window] = node(torch.cat([seen, of_block & before if causal else of_block], -1))
+        columns = len(context) + count * width
+        rows = BlockInputs(node(blocks.flatten(1)), node(positions), NOTHING, tuple(masks[layer] for layer in layers), columns, kv)
         return self.drafter.denoise(self.ops, rows, self.decoder).value.unflatten(1, (count, width))
 
     @torch.no_grad()

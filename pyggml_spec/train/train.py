@@ -127,7 +127,10 @@ def train(
         learnt, held = split(texts)
         values = _weights(drafter, source, learnt, options, device)
         schedule = Schedule(options.minutes, options.rate or (RATE if options.start is None else ADAPTED), options.batch_tokens)
+        began = time.monotonic()
         trainer = Trainer(method_of(drafter, source), values, learnt, held, schedule, device, options.seed, folder / "state.pt")
+        if trainer.pooled:
+            say(f"hidden states of {sum(len(t.tokens) for t in texts):,} tokens are kept in memory after {time.monotonic() - began:.0f} s")
         if options.resume and (folder / "state.pt").exists():
             trainer.resume()
             say(f"goes on after {trainer.state.seconds / 60:.1f} minutes and {trainer.state.step} steps")

@@ -21,7 +21,7 @@ WARM = 0.03  # share of the time in which the learning rate rises
 FLOOR = 0.02  # of the learning rate at the end
 DECAY = 0.05  # of matrices
 TABLES = "token_embd", "output.", "d2t"  # matrices that are steps of AdamW, as vectors are
-VALIDATIONS = 12  # of a whole training, besides the last
+VALIDATIONS = 20  # of a whole training, besides the last
 AT_VALIDATION = 96  # texts, unless all are asked for
 SAVE_EVERY = 60.0  # seconds
 PADDED = 32  # lengths of batches are multiples of it
@@ -93,6 +93,11 @@ class Trainer:
         tokens, layers = [t.tokens for t in texts], len(method.drafter.captures)
         self._at = {id(text): i for i, text in enumerate(texts)}
         self._pool = Pool(method.target, tokens, device) if Pool.fits(method.target, tokens, layers, device) else None
+
+    @property
+    def pooled(self) -> bool:
+        """Whether states of all texts are kept in memory."""
+        return self._pool is not None
 
     # -- state
 
