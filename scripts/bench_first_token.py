@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time to the first token over HTTP, of `pyspec serve` and llama-server with the same file and as many threads.
 
-    python scripts/bench_first_token.py -m TARGET [-md DRAFTER] [--mmproj ENCODER --image 640x480] [--tools DIR] [--against PYTHON] [--threads 2] [--rounds 7]
+    python scripts/bench_first_token.py -m TARGET [-md DRAFTER] [--mmproj ENCODER --image 640x480] [--tools DIR] [--against PYTHON] [--threads 2] [--device CPU] [--rounds 7]
 
 Chats of about 10, 36, 60, 120 and 400 tokens (--sizes), one alone and four at once: new text, the same again, and the next turn of the chat. Servers take
 turns request by request. Medians in milliseconds, of four chats over all of them. --processor: milliseconds of processor time of the server's threads
@@ -139,6 +139,8 @@ def main() -> None:
     parser.add_argument("--tools", type=Path)
     parser.add_argument("--against", metavar="PYTHON")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="CPU", help="of pyspec; llama-server has all layers on a GPU where this is one")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of each chat")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sizes", default="10,36,60,120,400")
     parser.add_argument("--at-once", default="1,4")
@@ -159,9 +161,9 @@ def main() -> None:
         "-np",
         max(counts),
         "--device",
-        "CPU",
+        args.device,
         "-c",
-        2048,
+        args.context,
     ]
     servers: dict[str, Any] = {"pyspec": PyspecServer(sys.executable, *options)}
     if args.against:
@@ -178,7 +180,9 @@ def main() -> None:
             "-np",
             max(counts),
             "-c",
-            2048 * max(counts),
+            args.context * max(counts),
+            "-ngl",
+            0 if args.device == "CPU" else 999,
             "--jinja",
             *(["--mmproj", args.mmproj] if args.mmproj else []),
         )

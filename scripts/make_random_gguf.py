@@ -4,6 +4,7 @@
     make_random_gguf.py 35B-A3B --quant Q4_K --out models/
     make_random_gguf.py 27B 4B --mtp --out models/          (targets with an MTP layer, and no drafter)
     make_random_gguf.py 4B --twin --drafter dflash2 --out models/
+    make_random_gguf.py smolvlm 4B --mmproj --out models/   (with an encoder of pictures)
 
 ``--quant``: a tensor type, or Q4_K_M or Q5_K_M, mixed as llama-quantize does, or UD-IQ3_XXS. Shapes are those of the published configurations; a
 drafter without one has the target's width. ``--layers`` reduces the target.
@@ -30,6 +31,7 @@ from random_gguf.archs import (
     write_qwen35moe,
 )
 from random_gguf.dflash2 import write_dflash2
+from random_gguf.mmproj import CONTROL, QWEN35, SMOLVLM, Encoder, write_mmproj
 from random_gguf.model import Shape, write_dflash, write_qwen35
 from random_gguf.mtp import write_mtp_target
 from random_gguf.twin import write_twin
@@ -112,9 +114,14 @@ MODELS = {
                                           head_size_v=256, n_vocab=154880, n_ctx=202752, rope_base=1e6, n_expert=256, n_used=8, n_ff_expert=2048,
                                           n_dense=3, index_heads=32, index_size=128, top_k=2048, **drafter(5, 64, 8, 12288, 2, 20, 39, 57, 75)),
                      {"yarn": 0.0, "shared": 1}),
+    "smolvlm": Model(write_llama, Shape(n_layer=30, n_embd=576, n_ff=1536, n_head=9, n_head_kv=3, head_size=64, n_rot=64, n_vocab=49280, n_ctx=8192, rope_base=1e5,
+                                        **drafter(2, 9, 3, 1536, 2, 15, 28))),
     "llama-8B": Model(write_llama, Shape(n_layer=32, n_embd=4096, n_ff=14336, n_head=32, n_head_kv=8, head_size=128, n_vocab=128256,
                                          n_ctx=131072, rope_base=5e5, **drafter(5, 32, 8, 14336, 2, 9, 16, 23, 30))),
 }  # fmt: skip
+
+
+ENCODERS: dict[str, tuple[str, Encoder]] = {"4B": ("qwen3vl_merger", QWEN35), "smolvlm": ("idefics3", SMOLVLM)}
 
 
 def cut(shape: Shape, layers: int) -> Shape:
@@ -167,6 +174,17 @@ def write_with_mtp(name: str, quant: str, out: Path, layers: int | None = None) 
     return path
 
 
+def write_seeing(name: str, quant: str, out: Path) -> tuple[Path, Path]:
+    """Writes the target of ``MODELS[name]`` whose vocabulary has tokens for pictures, and its encoder, unless they are there. Returns their paths."""
+    folder, model, (kind, encoder) = out / f"{name}-{quant}-seeing", MODELS[name], ENCODERS[name]
+    target, mmproj = folder / "target.gguf", folder / "mmproj.gguf"
+    if not mmproj.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        model.write(target, replace(model.shape, control=CONTROL[kind]), quant, **model.options)
+        write_mmproj(folder / "part", kind, model.shape.n_embd, encoder, "F16").rename(mmproj)
+    return target, mmproj
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS, nargs="+")
@@ -174,13 +192,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="layers of the target (default: as published)")
     parser.add_argument("--out", type=Path, default=Path("models"))
     parser.add_argument("--mtp", action="store_true", help="targets with an MTP layer, without drafters")
+    parser.add_argument(
+        "--mmproj", action="store_true", help=f"targets of {', '.join(ENCODERS)} with encoders of pictures, without drafters"
+    )
     parser.add_argument("--drafter", choices=DRAFTERS, default="dflash")
     parser.add_argument("--twin", action="store_true", help="the same target in F32 too, for scripts/parity_table.py --twin")
     args = parser.parse_args()
     for name in args.model:
         started = time.perf_counter()
         wanted = name, args.quant, args.out, args.layers
-        paths: tuple[Path, ...] = (write_with_mtp(*wanted),) if args.mtp else write_pair(*wanted, args.drafter)
+        paths: tuple[Path, ...] = (
+            (write_with_mtp(*wanted),) if args.mtp else write_pair(*wanted, args.drafter) if not args.mmproj else write_seeing(*wanted[:3])
+        )
         if args.twin:
             paths += (write_twin(paths[0], paths[0].with_suffix(".f32.gguf")),)
         print(*(f"{path}  {path.stat().st_size / 1e9:.2f} GB" for path in paths), f"{time.perf_counter() - started:.1f} s", sep="  ")

@@ -52,11 +52,12 @@ _set_offset = _function("_Z28llama_set_nextn_layer_offsetP13llama_contexti", Non
 _MTP = 1  # a context that runs the MTP layer
 
 
-def _model(path):
+def _model(path, gpu=False):
     params = L.llama_model_default_params()
-    params.n_gpu_layers, params.load_mtp = 0, True
-    overrides = stacks_as_they_are()
-    params.tensor_buft_overrides = int(ffi.cast("uintptr_t", overrides))
+    params.n_gpu_layers, params.load_mtp = 999 if gpu else 0, True
+    overrides = stacks_as_they_are()  # of the CPU
+    if not gpu:
+        params.tensor_buft_overrides = int(ffi.cast("uintptr_t", overrides))
     model = L.llama_model_load_from_file(str(path).encode(), params)
     assert model, path
     return model

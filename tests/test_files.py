@@ -130,10 +130,10 @@ def desk(tmp_path_factory):
 @pytest.fixture(scope="module")
 def picture_desk(tmp_path_factory):
     """A folder with a target that sees images."""
-    from vision.test_encoder import file_of, write_family
+    from vision.families import file_of, write_family
 
     folder = tmp_path_factory.mktemp("pictures")
-    target, encoder = write_family(folder, "idefics3")
+    target, encoder = write_family(folder, "llama")
     target.rename(folder / "target.gguf")
     encoder.rename(folder / "mmproj.gguf")
     (folder / "photo.png").write_bytes(file_of((96, 64)))

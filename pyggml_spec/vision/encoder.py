@@ -19,7 +19,7 @@ import numpy as np
 
 from ..engine.prompt import AXES, Picture, Prompt, row_ids
 from ..errors import ModelError, PictureError
-from ..ggml.device import Backend
+from ..ggml.device import Backend, device_handle
 from ..ggml.library import ffi, lib
 from ..gguf_io import GGUFFile
 from ..models.decoder import Decoder
@@ -91,7 +91,7 @@ class Encoder:
         params.use_gpu = params.warmup = backend.device.kind != "cpu"  # its buffers are allocated before the context takes what is free
         params.print_timings = False
         if params.use_gpu:
-            params.device = their.cast("ggml_backend_dev_t", int(ffi.cast("uintptr_t", lib.ggml_backend_dev_get(backend.device.index))))
+            params.device = their.cast("ggml_backend_dev_t", int(ffi.cast("uintptr_t", device_handle(backend.device))))
         params.n_threads = backend.threads or os.cpu_count() or 1
         if not params.use_gpu:  # what a warm-up would find: without it a picture of 4096 rows takes gigabytes
             params.flash_attn_type = mtmd.LLAMA_FLASH_ATTN_TYPE_ENABLED

@@ -5,7 +5,7 @@ python scripts/random_gguf/mmproj.py KIND FILE N_EMBD [TYPE]     N_EMBD: of the 
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from random_gguf.model import Writer
 
 CONTROL = {  # tokens around pictures that the target's vocabulary has to have
-    "qwen3vl": ("<|vision_start|>", "<|vision_end|>"), "gemma3": ("<start_of_image>", "<end_of_image>"), "gemma4v": ("<|image>", "<image|>"),
+    "qwen3vl_merger": ("<|vision_start|>", "<|vision_end|>"), "gemma3": ("<start_of_image>", "<end_of_image>"), "gemma4v": ("<|image>", "<image|>"),
     "idefics3": ("<fake_token_around_image>", "<global-img>", "\u010a\u010a", *(f"<row_{i}_col_{j}>" for i in range(1, 5) for j in range(1, 5))),
 }  # fmt: skip
 
@@ -36,7 +36,8 @@ class Encoder:
 
 
 SMOLVLM = Encoder(768, 12, 12, 3072, 512, 16, 4, (), 2048)  # SmolVLM-256M
-QWEN3VL_4B = Encoder(1024, 16, 24, 4096, 768, 16, 2, (5, 11, 17))
+QWEN3VL = Encoder(1024, 16, 24, 4096, 768, 16, 2, (5, 11, 17))  # Qwen3-VL-4B
+QWEN35 = replace(QWEN3VL, deepstack=())  # Qwen3.5-4B
 
 
 def write_mmproj(path: str | Path, kind: str, n_text: int, e: Encoder = Encoder(), quant: str = "F32", seed: int = 3) -> Path:

@@ -47,12 +47,12 @@ def text(n, seed=0):
     return np.random.default_rng(seed).integers(0, 256, n).tolist()
 
 
-def loaded(stack, path, draft=None, kernels="ggml", adapter=None, **options):
+def loaded(stack, path, draft=None, kernels="ggml", adapter=None, device="CPU", **options):
     def own(part):
         stack.callback(part.close)
         return part
 
-    backend, file = own(Backend(pick_device("CPU"), 1, kernels)), own(GGUFFile(path))
+    backend, file = own(Backend(pick_device(device), 1, kernels)), own(GGUFFile(path))
     target = open_target(file)
     drafter = None
     if draft == path:
@@ -176,23 +176,30 @@ def as_picture(file, tokens):
     return Picture(row_ids(b"tokens", n), rows.astype(np.float32), positions, n)
 
 
+def behind_rows_of_tokens(stack, folder, pair, device="CPU"):
+    """Text, numbers of drafts and of accepted ones, their shares by position, and rows from the prefix cache: of tokens, of a picture of the same embeddings, and of that one again."""
+    target, draft = (DEMO_TARGET, DEMO_DRAFTER) if pair == "embedded" else write_pair(folder, pair, TINY)
+    runner = loaded(stack, target, draft, kernels="native" if device == "CPU" else None, device=device, chunk=64, slots=2)
+    tokens = text(90) if pair != "embedded" else stack.enter_context(closing(Tokenizer(runner.target.file))).encode(CODE)
+    n = len(tokens) // 2
+    shown = Prompt([tokens[:9], as_picture(runner.target.file, tokens[9:n]), tokens[n:]])
+    engine, seen = Engine(runner, 8, prefix_memory=1 << 26), []
+    for prompt in (tokens, shown, shown):
+        sequence = engine.submit(prompt, GenerationOptions(60, SPECULATIVE, 8))
+        engine.run()
+        stats = sequence.stats
+        seen.append((sequence.tokens, (stats.drafted, stats.matched, stats.matched_per_position), stats.reused_tokens))
+    return seen
+
+
 @pytest.mark.parametrize("pair", ["qwen35", "mtp", "peagle", "eagle3", "embedded"])
 def test_drafts_behind_rows_of_tokens(tmp_path, pair):
     """Tokens, and a picture of the same embeddings: the same text, drafts and acceptance; also with both from the prefix cache."""
-    target, draft = (DEMO_TARGET, DEMO_DRAFTER) if pair == "embedded" else write_pair(tmp_path, pair, TINY)
     with ExitStack() as stack:
-        runner = loaded(stack, target, draft, kernels="native", chunk=64, slots=2)
-        tokens = text(90) if pair != "embedded" else stack.enter_context(closing(Tokenizer(runner.target.file))).encode(CODE)
-        n = len(tokens) // 2
-        shown = Prompt([tokens[:9], as_picture(runner.target.file, tokens[9:n]), tokens[n:]])
-        engine, seen = Engine(runner, 8, prefix_memory=1 << 26), []
-        for prompt in (tokens, shown, shown):
-            sequence = engine.submit(prompt, GenerationOptions(60, SPECULATIVE, 8))
-            engine.run()
-            seen.append((sequence.tokens, sequence.stats.drafted, sequence.stats.matched_per_position))
-        assert seen[0] == seen[1] == seen[2] and seen[0][1] > 0 and sequence.stats.reused_tokens > 9
-        if pair == "embedded":
-            assert sequence.stats.matched > 20
+        seen = behind_rows_of_tokens(stack, tmp_path, pair)
+    assert seen[0][:2] == seen[1][:2] == seen[2][:2] and seen[0][1][0] > 0 and seen[2][2] > 9
+    if pair == "embedded":
+        assert seen[0][1][1] > 20
 
 
 def test_slots_with_and_without_pictures(tmp_path):

@@ -411,9 +411,9 @@ def test_images_where_the_model_sees_none(browser, page, png):
 def test_images_where_the_model_sees_them(browser, tmp_path, png):
     """Dropped and pasted ones, of which one is removed again; the next turn sends the other with the conversation."""
     pytest.importorskip("pyggml_spec._mtmd")
-    from vision.test_encoder import write_family
+    from vision.families import write_family
 
-    target, _ = write_family(tmp_path, "qwen3vl_merger")
+    target, _ = write_family(tmp_path, "qwen3vl")
     with Running("-m", target, "--slots", 1, "-c", 1024) as running:
         browser.get(running.url)
         browser.execute_script("localStorage.clear(); localStorage.setItem('pyspec.settings', JSON.stringify({ max_tokens: 4 }))")

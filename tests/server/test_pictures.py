@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from server.running import Running
 from sessions import fails_with
-from vision.test_encoder import file_of, write_family
+from vision.families import file_of, write_family
 
 from pyggml_spec.server import pictures
 from pyggml_spec.server.errors import ApiError
@@ -28,7 +28,7 @@ def part(address):
 def seeing(tmp_path_factory):
     """A server with an encoder, which it finds beside the target."""
     pytest.importorskip("pyggml_spec._mtmd")
-    target, _ = write_family(tmp_path_factory.mktemp("seeing"), "qwen3vl_merger")
+    target, _ = write_family(tmp_path_factory.mktemp("seeing"), "qwen3vl")
     with Running("-m", target, "--slots", 2, "-c", 1024) as server:
         yield server
 

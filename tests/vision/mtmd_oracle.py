@@ -5,17 +5,19 @@ import ctypes
 import llama_cpp as L
 import numpy as np
 from llama_cpp import mtmd_cpp as M
-from llama_oracle import F16, _context, _decode, _model
+from llama_oracle import _context, _decode, _model
+
+from pyggml_spec.cache.kv import KVTypes
 
 MARKER = "<__media__>"
 
 
-def after_pictures(target, mmproj, text, files, greedy=8, n_ctx=2048, n_batch=512):
+def after_pictures(target, mmproj, text, files, greedy=8, n_ctx=2048, n_batch=512, gpu=False, kv="f16", threads=1):
     """Logits after a text with a MARKER for each of ``files``, F32 [n_vocab], so many greedy tokens, and the rows of each picture or part, F32 [n, n_embd]."""
-    model = _model(target)
-    ctx = _context(model, n_ctx, n_batch, 1, F16)
+    model = _model(target, gpu)
+    ctx = _context(model, n_ctx, n_batch, threads, KVTypes(kv, kv))
     params = M.mtmd_context_params_default()
-    params.use_gpu, params.print_timings, params.n_threads = False, False, 1  # warmed up, as llama-server does
+    params.use_gpu, params.print_timings, params.n_threads = gpu, False, threads  # warmed up, as llama-server does
     mtmd = M.mtmd_init_from_file(str(mmproj).encode(), model, params)
     assert mtmd, mmproj
     bitmaps = [

@@ -1,15 +1,12 @@
 """Pictures through libmtmd: logits and greedy text against llama.cpp's own path over the same random target and encoder."""
 
-import io
-
 import numpy as np
 import pytest
-from PIL import Image
 from random_gguf.archs import WRITERS
-from random_gguf.described import write_described
-from random_gguf.mmproj import CONTROL, Encoder, write_mmproj
+from random_gguf.mmproj import CONTROL, write_mmproj
 from random_gguf.model import Shape
 from sessions import fails_with
+from vision.families import FAMILIES, file_of, write_family
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ModelError, PictureError
@@ -20,36 +17,13 @@ from pyggml_spec.vision.pictures import PictureLimits
 pytest.importorskip("pyggml_spec._mtmd")
 from vision.mtmd_oracle import MARKER, after_pictures
 
-FAMILIES = {  # kind of encoder: (architecture of the target, keys, sizes of the encoder, pictures)
-    "qwen3vl_merger": ("qwen3vl", {"n_deepstack_layers": 2}, Encoder(), ((96, 64), (70, 130))),
-    "gemma3": ("gemma3", {}, Encoder(), ((96, 64), (64, 64))),
-    "gemma4v": ("gemma4", {}, Encoder(merge=3), ((300, 200), (100, 200))),
-    "idefics3": ("llama", {}, Encoder(deepstack=()), ((96, 64), (200, 90))),
-}
-
-
-def file_of(size, seed=0, kind="PNG"):
-    out = io.BytesIO()
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), np.uint8)).save(out, kind)
-    return out.getvalue()
-
-
-def write_family(folder, kind, quant="F32", **more):
-    arch, keys, encoder, _ = FAMILIES[kind]
-    shape = Shape(n_ff=128, control=CONTROL[kind.removesuffix("_merger")], **more)
-    if arch in ("llama", "gemma4"):
-        target = WRITERS[arch](folder / "t.gguf", shape, quant)
-    else:
-        target = write_described(arch, folder / "t.gguf", shape, quant, keys=keys)
-    return target, write_mmproj(folder / "mmproj-t.gguf", kind, shape.n_embd, encoder, quant)
-
 
 @pytest.mark.parametrize("quant", ["F32", "Q8_0"])
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_text_after_pictures_equals_llama_cpp(tmp_path, kind, quant):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_after_pictures_equals_llama_cpp(tmp_path, family, quant):
     """Two pictures of different sizes, one of them cut into parts where the encoder does that."""
-    target, mmproj = write_family(tmp_path, kind, quant)
-    files = [file_of(size, seed) for seed, size in enumerate(FAMILIES[kind][3])]
+    target, mmproj = write_family(tmp_path, family, quant)
+    files = [file_of(size, seed) for seed, size in enumerate(FAMILIES[family].sizes)]
     texts = "What is in ", " and in ", "? Say it."
     logits, ids, rows = after_pictures(target, mmproj, MARKER.join(texts), files)
     with ps.load(target, mmproj=mmproj, device="CPU", threads=1, kernels="ggml", n_ctx=2048, spec=["none"]) as session:
@@ -81,7 +55,7 @@ def test_what_is_refused(tmp_path):
 
 def test_prefix_files_and_a_drafter_of_text(tmp_path):
     """A prompt with a picture outlives the process; after pictures a small model does not draft, and a note says so."""
-    target, mmproj = write_family(tmp_path, "idefics3")
+    target, mmproj = write_family(tmp_path, "llama")
     small = WRITERS["llama"](tmp_path / "small.gguf", Shape(n_layer=1, n_ff=64, control=CONTROL["idefics3"]))
     seen = []
     for draft in (None, None, small):

@@ -1,0 +1,48 @@
+"""Random targets with the encoders that fit them, and files of pictures."""
+
+import io
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+from random_gguf.archs import WRITERS
+from random_gguf.described import write_described
+from random_gguf.mmproj import CONTROL, Encoder, write_mmproj
+from random_gguf.model import Shape
+
+
+class Family(NamedTuple):
+    """``kind`` of the encoder; ``arch`` and ``keys`` of the target; ``sizes`` of two pictures."""
+
+    kind: str
+    arch: str
+    encoder: Encoder
+    sizes: tuple[tuple[int, int], tuple[int, int]]
+    keys: dict[str, Any] = {}
+
+
+FAMILIES = {
+    "qwen3vl": Family("qwen3vl_merger", "qwen3vl", Encoder(), ((96, 64), (70, 130)), {"n_deepstack_layers": 2}),
+    "qwen35": Family("qwen3vl_merger", "qwen35", Encoder(deepstack=()), ((96, 64), (70, 130))),
+    "gemma3": Family("gemma3", "gemma3", Encoder(), ((96, 64), (64, 64))),
+    "gemma4": Family("gemma4v", "gemma4", Encoder(merge=3), ((300, 200), (100, 200))),
+    "llama": Family("idefics3", "llama", Encoder(deepstack=()), ((96, 64), (200, 90))),
+}
+
+
+def write_family(folder, name, quant="F32", encoder=None, **shape):
+    """Target and encoder of a family; ``encoder``: other sizes of it."""
+    family, shape = FAMILIES[name], {"n_ff": 128, **shape}
+    shape, path = Shape(control=CONTROL[family.kind], **shape), folder / "t.gguf"
+    if family.arch in WRITERS and not family.keys:
+        target = WRITERS[family.arch](path, shape, quant)
+    else:
+        target = write_described(family.arch, path, shape, quant, keys=family.keys)
+    return target, write_mmproj(folder / "mmproj-t.gguf", family.kind, shape.n_embd, encoder or family.encoder, quant)
+
+
+def file_of(size, seed=0, kind="PNG"):
+    """Noise of ``size``, (width, height)."""
+    out = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), np.uint8)).save(out, kind)
+    return out.getvalue()
