@@ -228,4 +228,4 @@ def test_models_are_pulled_listed_and_deleted(asked, tmp_path):
     one_sentence(asked("rm", "Some/Target-GGUF:Q8_0"), "there is no model", "pyspec list")
     assert asked("rm", "Some/Target-GGUF").returncode == 0 and not list((tmp_path / "home" / "hub").glob("models--*"))
     assert "pyspec pull" in asked("list").stderr
-    one_sentence(asked("ps", "--url", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9", "--url")
+    one_sentence(asked("ps", "--url", "127.0.0.1:9"), "no server answers at http://127.0.0.1:9", "--url")

@@ -51,11 +51,18 @@ def model_specs(command: click.Command, values: Mapping[str, Any], arguments: Se
         if values["models_dir"] or values["models_preset"]:
             raise click.UsageError("-m and -hf name one model, --models-dir and --models-preset many; leave one of them out")
         path = Path(values["target"]) if values["target"] is not None else None
+        for file in (path, *map(Path, values["draft"] or ())):
+            if file is not None and not file.is_file():
+                raise PyspecError(f"{file} does not exist; check the path")
         names = [part.strip() for part in (values["alias"] or "").split(",") if part.strip()] or [
             path.name if path is not None else values["hf_repo"]
         ]
         one = ModelSpec(names[0], tuple(_given(command, arguments, _FILES)), path, tuple(names[1:]), None, False, idle)
         return lambda: [one]
+    if values["draft"] or values["hf_repo_draft"]:
+        raise click.UsageError(
+            "-md and -hfd name the drafter of one model; with several, name it in the file of --models-preset, as model-draft"
+        )
     if values["alias"]:
         raise click.UsageError("-a names one model; with several, give aliases in the file of --models-preset")
     preset = _preset(command, Path(values["models_preset"]), shared, idle) if values["models_preset"] is not None else []

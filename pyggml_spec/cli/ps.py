@@ -18,6 +18,7 @@ SECONDS = 5
 def command(url: str):
     """Lists the models of a running server, loaded and sleeping ones."""
     where = url.rstrip("/").removesuffix("/v1")
+    where = where if "://" in where else f"http://{where}"
     try:
         with urlopen(f"{where}/v1/models", timeout=SECONDS) as response:
             models = json.load(response)["data"]

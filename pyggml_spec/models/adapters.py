@@ -65,8 +65,9 @@ class Adapters:
             wanted = ["adapter", "lora", self._target.file.metadata["general.architecture"]]
             if kinds != wanted:
                 what = ", ".join(map(brief, kinds))
+                keys = "its general.type, adapter.type and general.architecture"
                 raise ModelError(
-                    f"{path} is no LoRA adapter of {self._target.file.path.name}: it is {what}, not {', '.join(wanted)}; convert it for this model"
+                    f"{path} is no LoRA adapter of {self._target.file.path.name}: {keys} are {what}, not {', '.join(wanted)}; convert it for this model"
                 )
             if "adapter.alora.invocation_tokens" in file.metadata:
                 raise ModelError(f"{path} is an adapter that begins at certain tokens (aLoRA), which is not supported; use a LoRA adapter")

@@ -38,6 +38,7 @@ EFFORTS = {
     "low": 0.2,
     "medium": 0.5,
 }  # shares of the output that may be thinking, where the template does not know the effort
+FURTHER_EFFORTS = ("none", "high", "xhigh", "max")
 NO_MESSAGES = 'messages is missing, or no list; send a list like [{"role": "user", "content": "Hello"}]'
 
 
@@ -132,11 +133,13 @@ def _thinking(served: Served, body: Chat, prompt: Prompt, template: ChatTemplate
     if channels is not None:
         begin, end = channels.thinks, channels.ends[0]
         forced = end + channels.start + channels.answers
-    limit = body.thinking_budget
-    if limit < 0 and body.reasoning_effort in EFFORTS and "reasoning_effort" not in template.source:
+    limit, effort = body.thinking_budget, body.reasoning_effort if "reasoning_effort" not in template.source else ""
+    if effort and effort not in (*EFFORTS, *FURTHER_EFFORTS):  # a template that knows it may know others
+        raise wrong("reasoning_effort", effort, f"one of {', '.join((*EFFORTS, *FURTHER_EFFORTS))}")
+    if limit < 0 and effort in EFFORTS:
         most = sampling.max_tokens(body, served.limits)
         left = served.n_ctx - len(prompt.ids)
-        limit = int(EFFORTS[body.reasoning_effort] * (left if most is None else min(most, left)))
+        limit = int(EFFORTS[effort] * (left if most is None else min(most, left)))
     limit = served.options.thinking_budget if limit < 0 else limit
     message = served.options.thinking_message if body.reasoning_budget_message is None else body.reasoning_budget_message
     return ThinkingBudget(begin, end, None if limit < 0 else min(limit, THINKING_LIMIT), message + forced, prompt.inside == "reasoning")

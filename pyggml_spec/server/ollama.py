@@ -72,10 +72,10 @@ class Generate(Common, kw_only=True):
 
 async def chat(context: Context, request: Request) -> Response:
     given = _parsed(request, OllamaChat)
-    if not isinstance(given.messages, list):
-        raise ApiError(400, NO_MESSAGES, param="messages")
     if not given.messages:
         return _loaded(context, given, message={"role": "assistant", "content": ""})
+    if not isinstance(given.messages, list):
+        raise ApiError(400, NO_MESSAGES, param="messages")
     fields, names = _fields(request, given)
     fields |= {"messages": [_message(message, i) for i, message in enumerate(given.messages)], "tools": given.tools}
     with translated(names):

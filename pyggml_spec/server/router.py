@@ -60,9 +60,16 @@ async def forward(router: Router, request: Request) -> Response:
     """Of whatever a model answers."""
     fleet = router.fleet
     model = fleet.find(_named(request))
-    if request.path.startswith("/api/") and (keep := request.json_object().get("keep_alive")) is not None:
-        model.idle_seconds = ollama.keep_seconds(keep)
-        if model.idle_seconds == 0 and model.ready is None and not {"messages", "prompt"} & request.json_object().keys():
+    if request.method == "POST":
+        body = request.json_object()
+        keep = body.get("keep_alive") if request.path.startswith("/api/") else None
+        model.idle_seconds = model.spec.idle_seconds if keep is None else ollama.keep_seconds(keep)  # until the next request
+        if (
+            keep is not None
+            and model.idle_seconds == 0
+            and model.ready is None
+            and not any(body.get(n) for n in ("messages", "prompt", "input"))
+        ):
             return json_response({"model": model.spec.name, "done": True, "done_reason": "unload"})
     fleet.begin(request)
     request.on_end.append(lambda: fleet.end_of(request))

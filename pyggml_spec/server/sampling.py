@@ -102,7 +102,7 @@ def _samplers(value: Any) -> tuple[str, ...]:
 
 
 def logit_bias(value: Any, tokenizer: Tokenizer) -> dict[int, float]:
-    """``{"id or text": number}`` or ``[[id or text, number or false], ...]``; a text means each of its tokens, ids out of range are dropped."""
+    """``{"id or text": number}`` or ``[[id or text, number or false], ...]``; a text means each of its tokens."""
     pairs = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(pairs, list) or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs) or len(pairs) > 4096:
         raise wrong("logit_bias", value, 'an object like {"42": -1.5}, or a list of at most 4096 pairs')
@@ -115,11 +115,13 @@ def logit_bias(value: Any, tokenizer: Tokenizer) -> dict[int, float]:
             raise wrong("logit_bias", bias, "a number or false for each token")
         if isinstance(token, bool) or not isinstance(token, (int, str)):
             raise wrong("logit_bias", token, "token ids or texts with a number each")
-        if isinstance(token, str) and isinstance(value, dict) and token.isdecimal() and len(token) < 10:
+        if isinstance(token, str) and isinstance(value, dict) and token.isdecimal() and len(token) < 20:
             token = int(token)
+        if isinstance(token, int) and not 0 <= token < tokenizer.n_vocab:
+            raise wrong("logit_bias", token, f"ids of the model's {tokenizer.n_vocab} tokens; those of another tokenizer mean others")
         check()
         ids = [token] if isinstance(token, int) else tokenizer.encode(token, special=True, bos=False)
-        out |= {i: float(bias) for i in ids if 0 <= i < tokenizer.n_vocab}
+        out |= dict.fromkeys(ids, float(bias))
     return out
 
 

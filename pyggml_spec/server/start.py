@@ -119,8 +119,10 @@ class Service:
         named = zip(self.settings.hosts, sockets)
         return Hosts(self.settings.allowed_hosts, [h for host, sock in named if not is_path(host) for h in (host, sock.getsockname()[0])])
 
-    async def serve(self, app: ASGIApp, sockets: list[socket.socket], what: Callable[[str], str]) -> None:
-        """Until a signal ends it. ``what``: the line about what it serves at an address."""
+    async def serve(
+        self, app: ASGIApp, sockets: list[socket.socket], what: Callable[[str], str], started: Callable[[], None] | None = None
+    ) -> None:
+        """Until a signal ends it. ``what``: the line about what it serves at an address; ``started``: called when signals are obeyed."""
         settings, self.loop = self.settings, asyncio.get_running_loop()
         self.server = Server(guard(uvicorn.Config(
             app, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, date_header=True,
@@ -133,6 +135,8 @@ class Service:
             signals[signal.SIGHUP] = self._read_keys
         for number, handler in signals.items():
             self.loop.add_signal_handler(number, handler)
+        if started is not None:
+            started()
         try:
             scheme = "https" if settings.certificate else "http"
             for host, sock in zip(settings.hosts, sockets):
@@ -223,8 +227,12 @@ class _ModelService(Service):
             )
             watching = self.loop.create_task(self.queue.watch())
             try:
-                settings.started(context.served)
-                await self.serve(app, sockets, lambda at: f"serving {context.served.name} at {at} {self.what(context)}")
+                await self.serve(
+                    app,
+                    sockets,
+                    lambda at: f"serving {context.served.name} at {at} {self.what(context)}",
+                    lambda: settings.started(context.served),
+                )
             finally:
                 watching.cancel()
                 if self.recorder is not None:

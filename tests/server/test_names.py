@@ -324,3 +324,5 @@ def test_numbers_that_no_field_can_hold(server):
         with pytest.raises(SamplingError):
             Sampling(logit_bias={5: bias})
     assert logit_bias({"5": False}, SimpleNamespace(n_vocab=9)) == {5: -float("inf")}
+    for ids in ({"9": 1}, [[-1, 1]], {str(1 << 40): 1}):  # of another tokenizer
+        fails_with(ApiError, "logit_bias is", logit_bias, ids, SimpleNamespace(n_vocab=9, encode=lambda text, **_: [3]))

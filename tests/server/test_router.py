@@ -98,6 +98,21 @@ def test_an_idle_model_is_unloaded_and_loaded_again(router):
     assert router.post("/models/unload", model="second").json() == {"success": True} and states(router)["second"] == "sleeping"
 
 
+def test_keep_alive_counts_until_the_next_request(router):
+    for body in ({"prompt": "x", "stream": False}, {}):
+        router.ok("/v1/chat/completions", **chat("first"))
+        assert listed(router, "first")["pyspec"]["idle_seconds"] is None
+        router.ok("/api/generate", model="first", keep_alive=0, **body)
+        wait_for(lambda: states(router)["first"] == "sleeping")
+    assert router.ok("/api/chat", model="first", keep_alive=0)["done_reason"] == "unload" and states(router)["first"] == "sleeping"
+    assert (
+        router.ok("/api/chat", model="first", keep_alive="5m")["done_reason"] == "load"
+        and listed(router, "first")["pyspec"]["idle_seconds"] == 300
+    )
+    router.post("/models/unload", model="first")
+    assert not any("was ended by SIGTERM" in line for line in router.lines)
+
+
 def test_errors_name_the_models_and_keep_each_dialect(router):
     unknown = router.post("/v1/chat/completions", **chat("third"))
     assert unknown.status_code == 404 and "first, second, and any" in unknown.json()["error"]["message"]
@@ -241,6 +256,19 @@ def test_a_wrong_preset_is_one_sentence(folder, tmp_path, preset, words):
     (tmp_path / "first.gguf").symlink_to(folder / "first.gguf")
     (tmp_path / "preset.toml").write_text(preset)
     one_sentence(pyspec("serve", "--models-preset", tmp_path / "preset.toml", "--port", 0), *words)
+
+
+@pytest.mark.parametrize("options, words", [
+    (["-m", "none.gguf", "--sleep-idle-seconds", "5"], ["none.gguf does not exist"]),
+    (["-m", "first.gguf", "-md", "none.gguf", "--sleep-idle-seconds", "5"], ["none.gguf does not exist"]),
+])  # fmt: skip
+def test_a_file_that_is_not_there_is_missed_at_the_start(folder, options, words):
+    one_sentence(pyspec("serve", "--port", 0, *(str(folder / o) if o.endswith(".gguf") else o for o in options)), *words)
+
+
+def test_a_drafter_for_several_models_is_refused(folder):
+    done = pyspec("serve", "--port", 0, "--models-dir", folder, "-md", folder / "first.gguf")
+    assert done.returncode == 2 and "name it in the file of --models-preset" in done.stderr
 
 
 def test_options_reach_the_processes_of_their_models(folder):

@@ -39,3 +39,6 @@ def test_the_limit_is_that_of_the_request_its_effort_or_the_server(templates, tm
         low, _, count = thought(reasoning_effort="low", max_tokens=25)  # the template does not know it: a fifth
         assert 5 <= count < 6 + 3 and len(cut) <= len(low) < len(served)
         assert thought(speculative=False, thinking_budget_tokens=4)[0] == cut
+        refused = model.server.post("/v1/messages", **model.body("long", output_config={"effort": "extreme"}))
+        assert refused.status_code == 400 and refused.json()["error"]["message"].startswith('output_config.effort is "extreme"')
+        assert thought(reasoning_effort="xhigh")[0] == served
