@@ -8,6 +8,7 @@ from .batch import Batch, GraphKey
 from .graphs import StepGraphs, commit_key
 from .resources import Resources
 
+EXACT = "logits", "capture"  # no other graph is planned beside these: what the host reads is in their buffer, which could move
 AHEAD = 64  # tokens, or a whole step, before a K/V bucket ends the graph of the next one is built
 
 
@@ -69,7 +70,7 @@ class GraphPrebuilder:
         if self._keys and self._epoch == self._resources.epoch:
             if self._committed > self._complete_to:
                 self._build_expected()
-        elif key.candidates is not None and (key.kind != "prefill" or key.slots.count == 1):
+        elif key.candidates is not None and key.kind not in EXACT and (key.kind != "prefill" or key.slots.count == 1):
             # only graphs that were planned for: the buffer is in use, and whole rows of logits in it are still to be read
             graphs.get(key.at(self._resources.kv.bucket(batch.context + key.verify_len + max(key.verify_len, AHEAD))))
         graphs.waited_us = waited  # no step waited for these

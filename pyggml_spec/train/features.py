@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..api import Session
-from ..errors import TrainingError
 from ..models.base import AttentionInputs, TargetInputs
 from .ops import Ops, caches, node
 from .recurrent import DeltaRule
@@ -173,14 +172,9 @@ class TorchTarget:
 
 
 class EngineTarget:
-    """Hidden states from the engine's own steps; torch has the embedding, the last norm and the head. Raises TrainingError: the engine is not on a CPU, where
-    alone captured states are proven."""
+    """Hidden states from the engine's own steps; torch has the embedding, the last norm and the head."""
 
     def __init__(self, session: Session, decoder: Any, layers: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
-        if session.backend.device.kind != "cpu":
-            raise TrainingError(
-                f"hidden states are read from the engine on CPUs only, and it runs on {session.backend.device.name}: use `device` CPU"
-            )
         self.decoder, self._session, self._layers, self._device = decoder, session, (*layers, decoder.n_layer), device
         self._ops: Any = Ops()
         read_weights(decoder, device, dtype, ends=True)

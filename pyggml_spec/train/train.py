@@ -21,15 +21,15 @@ from ..models.registry import open_drafter, open_target
 from ..tools.compare import TEXT
 from .blank import Shape, new_drafter
 from .export import export
-from .features import LEAST_AGREEMENT, WORST_DISTANCE, Agreement, EngineTarget, Target, TorchTarget, agreement, padded
+from .features import LEAST_AGREEMENT, WORST_DISTANCE, Agreement, EngineTarget, Target, TorchTarget, agreement
 from .generate import answers
 from .methods import method_of
 from .texts import TEMPERATURES, Text, answer, as_line, read_texts, split
 from .trainer import Report, Schedule, Score, Trainer
-from .warm import begin_with_target
 from .weights import new_weights, read_weights
 
 RATE, ADAPTED = 2e-3, 2e-4  # peak learning rates: of new drafters, and of ones that go on
+BATCH = {"cuda": 16384, "cpu": 1024}  # tokens of a step: fewer do not fill a GPU
 REPLAY = 0.2  # share of other texts against forgetting
 CONTEXT = 768  # tokens of a text
 
@@ -45,7 +45,7 @@ class TrainOptions:
     slots: answers at once.
     context: tokens of a text.
     rate: peak learning rate; 0 for RATE, or ADAPTED with ``start``.
-    batch_tokens: of a step of training.
+    batch_tokens: of a step of training; 0 for BATCH.
     features: "torch", "engine", or "auto" for torch where it agrees with the engine.
     torch_device: "cuda" or "cpu"; None for a GPU if torch sees one.
     resume: go on from the state that an interrupted training left.
@@ -62,7 +62,7 @@ class TrainOptions:
     slots: int = 64
     context: int = CONTEXT
     rate: float = 0.0
-    batch_tokens: int = 4096
+    batch_tokens: int = 0
     features: str = "auto"
     torch_device: str | None = None
     seed: int = 0
@@ -115,6 +115,7 @@ def train(
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     device = torch.device(options.torch_device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(options.seed)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, for some 40 ms
     with ExitStack() as stack:
         session = stack.enter_context(
             load(target, options=replace(load_options, spec=["none"], n_ctx=load_options.n_ctx or 2048), progress=progress)
@@ -125,8 +126,9 @@ def train(
         source, agreed = _features(session, decoder, drafter, options.features, device, say)
         texts = _texts(session, source, options, folder, progress, say, interrupted)
         learnt, held = split(texts)
-        values = _weights(drafter, source, learnt, options, device)
-        schedule = Schedule(options.minutes, options.rate or (RATE if options.start is None else ADAPTED), options.batch_tokens)
+        values = _weights(drafter, source, options, device)
+        rate = options.rate or (RATE if options.start is None else ADAPTED)
+        schedule = Schedule(options.minutes, rate, options.batch_tokens or BATCH[device.type])
         began = time.monotonic()
         trainer = Trainer(method_of(drafter, source), values, learnt, held, schedule, device, options.seed, folder / "state.pt")
         if trainer.pooled:
@@ -158,12 +160,10 @@ def _opened(stack: ExitStack, path: str | Path, target: GGUFFile, decoder: Any) 
     return drafter
 
 
-def _weights(drafter: Drafter, target: Target, texts: list[Text], options: TrainOptions, device: torch.device) -> dict[str, torch.Tensor]:
-    if options.start is not None:
-        return read_weights(drafter, device, torch.float32).values
-    values = new_weights(drafter, target.decoder.weights["output.weight"].value, device, options.seed).values
-    begin_with_target(drafter, target, values, padded([texts[0].tokens], len(texts[0].tokens), device))
-    return values
+def _weights(drafter: Drafter, target: Target, options: TrainOptions, device: torch.device) -> dict[str, torch.Tensor]:
+    if options.start is None:
+        return new_weights(drafter, target.decoder.weights["output.weight"].value, device, options.seed).values
+    return read_weights(drafter, device, torch.float32).values
 
 
 def _features(

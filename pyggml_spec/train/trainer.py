@@ -33,7 +33,7 @@ class Schedule:
 
     minutes: float
     rate: float = 2e-3
-    batch_tokens: int = 4096
+    batch_tokens: int = 1024
 
 
 @dataclass

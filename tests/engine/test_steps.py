@@ -367,6 +367,16 @@ def test_memory_that_was_planned_does_for_every_length(long_session):
     engine.prefill([7] * 1000)
 
 
+def test_what_the_host_reads_stays_where_it_is(session, monkeypatch):
+    """On a device the host builds other graphs meanwhile: one of the same role may move the buffer of hidden states that are still to be read."""
+    engine, planned = session.runner, []
+    engine.reset(drafting=False)
+    monkeypatch.setattr(engine.prebuilder, "overlaps", True)
+    monkeypatch.setattr(engine.graphs, "_make", lambda key, make=engine.graphs._make: planned.append(key) or make(key))
+    engine.capture([7] * 200, (0, engine.target.n_layer))
+    assert [key.kind for key in planned] == ["capture"]
+
+
 class Recorder:
     """A device that captures, as far as callers can tell: what was captured, launched and released, in that order."""
 

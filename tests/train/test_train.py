@@ -1,13 +1,18 @@
 """`pyspec train` on a toy target whose text was chosen beforehand: its answers are known, so that a drafter that learns them is right nearly always."""
 
+import importlib
+import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import scripted
 
 torch = pytest.importorskip("torch", reason="training needs the extra `train`: `make test-train` installs it")
 
+import pyggml_spec.train  # noqa: E402
 from pyggml_spec.api import load  # noqa: E402
 from pyggml_spec.chat import chat_template  # noqa: E402
 from pyggml_spec.errors import ModelError, PyspecError, TrainingError  # noqa: E402
@@ -145,6 +150,16 @@ def test_refusals_name_the_remedy(toy, prompts, tmp_path):
     (tmp_path / "there.gguf").touch()
     with pytest.raises(PyspecError, match="exists"):
         train(toy, tmp_path / "there.gguf", options(prompts))
+
+
+def test_torch_behind_ggml_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libtorch_cuda.so").touch()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    importlib.reload(pyggml_spec.train)  # torch is there already
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(TrainingError, match="import torch before"):
+        importlib.reload(pyggml_spec.train)
 
 
 def test_steps_walk_over_a_text():
