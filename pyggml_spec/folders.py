@@ -16,7 +16,7 @@ def cache_folder() -> Path:
     if named := os.environ.get(variable):
         cache = Path(named)
     if cache is not None:
-        if why := why_not_trusted(cache):
+        if cache.is_dir() and (why := why_not_trusted(cache)):  # /dev/null keeps nothing, and is to keep its mode
             remedy = f"name a folder of yours in {variable}, or run: chmod go-w {cache}"
             raise PyspecError(f"{cache}, where pyspec keeps what it measured, {why}; {remedy}")
         return cache

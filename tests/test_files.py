@@ -14,7 +14,7 @@ from test_pages import GUIDE, PAGES, arguments, blocks, commands
 from pyggml_spec import building, rpc_library
 from pyggml_spec.errors import BuildError, PyspecError
 from pyggml_spec.files import replacing
-from pyggml_spec.folders import build_folder, cache_folder
+from pyggml_spec.folders import build_folder, cache_folder, why_nothing_is_kept
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.tools.convert import written_whole
 
@@ -61,6 +61,12 @@ def test_a_cache_that_others_can_write_is_refused(tmp_path, monkeypatch, variabl
     fails_with(PyspecError, f"can be written by others; .*PYSPEC_CACHE.*chmod go-w {folder}", cache_folder)
     folder.chmod(0o755)
     assert cache_folder() == folder
+
+
+def test_a_cache_that_is_no_folder_keeps_nothing(monkeypatch):
+    """PYSPEC_CACHE=/dev/null was refused with advice to change the mode of the device."""
+    monkeypatch.setenv("PYSPEC_CACHE", "/dev/null")
+    assert cache_folder() == Path("/dev/null") and "keep" in why_nothing_is_kept()
 
 
 def test_a_cache_of_another_user_is_refused(tmp_path, monkeypatch):

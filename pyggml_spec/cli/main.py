@@ -12,6 +12,7 @@ import click
 
 from ..errors import PyspecError
 from ..suggest import meant
+from .terminal import say
 
 _OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}  # raised by an uncaught write error
 EXIT_ERROR, EXIT_CHECK, EXIT_INTERRUPT, EXIT_PIPE = 1, 3, 130, 141
@@ -68,8 +69,6 @@ class Commands(click.Group):
     def resolve_command(self, ctx, args):
         name = args[0]
         if name == "run" and TALKS.intersection(args):
-            from .terminal import say
-
             say("note: `pyspec chat` runs conversations, with the same options")
             args = ["chat", *(arg for arg in args[1:] if arg not in ("-cnv", "--conversation"))]
         elif name.lower().endswith(".gguf"):
@@ -130,5 +129,5 @@ def main(args: list[str] | None = None) -> None:
             _drop_stdout()
             what = error.filename or ("the output cannot be written" if error.errno in _OUTPUT else "the system refused the operation")
             said = f"{what}: {error.strerror or error}"
-        click.echo(f"pyspec: {said}", err=True)
+        say(f"pyspec: {said}")
     sys.exit(code or 0)

@@ -15,8 +15,11 @@ import click
 
 
 def say(message: str = "") -> None:
-    """One line on stderr."""
-    click.echo(message, err=True)
+    """One line on stderr, unless it cannot be written: a full disk of logs ends neither a run nor a server."""
+    try:
+        click.echo(message, err=True)
+    except OSError:
+        sys.stderr = None  # what it has buffered fails at exit too
 
 
 def size(nbytes: int) -> str:

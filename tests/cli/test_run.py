@@ -123,6 +123,10 @@ def test_outputs_that_end_early(pair, pinned, tmp_path):
     with open("/dev/full", "wb") as full:
         done = pyspec("run", *pinned, "-p", PROMPT, "-n", 5, "-q", stdout=full)
     assert done.returncode == 1 and done.stderr == "pyspec: the output cannot be written: No space left on device\n"
+    # A disk of logs that is full does not cost the text.
+    with open("/dev/full", "wb") as full:
+        process = start("run", *pinned, "-p", PROMPT, "-n", 5, stderr=full)
+    assert process.communicate(timeout=60)[0] == pyspec("run", *pinned, "-p", PROMPT, "-n", 5).stdout and process.returncode == 0
 
 
 def test_usage_and_contradictions(pinned, pair):
@@ -464,8 +468,9 @@ def run_patched(patch: str, *args):
     script = KILL + patch + "\nfrom pyggml_spec.cli import main\nmain()"
     done = subprocess.run(
         [sys.executable, "-c", script, "run", *map(str, args)],
-        capture_output=True, text=True, env=environment(), timeout=120, stdin=subprocess.DEVNULL, preexec_fn=default_interrupt,
+        capture_output=True, env=environment(), timeout=120, stdin=subprocess.DEVNULL, preexec_fn=default_interrupt,
     )  # fmt: skip
+    done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()  # what a text holds of \r stays
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
     return done
 
