@@ -22,7 +22,7 @@ class Shape:
 
     n_layer: int = 4
     n_embd: int = 256
-    n_ff: int = 512
+    n_ff: int = 256
     n_head: int = 4
     n_head_kv: int = 2
     head_size: int = 64
@@ -37,7 +37,7 @@ class Shape:
     draft_heads: int = 4
     draft_heads_kv: int = 2
     draft_head_size: int = 64
-    draft_ff: int = 512
+    draft_ff: int = 256
     target_layers: tuple[int, ...] = (1, 2, 3)
     window: int = 0
     rope_base: float = 1e6

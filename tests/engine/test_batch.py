@@ -240,7 +240,7 @@ def _perplexity(logits, text) -> float:
 
 
 @pytest.mark.parametrize(
-    "pair, seed", [(arch, seed) for arch in KINDS for seed in range(3)] + [(arch, 6) for arch in OTHERS], indirect=["pair"]
+    "pair, seed", [(arch, seed) for arch in KINDS for seed in range(2)] + [(arch, 6) for arch in OTHERS], indirect=["pair"]
 )
 def test_ragged_steps_with_random_acceptance(pair, seed):
     rng = np.random.default_rng(seed)

@@ -4,7 +4,7 @@ import pytest
 from fuzz.run import fuzz
 
 pytestmark = pytest.mark.slow
-SHORT = [("gguf", 800), ("json", 800), ("prompt", 300), ("grammar", 600), ("prefix", 800), ("template", 150), ("pair", 60)]
+SHORT = [("gguf", 250), ("json", 800), ("prompt", 300), ("grammar", 600), ("prefix", 800), ("template", 80), ("pair", 30)]
 FEW = ("layers", 6, "17")  # 1, 571, 1025 (one more than there may be), 6, 96 and 21 of them; models/test_deep.py has 1,024
 
 

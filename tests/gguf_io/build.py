@@ -3,8 +3,6 @@
 import copy
 import json
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 from random_gguf.model import Shape
@@ -132,11 +130,12 @@ DIED = "the process died"
 
 def load_all(pairs: list[tuple], tokens: int = 3) -> list:
     """For each (target, draft or None): None if it loaded and generated, else [name of what was raised, message]."""
+    from cli.process import pyspec  # which is imported where processes are started only
+
     left, out = [[str(t), str(d) if d is not None else None, tokens] for t, d in pairs], []
     while len(out) < len(left):
-        command, data = [sys.executable, Path(__file__).with_name("load_many.py")], json.dumps(left[len(out) :])
-        run = subprocess.run(command, input=data, capture_output=True, text=True, timeout=240)
-        out += [json.loads(line) for line in run.stdout.splitlines() if line.endswith(("]", "null"))]
+        run = pyspec("-c", Path(__file__).with_name("load_many.py").read_text(), stdin=json.dumps(left[len(out) :]).encode())
+        out += [json.loads(line) for line in run.stdout.decode().splitlines() if line.endswith(("]", "null"))]
         if run.returncode != 0:
             out.append([DIED, f"exit status {run.returncode}: {run.stderr[-2000:]}"])
     return out

@@ -1,13 +1,14 @@
 """Every further architecture: target logits, drafted ids and speculative text against llama.cpp and against plain decoding."""
 
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from architectures import FAST, TARGETS, having, params, thorough, write_tiny
+from architectures import FAST, SHAPES, TARGETS, TINY, having, params, thorough, write_tiny
 from drafters.parity import assert_blocks_equal
 from engine.helpers import oracle, reference, run
 from gguf_io.build import ARR, BOOL, F32, I32, U32, Model, load_all
@@ -66,7 +67,7 @@ def assert_equal(path, tokens, **types):
 @pytest.mark.parametrize("arch, quant", [(arch, quant) for arch in WRITERS for quant in (QUANTS if arch in THOROUGH else QUANTS[-1:])])
 def test_logits_of_every_type(tmp_path, arch, quant):
     path = WRITERS[arch](tmp_path / "t.gguf", Shape(**lean(quant)), quant)
-    for tokens in (1, 37, 300):
+    for tokens in (1, 300):  # 37 to 65: odd shapes and mixed types
         assert_equal(path, tokens)
 
 
@@ -75,8 +76,12 @@ def test_mixed_types_are_not_fused_and_still_equal(tmp_path, arch):
     assert_equal(WRITERS[arch](tmp_path / "t.gguf", Shape(), "Q4_K", mixed=True), 65)
 
 
-@pytest.mark.parametrize("types", [("bf16", "q8_0"), ("q8_0", "f16"), ("q4_0", "q4_0")], ids="-".join)
-@pytest.mark.parametrize("arch", THOROUGH)
+PAIRS = (("bf16", "q8_0"), ("q8_0", "f16"), ("q4_0", "q4_0"))
+
+
+@pytest.mark.parametrize("arch, types", [
+    (arch, types) for i, arch in enumerate(THOROUGH) for types in (PAIRS if arch in FAST else PAIRS[i % 3 :][:1])
+])  # fmt: skip
 def test_logits_of_every_cache_type(tmp_path, arch, types):
     """Rows are rotated before they are quantised, as llama.cpp does it: without that the NMSE is 1e-4 and worse."""
     path = WRITERS[arch](tmp_path / "t.gguf", Shape(head_size=128 if arch == "qwen3" else 64, **LEAN))
@@ -107,7 +112,7 @@ def test_drafted_ids_of_quantised_caches(tmp_path, arch, types):
 @pytest.mark.parametrize("arch", params(THOROUGH, ("qwen35moe", "gemma4")))
 def test_speculative_text_equals_plain(tmp_path, arch):
     """A real drafter whose blocks are mostly rejected, and a scripted one with every accepted length 0 .. 15 in turn."""
-    shape = Shape(**LEAN)
+    shape = replace(SHAPES.get(arch, TINY), n_layer=4, target_layers=(1, 2, 3))
     target, draft = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
     prompt = np.random.default_rng(5).integers(0, 256, 230).tolist()
     with ps.load(target, draft, device="CPU", threads=1, kernels="ggml", n_ctx=512) as session:
@@ -225,14 +230,14 @@ VARIANTS = [
     ("llama", "F32", 37, {}, {"factors": False}),
     ("qwen3", "F32", 300, {}, {"yarn": 4.0}),
     ("qwen35moe", "Q4_K", 37, {}, {"joined": True}),
-    *(("qwen3next", quant, n, {"delta_k": 2, "delta_v": 6, **lean(quant)}, {"joined": True}) for quant in QUANTS for n in (1, 37, 300)),
+    *(("qwen3next", quant, n, {"delta_k": 2, "delta_v": 6, **lean(quant)}, {"joined": True}) for quant, n in (("F32", 1), ("F32", 300), ("Q8_0", 37), ("Q4_K", 300))),
     *(("qwen3next", "F32", 70, {"delta_k": k, "delta_v": v}, {}) for k, v in ((4, 4), (1, 3), (3, 6))),
     *(("qwen35moe", "F32", 37, {"n_expert": n, "n_used": used, "n_ff_expert": 64}, {}) for n, used in ((8, 1), (5, 5), (64, 8))),
     *(("laguna", "F32", 70, {"n_layer": 6}, more) for more in ({"wide_gate": True}, {"yarn": 0.0})),
     ("laguna", "F32", 37, {"target_window": 0}, {}),
-    *(("gemma4", quant, 70, {"n_layer": 5, **lean(quant)}, more) for quant in QUANTS for more in GEMMA),
+    *(("gemma4", quant, 70, {"n_layer": 5, **lean(quant)}, more) for quant, some in (("F32", GEMMA), ("Q8_0", GEMMA[1:2]), ("Q4_K", GEMMA[1:3])) for more in some),
     *(("gpt-oss", "F32", 70, {}, more) for more in ({"pattern": True}, {"yarn": 0.0})),
-    *(("gpt-oss", "MXFP4", n, {}, {}) for n in (1, 37, 300)),
+    *(("gpt-oss", "MXFP4", n, {}, {}) for n in (1, 300)),
     ("minimax-m2", "F32", 70, {}, {"sigmoid": False}),
     # past the first part of 8192 positions: other rows are seen, and queries of whole layers are scaled
     ("llama4", "F32", 8250, {"n_embd": 64, "n_head": 2, "n_head_kv": 1, "head_size": 32, "n_ff": 64, "n_ff_expert": 32, "n_ctx": 16384}, {}),
@@ -447,9 +452,10 @@ def test_indexers_of_glm_dsa(tmp_path):
 
 @pytest.mark.parametrize("arch", RINGS)
 def test_a_ring_that_wraps_three_times(tmp_path, arch):
-    """Ring of 256 rows (window 24, chunk 64), prompt of 660, then 140 tokens with every accepted length: equal to plain decoding. A second
+    """Ring of 256 rows (window 8, chunk 64), prompt of 660, then 140 tokens with every accepted length: equal to plain decoding. A second
     sequence in the same rows sees nothing of the first."""
-    path, prompt = WRITERS[arch](tmp_path / "t.gguf", Shape(**LEAN)), np.random.default_rng(9).integers(0, 256, 660).tolist()
+    shape = replace(SHAPES.get(arch, TINY), n_layer=4)
+    path, prompt = WRITERS[arch](tmp_path / "t.gguf", shape), np.random.default_rng(9).integers(0, 256, 660).tolist()
     with open_engine(path, 64, 1280) as engine:
         assert engine.kv.ring == 256
         short, text = reference(engine, prompt[:40], 20), reference(engine, prompt, 140)

@@ -365,10 +365,9 @@ def test_a_client_that_leaves_stops_what_is_made_of_its_request():
 
 @pytest.mark.slow
 def test_memory_comes_back_after_a_peak(limited_server):
-    """What malloc had kept of 8 MiB bodies and a million log probabilities stayed with the process."""
+    """What malloc had kept of an 8 MiB body and a million log probabilities stayed with the process."""
     limited_server.ok("/completion", prompt="import os\n", n_predict=50)
     before = limited_server.resident_mib
-    for _ in range(3):
-        limited_server.ok("/completion", prompt="import os\n", n_predict=600, temperature=0, ignore_eos=True, n_probs=1000)
-        limited_server.post("/completion", prompt="x", user="y" * (7 << 20))
+    limited_server.ok("/completion", prompt="import os\n", n_predict=1000, temperature=0, ignore_eos=True, n_probs=1000)
+    limited_server.post("/completion", prompt="x", user="y" * (7 << 20))
     wait_for(lambda: limited_server.resident_mib <= before + 24)

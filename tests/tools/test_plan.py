@@ -159,7 +159,7 @@ QUANTISED = {"cache_type_k": "q8_0", "cache_type_v": "q4_0", "draft_cache_type_k
 @pytest.mark.parametrize("arch", thorough())
 def test_every_architecture_with_everything_at_once(tmp_path, arch):
     """After generating in every mode and with slots: within 1 % of what is allocated, and what is no compute buffer to the byte."""
-    shape = Shape(window=12, head_size=64, n_ctx=1024)
+    shape = Shape(window=12, head_size=64, n_ctx=1024, n_ff=128, n_ff_expert=64, n_ff_shared=64, draft_ff=128)
     pair = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
     (tmp_path / "t.gguf.experts.json").write_text(Routing("t", 1, {i: np.arange(8) for i in range(4)}).to_json())
     quantised = QUANTISED | ({"cache_type_v": "q8_0"} if arch in having("latent") else {})  # whose K and V are one row
