@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..api import Session
 from ..models.base import AttentionInputs, TargetInputs
-from .ops import Ops, caches, node
+from .ops import Ops, caches, empty, node
 from .recurrent import DeltaRule
 from .weights import read_weights
 
@@ -143,13 +143,12 @@ class TorchTarget:
         length, shape = tokens.shape[1], d.recurrent_shape()
         at = torch.arange(length, device=tokens.device)
         near = visible(at, at, d.window)[None] if d.window else None
-        kv = caches(d.kv_shapes(), tokens.shape[0], torch.empty(0, device=tokens.device))
+        kv = caches(d.kv_shapes(), empty(tokens.shape[0], torch.empty(0, device=tokens.device)))
         return self._layers(tokens, at[None], None, near, kv, DeltaRule(shape) if shape is not None else None)
 
-    def forward(self, tokens: Tensor, column: int, first: Tensor, kv: Any) -> Tensor:
-        """Hidden states for the head of ``tokens`` [B, T], in the caches ``kv`` from ``column`` on, of texts that begin in column ``first`` [B]."""
-        seen, window = torch.arange(column + tokens.shape[1], device=tokens.device), self.decoder.window
-        columns = seen[column:]
+    def forward(self, tokens: Tensor, columns: Tensor, first: Tensor, kv: Any) -> Tensor:
+        """Hidden states for the head of ``tokens`` [B, T], in ``columns`` [T] of the caches ``kv``, of texts that begin in column ``first`` [B]."""
+        seen, window = torch.arange(kv[0].k.value.shape[1], device=tokens.device), self.decoder.window
 
         def mask(near: int) -> Tensor:
             """A row before its text sees itself: a softmax of nothing is not a number."""

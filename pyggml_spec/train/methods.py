@@ -17,7 +17,7 @@ from ..drafters.mtp import MTP
 from ..errors import ModelError
 from ..models.base import AttentionInputs
 from .features import NOTHING, States, Target, visible
-from .ops import Ops, caches, node
+from .ops import Ops, caches, empty, node
 
 FADE = 0.8  # weight of each further draft of a chain
 CHUNK_VALUES = {"cuda": 1 << 28, "cpu": 1 << 25}  # logits at once
@@ -89,16 +89,13 @@ class Method:
         for at in range(0, len(rows), size):
             part = rows[at : at + size].detach().requires_grad_()
             logits = self._logits(part, number)
-            with torch.no_grad():
-                p, y, ids, q, w = (
-                    logits.softmax(-1, dtype=torch.float32),
-                    *(x[at : at + size] for x in (labels[:, None], likely, odds, weight)),
-                )
-                distance = p.gather(-1, y).clamp(min=1e-30).log()[:, 0] + (q * p.gather(-1, ids).clamp(min=1e-30).log()).sum(-1)
-                total -= 0.5 * (w * distance).sum()
-                p.mul_(0.5 * (1 + q.sum(-1, keepdim=True)))
-                p.scatter_add_(-1, y, torch.full_like(q[:, :1], -0.5)).scatter_add_(-1, ids, -0.5 * q).mul_(w[:, None])
-            logits.backward(p.to(logits.dtype))
+            with torch.no_grad(), torch.autocast(rows.device.type, enabled=False):
+                p, y, ids, q, w = logits.softmax(-1), *(x[at : at + size] for x in (labels[:, None], likely, odds, weight[:, None]))
+                known = p.gather(-1, torch.cat([y, ids], -1)).float().clamp(min=1e-30).log()
+                total -= 0.5 * (w * (known[:, :1] + (q * known[:, 1:]).sum(-1, keepdim=True))).sum()
+                p.mul_(0.5 * w * (1 + q.sum(-1, keepdim=True)))
+                p.scatter_add_(-1, y, (-0.5 * w).to(p.dtype)).scatter_add_(-1, ids, (-0.5 * w * q).to(p.dtype))
+            logits.backward(p)
             gradient[at : at + size] = part.grad
         return _Given.apply(rows, gradient, total)
 
@@ -157,7 +154,7 @@ class Blocks(Method):
     def _context(self, states: States) -> Any:
         """Caches with the rows of all tokens."""
         batch, length = states.hidden.shape[:2]
-        kv, at = caches(self.drafter.kv_shapes(), batch, states.hidden), torch.arange(length, device=states.hidden.device)[None]
+        kv, at = caches(self.drafter.kv_shapes(), empty(batch, states.hidden)), torch.arange(length, device=states.hidden.device)[None]
         features = [node(f) for f in states.features]
         self.drafter.context_rows(self.ops, ContextInputs(None, features, None, node(at), NOTHING), kv, self.decoder)
         return kv
@@ -217,7 +214,7 @@ class Chains(Method):
         b, length = tokens.shape
         features = [node(f) for f in states.features]
         before = F.pad(d.carry(self.ops, node(states.hidden), features, self.decoder).value[:, :-1], (0, 0, 1, 0))
-        kv, at = caches(d.kv_shapes(), b, states.hidden), torch.arange(length, device=device)
+        kv, at = caches(d.kv_shapes(), empty(b, states.hidden)), torch.arange(length, device=device)
         own = torch.eye(length, dtype=torch.bool, device=device)
         seen = visible(at, at, d.window)
         if d.position_lag:

@@ -49,18 +49,16 @@ class Cache(Node):
 
 
 class Room(Cache):
-    """A cache whose ``memory`` [batch, most rows, n] is there from the first; without gradients."""
+    """A cache whose memory [batch, most rows, n] is there from the first; rows go to columns ``at`` I64 [rows], the same tensor for all. Without gradients."""
 
-    __slots__ = ("memory",)
+    __slots__ = ("at",)
 
-    def __init__(self, memory: Tensor) -> None:
-        super().__init__(memory[:, :0])
-        self.memory = memory
+    def __init__(self, memory: Tensor, at: Tensor) -> None:
+        super().__init__(memory)
+        self.at = at
 
     def append(self, rows: Tensor) -> None:
-        first, end = self.value.shape[1], self.value.shape[1] + rows.shape[1]
-        self.memory[:, first:end] = rows
-        self.value = self.memory[:, :end]
+        self.value.index_copy_(1, self.at, rows.to(self.value.dtype))
 
 
 def node(value: Tensor) -> Any:
@@ -72,13 +70,18 @@ def _of(function: Callable) -> Any:
     return lambda self, x, *more: Node(function(x.value, *more))
 
 
-def caches(shapes: Sequence[KVShape], batch: int, like: Tensor, room: int = 0) -> tuple[KVLayer, ...]:
-    """Empty caches, with the memory of ``room`` rows unless 0. Raises NotImplementedError: rows that are not plain K and V."""
+def caches(shapes: Sequence[KVShape], make: Callable[[int], Cache]) -> tuple[KVLayer, ...]:
+    """Caches that ``make`` makes, by the size of a row. Raises NotImplementedError: rows that are not plain K and V."""
     if any(shape.latent or shape.index or shape.exact for shape in shapes):
         raise NotImplementedError("latent or indexed K/V rows")
     sizes = [(shape.n_head_kv * shape.size, shape.n_head_kv * shape.size_v) for shape in shapes]
-    cache: Any = Room if room else Cache
-    return tuple(KVLayer(*(cache(like.new_empty(batch, room, n)) for n in pair)) for pair in sizes)
+    made: Any = make
+    return tuple(KVLayer(*map(made, pair)) for pair in sizes)
+
+
+def empty(batch: int, like: Tensor) -> Callable[[int], Cache]:
+    """For ``caches``: without rows."""
+    return lambda n: Cache(like.new_empty(batch, 0, n))
 
 
 class Ops:

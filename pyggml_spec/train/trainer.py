@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import TrainingError
 from .features import Pool, padded
 from .methods import Batch, Method, simulate
+from .muon import Muon
 from .texts import Text
 
 WARM = 0.03  # share of the time in which the learning rate rises
@@ -84,7 +85,7 @@ class Trainer:
         tables = {id(values[name]) for name in self.names if name.startswith(TABLES)}
         matrices, others = ([v for i, v in seen.items() if (v.dim() == 2 and i not in tables) == wide] for wide in (True, False))
         self._optimizers = [
-            torch.optim.Muon(matrices, schedule.rate, DECAY, adjust_lr_fn="match_rms_adamw"),
+            Muon(matrices, schedule.rate, DECAY),
             torch.optim.AdamW(others, schedule.rate, (0.9, 0.95), weight_decay=0.0, fused=device.type == "cuda"),
         ]
         self._parameters = [*seen.values()]

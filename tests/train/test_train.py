@@ -24,6 +24,7 @@ from pyggml_spec.train.blank import Shape, new_drafter  # noqa: E402
 from pyggml_spec.train.features import EngineTarget, TorchTarget, agreement  # noqa: E402
 from pyggml_spec.train.generate import answers  # noqa: E402
 from pyggml_spec.train.methods import method_of, simulate  # noqa: E402
+from pyggml_spec.train.muon import Muon  # noqa: E402
 from pyggml_spec.train.texts import Text, as_line, read_texts  # noqa: E402
 from pyggml_spec.train.train import TrainOptions, train  # noqa: E402
 from pyggml_spec.train.trainer import Schedule, Trainer  # noqa: E402
@@ -160,6 +161,21 @@ def test_torch_behind_ggml_is_refused(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
     with pytest.raises(TrainingError, match="import torch before"):
         importlib.reload(pyggml_spec.train)
+
+
+def test_muon_steps_as_torchs_does():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 24), (24, 8), (8, 24), (16, 16)]
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    ours, theirs = ([p.clone().requires_grad_() for p in start] for _ in range(2))
+    steps = Muon(ours, 0.01, 0.1), torch.optim.Muon(theirs, 0.01, 0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        for mine, other in zip(ours, theirs):
+            mine.grad = other.grad = torch.randn(mine.shape, generator=generator)
+        for optimizer in steps:
+            optimizer.step()
+    for mine, other, was in zip(ours, theirs, start):
+        assert float((mine - other).detach().norm()) < 0.02 * float((other - was).detach().norm())
 
 
 def test_steps_walk_over_a_text():
