@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..text.formats import GEMMA, IN_JSON, JSON, NAMED, Calls, Format, Tags
+from ..text.formats import GEMMA, IN_JSON, JSON, NAMED, PYTHON, Calls, Format, Tags
 from ..text.values import kinds, resolve, with_implied_types
 from .errors import ApiError
 
@@ -19,7 +19,7 @@ def calls_grammar(
 ) -> tuple[str, tuple[str | int, ...]] | None:
     """Lark text of one call between its markers, or of ``several``, and the triggers at which it begins; None for formats that are only parsed.
     Raises ApiError: the grammar cannot hold what the tools' schemas ask for."""
-    if form.channels is not None or not form.calls or form.calls[0].arguments == GEMMA:
+    if form.channels is not None or not form.calls or form.calls[0].arguments in (GEMMA, PYTHON):
         return None
     if isinstance(tags := form.calls[0].arguments, Tags) and (tags.nested or tags.attributes):
         return None

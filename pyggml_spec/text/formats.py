@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 
-NAMED, JSON, GEMMA = "named", "json", "gemma"
-"""Arguments without tags: one JSON object with name and arguments, a JSON object after the name, Gemma 4's notation after the name."""
+NAMED, JSON, GEMMA, PYTHON = "named", "json", "gemma", "python"
+"""Arguments without tags: one JSON object with name and arguments, a JSON object after the name, Gemma 4's notation after the name, a list of calls in Python."""
 TAIL = 32  # tokens at the end of a prompt in which reasoning may be opened
 GEMMA_QUOTE = '<|"|>'
 
@@ -152,6 +152,7 @@ IN_XML = Calls(
     name=("<function=", ">"), close="</function>", unopened=True,
 )  # fmt: skip
 IN_KEYS = Calls("<tool_call>", "</tool_call>", Tags(("<arg_key>", "</arg_key>"), "</arg_value>", value="<arg_value>"))
+IN_PYTHON = Calls("<|tool_call_start|>", "<|tool_call_end|>", PYTHON)
 
 HARMONY = Channels(
     "<|start|>assistant", "<|message|>", ("<|end|>", "<|call|>", "<|return|>"), reasoning=("analysis",), content=("final", "commentary", ""),
@@ -233,12 +234,23 @@ FORMATS = (
         "Ministral", ("[TOOL_CALLS]", "[ARGS]", "[THINK]"), think=("[THINK]", "[/THINK]"), thinking=("[THINK]", "[/THINK]"),
         calls=(Calls("[TOOL_CALLS]", "", JSON, name=("", "[ARGS]")),),
     ),
+    Format("Devstral", ("[TOOL_CALLS]", "[ARGS]"), calls=(Calls("[TOOL_CALLS]", "", JSON, name=("", "[ARGS]")),)),
     Format("Mistral Nemo", ("[TOOL_CALLS][",), calls=(Calls("[TOOL_CALLS]", "", NAMED, listed=True),)),
     Format(
         "Hy3", ("<tool_sep{}>", ":opensource"), think=("<think:opensource>", "</think:opensource>"), thinking=("<think:opensource>", "</think:opensource>"),
         calls=(Calls("<tool_call:opensource>", "</tool_call:opensource>",
                      Tags(("<arg_key:opensource>", "</arg_key:opensource>"), "</arg_value:opensource>", value="<arg_value:opensource>"),
                      name=("", "<tool_sep:opensource>"), section=("<tool_calls:opensource>", "</tool_calls:opensource>")),),
+    ),
+    Format("LFM2", ("<|tool_list_start|>",), calls=(IN_PYTHON,)),
+    Format("LFM2.5", ("List of tools: [",), thinking=_TIGHT, calls=(IN_PYTHON,)),
+    Format(
+        "Granite 3.3", ("<|tool_call|>", "<response>"), thinking=_TIGHT, frame=("<response>", "</response>"),
+        calls=(Calls("<|tool_call|>", "", NAMED, listed=True),),
+    ),
+    Format(
+        "Command R+", ("Action:", '"tool_name"', "```json"),
+        calls=(Calls("Action:\n```json", "```", NAMED, keys=("tool_name", "parameters"), listed=True),),
     ),
     Format("Qwen3-Coder", ("<tool_call>", "<function="), calls=(IN_XML, IN_JSON, IN_KEYS), calls_think=True),
     Format("GLM", ("<tool_call>", "<arg_key>"), thinking=_TIGHT, calls=(IN_KEYS, IN_JSON, IN_XML)),

@@ -11,7 +11,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from . import values
-from .formats import BARE, GEMMA, GEMMA_QUOTE, JSON, NAMED, Calls, Channels, Format, Tags
+from .formats import BARE, GEMMA, GEMMA_QUOTE, JSON, NAMED, PYTHON, Calls, Channels, Format, Tags
+from .python_calls import python_calls
 from .stream import begins_at
 from .values import Call
 
@@ -19,6 +20,7 @@ BoolReader = Generator[None, None, bool]
 TextReader = Generator[None, None, str | None]
 
 _MOST_HEADER = 512  # characters
+_MOST_ENDS = 64  # markers in the texts of a call, each of which could be its end
 _NAME = re.compile(r"\s*[^\s<{]*")
 _PLAIN, _TEXT = re.compile(r"[\s\w.+:,-]*"), re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 
@@ -228,10 +230,31 @@ class Parser:
         if call.arguments == NAMED:
             text = yield from self._json("[" if call.listed else "{")
             made = self._named(text, call) if text is not None else []
+        elif call.arguments == PYTHON:
+            made = yield from self._python(call.end)
         else:
             one = yield from self._read_one(call, name)
             made = [one] if one is not None else []
         return made
+
+    def _python(self, end: str) -> Generator[None, None, list[Call]]:
+        """The calls of a list before ``end``, which may stand in their texts."""
+        start = self._at
+        for _ in range(_MOST_ENDS):
+            closed = (yield from self._to(end)) is not None
+            if not closed and self._cut:
+                break
+            stop = self._at - len(end) if closed else len(self._pending)
+            try:
+                found = python_calls(self._pending[start:stop])
+            except ValueError:
+                if not closed:
+                    break
+                continue
+            self._at = stop
+            made = [values.call(name, arguments) if name in self._tools else None for name, arguments in found]
+            return [one for one in made if one is not None] if None not in made else []
+        return []
 
     def _read_one(self, call: Calls, name: str) -> Generator[None, None, Call | None]:
         """A call whose name stands before its arguments."""

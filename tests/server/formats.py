@@ -120,6 +120,11 @@ def _hy3(name: str, arguments: dict[str, str]) -> str:
     return f"<{call}{name}<{sep}\n{inside}</{call}"
 
 
+def _python(name: str, arguments: dict[str, str]) -> str:
+    return f"{name}({', '.join(f'{key}={value}' for key, value in arguments.items())})"
+
+
+_LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
 _KIMI = tuple(f"<|tool_{name}|>" for name in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end"))
 _DEEP = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 _THINK = "<think>\nHm, well.\n</think>\n\n"
@@ -210,6 +215,23 @@ FAMILIES = {
     "Ministral": Family(
         "mistralai-Ministral-3-14B-Reasoning-2512", lambda name, a: f"[TOOL_CALLS]{name}[ARGS]{_json(a)}", "[THINK]Hm, well.[/THINK]", between="", control=("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"),
         end="</s>", marker="[ARGS]", always=True,
+    ),
+    "Devstral": Family(
+        "unsloth-mistral-Devstral-Small-2507", lambda name, a: f"[TOOL_CALLS]{name}[ARGS]{_json(a)}", "", between="", control=("[TOOL_CALLS]", "[ARGS]"), end="</s>",
+        marker="[ARGS]",
+    ),
+    "LFM2": Family("LFM2-8B-A1B", _python, "", between=", ", around=("<|tool_call_start|>[", "]<|tool_call_end|>"), control=_LFM2, marker=_LFM2[1]),
+    "LFM2.5": Family(
+        "LFM2.5-8B-A1B", _python, "<think>Hm, well.</think>", between=", ", around=("<|tool_call_start|>[", "]<|tool_call_end|>"),
+        control=(*_LFM2, "<think>", "</think>"), marker=_LFM2[1], always=True,
+    ),
+    "Granite 3.3": Family(
+        "ibm-granite-granite-3.3-2B-Instruct", lambda name, a: f'{{"name": "{name}", "arguments": {_json(a)}}}', "<think>Hm, well.</think>", between=", ",
+        around=("<|tool_call|>[", "]"), end="<|end_of_text|>", control=("<|tool_call|>",), marker="]", always=True,
+    ),
+    "Command R+": Family(
+        "CohereForAI-c4ai-command-r-plus-tool_use", lambda name, a: f'{{"tool_name": "{name}", "parameters": {_json(a)}}}', "", between=", ",
+        around=("Action:\n```json\n[", "]\n```"), end="<|END_OF_TURN_TOKEN|>", marker="```",
     ),
     "Mistral Nemo": Family(
         "mistralai-Mistral-Nemo-Instruct-2407", lambda name, a: f'{{"name": "{name}", "arguments": {_json(a)}, "id": "{"12345678" + str(int("other" in str(a)))}"}}', "", between=", ",
