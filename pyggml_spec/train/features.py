@@ -75,13 +75,9 @@ class Pool:
     @staticmethod
     def fits(target: Target, texts: Sequence[Sequence[int]], layers: int, device: torch.device) -> bool:
         """Whether states of ``texts`` take at most POOLED of the memory that is free."""
-        size, wide = (
-            (2, torch.cuda.mem_get_info(device)[0])
-            if device.type == "cuda"
-            else (4, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        )
+        size = 2 if device.type == "cuda" else 4
         each = (layers + 1) * target.decoder.n_embd * size + LIKELY * (4 + size)
-        return sum(len(text) for text in texts) * each <= POOLED * wide
+        return sum(len(text) for text in texts) * each <= POOLED * free_memory(device)
 
     def states(self, chosen: Sequence[int], length: int) -> States:
         """Of the ``chosen`` texts, [B, length]; rows behind a text are another's."""
@@ -89,6 +85,14 @@ class Pool:
         at = (first[:, None] + torch.arange(length, device=first.device)).clamp(max=len(self._kept[0]) - 1)
         hidden, *features, likely, odds = (x[at] for x in self._kept)
         return States(hidden, features, likely.long(), odds)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that nothing uses, torch's own reserves included."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def padded(texts: Sequence[Sequence[int]], length: int, device: torch.device) -> Tensor:

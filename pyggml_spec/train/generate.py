@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .features import TorchTarget, logits_of
+from .features import TorchTarget, free_memory, logits_of
 from .ops import Room, caches
 from .texts import TEMPERATURES, TOP_K, Text
 
@@ -44,8 +44,7 @@ def answers(
 def _batches(target: TorchTarget, prompts: list[Text], limit: int) -> Iterator[list[Text]]:
     """Of about the same length, as memory allows."""
     each = sum(shape.n_head_kv * (shape.size + shape.size_v) for shape in target.decoder.kv_shapes()) * target.dtype.itemsize
-    free = torch.cuda.mem_get_info(target.device)[0] if target.device.type == "cuda" else 1 << 30
-    part = list[Text]()
+    free, part = free_memory(target.device), list[Text]()
     for text in sorted(prompts, key=lambda t: t.prompt_tokens):
         rows = len(part) + 1
         if part and (rows > ROWS or rows * text.prompt_tokens > PROMPT_TOKENS or rows * (text.prompt_tokens + limit) * each > SHARE * free):
