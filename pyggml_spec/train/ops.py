@@ -87,6 +87,10 @@ def empty(batch: int, like: Tensor) -> Callable[[int], Cache]:
 class Ops:
     """In place of a Graph. ``mask`` of attention: a Node of booleans [1 or batch, rows, cache rows], True where visible; None for causal rows."""
 
+    def __init__(self) -> None:
+        self._positions: Tensor | None = None  # of which ``_turns`` are
+        self._turns: dict[tuple, Tensor] = {}
+
     def matmul(self, weight: Node, x: Node) -> Node:
         if weight.value.dim() == 1:
             return Node((x.value * weight.value).sum(-1, keepdim=True))
@@ -163,13 +167,17 @@ class Ops:
         if yarn[0] != 0 or yarn[1] != 1:
             raise NotImplementedError("yarn")
         v, half = x.value, n_rot // 2
-        angle = base ** (-torch.arange(half, device=v.device, dtype=torch.float32) / half) * scale
-        angle = positions.value.float()[..., None] * (angle if factors is None else angle / factors.value[:half])  # [batch, rows, half]
-        cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
+        if self._positions is not positions.value:
+            self._positions, self._turns = positions.value, {}
+        key = n_rot, base, scale, None if factors is None else id(factors.value)
+        if key not in self._turns:  # the same for q and k of all layers
+            angle = base ** (-torch.arange(half, device=v.device, dtype=torch.float32) / half) * scale
+            angle = positions.value.float()[..., None] * (angle if factors is None else angle / factors.value[:half])  # [batch, rows, half]
+            self._turns[key] = torch.polar(torch.ones_like(angle), angle)[..., None, :]
         turned, rest = v[..., :n_rot].float(), v[..., n_rot:]
-        a, b = (turned[..., :half], turned[..., half:]) if neox else (turned[..., ::2], turned[..., 1::2])
-        pair = a * cos - b * sin, b * cos + a * sin
-        out = torch.cat(pair, -1) if neox else torch.stack(pair, -1).flatten(-2)
+        pairs = turned.unflatten(-1, (2, half)).mT if neox else turned.unflatten(-1, (half, 2))
+        out = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * self._turns[key])
+        out = (out.mT if neox else out).flatten(-2)
         return Node(torch.cat([out, rest.float()], -1) if rest.shape[-1] else out)
 
     # -- shapes
