@@ -11,7 +11,7 @@ from cffi import FFI
 DECLARATIONS = """
 enum ggml_log_level { GGML_LOG_LEVEL_ERROR, ... };
 enum llama_flash_attn_type { LLAMA_FLASH_ATTN_TYPE_AUTO, LLAMA_FLASH_ATTN_TYPE_DISABLED, LLAMA_FLASH_ATTN_TYPE_ENABLED, ... };
-enum mtmd_input_chunk_type { MTMD_INPUT_CHUNK_TYPE_TEXT, MTMD_INPUT_CHUNK_TYPE_IMAGE, ... };
+enum mtmd_input_chunk_type { MTMD_INPUT_CHUNK_TYPE_TEXT, MTMD_INPUT_CHUNK_TYPE_IMAGE, MTMD_INPUT_CHUNK_TYPE_AUDIO, ... };
 struct llama_model; struct mtmd_context; struct mtmd_bitmap; struct mtmd_image_tokens; struct mtmd_input_chunk; struct mtmd_input_chunks;
 typedef struct ggml_backend_device * ggml_backend_dev_t;
 struct mtmd_input_text { const char * text; size_t text_len; bool add_special; bool parse_special; };
@@ -24,7 +24,9 @@ void mtmd_free(struct mtmd_context *);
 bool mtmd_decode_use_non_causal(const struct mtmd_context *, const struct mtmd_input_chunk *);
 bool mtmd_decode_use_mrope(const struct mtmd_context *);
 bool mtmd_support_vision(const struct mtmd_context *);
+int mtmd_get_audio_sample_rate(const struct mtmd_context *);
 struct mtmd_bitmap * mtmd_bitmap_init(uint32_t nx, uint32_t ny, const unsigned char * data);
+struct mtmd_bitmap * mtmd_bitmap_init_from_audio(size_t n_samples, const float * data);
 void mtmd_bitmap_free(struct mtmd_bitmap *);
 struct mtmd_input_chunks * mtmd_input_chunks_init(void);
 size_t mtmd_input_chunks_size(const struct mtmd_input_chunks *);

@@ -379,7 +379,7 @@ class Session:
         return Prompt.checked(prompt, self.target.n_vocab)
 
     def picture_prompt(self, *parts: str | Sequence[int] | bytes | Path, special: bool = False) -> Prompt:
-        """A prompt of texts (str) or token ids, and pictures: bytes of their files, or paths. Where each picture stands, the tokens that its encoder wants
+        """A prompt of texts (str) or token ids, and pictures and sounds: bytes of their files, or paths. Where each stands, the tokens that its encoder wants
         around it are added.
 
         Raises:

@@ -135,14 +135,15 @@ def desk(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def picture_desk(tmp_path_factory):
-    """A folder with a target that sees images."""
-    from vision.families import file_of, write_family
+    """A folder with a target that sees images and hears."""
+    from vision.families import file_of, wav, write_family
 
     folder = tmp_path_factory.mktemp("pictures")
-    target, encoder = write_family(folder, "llama")
+    target, encoder = write_family(folder, "gemma4")
     target.rename(folder / "target.gguf")
     encoder.rename(folder / "mmproj.gguf")
     (folder / "photo.png").write_bytes(file_of((96, 64)))
+    (folder / "question.wav").write_bytes(wav())
     return folder
 
 

@@ -43,6 +43,7 @@ HELP = """/stats           speed and acceptance of the last answer, and of the c
 /system [TEXT]   show the system prompt, or set it from the next answer on; /system - removes it
 /think on|off    thinking mode from the next answer on
 /image FILE      a picture for the next question; several in a row
+/audio FILE      a sound, likewise
 /save FILE       write the conversation as JSON
 /exit            end; so does Ctrl-D
 A line that ends with \\ goes on in the next one. Ctrl-C stops an answer; twice, the chat. Begin with a space to say something that starts with /."""
@@ -222,7 +223,8 @@ class _Desk:
             "/system": self._system,
             "/think": self._think,
             "/save": self._save,
-            "/image": self._image,
+            "/image": self._attach,
+            "/audio": self._attach,
         }
         if name in ("/exit", "/quit"):
             return True
@@ -269,9 +271,9 @@ class _Desk:
             return "not known to the template"
         return {None: "on, the default", True: "on", False: "off"}[self.chat.thinking]
 
-    def _image(self, rest: str) -> None:
+    def _attach(self, rest: str) -> None:
         if not rest:
-            raise PyspecError("/image needs the name of a file")
+            raise PyspecError("/image and /audio need the name of a file")
         if (encoder := self.chat.session.encoder) is None:
             raise PyspecError(NO_ENCODER)
         data = picture_file(Path(os.path.expanduser(rest)))

@@ -110,7 +110,7 @@ REFUSED = """
 -mm --mmproj -mmu --mmproj-url -mmdev --mmproj-device --image --audio --video --image-min-tokens --image-max-tokens --video-fps 1
 --video-timestamp-interval --video-ffmpeg-dir --mtmd-batch-max-tokens --media-path 1
 --mmproj-auto --mmproj-offload --no-mmproj-offload 0
- pictures are read by `pyspec run --image FILE`, `pyspec chat` and `pyspec serve`, with the encoder of --mmproj; sound and video are not supported
+ pictures and sounds are read by `pyspec run --image FILE --audio FILE`, `pyspec chat` and `pyspec serve`, with the encoder of --mmproj; video is not supported
 -o --output --output-file 1
  the text goes to stdout: `pyspec run ... > FILE`; --stats and --logprobs write files
 --reasoning-effort 1

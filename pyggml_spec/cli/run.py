@@ -38,8 +38,8 @@ PLAIN_STEPS = 192  # that the footer's plain speed is the mean of, at most: 0.15
     type=TokenLimit(0),
 )
 @option(
-    "--image images",
-    "Picture before the prompt, or where the prompt has <__media__>; may be given several times.",
+    "--image --audio images",
+    "Picture or sound before the prompt, or where the prompt has <__media__>; may be given several times.",
     type=PATH,
     multiple=True,
 )
@@ -117,10 +117,12 @@ MEDIA = "<__media__>"  # llama.cpp's mark of a picture in a prompt
 
 
 def with_images(session, text: str, images: Sequence[str], special: bool):
-    """The prompt with pictures at MEDIA, or before the text."""
+    """The prompt with pictures and sounds at MEDIA, or before the text."""
     texts = text.split(MEDIA) if MEDIA in text else [*[""] * len(images), text]
     if len(texts) != len(images) + 1:
-        raise click.UsageError(f"the prompt has {len(texts) - 1} times {MEDIA}, and there are {len(images)} of --image; give one for each")
+        raise click.UsageError(
+            f"the prompt has {len(texts) - 1} times {MEDIA}, and there are {len(images)} of --image and --audio; give one for each"
+        )
     parts = [texts[0], *(part for image, after in zip(images, texts[1:], strict=True) for part in (Path(image), after))]
     return session.picture_prompt(*parts, special=special)
 

@@ -14,7 +14,7 @@ from .conversation import NO_MESSAGES
 from .errors import ApiError
 from .http import PING, Request, Response, event, json_response
 from .output import Delta, Output
-from .pictures import is_picture
+from .pictures import media_kind
 from .reading import Context, ResponseEncoder, count_prompt, respond_to_chat
 from .sampling import MISPLACED, SCHEMA_METADATA, check_members
 
@@ -119,8 +119,8 @@ def _message(message: Any) -> list[dict[str, Any]]:
             case "tool_result":
                 result = block.get("content", "")
                 if isinstance(result, list):  # pictures that a tool gives stand in the user's message
-                    content += [c for c in result if is_picture(c)]
-                    result = [c for c in result if not is_picture(c)]
+                    content += [c for c in result if media_kind(c)]
+                    result = [c for c in result if not media_kind(c)]
                 if isinstance(result, list) and all(isinstance(c, dict) and c.get("type") == "text" for c in result):
                     result = "".join(str(c.get("text", "")) for c in result)
                 results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})

@@ -1,7 +1,7 @@
 """A chat request as task requests for the engine. The other chat dialects are translated to ``bodies.Chat`` first."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,7 @@ from . import sampling
 from .bodies import Adapter, Chat, Generation, wrong
 from .calls import call_schema, calls_grammar
 from .errors import ApiError, translated
-from .pictures import is_picture, with_bytes
+from .pictures import media_kind, with_bytes
 from .served import Prefill, Prompt, Rendering, Served
 from .tasks import TaskRequest
 
@@ -160,7 +160,7 @@ def render_chat(served: Served, body: Chat) -> str:
 
 
 def _rendering(served: Served, body: Chat, tools: Sequence[dict[str, Any]], closed: bool) -> Rendering:
-    messages = read_messages(body, served.vision)
+    messages = read_messages(body, served.media)
     served.check_count(len(messages), "messages")
     thinking, variables = _template_arguments(served, body)
     open_turn = body.add_generation_prompt is not False
@@ -183,7 +183,7 @@ def _rendering(served: Served, body: Chat, tools: Sequence[dict[str, Any]], clos
         else:
             messages = [{"role": "system", "content": about}, *messages]
     thinking = False if closed else thinking
-    messages = with_bytes(messages, served.options.pictures) if served.vision else messages
+    messages = with_bytes(messages, served.options.pictures) if served.media else messages
     options = {"add_generation_prompt": open_turn, "thinking": thinking, "tools": tools or None, "variables": variables}
     return Rendering(messages, options, prefill)
 
@@ -234,17 +234,17 @@ def _template_arguments(served: Served, body: Chat) -> tuple[bool | None, dict[s
     return thinking, variables
 
 
-def read_messages(body: Chat, vision: bool = False) -> list[dict[str, Any]]:
-    """Raises ApiError: no list of messages that a template could take. ``vision``: whether they may have pictures."""
+def read_messages(body: Chat, media: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Raises ApiError: no list of messages that a template could take. ``media``: what they may have besides text, "image" and "audio"."""
     if not isinstance(body.messages, list):  # an empty one is up to the template, as in llama-server
         raise ApiError(400, NO_MESSAGES, param="messages")
     for i, message in enumerate(body.messages):
-        if fault := next(_faults(message, f"messages[{i}]", vision), None):
+        if fault := next(_faults(message, f"messages[{i}]", media), None):
             raise ApiError(400, fault, param="messages")
     return body.messages
 
 
-def _faults(message: Any, at: str, vision: bool) -> Iterator[str]:
+def _faults(message: Any, at: str, media: Collection[str]) -> Iterator[str]:
     """What is wrong with a message."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         yield f"{at} is no object with a role"
@@ -258,13 +258,11 @@ def _faults(message: Any, at: str, vision: bool) -> Iterator[str]:
         yield f"the content of {at} is neither a text nor a list of parts"
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
-        if vision and is_picture(part):
+        if media_kind(part) in media:
             continue
         if kind in ("image_url", "image", "input_audio", "input_video", "video_url"):
             what = "audio" if "audio" in str(kind) else "video" if "video" in str(kind) else "image"
-            runs = (
-                "was started without an encoder of images" if what == "image" else "takes text and images" if vision else "runs text models"
-            )
+            runs = f"takes text and {' and '.join(media)}" if media else "was started without an encoder of it"
             yield f"{what} input is not supported: this server {runs}; send text alone"
         if kind == "refusal" and isinstance(part.get("refusal"), str):  # of an assistant's message
             part |= {"type": "text", "text": part["refusal"]}

@@ -33,7 +33,7 @@ class ServedEmbedder:
 
     def __init__(self, embedder: Embedder, options: ServeOptions) -> None:
         self.embedder, self.options, self.tokenizer, self.n_ctx = embedder, options, embedder.tokenizer, embedder.n_ctx
-        self.path, self.vision = str(embedder.file.path), False
+        self.path, self.media = str(embedder.file.path), ()
         self.names = options.names or (embedder.file.path.name,)
         self.name = self.names[0]
 

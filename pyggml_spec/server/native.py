@@ -242,7 +242,7 @@ async def props(context: Context, request: Request) -> Response:
     return json_response({
         "default_generation_settings": {"n_ctx": served.n_ctx, "params": settings(context, defaults)},
         "total_slots": served.options.slots,
-        "model_alias": served.name, "model_path": served.path, "modalities": {"vision": served.vision, "audio": False},
+        "model_alias": served.name, "model_path": served.path, "modalities": {"vision": "image" in served.media, "audio": "audio" in served.media},
         **({"chat_template_tool_use": served.tool_template.source} if served.tool_template is not None else {}),
         "chat_template": served.template.source, "bos_token": _token_text(context, served.tokenizer.bos), "eos_token": _token_text(context, served.eos),
         "build_info": http.FINGERPRINT, "is_sleeping": False,

@@ -220,7 +220,7 @@ def _legacy_logprobs(output: Output, logprobs: Sequence[TokenLogprob], lists: Lo
 async def models(context: Context, request: Request) -> Response:
     entry = context.served.model_entry()
     listed = {
-        "name": entry["id"], "model": entry["id"], "type": "model", "tags": [], "capabilities": ["completion", "multimodal"] if context.served.vision else ["completion"], "details": {"format": "gguf"},
+        "name": entry["id"], "model": entry["id"], "type": "model", "tags": [], "capabilities": ["completion", "multimodal"] if context.served.media else ["completion"], "details": {"format": "gguf"},
     }  # fmt: skip
     return json_response({"object": "list", "data": [entry], "models": [listed]})
 

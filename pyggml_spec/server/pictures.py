@@ -1,4 +1,4 @@
-"""Pictures of requests: parts of messages in the dialects' forms become bytes of files.
+"""Pictures and sounds of requests: parts of messages in the dialects' forms become bytes of files.
 
 `data:` URLs always; `http` and `https` ones only where the server was started for that (``PictureOptions.urls``): within a time and a size, over a few redirects,
 and never from an address that is not public.
@@ -18,11 +18,12 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from ..cancel import check
 from ..vision.messages import PICTURE
 from ..vision.pictures import PictureLimits
+from ..vision.sounds import is_sound
 from .errors import ApiError
 
 SECONDS, REDIRECTS = 10.0, 3
 PIECE = 1 << 16
-KINDS = ("image_url", "image")
+KINDS = {"image_url": "image", "image": "image", "input_audio": "audio"}
 FORM = '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}'
 
 
@@ -34,28 +35,35 @@ class PictureOptions:
     urls: bool = False
 
 
-def is_picture(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in KINDS
+def media_kind(part: Any) -> str:
+    """ "image" or "audio" for a part of a message with a picture or a sound, "" for others."""
+    return KINDS.get(str(part.get("type")), "") if isinstance(part, dict) else ""
 
 
 def with_bytes(messages: list[dict[str, Any]], options: PictureOptions) -> list[dict[str, Any]]:
-    """Messages whose pictures are parts of ``vision.messages``. Raises ApiError: a picture that cannot be had."""
+    """Messages whose pictures and sounds are parts of ``vision.messages``. Raises ApiError: one cannot be had."""
     out, count = [], 0
     for message in messages:
         content = message.get("content")
-        if isinstance(content, list) and any(map(is_picture, content)):
-            count += sum(map(is_picture, content))
+        if isinstance(content, list) and any(map(media_kind, content)):
+            count += sum(bool(media_kind(part)) for part in content)
             if count > options.limits.count:
-                raise ApiError(400, f"the messages have more than {options.limits.count} pictures; send fewer", param="messages")
+                raise ApiError(400, f"the messages have more than {options.limits.count} pictures and sounds; send fewer", param="messages")
             message = message | {
-                "content": [{"type": PICTURE, "data": _bytes(part, options)} if is_picture(part) else part for part in content]
+                "content": [{"type": PICTURE, "data": _bytes(part, options)} if media_kind(part) else part for part in content]
             }
         out.append(message)
     return out
 
 
 def _bytes(part: dict[str, Any], options: PictureOptions) -> bytes:
-    """Those of an OpenAI part (``image_url``), or of one of Anthropic's (``source``)."""
+    """Those of an OpenAI part (``image_url``, ``input_audio``), or of one of Anthropic's (``source``)."""
+    if part["type"] == "input_audio":
+        sound = part.get("input_audio")
+        file = decoded(sound.get("data") if isinstance(sound, dict) else None, options)
+        if not is_sound(file):
+            raise ApiError(400, "the data of an input_audio is no WAV, MP3 or FLAC file", param="messages")
+        return file
     source = part.get("source")
     if isinstance(source, dict) and source.get("type") == "base64":
         return decoded(source.get("data"), options)
@@ -76,11 +84,11 @@ def _bytes(part: dict[str, Any], options: PictureOptions) -> bytes:
 def decoded(data: Any, options: PictureOptions) -> bytes:
     """Bytes of base64 text. Raises ApiError."""
     if not isinstance(data, str) or len(data) > 2 * options.limits.nbytes:
-        raise ApiError(400, f"a picture's data is no base64 text of at most {options.limits.nbytes} bytes", param="messages")
+        raise ApiError(400, f"data of a picture or sound is no base64 text of at most {options.limits.nbytes} bytes", param="messages")
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise ApiError(400, "a picture's data is no base64 text; encode the file's bytes", param="messages") from None
+        raise ApiError(400, "data of a picture or sound is no base64 text; encode the file's bytes", param="messages") from None
 
 
 # -- from elsewhere

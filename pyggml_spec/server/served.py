@@ -107,7 +107,8 @@ class Served:
         self.session, self.limits, self.options = session, limits, options
         self.tokenizer: Tokenizer = session.tokenizer
         self.drafter = bool(session.methods)
-        self.vision = session.encoder is not None
+        takes = {"image": session.encoder.sees, "audio": session.encoder.rate > 0} if session.encoder is not None else {}
+        self.media = tuple(kind for kind, taken in takes.items() if taken)
         self.picture_limits = replace(options.pictures.limits, rows=concurrent.n_ctx)
         self.n_ctx = concurrent.n_ctx
         self.created = int(time.time())
@@ -259,7 +260,7 @@ class Served:
         target = self.session.target
         return {
             "id": self.name, "object": "model", "created": self.created, "owned_by": "pyspec", "aliases": list(self.names),
-            "tags": list(self.options.tags), "status": {"value": "loaded"}, **({"architecture": {"input_modalities": ["text", "image"], "output_modalities": ["text"]}} if self.vision else {}),
+            "tags": list(self.options.tags), "status": {"value": "loaded"}, **({"architecture": {"input_modalities": ["text", *self.media], "output_modalities": ["text"]}} if self.media else {}),
             "meta": {
                 "vocab_type": 2, "n_vocab": self.tokenizer.n_vocab, "n_ctx_train": target.context_length, "n_ctx": self.n_ctx,
                 "n_embd": target.n_embd, "size": target.file.path.stat().st_size, "architecture": target.arch,

@@ -13,7 +13,7 @@ from ..errors import PyspecError
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
 from ..models.registry import CHAINS, DRAFTERS, ENCODERS, TARGETS, open_drafter, open_target, unsupported
-from ..vision.encoder import check_encoder, encoder_kind
+from ..vision.encoder import check_encoder, encoder_kinds
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ def _verdict(file: GGUFFile) -> tuple[str, dict[str, str] | None]:
     try:
         if arch == ENCODERS:
             check_encoder(file)
-            return f"an encoder of images ({encoder_kind(file)}) for the target that it was made for; give it with `mmproj`", {}
+            words = {"vision": "images", "audio": "sounds"}
+            encodes = " and ".join(f"{words[what]} ({kind})" for what, kind in encoder_kinds(file).items())
+            return f"an encoder of {encodes} for the target that it was made for; give it with `mmproj`", {}
         if arch in TARGETS and not is_layer_alone(file):
             model = open_target(file)
             heads = "; its MTP layer drafts for it" if has_layer(file) else "; without a drafter, n-grams of its text draft for it on CPUs"

@@ -1,1 +1,1 @@
-"""Pictures: decoded and checked (pictures.py), and turned into rows of a prompt by libmtmd's encoders (encoder.py)."""
+"""Pictures and sounds: decoded and checked (pictures.py, sounds.py), and turned into rows of a prompt by libmtmd's encoders (encoder.py)."""

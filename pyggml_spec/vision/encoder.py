@@ -1,6 +1,6 @@
-"""libmtmd's encoders: pictures as rows of a prompt.
+"""libmtmd's encoders: pictures and sounds as rows of a prompt.
 
-The encoder is a file of its own (`mmproj-*.gguf`), made for one target. libmtmd resizes and cuts a picture, says which tokens stand around its parts, and computes
+The encoder is a file of its own (`mmproj-*.gguf`), made for one target. libmtmd resizes and cuts a picture, or makes a spectrum of a sound, says which tokens stand around its parts, and computes
 their rows on the device. Rows are kept within a budget by the hash of the picture: the next turn of a conversation does not encode it again.
 """
 
@@ -25,29 +25,45 @@ from ..gguf_io import GGUFFile
 from ..models.decoder import Decoder
 from ..models.registry import ENCODERS
 from .pictures import LIMITS, PictureLimits, decode
+from .sounds import decode_sound, is_sound
 
 GEMMA4_PATCHES = 1120 * 9  # of a picture of the most rows, if all lie in one line
+WHISPER_POSITIONS = 1500  # of 30 seconds, which these encoders compute at least
+WHISPER = "ultravox", "voxtral", "qwen2a", "qwen2.5o", "glma", "meralion", "musicflamingo"
 BUDGET = 256 << 20  # bytes of rows that are kept
 
 
 def check_encoder(file: GGUFFile) -> None:
-    """Raises ModelError unless the file is an encoder of pictures."""
+    """Raises ModelError unless the file is an encoder of pictures or sounds."""
     if file.get("general.architecture", str, "") != ENCODERS:
         raise ModelError(
-            f"{file.path} is no encoder of pictures, but a model of the architecture {file.get('general.architecture', str, '')!r}"
+            f"{file.path} is no encoder of pictures or sounds, but a model of the architecture {file.get('general.architecture', str, '')!r}"
         )
-    if not file.get("clip.has_vision_encoder", bool, False):
-        raise ModelError(f"{file.path} encodes no pictures (clip.has_vision_encoder is false); name another file with `mmproj`")
-    table = file.tensors.get("v.position_embd.weight")
-    if encoder_kind(file) == "gemma4v" and (
-        table is None or len(table.shape) < 2 or table.shape[1] < GEMMA4_PATCHES
-    ):  # which libmtmd does not check
+    kinds = encoder_kinds(file)
+    if not kinds:
+        raise ModelError(
+            f"{file.path} encodes neither pictures nor sounds (clip.has_vision_encoder and clip.has_audio_encoder are false); name another file with `mmproj`"
+        )
+    if kinds.get("vision") == "gemma4v" and _positions(file, "v") < GEMMA4_PATCHES:  # which libmtmd does not check
         raise ModelError(f"{file.path} has positions for fewer than {GEMMA4_PATCHES} patches in a line; convert it again")
+    if kinds.get("audio") in WHISPER and _positions(file, "a") < WHISPER_POSITIONS:
+        raise ModelError(f"{file.path} has positions for fewer than {WHISPER_POSITIONS} frames of a sound; convert it again")
+    if kinds.get("audio") == "voxtral" and WHISPER_POSITIONS // 2 % (factor := file.get("clip.audio.projector.stack_factor", int, 4) or 1):
+        raise ModelError(
+            f"{file.path} joins {factor} frames of {WHISPER_POSITIONS // 2}, which the libmtmd of this version counts wrongly, and ends the process; "
+            "voxtral's sounds cannot be used"
+        )
 
 
-def encoder_kind(file: GGUFFile) -> str:
-    """libmtmd's name of the encoder, like "qwen3vl_merger"."""
-    return file.get("clip.vision.projector_type", str, "") or file.get("clip.projector_type", str, "")
+def encoder_kinds(file: GGUFFile) -> dict[str, str]:
+    """libmtmd's names of what it encodes, like {"vision": "qwen3vl_merger", "audio": "ultravox"}."""
+    found = [kind for kind in ("vision", "audio") if file.get(f"clip.has_{kind}_encoder", bool, False)]
+    return {kind: file.get("clip.projector_type", str, "") or file.get(f"clip.{kind}.projector_type", str, "") for kind in found}
+
+
+def _positions(file: GGUFFile, prefix: str) -> int:
+    table = file.tensors.get(f"{prefix}.position_embd.weight")
+    return table.shape[1] if table is not None and len(table.shape) > 1 else 0
 
 
 class Encoder:
@@ -55,7 +71,7 @@ class Encoder:
 
     Attributes:
         file: the encoder's.
-        both_ways: whether the rows of a picture see each other in the target.
+        sees, rate: whether it encodes pictures, and samples per second of the sounds that it encodes; 0: none.
     """
 
     def __init__(self, file: GGUFFile, target: Decoder, backend: Backend, chunk: int, budget: int = BUDGET) -> None:
@@ -65,7 +81,7 @@ class Encoder:
         self.file, self._target, self._budget, self._lock = file, target, budget, threading.Lock()
         self._kept: OrderedDict[bytes, list[Sequence[int] | Picture]] = OrderedDict()
         self._kept_bytes = 0
-        self.encoded = 0  # pictures so far that were not kept
+        self.encoded = 0  # pictures and sounds so far that were not kept
         self._context: Any = None
         self._mtmd, self._ffi = _library()
         params = lib.llama_model_default_params()
@@ -97,13 +113,13 @@ class Encoder:
             params.flash_attn_type = mtmd.LLAMA_FLASH_ATTN_TYPE_ENABLED
         mtmd.keep_errors()
         self._context = mtmd.mtmd_init_from_file(os.fsencode(self.file.path), model, params)
-        if self._context and self._both_ways:  # a step computes all of its rows
+        if self._context and mtmd.mtmd_decode_use_non_causal(self._context, their.NULL):  # a step computes all rows of a picture
             mtmd.mtmd_free(self._context)
             params.image_max_tokens = chunk
             self._context = mtmd.mtmd_init_from_file(os.fsencode(self.file.path), model, params)
         if not self._context:
             raise ModelError(f"{self.file.path.name} cannot be used with {self._target.file.path.name}: {self._said()}")
-        self.both_ways = self._both_ways
+        self.sees, self.rate = bool(mtmd.mtmd_support_vision(self._context)), max(0, mtmd.mtmd_get_audio_sample_rate(self._context))
         if bool(mtmd.mtmd_decode_use_mrope(self._context)) != self._target.by_axis:
             raise ModelError(
                 f"{self.file.path.name} gives pictures other positions than {self._target.arch} reads (M-RoPE); leave `mmproj` out"
@@ -113,10 +129,6 @@ class Encoder:
     def row_size(self) -> int:
         """Values of a row."""
         return self._target.n_embd * (1 + self._target.deepstack)
-
-    @property
-    def _both_ways(self) -> bool:
-        return bool(self._mtmd.mtmd_decode_use_non_causal(self._context, self._ffi.NULL))
 
     def _said(self) -> str:
         text = self._ffi.string(self._mtmd.kept_errors()).decode("utf-8", "replace")
@@ -130,57 +142,68 @@ class Encoder:
     # -- pictures
 
     def encode(self, data: bytes, limits: PictureLimits = LIMITS) -> list[Sequence[int] | Picture]:
-        """The parts that take the place of a picture's file in a prompt: tokens and rows. From any thread.
+        """The parts that take the place of a file of a picture or a sound in a prompt: tokens and rows. From any thread.
 
         Raises:
-            PictureError: as of ``decode``, or libmtmd refuses it.
+            PictureError: as of ``decode`` and ``decode_sound``, or this encoder does not take it.
         """
         key = hashlib.sha256(data).digest()
         with self._lock:
             if (parts := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return parts
-        pixels = decode(data, limits)
+        media = self._decoded(data, limits)
         with self._lock:
             if self._context is None:
                 raise PictureError("the encoder is closed: load the model again")
-            parts = self._encode(pixels, limits.rows, hashlib.sha256(key + self.identity + str(self._target.arch).encode()).digest())
+            parts = self._encode(media, limits.rows, hashlib.sha256(key + self.identity + str(self._target.arch).encode()).digest())
             self._keep(key, parts)
         return parts
 
     def prompt(self, parts: Sequence[Sequence[int] | bytes], limits: PictureLimits = LIMITS) -> Prompt:
-        """A prompt of tokens and files of pictures."""
+        """A prompt of tokens and files of pictures and sounds."""
         pictures = sum(isinstance(part, bytes) for part in parts)
         if pictures > limits.count:
-            raise PictureError(f"the prompt has {pictures} pictures, and {limits.count} are taken; send fewer")
+            raise PictureError(f"the prompt has {pictures} pictures and sounds, and {limits.count} are taken; send fewer")
         out = Prompt()
         for part in parts:
             for piece in self.encode(part, limits) if isinstance(part, bytes) else [part]:
                 out.add(piece)
         return out
 
-    def _encode(self, pixels: np.ndarray, most: int, identity: bytes) -> list[Sequence[int] | Picture]:
-        mtmd, their, height, width = self._mtmd, self._ffi, *pixels.shape[:2]
+    def _decoded(self, data: bytes, limits: PictureLimits) -> np.ndarray:
+        """Pixels U8 [height, width, 3], or samples F32 [n]."""
+        sound = is_sound(data)
+        if not (self.rate if sound else self.sees):
+            what, other = ("sounds", "pictures") if sound else ("pictures", "sounds")
+            raise PictureError(f"{self.file.path.name} encodes {other}, and no {what}; leave them out")
+        return decode_sound(data, self.rate, limits) if sound else decode(data, limits)
+
+    def _encode(self, media: np.ndarray, most: int, identity: bytes) -> list[Sequence[int] | Picture]:
+        mtmd, their, media = self._mtmd, self._ffi, np.ascontiguousarray(media)
         mtmd.keep_errors()
-        pixels = np.ascontiguousarray(pixels)
-        bitmap = mtmd.mtmd_bitmap_init(width, height, their.from_buffer("unsigned char[]", pixels))
+        if media.ndim == 1:
+            what = f"a sound of {len(media) / self.rate:.1f} s"
+            bitmap = mtmd.mtmd_bitmap_init_from_audio(len(media), their.from_buffer("float[]", media))
+        else:
+            height, width, _ = media.shape
+            what = f"a picture of {width} x {height} pixels"
+            bitmap = mtmd.mtmd_bitmap_init(width, height, their.from_buffer("unsigned char[]", media))
         chunks, out = mtmd.mtmd_input_chunks_init(), list[Sequence[int] | Picture]()
         try:
             part = their.new("struct mtmd_input_part *", {"bitmap": bitmap})
             if mtmd.mtmd_tokenize_from_parts(self._context, chunks, their.new("struct mtmd_input_part *[]", [part]), 1, False):
-                raise PictureError(f"the encoder refuses a picture of {width} x {height} pixels: {self._said()}")
+                raise PictureError(f"the encoder refuses {what}: {self._said()}")
             rows = mtmd.mtmd_helper_get_n_tokens(chunks)
             if rows > most:
-                raise PictureError(
-                    f"a picture of {width} x {height} pixels takes {rows} rows of the context, and there are {most}; send a smaller one"
-                )
+                raise PictureError(f"{what} takes {rows} rows of the context, and there are {most}; send a smaller one")
             for i in range(mtmd.mtmd_input_chunks_size(chunks)):
                 chunk = mtmd.mtmd_input_chunks_get(chunks, i)
                 if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
                     n = their.new("size_t *")
                     tokens = their.unpack(mtmd.mtmd_input_chunk_get_tokens_text(chunk, n), n[0])
                     if min(tokens) < 0:
-                        raise PictureError(f"{self._target.file.path.name} lacks tokens that {self.file.path.name} puts around pictures")
+                        raise PictureError(f"{self._target.file.path.name} lacks tokens that {self.file.path.name} puts around {what}")
                     out.append(tokens)
                 else:
                     out.append(self._picture(chunk, identity + i.to_bytes(4, "little")))
@@ -194,19 +217,23 @@ class Encoder:
         mtmd, their, size = self._mtmd, self._ffi, self.row_size
         rows = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
         if mtmd.mtmd_encode_chunk(self._context, chunk):
-            raise PictureError(f"the encoder failed on a picture: {self._said()}")
+            raise PictureError(f"the encoder failed: {self._said()}")
         values = np.frombuffer(their.buffer(mtmd.mtmd_get_output_embd(self._context), 4 * rows * size), np.float32)
         if not np.isfinite(values).all():
-            raise PictureError(f"{self.file.path.name} made NaN or Inf of a picture: its weights are damaged, or overflow on this device")
+            raise PictureError(
+                f"{self.file.path.name} made NaN or Inf of a picture or sound: its weights are damaged, or overflow on this device"
+            )
         positions = None
         if self._target.by_axis:
-            image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
+            image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)  # NULL of a sound, whose rows are one after the other
             positions = np.zeros((AXES, rows), np.int64)
-            for i in range(rows):
+            positions[:-1] = np.arange(rows)
+            for i in range(rows if image else 0):
                 at = mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, i)
                 positions[:, i] = at.t, at.y, at.x, at.z
         n_pos = mtmd.mtmd_input_chunk_get_n_pos(chunk)
-        return Picture(row_ids(identity, rows), values.reshape(rows, size).copy(), positions, n_pos, self.both_ways)
+        both_ways = bool(mtmd.mtmd_decode_use_non_causal(self._context, chunk))
+        return Picture(row_ids(identity, rows), values.reshape(rows, size).copy(), positions, n_pos, both_ways)
 
     # -- what is kept
 

@@ -1,4 +1,4 @@
-"""Conversations with pictures: messages whose content has parts {"type": "picture", "data": bytes of a file} as prompts."""
+"""Conversations with pictures and sounds: messages whose content has parts {"type": "picture", "data": bytes of a file} as prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,8 +10,8 @@ from ..text.tokenizer import Tokenizer
 from .encoder import Encoder
 from .pictures import LIMITS, PictureLimits
 
-PICTURE = "picture"  # the type of such parts
-NO_ENCODER = "this model was loaded without an encoder of pictures: name its file with `mmproj`"
+PICTURE = "picture"  # the type of such parts, of sounds too
+NO_ENCODER = "this model was loaded without an encoder of pictures or sounds: name its file with `mmproj`"
 MARKS = range(0xF0000, 0xFFFFE)  # private-use characters, one of which stands for a picture while the template renders
 
 
@@ -71,7 +71,7 @@ def encode_chat(
     texts = template.encode_around(mark, tokenizer, messages, fits, **options)
     if len(texts) != len(files) + 1:
         raise PictureError(
-            f"the chat template shows {len(texts) - 1} of {len(files)} pictures of this conversation; send them in messages of the user"
+            f"the chat template shows {len(texts) - 1} of {len(files)} pictures and sounds of this conversation; send them in messages of the user"
         )
     parts: list[Sequence[int] | bytes] = [texts[0]]
     for file, text in zip(files, texts[1:], strict=True):

@@ -21,11 +21,12 @@ _RATHER = "use a PNG, JPEG, WebP, GIF or BMP file"
 
 @dataclass(frozen=True)
 class PictureLimits:
-    """Of one prompt: ``count`` pictures; of each ``nbytes`` of its file, ``pixels``, and ``rows`` of the prompt."""
+    """Of one prompt: ``count`` pictures and sounds; of each ``nbytes`` of its file, ``pixels`` or ``seconds``, and ``rows`` of the prompt."""
 
     count: int = 16
     nbytes: int = 20 << 20
     pixels: int = 1 << 25
+    seconds: float = 1800
     rows: int = 1 << 16
 
 

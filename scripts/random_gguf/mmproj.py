@@ -1,4 +1,4 @@
-"""Random encoders of pictures (`mmproj`) for libmtmd: qwen3vl with deepstack, gemma3, gemma4v and idefics3 (SmolVLM).
+"""Random encoders of pictures and sounds (`mmproj`) for libmtmd: qwen3vl with deepstack, gemma3, gemma4v (with gemma4ua), idefics3 (SmolVLM), ultravox and qwen2a.
 
 python scripts/random_gguf/mmproj.py KIND FILE N_EMBD [TYPE]     N_EMBD: of the target
 """
@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from random_gguf.model import Writer
 
 CONTROL = {  # tokens around pictures that the target's vocabulary has to have
-    "qwen3vl_merger": ("<|vision_start|>", "<|vision_end|>"), "gemma3": ("<start_of_image>", "<end_of_image>"), "gemma4v": ("<|image>", "<image|>"),
+    "qwen3vl_merger": ("<|vision_start|>", "<|vision_end|>"), "gemma3": ("<start_of_image>", "<end_of_image>"), "gemma4v": ("<|image>", "<image|>", "<|audio>", "<audio|>"), "ultravox": (),
+    "qwen2a": ("<|audio_bos|>", "<|audio_eos|>"),
     "idefics3": ("<fake_token_around_image>", "<global-img>", "\u010a\u010a", *(f"<row_{i}_col_{j}>" for i in range(1, 5) for j in range(1, 5))),
 }  # fmt: skip
 
@@ -33,6 +34,7 @@ class Encoder:
     merge: int = 2
     deepstack: tuple[int, ...] = (0, 2)
     longest: int = 128
+    n_mel: int = 40
 
 
 SMOLVLM = Encoder(768, 12, 12, 3072, 512, 16, 4, (), 2048)  # SmolVLM-256M
@@ -44,9 +46,17 @@ def write_mmproj(path: str | Path, kind: str, n_text: int, e: Encoder = Encoder(
     """Writes an encoder of ``kind`` for a target whose rows have ``n_text`` values."""
     w, n = Writer(Path(path), "clip", quant, seed), e.n_embd
     out = w.out
-    out.add_bool("clip.has_vision_encoder", True)
-    out.add_string("clip.projector_type", kind)
     out.add_bool("clip.use_gelu", True)
+    if kind in SOUNDS:
+        _sound_keys(w, kind, e, n_text)
+        _whisper(w, kind, e, n_text)
+        w.close()
+        return Path(path)
+    out.add_bool("clip.has_vision_encoder", True)
+    out.add_string("clip.vision.projector_type", kind)
+    if kind == "gemma4v":  # its sounds have no encoder, but a projection
+        _sound_keys(w, "gemma4ua", e, n_text)
+        _linear(w, "mm.a.input_projection", 640, n_text, bias=False)
     for key, value in {
         "embedding_length": n, "feed_forward_length": e.n_ff, "block_count": e.n_layer, "projection_dim": n_text, "attention.head_count": e.n_head,
         "image_size": e.image_size, "patch_size": e.patch, "projector.scale_factor": e.merge, "spatial_merge_size": e.merge,
@@ -84,18 +94,18 @@ def _patches(w: Writer, e: Encoder, more: bool = False) -> None:
     _f32(w, "v.position_embd.weight", (e.image_size // e.patch) ** 2, e.n_embd, gain=4.0)
 
 
-def _layers(w: Writer, e: Encoder, joined: bool) -> None:
+def _layers(w: Writer, e: Encoder, joined: bool, prefix: str = "v") -> None:
     n = e.n_embd
     for i in range(e.n_layer):
-        b = f"v.blk.{i}."
+        b = f"{prefix}.blk.{i}."
         _norm(w, b + "ln1", n)
         _norm(w, b + "ln2", n)
         for name, size in (("attn_qkv", 3 * n),) if joined else (("attn_q", n), ("attn_k", n), ("attn_v", n)):
-            _linear(w, b + name, n, size)
+            _linear(w, b + name, n, size, bias=prefix == "v" or name != "attn_k")
         _linear(w, b + "attn_out", n, n)
         _linear(w, b + "ffn_up", n, e.n_ff)
         _linear(w, b + "ffn_down", e.n_ff, n)
-    _norm(w, "v.post_ln", n)
+    _norm(w, f"{prefix}.post_ln", n)
 
 
 def _qwen3vl(w: Writer, e: Encoder, n_text: int) -> None:
@@ -141,11 +151,42 @@ def _idefics3(w: Writer, e: Encoder, n_text: int) -> None:
     _linear(w, "mm.model.fc", e.n_embd * e.merge**2, n_text, bias=False)
 
 
+SOUNDS = "ultravox", "qwen2a"
+
+
+def _sound_keys(w: Writer, kind: str, e: Encoder, n_text: int) -> None:
+    w.out.add_bool("clip.has_audio_encoder", True)
+    w.out.add_string("clip.audio.projector_type", kind)
+    for key, value in {
+        "embedding_length": e.n_embd, "feed_forward_length": e.n_ff, "block_count": e.n_layer if kind in SOUNDS else 0, "projection_dim": n_text,
+        "attention.head_count": e.n_head, "num_mel_bins": e.n_mel, "projector.stack_factor": 4,
+    }.items():  # fmt: skip
+        w.out.add_uint32(f"clip.audio.{key}", value)
+    w.out.add_float32("clip.audio.attention.layer_norm_epsilon", 1e-5)
+
+
+def _whisper(w: Writer, kind: str, e: Encoder, n_text: int) -> None:
+    n = e.n_embd
+    for i, n_in in ((1, e.n_mel), (2, n)):
+        values = w.rng.standard_normal((n, n_in, 3)) * (3 * n_in) ** -0.5
+        w.out.add_tensor(f"a.conv1d.{i}.weight", values.astype(np.float16))  # ggml convolves with no other type
+        w.out.add_tensor(f"a.conv1d.{i}.bias", (w.rng.standard_normal((n, 1)) / 10).astype(np.float32))
+    _f32(w, "a.position_embd.weight", 1500, n, gain=4.0)
+    _layers(w, e, joined=False, prefix="a")
+    if kind == "ultravox":
+        _norm(w, "mm.a.norm_pre", 4 * n, bias=False)
+        _norm(w, "mm.a.norm_mid", n, bias=False)
+        _linear(w, "mm.a.mlp.1", 4 * n, 2 * n, bias=False)
+        _linear(w, "mm.a.mlp.2", n, n_text, bias=False)
+    else:
+        _linear(w, "mm.a.fc", n, n_text)
+
+
 _KINDS: dict[str, Callable[[Writer, Encoder, int], None]] = {
     "qwen3vl_merger": _qwen3vl, "gemma3": _gemma3, "gemma4v": _gemma4v, "idefics3": _idefics3,
 }  # fmt: skip
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (4, 5) or sys.argv[1] not in _KINDS:
-        sys.exit(f"usage: python scripts/random_gguf/mmproj.py KIND FILE N_EMBD [TYPE]; KIND is one of {', '.join(_KINDS)}")
+    if len(sys.argv) not in (4, 5) or sys.argv[1] not in (*_KINDS, *SOUNDS):
+        sys.exit(f"usage: python scripts/random_gguf/mmproj.py KIND FILE N_EMBD [TYPE]; KIND is one of {', '.join((*_KINDS, *SOUNDS))}")
     print(write_mmproj(sys.argv[2], sys.argv[1], int(sys.argv[3]), quant=(sys.argv[4:] or ["F32"])[0]))

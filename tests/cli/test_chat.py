@@ -219,3 +219,22 @@ def test_readers_that_leave_and_what_outlives_the_chat(talker, tmp_path):
     line = ("chat", *talker, "-n", 2, "-ub", 16, "--prefix-cache", tmp_path / "kept", "-sys", "s" * 100)
     first, second = (pyspec(*line, stdin=b"he\n").stderr for _ in range(2))
     assert "in the caches" not in first and "in the caches" in second
+
+
+def test_pictures_and_sounds(tmp_path):
+    """`run --image --audio`, and `/image` and `/audio` before a question; a file that is neither fails its line alone."""
+    pytest.importorskip("miniaudio")
+    from vision.families import file_of, wav, write_family
+
+    target, _ = write_family(tmp_path, "gemma4")
+    picture, sound, text = (tmp_path / name for name in ("a.png", "a.wav", "a.txt"))
+    picture.write_bytes(file_of((96, 64)))
+    sound.write_bytes(wav())
+    text.write_text("neither")
+    options = ["-m", target, "--device", "CPU", "-t", 1, "-c", 512]
+    done = pyspec("run", *options, "--image", picture, "--audio", sound, "-p", "What?", "-n", 4)
+    assert done.returncode == 0 and done.stdout
+    lines = f"/image {picture}\n/audio {sound}\n/audio {text}\nWhat?\n/quit\n"
+    done = pyspec("chat", *options, "-n", 4, stdin=lines.encode())
+    assert done.returncode == 1 and len(re.findall(r"takes \d+ rows and stands before", done.stderr)) == 2
+    assert "cannot be read" in done.stderr

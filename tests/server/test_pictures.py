@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from server.running import Running
 from sessions import fails_with
-from vision.families import file_of, write_family
+from vision.families import file_of, wav, write_family
 
 from pyggml_spec.server import pictures
 from pyggml_spec.server.errors import ApiError
@@ -49,6 +49,30 @@ def test_clients_with_pictures(seeing, openai, anthropic):
     counted = theirs.messages.count_tokens(model="x", messages=blocks).input_tokens
     said = theirs.messages.create(model="x", max_tokens=8, messages=blocks)
     assert said.usage.input_tokens + said.usage.cache_read_input_tokens == counted > 30
+
+
+def test_sounds_of_clients(tmp_path, openai):
+    """A sound and a picture in one message, and what is no sound."""
+    pytest.importorskip("miniaudio")
+    target, mmproj = write_family(tmp_path, "gemma4")
+    with Running("-m", target, "--mmproj", mmproj, "-c", 1024) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+        def asked(data):
+            sound = {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}}
+            return [{"role": "user", "content": [part(url(PNG)), sound, {"type": "text", "text": "What is this?"}]}]
+
+        said = [
+            client.chat.completions.create(model="x", messages=asked(wav(seed=seed)), max_tokens=4, temperature=0) for seed in (0, 0, 1)
+        ]
+        reused = [one.usage.prompt_tokens_details.cached_tokens for one in said]
+        assert said[0].usage.prompt_tokens > 130 and said[0].choices == said[1].choices and reused[1] > 100 > reused[2]
+        for data, words in ((b"x" * 100, "no WAV"), (PNG, "no WAV"), (wav(0.02), "cut off")):
+            with pytest.raises(openai.BadRequestError, match=words):
+                client.chat.completions.create(model="x", messages=asked(data), max_tokens=1)
+        assert server.http.get("/props").json()["modalities"] == {"vision": True, "audio": True}
+        modalities = server.http.get("/v1/models").json()["data"][0]["architecture"]["input_modalities"]
+        assert modalities == ["text", "image", "audio"]
 
 
 def test_native_prompts_and_what_is_said(seeing):

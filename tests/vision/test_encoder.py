@@ -6,7 +6,7 @@ from random_gguf.archs import WRITERS
 from random_gguf.mmproj import CONTROL, write_mmproj
 from random_gguf.model import Shape
 from sessions import fails_with
-from vision.families import FAMILIES, file_of, write_family
+from vision.families import FAMILIES, SEEING, file_of, write_family
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ModelError, PictureError
@@ -19,7 +19,7 @@ from vision.mtmd_oracle import MARKER, after_pictures
 
 
 @pytest.mark.parametrize("quant", ["F32", "Q8_0"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SEEING)
 def test_text_after_pictures_equals_llama_cpp(tmp_path, family, quant):
     """Two pictures of different sizes, one of them cut into parts where the encoder does that."""
     target, mmproj = write_family(tmp_path, family, quant)
