@@ -19,8 +19,8 @@ AGREE = 1.33  # times as long as a plain step of the text, or as short, plain st
 _BAR = " ▁▂▃▄▅▆▇█"
 
 
-def configuration_line(e: Configuration, mode: str | None, sampling: str = "greedy", notes: Sequence[str] = ()) -> str:
-    """One line with everything that decides speed and memory, and one per note."""
+def configuration_line(e: Configuration, mode: str | None, sampling: str = "greedy", notes: Sequence[str] = (), slots: int = 1) -> str:
+    """One line with everything that decides speed and memory, and one per note. ``slots``: sequences at once, each with that context."""
     where = f"{e.device} ({e.threads} thread{'s' * (e.threads > 1)}, kernels: {e.kernels})" if e.threads else e.device
     if e.drafter is None and e.lookup is None:
         draft = "no drafter: plain decoding"
@@ -41,11 +41,15 @@ def configuration_line(e: Configuration, mode: str | None, sampling: str = "gree
     if e.encoder is not None:
         draft += f" | pictures by {e.encoder}"
     m = e.memory
-    parts = [f"weights {size(m['weights'] + m.get('draft_weights', 0))}", f"K/V {size(m['kv'] + m.get('draft_kv', 0))} {e.kv_type}"]
+    parts = [
+        f"weights {size(m['weights'] + m.get('draft_weights', 0))}",
+        f"K/V {size(slots * (m['kv'] + m.get('draft_kv', 0)))} {e.kv_type}",
+    ]
     if "recurrent" in m:
-        parts.append(f"state {size(m['recurrent'])}")
+        parts.append(f"state {size(slots * m['recurrent'])}")
     parts.append(f"compute {size(m['compute'])}")
     context = f" {e.context}" if e.context.startswith("of ") else f" ({e.context})" if e.context else ""  # "20480 of 131072: memory"
+    context += f" for each of {slots} slots" if slots > 1 else ""
     line = f"configuration: {e.target} on {where} | {draft} | {sampling} | context {e.n_ctx}{context} | {', '.join(parts)}"
     return "\n".join([line, *(f"note: {in_options(note)}" for note in (*e.notes, *notes))])
 

@@ -207,7 +207,10 @@ def _serve_one(target, draft, options, settings, slots, alias, tags, max_tokens,
         if context < session.runner.options.n_ctx:
             room = f"{context} tokens of context, as many as memory has room for"
             notes.append(f"each of the {slots} slots has {room}: use fewer `slots` for more")
-        say(configuration_line(session.configuration(), None, sampling.describe(), notes))
+        used = session.configuration()
+        share = context / used.n_ctx
+        used = replace(used, n_ctx=context, memory={name: int(n * share) if "kv" in name else n for name, n in used.memory.items()})
+        say(configuration_line(used, None, sampling.describe(), notes, slots))
         thinking = {"on": True, "off": False}.get(reasoning)
         served = ServeOptions(
             _names(alias),

@@ -201,7 +201,7 @@ def draft_steps(stats: Stats) -> int:
 
 def prefill(stats: Stats, task: Task, prompt_read: int | None = None) -> tuple[int, float]:
     """Tokens of the prompt that were computed so far, up to ``prompt_read`` if it is given, and the milliseconds that it took."""
-    if stats.emitted or stats.stop_reason:
+    if stats.emitted or stats.stop_reason not in ("", "cancelled"):
         return stats.prompt_tokens - stats.reused_tokens, 1000 * stats.seconds.get("prefill", 0.0)
     read = prompt_read if prompt_read is not None else task.handle.prompt_read if task.handle is not None else 0
     done = max(0, read - stats.reused_tokens)

@@ -17,10 +17,12 @@ import pytest
 from cli.process import pyspec
 from server.running import Running, posted, request_of, serving, wait_for
 
+from pyggml_spec.cli.terminal import size
 from pyggml_spec.server import http, native, reading, resumable
 from pyggml_spec.server.bodies import Completion
 from pyggml_spec.server.errors import ApiError
 from pyggml_spec.server.resumable import ResumableStream, Streams
+from pyggml_spec.tools.plan import plan
 
 pytestmark = pytest.mark.slow
 PROMPT = "def quicksort(items):\n"
@@ -124,6 +126,13 @@ def test_a_slow_reader_does_not_delay_others(queue_server):
     lines = [json.loads(line[6:]) for line in read.split(b"\n") if line.startswith(b"data: ")]
     assert lines[-1]["stop"] and lines[-1]["tokens_predicted"] == 1200
     assert "".join(e["content"] for e in lines) == queue_server.ok("/completion", **ask(1200))["content"]
+
+
+def test_the_configuration_counts_the_rows_of_all_slots(queue_server):
+    planned = plan(device="CPU", largest=False)
+    rows = size(2 * (planned.memory["kv"] + planned.memory["draft_kv"]))
+    (line,) = (line for line in queue_server.lines if line.startswith("configuration: "))
+    assert "for each of 2 slots" in line and f"K/V {rows} " in line
 
 
 def leave(server, body, seconds, path="/completion"):

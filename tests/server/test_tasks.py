@@ -17,7 +17,7 @@ from pyggml_spec.events import End, StepEvent
 from pyggml_spec.sampling.sampler import Sampling, TokenLogprob
 from pyggml_spec.server import pool, tasks
 from pyggml_spec.server.errors import ApiError
-from pyggml_spec.server.output import timings
+from pyggml_spec.server.output import prefill, timings
 from pyggml_spec.server.pool import Pool
 from pyggml_spec.server.reading import SMALL, Context
 from pyggml_spec.server.tasks import AHEAD, Queue, QueueLimits, TaskRequest
@@ -473,3 +473,10 @@ def test_the_end_waits_for_nothing_that_can_be_cancelled():
     assert not threads.idle(0.05) and threads.idle(60) and sum(w.cancelled() for w in waits) >= 49
     with pytest.raises(RuntimeError, match="shut down"):
         threads.start(never)
+
+
+def test_a_cancelled_prompt_counts_as_far_as_it_was_computed():
+    task = SimpleNamespace(handle=SimpleNamespace(prompt_read=300), progress_from=1.0, latest=1.5)
+    for reason, tokens in (("cancelled", 300), ("length", 1000)):  # of no tokens at all
+        stats = Stats(prompt_tokens=1000, stop_reason=reason)
+        assert prefill(stats, task)[0] == tokens
