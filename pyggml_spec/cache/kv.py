@@ -259,10 +259,11 @@ class KVCache:
         home.buffer, device = home.backend.allocate_zeroed(home.ctx), home.backend.device
         if home.buffer == ffi.NULL:
             home.buffer, need = None, lib.ggml_backend_alloc_ctx_tensors_from_buft_size(home.ctx, home.backend.default_buffer_type)
-            raise DeviceError(
-                f"a context of {n_ctx} tokens needs {need >> 20} MiB for K/V on {device.name}, which has {free_bytes(device) >> 20} MiB free; "
-                "use a smaller `n_ctx`"
-            )
+            what, less = f"a context of {n_ctx} tokens needs", "a smaller `n_ctx`"
+            if self.slots > 1:
+                what, less = f"{self.slots} slots of {n_ctx} tokens need", f"fewer `slots` or {less}"
+            free = free_bytes(device) >> 20
+            raise DeviceError(f"{what} {need >> 20} MiB for K/V on {device.name}, which has {free} MiB free; use {less}")
 
     def _tensor(self, home: _Home, kind: int, *ne: int) -> Tensor:
         home.tensors.append(lib.ggml_new_tensor(home.ctx, kind, len(ne), ne))

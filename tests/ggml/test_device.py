@@ -108,7 +108,10 @@ def test_more_memory_than_there_is_is_not_asked_for(pair, monkeypatch):
     with pytest.raises(ps.DeviceError, match=r"needs \d+ MiB for weights on CPU, which has 0 MiB free"):
         ps.load(*pair, device="CPU", threads=1, n_ctx=256)
     memory["SwapFree"] = 1 << 30  # slow, but no process is killed
-    ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4).close()
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, draft_width=4) as session:
+        memory |= {"MemAvailable": 64 << 20, "SwapFree": 0}
+        needs = r"8 slots of 1048576 tokens need \d+ MiB for K/V on CPU, which has 64 MiB free; use fewer `slots` or a smaller `n_ctx`"
+        fails_with(ps.DeviceError, needs, session.concurrent, 8, 1 << 20)
 
 
 @pytest.mark.parametrize("version", [1, 2])
