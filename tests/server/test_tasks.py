@@ -159,6 +159,23 @@ async def test_limits_of_the_queue():
         assert [(await read_all(h))[-1].error.status for h in held] == [503] * 3
 
 
+async def test_a_full_queue_takes_one_of_a_new_client_where_another_has_several_and_says_when_there_is_room():
+    async with queued(hangs, requests=2) as queue:
+        queue._seconds = 4.0
+        for client in ("one", "two", "three", "four", "five"):  # a slot, two ahead, and two that wait
+            queue.enter([TaskRequest([1])], client)
+        with pytest.raises(ApiError, match="2 requests wait already") as full:
+            queue.enter([TaskRequest([1])], "six")
+        assert full.value.headers["retry-after"] == "20"  # five of four seconds each, one after the other
+    async with queued(hangs, requests=2) as queue:
+        for _ in range(5):
+            queue.enter([TaskRequest([1])], "one")
+        queue.enter([TaskRequest([1])], "two")
+        for client, count in (("two", 1), ("three", 2)):
+            with pytest.raises(ApiError, match="3 requests wait already"):
+                queue.enter([TaskRequest([1])] * count, client)
+
+
 async def test_without_a_queue_nothing_waits():
     async with queued(hangs, requests=0) as queue:
         held = queue.enter([TaskRequest([1])])
