@@ -215,7 +215,7 @@ class _ModelService(Service):
 
     def what(self, context: Context) -> str:
         """What is served, for the user."""
-        return f"with {self.settings.slots} slots of {context.served.n_ctx} tokens"
+        return f"with {self.settings.slots} slot{'s' * (self.settings.slots > 1)} of {context.served.n_ctx} tokens"
 
     async def run(self, sockets: list[socket.socket]) -> int:
         settings, metrics, self.loop = self.settings, Metrics(), asyncio.get_running_loop()

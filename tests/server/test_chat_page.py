@@ -468,7 +468,7 @@ def test_it_is_read_in_light_and_dark_and_used_by_keyboard(server, browser, page
 @browsers
 def test_models_of_a_router(browser, tmp_path):
     """The one that is chosen is loaded with the first message."""
-    texts = {"first": "The first one says these words.", "second": "Other words come from another model."}
+    texts = {"first": "The first one says these words.", "second": "Other words come from another model.", "third": "No words."}
     for name, words_of in texts.items():
         scripted.write(tmp_path / f"{name}.gguf", [words_of], TEMPLATE)
     with Running("--models-dir", tmp_path, "-c", 512, "--slots", 1) as running:
@@ -479,3 +479,6 @@ def test_models_of_a_router(browser, tmp_path):
         ask(browser, "Say it")
         assert said(browser) == [texts["second"]]
         wait_for(lambda: re.match("second,.* 512 tokens of context", text(browser, "about")))
+        (tmp_path / "third.gguf").unlink()
+        browser.find_element("css selector", "#models option[value='third']").click()
+        wait_for(lambda: "third is not on this server any more: second answers from now on" in text(browser, "notices"))

@@ -298,6 +298,10 @@ async function describe() {
     }
     $("attach").hidden = !model.vision;
     $("notices").replaceChildren();
+    if (several && chosen && name !== chosen) {
+      history.saveSettings({ ...history.settings(), model: name });
+      notice(`${chosen} is not on this server any more: ${name} answers from now on.`);
+    }
     $("speculative-row").hidden = !model.drafts;
     draw();
   } catch (error) {

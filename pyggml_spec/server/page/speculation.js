@@ -181,7 +181,7 @@ async function describe() {
     for (const id of ["speculative", "compare"]) $(id).closest("label").hidden = !drafts;
     $("legend").hidden = $("positions-box").hidden = !drafts;
     $("model").classList.remove("error");
-    $("model").textContent = `${props.model_alias}, ${drafter}, ${p.device}, ${props.total_slots} slots of ${props.default_generation_settings.n_ctx} tokens`;
+    $("model").textContent = `${props.model_alias}, ${drafter}, ${p.device}, ${props.total_slots} slot${props.total_slots > 1 ? "s" : ""} of ${props.default_generation_settings.n_ctx} tokens`;
   } catch (error) {
     $("model").textContent = sentence(error);
     $("model").classList.add("error");
