@@ -1,17 +1,20 @@
 """Prompts with rows of pictures: logits against llama.cpp's over the same rows, drafts, chunk borders, slots and the prefix cache."""
 
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
+from gguf_io.build import Model
 from llama_oracle import LlamaDFlash, logits_with_pictures
 from pairs import write_pair
 from random_gguf.adapter import write_adapter
 from random_gguf.archs import WRITERS
 from random_gguf.described import write_described
 from random_gguf.model import Shape
+from random_gguf.mtp import write_mtp_target
 from sessions import fails_with
 
 from pyggml_spec.engine.engine import Engine, generate
@@ -200,6 +203,46 @@ def test_drafts_behind_rows_of_tokens(tmp_path, pair):
     assert seen[0][:2] == seen[1][:2] == seen[2][:2] and seen[0][1][0] > 0 and seen[2][2] > 9
     if pair == "embedded":
         assert seen[0][1][1] > 20
+
+
+def write_scripted_mtp(folder):
+    """A qwen35 target that says one cycle of its tokens, and an MTP layer that reads the next one but one from the state of the row before, for seven of ten tokens."""
+    n, rng = 320, np.random.default_rng(4)
+    model = Model(write_mtp_target(folder / "random.gguf", replace(TINY, n_embd=n, n_layer=2, every=2)))
+    order, near, far = rng.permutation(n), np.zeros((n, n), np.float32), np.zeros((n, n), np.float32)
+    near[np.roll(order, -1), order] = 1
+    far[np.where(rng.random(n) < 0.7, np.roll(order, -1), 0), order] = 1
+    made = {"token_embd": np.eye(n, dtype=np.float32), "output": 60 * near, "blk.2.nextn.eh_proj": np.concatenate([np.eye(n) / 4, far], 1)}
+    for name, (shape, kind, _) in model.tensors.items():
+        values = made.get(name.removesuffix(".weight"))
+        if name.endswith(("attn_output.weight", "ssm_out.weight", "ffn_down.weight")):
+            values = np.zeros(shape)
+        elif "norm" in name and len(shape) == 1:
+            values = np.ones(shape)
+        if values is not None:
+            assert kind == 0
+            model.tensors[name][2] = values.astype(np.float32).tobytes()
+    return model.write(folder / "t.gguf")
+
+
+def test_acceptance_behind_pictures_is_what_it_was_before(tmp_path):
+    """Of a scripted pair: behind text, behind a picture, between pictures, and with those from the prefix cache."""
+    path, seen = write_scripted_mtp(tmp_path), []
+    with ExitStack() as stack:
+        engine = Engine(loaded(stack, path, path, kernels="native", chunk=64, slots=2), 8, prefix_memory=1 << 26)
+        first, second = picture(1, 7, 9, 320, True), picture(2, 12, 12, 320, True)
+        for parts in (
+            [text(100), [7]],
+            [first, [7]],
+            [text(9), first, text(20, 1), second, [7]],
+            [text(9), first, text(20, 1), second, [7]],
+        ):
+            sequence = engine.submit(Prompt(parts), GenerationOptions(100, SPECULATIVE, 8))
+            engine.run()
+            stats = sequence.stats
+            seen.append((sequence.tokens[-100:], stats.drafted, stats.matched))
+        assert stats.reused_tokens > 150
+    assert seen[0] == seen[1] == seen[2] == seen[3] and 0.2 < seen[0][2] / seen[0][1] < 0.9
 
 
 def test_slots_with_and_without_pictures(tmp_path):
