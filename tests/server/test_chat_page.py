@@ -7,7 +7,7 @@ import re
 
 import pytest
 import scripted
-from PIL import Image
+from PIL import Image, ImageDraw
 from server.browsing import browsers, contrasts, overflow, pictures, scheme, text, unnamed
 from server.running import Running, wait_for
 
@@ -394,7 +394,9 @@ DROP = """
 def png():
     """A picture's file in base64."""
     out = io.BytesIO()
-    Image.new("RGB", (96, 64), "red").save(out, "PNG")
+    image = Image.new("RGB", (240, 160), "seagreen")
+    ImageDraw.Draw(image).ellipse((70, 30, 170, 130), "crimson")
+    image.save(out, "PNG")
     return base64.b64encode(out.getvalue()).decode()
 
 
@@ -411,18 +413,23 @@ def test_images_where_the_model_sees_none(browser, page, png):
 def test_images_where_the_model_sees_them(browser, tmp_path, png):
     """Dropped and pasted ones, of which one is removed again; the next turn sends the other with the conversation."""
     pytest.importorskip("pyggml_spec._mtmd")
-    from vision.families import write_family
+    from random_gguf.mmproj import CONTROL, write_mmproj
 
-    target, _ = write_family(tmp_path, "qwen3vl")
+    target, answer = tmp_path / "seeing.gguf", "A red disc on a green field."
+    scripted.write(target, [answer], TEMPLATE, CONTROL["gemma3"])
+    write_mmproj(tmp_path / "mmproj.gguf", "gemma3", scripted.WIDTH)
     with Running("-m", target, "--slots", 1, "-c", 1024) as running:
         browser.get(running.url)
-        browser.execute_script("localStorage.clear(); localStorage.setItem('pyspec.settings', JSON.stringify({ max_tokens: 4 }))")
+        browser.execute_script("localStorage.clear()")
+        browser.get(running.url)
         wait_for(lambda: browser.find_element("id", "attach").is_displayed())
         for kind in ("drop", "paste"):
             browser.execute_script(DROP, png, kind)
         wait_for(lambda: len(browser.find_elements("css selector", "#attached img")) == 2)
         press(browser, "Remove image 2")
         ask(browser, "What is this?")
+        assert said(browser) == [answer]
+        pictures(browser, "chat-image.png")
         ask(browser, "And now?")
         messages = stored(browser)[0]["messages"].values()
         assert [m["images"] for m in messages if m.get("images")] == [[f"data:image/png;base64,{png}"]]
