@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ..text.formats import GEMMA, IN_JSON, JSON, NAMED, PYTHON, Calls, Format, Tags
+from ..text.formats import BARE, GEMMA, IN_JSON, JSON, NAMED, PYTHON, Calls, Format, Tags
 from ..text.values import kinds, resolve, with_implied_types
 from .errors import ApiError
 
@@ -36,6 +37,20 @@ def calls_grammar(
     begin = call.section[0] if call.sectioned else call.begin
     text = f"start: {whole}\ncall: {_mark(call.begin, control)} SPACE inside{end}\nSPACE: /[ \\n]{{0,4}}/\n{inside}"
     return text, (control.get(begin, begin),)
+
+
+def answer_or_calls(form: Format, tools: Sequence[dict[str, Any]], several: bool, control: Control, schema: str) -> str:
+    """Lark text of an answer of this JSON schema, or of calls. Raises ApiError: no grammar holds calls of this format, or of these tools."""
+    if form is BARE:
+        either = (f"%json {call_schema(tools, replace(IN_JSON, keys=('name', key)))}" for key in ("parameters", "arguments"))
+        text = f"start: call\ncall: {' | '.join(either)}\n"
+    elif (grammar := calls_grammar(form, tools, several, control)) is not None:
+        text = grammar[0]
+    else:
+        raise _refused(f"calls as {form.name} models write them cannot be combined with a response format; leave one of them out")
+    call = form.calls[0]
+    section = f"({_mark(call.section[0], control)} SPACE)? " if call.section and not call.sectioned else ""
+    return f"{text.replace('start: ', f'start: answer | {section}', 1)}\nanswer: %json {schema}\n"
 
 
 def _refused(sentence: str) -> ApiError:

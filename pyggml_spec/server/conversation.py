@@ -22,7 +22,7 @@ from ..text.template import ChatTemplate
 from ..text.values import with_implied_types
 from . import sampling
 from .bodies import Adapter, Chat, Generation, wrong
-from .calls import call_schema, calls_grammar
+from .calls import answer_or_calls, call_schema, calls_grammar
 from .errors import ApiError, translated
 from .pictures import media_kind, with_bytes
 from .served import Prefill, Prompt, Rendering, Served
@@ -94,8 +94,8 @@ def _read_chat(served: Served, body: Chat, key: str) -> tuple[list[TaskRequest],
     body, tools = _allowed(body, read_tools(body))
     choice = _choice(body, tools)
     called = [] if choice == "none" else tools
-    if called and constraint is not None:
-        raise ApiError(400, "a grammar or a response format cannot be combined with tools; leave one of them out", param="tools")
+    if called and constraint is not None and constraint[0] != "json_schema":
+        raise ApiError(400, f"{constraint[0]} cannot be combined with tools; leave one of them out", param="tools")
     forced = [t for t in called if choice in ("required", t["function"]["name"])] if choice != "auto" else []
     if forced:
         constraint = "json_schema", call_schema(forced)
@@ -103,9 +103,13 @@ def _read_chat(served: Served, body: Chat, key: str) -> tuple[list[TaskRequest],
     requests: list[TaskRequest] | None = None
     template = served.template_for(called)
     may_think = template.form.think[1] in template.source and _template_arguments(served, body)[0] is not False
-    if called and not forced and not may_think:  # in reasoning the marker of a call means nothing
-        is_open = served.limits.sampling.additional_properties if body.additional_properties is None else body.additional_properties
-        held = called if is_open else [_closed(tool) for tool in called]
+    is_open = served.limits.sampling.additional_properties if body.additional_properties is None else body.additional_properties
+    held = called if is_open else [_closed(tool) for tool in called]
+    either = bool(called and not forced and constraint)
+    if either and constraint is not None:
+        schema = constraint[1] if is_open else json.dumps(closed_schema(with_implied_types(_loads(constraint[1]))))
+        constraint = "lark", answer_or_calls(prompt.form, held, body.parallel_tool_calls, served.tokenizer.control_tokens(), schema)
+    elif called and not forced and not may_think:  # in reasoning the marker of a call means nothing
         with suppress(ApiError, SamplingError):  # a call that no grammar can hold is read from the text
             grammar = calls_grammar(prompt.form, held, body.parallel_tool_calls, served.tokenizer.control_tokens())
             if grammar is not None:
@@ -120,6 +124,8 @@ def _read_chat(served: Served, body: Chat, key: str) -> tuple[list[TaskRequest],
     def parser() -> Parser | None:
         if forced:
             return Parser(BARE, tools=forced)
+        if either:  # from the first token on
+            return Parser(prompt.form, tools=called, reasoning=False)
         if called or reasoning or prompt.inside or prompt.form.channels is not None:
             return Parser(prompt.form, inside=prompt.inside, continued=prompt.goes_on, tools=called, reasoning=reasoning)
         return None
@@ -143,6 +149,13 @@ def _thinking(served: Served, body: Chat, prompt: Prompt, template: ChatTemplate
     limit = served.options.thinking_budget if limit < 0 else limit
     message = served.options.thinking_message if body.reasoning_budget_message is None else body.reasoning_budget_message
     return ThinkingBudget(begin, end, None if limit < 0 else min(limit, THINKING_LIMIT), message + forced, prompt.inside == "reasoning")
+
+
+def _loads(schema: str) -> Any:
+    try:
+        return json.loads(schema)
+    except ValueError as error:
+        raise ApiError(400, f"the JSON schema is no JSON: {error}", param="response_format") from None
 
 
 def _closed(tool: dict[str, Any]) -> dict[str, Any]:

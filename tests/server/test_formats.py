@@ -327,6 +327,31 @@ def test_files_and_servers_with_templates_for_tools(tmp_path):
         Running("-m", tmp_path / "list.gguf", "-c", 256)
 
 
+ANSWER = {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("name", ["Hermes", "Llama 3", "Qwen3-Coder", "Kimi K2"])
+def test_an_answer_of_a_schema_or_a_call(templates, tmp_path, name):  # noqa: F811
+    """As agents ask for it that have tools and an output type."""
+    family = FAMILIES[name]
+    call = family.calls(family.call("look_up", {"word": '"ab cd"' if family.in_json else "ab cd"}))
+    texts = {"call": call, "json": '{"answer": "no"}', "prose": "Hello there."}
+    asked = {"tools": TOOLS[:1], "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}}
+    with Scripted(tmp_path / "model.gguf", texts, templated(templates, name), control=family.control, end=family.end) as model:
+        for message in (model.message("call", **asked), model.streamed("call", **asked)):
+            (called,) = message["tool_calls"]
+            assert called["function"] == {"name": "look_up", "arguments": '{"word": "ab cd"}'} and not message["content"]
+        for say in (model.message, model.streamed):
+            assert json.loads(say("json", **asked)["content"]) == {"answer": "no"}
+        message = model.message("prose", **asked)
+        assert message.get("tool_calls") or json.loads(message["content"])["answer"] in ("yes", "no")
+        assert model.message("json", **asked, tool_choice="required")["tool_calls"]
+        refused = model.post("call", tools=TOOLS[:1], regex="a+")
+        assert refused.status_code == 400 and "regex cannot be combined with tools" in refused.json()["error"]["message"]
+        refused = model.post("call", **{**asked, "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}})
+        assert refused.status_code == 400 and "'not'" in refused.json()["error"]["message"]
+
+
 FORM = {form.name: form for form in FORMATS}
 WORD = "<tool_call>"
 
