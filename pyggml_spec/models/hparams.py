@@ -264,6 +264,10 @@ class Hparams:
         self.by_axis(self.rope(head_dim), interleaved=False)
         return True
 
+    def seeing(self, rope: Rope, head_dim: int) -> Rope:
+        """``rope`` by the axes of a picture, in NEOX pairs, where the file has sections; else unchanged."""
+        return self.by_axis(replace(rope, neox=True), interleaved=False) if self.has_sections(head_dim) else rope
+
     # -- experts
 
     def gating(self, default: int | None = None) -> int:

@@ -72,6 +72,7 @@ def loaded(stack, path, draft=None, kernels="ggml", adapter=None, device="CPU", 
     return own(ModelRunner(backend, target, drafter, EngineOptions(**{"n_ctx": 1024, "pictures": True, "width": 8, **options})))
 
 
+SECTIONS = {"rope.dimension_sections": np.array([8, 12, 12, 0])}
 FAMILIES = {  # (writer of a file, positions by axis, rows that see each other)
     "llama": (lambda path, quant: WRITERS["llama"](path, TINY, quant), False, False),
     "gemma3": (lambda path, quant: write_described("gemma3", path, TINY, quant), False, True),
@@ -80,6 +81,10 @@ FAMILIES = {  # (writer of a file, positions by axis, rows that see each other)
     "granite": (lambda path, quant: write_described("granite", path, TINY, quant, keys={"embedding_scale": 1.7}), False, False),
     "muse-glimmer": (lambda path, quant: WRITERS["muse-glimmer"](path, TINY, quant), False, False),
     "qwen35": (lambda path, quant: WRITERS["qwen35"](path, TINY, quant), True, False),
+    "qwen2vl": (lambda path, quant: write_described("qwen2vl", path, TINY, quant), True, False),
+    "glm4": (lambda path, quant: write_described("glm4", path, TINY, quant, keys=SECTIONS), True, False),
+    "glm4moe": (lambda path, quant: write_described("glm4moe", path, TINY, quant, keys=SECTIONS), True, False),
+    "mistral3": (lambda path, quant: write_described("mistral3", path, TINY, quant), False, False),
 }
 
 

@@ -1,4 +1,5 @@
 """glm4 (GLM-4, GLM-Z1): norms of what both parts read and give, gate and up in one tensor. glm4moe (GLM-4.5): dense layers, then experts.
+Files of image models (GLM-4.1V, 4.5V, 4.6V) have sections of positions by axis.
 
 chatglm (ChatGLM 3, GLM-4-9B): glm4 with norms of inputs only. Source of the formulae: llama.cpp, src/models/glm4.cpp, glm4-moe.cpp, chatglm.cpp.
 """
@@ -14,7 +15,7 @@ from .qwen35 import MTP_LAYERS
 @register("glm4")
 def glm4(f: Hparams) -> Decoder:
     size = f.head_dim()
-    attention = Attention(f.heads, f.kv_heads, size, f.rope(size, neox=f.has_sections(size)))
+    attention = Attention(f.heads, f.kv_heads, size, f.seeing(f.rope(size, neox=False), size))
     layer = post_normed(attention, GatedMLP(f.ff, packed=True))
     return Decoder(f, [layer] * f.n_layer, biased=ATTENTION, unscaled=FFN)
 
@@ -29,9 +30,8 @@ def chatglm(f: Hparams) -> Decoder:
 @register("glm4moe")
 def glm4moe(f: Hparams) -> Decoder:
     size = f.head_dim()
-    f.has_sections(size)  # both ways are NEOX pairs over text, if the sections cover them
     norm = HEAD if f.shape("blk.0.attn_q_norm.weight") else ""
-    attention = Attention(f.heads, f.kv_heads, size, f.rope(size), norm=norm)
+    attention = Attention(f.heads, f.kv_heads, size, f.seeing(f.rope(size), size), norm=norm)
     experts = f.experts(
         gating=f.gating(SIGMOID),
         biased=True,
