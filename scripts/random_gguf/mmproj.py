@@ -1,4 +1,5 @@
-"""Random encoders of pictures and sounds (`mmproj`) for libmtmd: qwen3vl with deepstack, gemma3, gemma4v (with gemma4ua), idefics3 (SmolVLM), ultravox and qwen2a.
+"""Random encoders of pictures and sounds (`mmproj`) for libmtmd: qwen3vl with deepstack, gemma3, gemma4v (with gemma4ua), idefics3 (SmolVLM), pixtral (Mistral 3),
+glm4v, ultravox and qwen2a.
 
 python scripts/random_gguf/mmproj.py KIND FILE N_EMBD [TYPE]     N_EMBD: of the target
 """
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from random_gguf.model import Writer
 
 CONTROL = {  # tokens around pictures that the target's vocabulary has to have
-    "qwen3vl_merger": ("<|vision_start|>", "<|vision_end|>"), "gemma3": ("<start_of_image>", "<end_of_image>"), "gemma4v": ("<|image>", "<image|>", "<|audio>", "<audio|>"), "ultravox": (),
+    "qwen3vl_merger": ("<|vision_start|>", "<|vision_end|>"), "gemma3": ("<start_of_image>", "<end_of_image>"), "gemma4v": ("<|image>", "<image|>", "<|audio>", "<audio|>"), "pixtral": ("[IMG_END]",), "glm4v": ("<|begin_of_image|>", "<|end_of_image|>"), "ultravox": (),
     "qwen2a": ("<|audio_bos|>", "<|audio_eos|>"),
     "idefics3": ("<fake_token_around_image>", "<global-img>", "\u010a\u010a", *(f"<row_{i}_col_{j}>" for i in range(1, 5) for j in range(1, 5))),
 }  # fmt: skip
@@ -46,7 +47,7 @@ def write_mmproj(path: str | Path, kind: str, n_text: int, e: Encoder = Encoder(
     """Writes an encoder of ``kind`` for a target whose rows have ``n_text`` values."""
     w, n = Writer(Path(path), "clip", quant, seed), e.n_embd
     out = w.out
-    out.add_bool("clip.use_gelu", True)
+    out.add_bool("clip.use_silu" if kind in ("pixtral", "glm4v") else "clip.use_gelu", True)
     if kind in SOUNDS:
         _sound_keys(w, kind, e, n_text)
         _whisper(w, kind, e, n_text)
@@ -151,6 +152,42 @@ def _idefics3(w: Writer, e: Encoder, n_text: int) -> None:
     _linear(w, "mm.model.fc", e.n_embd * e.merge**2, n_text, bias=False)
 
 
+def _gated_layers(w: Writer, e: Encoder) -> None:
+    """With RMS norms and gates."""
+    n = e.n_embd
+    for i in range(e.n_layer):
+        b = f"v.blk.{i}."
+        for name in ("ln1", "ln2"):
+            _norm(w, b + name, n, bias=False)
+        for name, n_in, n_out in (*((f"attn_{part}", n, n) for part in ("q", "k", "v", "out")), ("ffn_gate", n, e.n_ff), ("ffn_up", n, e.n_ff), ("ffn_down", e.n_ff, n)):
+            _linear(w, b + name, n_in, n_out, bias=False)
+
+
+def _pixtral(w: Writer, e: Encoder, n_text: int) -> None:
+    _patches(w, e)
+    _norm(w, "v.pre_ln", e.n_embd, bias=False)
+    _gated_layers(w, e)
+    _norm(w, "mm.input_norm", e.n_embd, bias=False)
+    _linear(w, "mm.patch_merger", e.n_embd * e.merge**2, e.n_embd, bias=False)
+    _linear(w, "mm.1", e.n_embd, n_text, bias=False)
+    _linear(w, "mm.2", n_text, n_text, bias=False)
+    w.vector("v.token_embd.img_break", n_text, -1.0, 1.0)
+
+
+def _glm4v(w: Writer, e: Encoder, n_text: int) -> None:
+    n = e.n_embd
+    _patches(w, e, more=True)
+    _norm(w, "v.norm_embd", n, bias=False)
+    _gated_layers(w, e)
+    _norm(w, "v.post_ln", n, bias=False)
+    w.out.add_tensor("mm.patch_merger.weight", (w.rng.standard_normal((n_text, n, e.merge, e.merge)) / (n * e.merge**2) ** 0.5).astype(np.float32))
+    w.vector("mm.patch_merger.bias", n_text, -0.1, 0.1)
+    _linear(w, "mm.model.fc", n_text, n_text, bias=False)
+    _norm(w, "mm.post_norm", n_text)
+    for name, n_in, n_out in (("mm.up", n_text, e.n_ff), ("mm.gate", n_text, e.n_ff), ("mm.down", e.n_ff, n_text)):
+        _linear(w, name, n_in, n_out, bias=False)
+
+
 SOUNDS = "ultravox", "qwen2a"
 
 
@@ -183,7 +220,7 @@ def _whisper(w: Writer, kind: str, e: Encoder, n_text: int) -> None:
 
 
 _KINDS: dict[str, Callable[[Writer, Encoder, int], None]] = {
-    "qwen3vl_merger": _qwen3vl, "gemma3": _gemma3, "gemma4v": _gemma4v, "idefics3": _idefics3,
+    "qwen3vl_merger": _qwen3vl, "gemma3": _gemma3, "gemma4v": _gemma4v, "idefics3": _idefics3, "pixtral": _pixtral, "glm4v": _glm4v,
 }  # fmt: skip
 
 if __name__ == "__main__":

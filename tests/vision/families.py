@@ -28,6 +28,8 @@ FAMILIES = {
     "gemma3": Family("gemma3", "gemma3", Encoder(), ((96, 64), (64, 64))),
     "gemma4": Family("gemma4v", "gemma4", Encoder(merge=3), ((300, 200), (100, 200))),
     "llama": Family("idefics3", "llama", Encoder(deepstack=()), ((96, 64), (200, 90))),
+    "mistral3": Family("pixtral", "mistral3", Encoder(), ((96, 64), (70, 130))),
+    "glm4": Family("glm4v", "glm4", Encoder(), ((96, 64), (70, 130)), {"rope.dimension_sections": np.array([8, 12, 12, 0])}),
     "ultravox": Family("ultravox", "llama", Encoder()),
     "qwen2-audio": Family("qwen2a", "qwen2", Encoder()),
 }
