@@ -1,5 +1,5 @@
 """Random encoders of pictures and sounds (`mmproj`) for libmtmd: qwen3vl with deepstack, gemma3, gemma4v (with gemma4ua), idefics3 (SmolVLM), pixtral (Mistral 3),
-glm4v, ultravox and qwen2a.
+glm4v, muse-glimmer, ultravox and qwen2a.
 
 python scripts/random_gguf/mmproj.py KIND FILE N_EMBD [TYPE]     N_EMBD: of the target
 """
@@ -17,6 +17,7 @@ from random_gguf.model import Writer
 
 CONTROL = {  # tokens around pictures that the target's vocabulary has to have
     "qwen3vl_merger": ("<|vision_start|>", "<|vision_end|>"), "gemma3": ("<start_of_image>", "<end_of_image>"), "gemma4v": ("<|image>", "<image|>", "<|audio>", "<audio|>"), "pixtral": ("[IMG_END]",), "glm4v": ("<|begin_of_image|>", "<|end_of_image|>"), "ultravox": (),
+    "muse-glimmer": ("<|image_start|>", "<|image_end|>"),
     "qwen2a": ("<|audio_bos|>", "<|audio_eos|>"),
     "idefics3": ("<fake_token_around_image>", "<global-img>", "\u010a\u010a", *(f"<row_{i}_col_{j}>" for i in range(1, 5) for j in range(1, 5))),
 }  # fmt: skip
@@ -188,6 +189,14 @@ def _glm4v(w: Writer, e: Encoder, n_text: int) -> None:
         _linear(w, name, n_in, n_out, bias=False)
 
 
+def _muse_glimmer(w: Writer, e: Encoder, n_text: int) -> None:
+    _patches(w, e)
+    _norm(w, "v.pre_ln", e.n_embd)
+    _layers(w, e, joined=False)
+    for i, (n_in, n_out) in enumerate(((e.n_embd * e.merge**2, e.n_ff), (e.n_ff, e.n_ff), (e.n_ff, n_text))):
+        _linear(w, f"mm.{i}", n_in, n_out, bias=False)
+
+
 SOUNDS = "ultravox", "qwen2a"
 
 
@@ -220,7 +229,7 @@ def _whisper(w: Writer, kind: str, e: Encoder, n_text: int) -> None:
 
 
 _KINDS: dict[str, Callable[[Writer, Encoder, int], None]] = {
-    "qwen3vl_merger": _qwen3vl, "gemma3": _gemma3, "gemma4v": _gemma4v, "idefics3": _idefics3, "pixtral": _pixtral, "glm4v": _glm4v,
+    "qwen3vl_merger": _qwen3vl, "gemma3": _gemma3, "gemma4v": _gemma4v, "idefics3": _idefics3, "pixtral": _pixtral, "glm4v": _glm4v, "muse-glimmer": _muse_glimmer,
 }  # fmt: skip
 
 if __name__ == "__main__":

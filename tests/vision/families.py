@@ -30,6 +30,7 @@ FAMILIES = {
     "llama": Family("idefics3", "llama", Encoder(deepstack=()), ((96, 64), (200, 90))),
     "mistral3": Family("pixtral", "mistral3", Encoder(), ((96, 64), (70, 130))),
     "glm4": Family("glm4v", "glm4", Encoder(), ((96, 64), (70, 130)), {"rope.dimension_sections": np.array([8, 12, 12, 0])}),
+    "muse-glimmer": Family("muse-glimmer", "muse-glimmer", Encoder(), ((96, 64), (70, 130))),
     "ultravox": Family("ultravox", "llama", Encoder()),
     "qwen2-audio": Family("qwen2a", "qwen2", Encoder()),
 }
