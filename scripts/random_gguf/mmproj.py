@@ -160,7 +160,12 @@ def _gated_layers(w: Writer, e: Encoder) -> None:
         b = f"v.blk.{i}."
         for name in ("ln1", "ln2"):
             _norm(w, b + name, n, bias=False)
-        for name, n_in, n_out in (*((f"attn_{part}", n, n) for part in ("q", "k", "v", "out")), ("ffn_gate", n, e.n_ff), ("ffn_up", n, e.n_ff), ("ffn_down", e.n_ff, n)):
+        for name, n_in, n_out in (
+            *((f"attn_{part}", n, n) for part in ("q", "k", "v", "out")),
+            ("ffn_gate", n, e.n_ff),
+            ("ffn_up", n, e.n_ff),
+            ("ffn_down", e.n_ff, n),
+        ):
             _linear(w, b + name, n_in, n_out, bias=False)
 
 
@@ -181,7 +186,9 @@ def _glm4v(w: Writer, e: Encoder, n_text: int) -> None:
     _norm(w, "v.norm_embd", n, bias=False)
     _gated_layers(w, e)
     _norm(w, "v.post_ln", n, bias=False)
-    w.out.add_tensor("mm.patch_merger.weight", (w.rng.standard_normal((n_text, n, e.merge, e.merge)) / (n * e.merge**2) ** 0.5).astype(np.float32))
+    w.out.add_tensor(
+        "mm.patch_merger.weight", (w.rng.standard_normal((n_text, n, e.merge, e.merge)) / (n * e.merge**2) ** 0.5).astype(np.float32)
+    )
     w.vector("mm.patch_merger.bias", n_text, -0.1, 0.1)
     _linear(w, "mm.model.fc", n_text, n_text, bias=False)
     _norm(w, "mm.post_norm", n_text)
