@@ -22,7 +22,7 @@ def calls_grammar(
     Raises ApiError: the grammar cannot hold what the tools' schemas ask for."""
     if form.channels is not None or not form.calls or form.calls[0].arguments in (GEMMA, PYTHON):
         return None
-    if isinstance(tags := form.calls[0].arguments, Tags) and (tags.nested or tags.attributes):
+    if form.calls[0].head or (isinstance(tags := form.calls[0].arguments, Tags) and (tags.nested or tags.attributes)):
         return None
     call, more = form.calls[0], "(SPACE call)*" if several else ""
     whole = f"call {more}"

@@ -231,6 +231,13 @@ FORMATS = (
                      name=("", '">'), close="</｜DSML｜invoke>", section=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"), sectioned=True),),
     ),
     Format(
+        "DeepSeek V4", ("｜DSML｜", "'tool_calls>"), thinking=_TIGHT,
+        calls=(Calls('<｜DSML｜invoke name="', "", Tags(('<｜DSML｜parameter name="', '"'), "</｜DSML｜parameter>", value=">", attributes=True),
+                     name=("", '">'), close="</｜DSML｜invoke>", section=("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"), sectioned=True),),
+    ),
+    Format("Mistral Small 3.2", ("[TOOL_CALLS]", "[CALL_ID]"), calls=(Calls("[TOOL_CALLS]", "", JSON, name=("", "[CALL_ID]"), head="[ARGS]"),)),
+    Format("GigaChat 3.1", ("<|function_call|>", "<|role_sep|>"), calls=(Calls("<|function_call|>", "", NAMED),)),
+    Format(
         "Ministral", ("[TOOL_CALLS]", "[ARGS]", "[THINK]"), think=("[THINK]", "[/THINK]"), thinking=("[THINK]", "[/THINK]"),
         calls=(Calls("[TOOL_CALLS]", "", JSON, name=("", "[ARGS]")),),
     ),
@@ -255,6 +262,7 @@ FORMATS = (
     Format("Qwen3-Coder", ("<tool_call>", "<function="), calls=(IN_XML, IN_JSON, IN_KEYS), calls_think=True),
     Format("GLM", ("<tool_call>", "<arg_key>"), thinking=_TIGHT, calls=(IN_KEYS, IN_JSON, IN_XML)),
     Format("Hermes", ("<tool_call>", "arguments"), calls=(IN_JSON, IN_XML, IN_KEYS)),
+    Format("functionary 3.1", ("<function=example_function_name>",), calls=(Calls("<function=", "</function>", JSON, name=("", ">")),)),
 )  # fmt: skip
 BARE = Format("JSON", (), calls=(IN_JSON, IN_XML, IN_KEYS), bare="<|python_tag|>")
 """For templates of unknown formats: Llama 3's, and those without tools."""

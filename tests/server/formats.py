@@ -233,6 +233,21 @@ FAMILIES = {
         "CohereForAI-c4ai-command-r-plus-tool_use", lambda name, a: f'{{"tool_name": "{name}", "parameters": {_json(a)}}}', "", between=", ",
         around=("Action:\n```json\n[", "]\n```"), end="<|END_OF_TURN_TOKEN|>", marker="```",
     ),
+    "DeepSeek V4": Family(
+        "deepseek-ai-DeepSeek-V4", _dsml, "", open="Hm, well.</think>", around=("<｜DSML｜tool_calls>\n", "\n</｜DSML｜tool_calls>"), end="<｜end▁of▁sentence｜>", in_json=False,
+        marker="</｜DSML｜invoke>",
+    ),
+    "Mistral Small 3.2": Family(
+        "Mistral-Small-3.2-24B-Instruct-2506", lambda name, a: f"[TOOL_CALLS]{name}[CALL_ID]12345678{int('other' in str(a))}[ARGS]{_json(a)}", "", between="",
+        control=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), end="</s>", marker="[ARGS]",
+    ),
+    "GigaChat 3.1": Family(
+        "GigaChat3.1-10B-A1.8B", lambda name, a: f'<|function_call|>{{"name": "{name}", "arguments": {_json(a)}}}', "", between="", control=("<|function_call|>",),
+        end="<|message_sep|>", marker="}",
+    ),
+    "functionary 3.1": Family(
+        "meetkai-functionary-medium-v3.1", lambda name, a: f"<function={name}>{_json(a)}</function>", "", end="<|eot_id|>", marker="</function>",
+    ),
     "Mistral Nemo": Family(
         "mistralai-Mistral-Nemo-Instruct-2407", lambda name, a: f'{{"name": "{name}", "arguments": {_json(a)}, "id": "{"12345678" + str(int("other" in str(a)))}"}}', "", between=", ",
         around=("[TOOL_CALLS][", "]"), control=("[TOOL_CALLS]",), end="</s>", marker="]",
