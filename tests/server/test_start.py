@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import types
+from dataclasses import make_dataclass
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -72,7 +73,9 @@ def test_what_comes_through_a_pipe_is_read_once(monkeypatch):
         return 0
 
     load = MagicMock()
-    load.return_value.slots_context.return_value = load.return_value.runner.options.n_ctx = 512
+    session = load.return_value
+    session.slots_context.return_value = session.runner.options.n_ctx = 512
+    session.configuration.return_value = make_dataclass("Used", ["n_ctx", "memory"])(512, {})
     monkeypatch.setattr("pyggml_spec.api.load", load)
     monkeypatch.setattr("pyggml_spec.sampling.recommended.recommended", lambda _: ({}, []))
     monkeypatch.setattr("pyggml_spec.cli.serve.configuration_line", lambda *_: "")
