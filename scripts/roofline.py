@@ -21,8 +21,8 @@ from pathlib import Path
 
 TIME, BYTES = "gpu__time_duration.sum", "dram__bytes.sum"
 OPS = {  # by event; a multiplication with its addition is two
-    "sm__ops_path_tensor_src_fp16_dst_fp32.sum": 1,
-    "sm__ops_path_tensor_src_fp16_dst_fp16.sum": 1,
+    "sm__ops_path_tensor_src_fp16.sum": 1,
+    "sm__ops_path_tensor_src_tf32_dst_fp32.sum": 1,
     "sm__ops_path_tensor_src_int8.sum": 1,
     "smsp__sass_thread_inst_executed_op_ffma_pred_on.sum": 2,
     "smsp__sass_thread_inst_executed_op_fadd_pred_on.sum": 1,
@@ -34,11 +34,11 @@ COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed")
 
 
 def work(args) -> None:
-    """What ncu watches: one step between cudaProfilerStart and Stop, behind one like it."""
+    """What ncu watches: one step between cuProfilerStart and Stop, behind one like it."""
     import pyggml_spec as ps
 
     rows = int(args.rows)
-    chunk, runtime = max(512, rows), ctypes.CDLL("libcudart.so.13")
+    chunk, driver = max(512, rows), ctypes.CDLL("libcuda.so.1")
     with ps.load(
         args.model, args.model_draft, device=args.device, n_ctx=2 * chunk + 1024, chunk=chunk, graphs=False, prefix_memory=0
     ) as session:
@@ -49,14 +49,14 @@ def work(args) -> None:
         for measured in (False, True):
             runner.resources.synchronize()
             if measured:
-                runtime.cudaProfilerStart()
+                driver.cuProfilerStart()
             if rows > block:
                 runner.prefill([10 + i % 1000 for i in range(rows)])
             else:
                 result = runner.fused_step(rows) if rows > 1 else runner.plain_step()
                 runner.accept(1, int(result.ids[0]))
             runner.resources.synchronize()
-        runtime.cudaProfilerStop()
+        driver.cuProfilerStop()
 
 
 def roofs() -> dict:
@@ -84,10 +84,11 @@ def count(args, rows: str) -> dict[str, dict[str, float]]:
     """Kernels of a step by name."""
     command = ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base"]
     command += ["--metrics", ",".join([TIME, BYTES, *OPS]), sys.executable, __file__, *sys.argv[1:], "--rows", rows, "--work"]
-    out = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | {"GGML_CUDA_DISABLE_GRAPHS": "1"}).stdout
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | {"GGML_CUDA_DISABLE_GRAPHS": "1"})
+    out = done.stdout
     table = [line for line in out.splitlines() if line.startswith('"')]
     if len(table) < 3:
-        raise RuntimeError(f"ncu counted nothing: {out[-1500:]}")
+        raise RuntimeError(f"ncu counted nothing: {out[-1500:]} {done.stderr[-1500:]}")
     kernels: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(FIELDS, 0.0))
     for row in list(csv.DictReader(table))[1:]:  # behind the units
 
