@@ -190,8 +190,6 @@ class Loader:
         if found is None:
             return None
         try:
-            if len(self.backends) > 1:
-                raise EngineError("rows of pictures are computed on one device: leave `mmproj` out, or name one with `device`")
             encoder = self._own(Encoder(self._own(GGUFFile(found)), self.target, self.backend, self.options.chunk))
         except PyspecError as error:
             if wanted != AUTO:

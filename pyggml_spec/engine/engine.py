@@ -170,11 +170,11 @@ class Engine:
     def _check_pictures(self, prompt: Prompt, options: GenerationOptions) -> None:
         """Raises EngineError, ContextError: they cannot be computed."""
         runner = self.runner
-        if (table := runner.resources.pictures) is None:
+        if not (tables := runner.resources.pictures):
             raise EngineError("this session computes no pictures: load the model with `mmproj`")
         if options.scored:
             raise ContextError("log probabilities of a prompt with pictures are not computed; request them of text alone")
-        size, most = table.table.ne[0], runner.options.chunk
+        size, most = tables[0].table.ne[0], runner.options.chunk
         for _, picture in prompt.pictures:
             if picture.embeddings.shape != (picture.rows, size):
                 raise EngineError(

@@ -147,8 +147,7 @@ class GraphBuilder:
 
     def _pictures(self) -> PictureInputs:
         """Rows of pictures among the step's rows."""
-        g, f, table = self.g, self.f, self.resources.pictures
-        assert table is not None
+        g, f, table = self.g, self.f, self.resources.pictures[self.g.segment]
         return PictureInputs(
             g.rows(table.table, f.input("picture_rows", "i32", self.key.total)), f.input("is_token", "f32", 1, self.key.total)
         )
@@ -581,7 +580,7 @@ class StepGraphs(GraphCache):
         """Plans the largest graph of every role that a generation uses: what does not fit fails now, and no buffer grows later."""
         r, live, width = self.resources, self.resources.kv.live, self._blocks[-1]
         self.get(self.key("prefill", self._widths["prefill"][-1], live, FIRST))
-        if r.pictures is not None:
+        if r.pictures:
             self.get(self.key("prefill", self._widths["prefill"][-1], live, FIRST, pictures=True))
         self.plan_catch_ups()
         self.plan_decoding()

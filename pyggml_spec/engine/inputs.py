@@ -20,7 +20,7 @@ class InputBuilder:
         self._kv, self._recurrent, self._hidden_states, self._last_hidden = r.kv, r.recurrent, r.hidden_states, r.last_hidden
         self._draft_state = r.draft_state
         self._window = max([member.window for member in r.members], default=0)
-        self._by_axis, self._table = r.target.by_axis, r.pictures
+        self._by_axis, self._tables, self._synchronize = r.target.by_axis, r.pictures, r.synchronize
         self._committed, self._real = (ffi.new("int64_t[]", len(r.slots)) for _ in range(2))
 
     def certain(self, step: Step, batch: Batch) -> None:
@@ -106,11 +106,13 @@ class InputBuilder:
     def _pictures(self, host: dict[str, np.ndarray], batch: Batch) -> None:
         """Rows of pictures of the only item."""
         ((slot, item),) = batch.computed.items()
-        assert isinstance(item, Prefill) and item.pictures is not None and self._table is not None
+        assert isinstance(item, Prefill) and item.pictures is not None
         n, (at, embeddings, positions, last) = batch.rows[slot], item.pictures
-        self._table.put(embeddings)
+        self._synchronize()
+        for table in self._tables:
+            table.put(embeddings)
         rows, is_token = host["picture_rows"], host["is_token"]
-        rows[:], is_token[:] = self._table.rows, 1
+        rows[:], is_token[:] = self._tables[0].rows, 1
         rows[at], is_token[at] = np.arange(len(at)), 0
         if positions is not None and self._by_axis:
             by_axis = host["positions"].reshape(len(positions), -1)

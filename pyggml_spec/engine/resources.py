@@ -44,7 +44,7 @@ class Resources:
         devices: where the target's layers are; ``backend`` is the last one's, which has the drafter too.
         slots: the sequences.
         kv, draft_kv, recurrent, draft_state, hidden_states, last_hidden: caches; None where the models keep nothing in them.
-        pictures: rows of pictures of a step; None where prompts have none.
+        pictures: rows of pictures of a step, on each segment's device; empty where prompts have none.
         sequence: where each sequence lies in them.
         drafting: how each drafter takes part in steps, by method; ``chain``: the drafter that drafts token by token.
         chunks, blocks: rows of prefill graphs, and of verified blocks, ascending.
@@ -105,9 +105,9 @@ class Resources:
                 self.draft_state = self.own(DraftState(self.backend, member.model, opt.width, opt.slots))
         if self.drafter is not None and self.drafter.chained:
             self.last_hidden = self.own(LastHiddenState(self.backend, self.drafter.carry_size(self.target), opt.width, opt.slots))
-        self.pictures: PictureTable | None = None
-        if opt.pictures:
-            self.pictures = self.own(PictureTable(self.backend, self.target.n_embd * (1 + self.target.deepstack), opt.chunk))
+        self.pictures: list[PictureTable] = []
+        for segment in self.segments if opt.pictures else ():
+            self.pictures.append(self.own(PictureTable(segment.backend, self.target.n_embd * (1 + self.target.deepstack), opt.chunk)))
         self.sequence = SequenceMemory(self.kv, self.draft_kv, self.recurrent, shapes, window, self.last_hidden, self.draft_state)
         self.io = self.new_io(opt.slots, more=8192)
         if self.drafter is not None and (opt.slots == 1 or len(self.segments) == 1):  # micro-batches do not catch up
@@ -188,7 +188,7 @@ class Resources:
         out = {
             "weights": self.target.weights.nbytes,
             "kv": self.kv.nbytes,
-            "compute": sum(part.nbytes for part in (self.masked, self.pictures) if part is not None),
+            "compute": sum(part.nbytes for part in (self.masked, *self.pictures) if part is not None),
         }
         if self.draft_kv is not None:
             out["draft_weights"] = sum(member.weights.nbytes for member in self.members)

@@ -568,6 +568,7 @@ class ModelRunner(ExactSteps):
         out = []
         for index, segment in enumerate(r.segments):
             compute = sum(graphs.compute_bytes_on(segment.backend) for graphs in self.all_graphs)
+            compute += r.pictures[index].nbytes if r.pictures and index < last else 0
             mine = {"weights": weights[index], "kv": kv[index], "compute": compute}
             if index in states or (last == 0 and states):
                 mine["recurrent"] = sum(states.values()) if last == 0 else states[index]

@@ -108,7 +108,7 @@ class StateManager:
         if isinstance(item, Prefill):
             if s.open_rows:
                 raise EngineError(_OPEN.format(slot, s.open_rows))
-            if item.pictures is not None and self._resources.pictures is None:
+            if item.pictures is not None and not self._resources.pictures:
                 raise EngineError("this engine computes no pictures: load the model with `mmproj`")
             ids = self._fitting(s, item.tokens, item.pictures is not None)
             if ids.size > options.chunk:

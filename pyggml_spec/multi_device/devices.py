@@ -106,7 +106,8 @@ class ChainBuilder(GraphBuilder):
     def _embedding_only(self) -> Inputs:
         """Of the first device, where it computes no layer."""
         tokens = self.f.tokens(self.key.total)
-        nothing = dict.fromkeys(("positions", "kv_rows", "mask"), tokens) | {"kv_bucket": 0, "sliding": None, "kv": ()}
+        nothing: dict = dict.fromkeys(("positions", "kv_rows", "mask"), tokens) | {"kv_bucket": 0, "sliding": None, "kv": ()}
+        nothing["pictures"] = self._pictures() if self.key.pictures else None
         return Inputs(nothing, None, None, tokens)
 
     def _streamed(self, layer: int, x: Tensor) -> None:

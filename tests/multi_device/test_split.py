@@ -382,3 +382,29 @@ def test_pipelined_groups_give_the_bits_of_whole_steps(tmp_path, arch, cuts, slo
         target, draft = write_pair(tmp_path, arch)
     with loaded(target, draft, cuts) as session:
         assert equal(lanes_trace(session, False, slots), lanes_trace(session, True, slots))
+
+
+@pytest.mark.parametrize("family, cuts", [("qwen3vl", (1,)), ("qwen3vl", (2, 3)), ("gemma3", (2,)), ("qwen35", (1, 3)), ("mtp", (2,))])
+def test_pictures_over_devices(tmp_path, family, cuts):
+    """In chunks that are not waited for, with deepstack rows on a later device, with a drafter that reads rows of pictures on the last one, and with copied layers."""
+    pytest.importorskip("pyggml_spec._mtmd")
+    from random_gguf.mmproj import CONTROL
+    from vision.families import file_of, write_family
+
+    target, mmproj = write_family(tmp_path, "qwen35" if family == "mtp" else family)
+    if family == "mtp":
+        write_mtp_target(target, Shape(n_ff=128, control=CONTROL["qwen3vl_merger"]))
+    out, drafts = [], {"spec": ["draft-mtp"]} if family == "mtp" else {"spec": ["none"], "draft_width": None}
+    for at, more in (((), {}), (cuts, {}), (cuts, {"offload_prompts": 16})):
+        if more and (len(cuts) > 1 or family == "mtp"):  # layers of one device go to one other one
+            continue
+        with loaded(target, None, at, mmproj=mmproj, chunk=32, kernels="ggml", **drafts, **more) as session:
+            prompt = session.picture_prompt("What is in ", file_of((96, 64)), " and so on" * 9, file_of((64, 64), 1), "? Say it.")
+            engine = session.runner
+            engine.read_candidates(None)
+            engine.prefill(prompt)
+            logits = engine.candidates(0)[1].tolist()
+            engine.read_candidates(0)
+            text, stats = session.generate(prompt, 24, ignore_end=True)
+            out.append((logits, text))
+    assert all(one == out[0] for one in out) and bool(stats.drafted) == (family == "mtp")

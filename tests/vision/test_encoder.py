@@ -79,3 +79,20 @@ def test_prefix_files_and_a_drafter_of_text(tmp_path):
                 assert not stats.drafted and any("does not draft after pictures" in note for note in stats.notes)
                 assert session.generate("See and say.", 12, mode="speculative", ignore_end=True)[1].drafted
     assert seen[0][0] == seen[1][0] == seen[2][0] and seen[0][1] == 0 and seen[1][1] > 100
+
+
+@pytest.mark.slow
+def test_with_a_worker(tmp_path):
+    """The target is computed there, the encoder here."""
+    from workers import Worker, need_library
+
+    need_library()
+    target, mmproj = write_family(tmp_path, "qwen3vl")
+    texts = []
+    with Worker() as worker:
+        for device in ("CPU", worker.device):
+            with ps.load(
+                target, mmproj=mmproj, device=device, kernels="ggml" if device == "CPU" else None, n_ctx=512, spec=["none"]
+            ) as session:
+                texts.append(session.generate(session.picture_prompt("What is in ", file_of((96, 64)), "?"), 16, ignore_end=True)[0])
+    assert texts[0] == texts[1]
