@@ -243,9 +243,9 @@ class GraphCache:
     def reserve(self, key: GraphKey) -> bool:
         """Plans the largest graphs of the key's role and sampling, unless that was done; returns whether it did.
 
-        The largest graph does not need the largest buffer: the allocator packs 16 rows over 256 worse than over 2,048. So every width is measured
-        at up to MEASURED_BUCKETS buckets, and the largest is planned first so that no later one makes the buffer grow. For one slot each width's
-        widest graph is kept too. Other candidates of several slots reserve between two steps, so two buckets have to do then.
+        The largest graph does not need the largest buffer: the allocator packs 16 rows over 256 worse than over 2,048. So the largest width is
+        measured at up to MEASURED_BUCKETS buckets, and what needs most is planned first so that no later graph makes the buffer grow. For one slot
+        each width's widest graph is kept too. Other candidates of several slots reserve between two steps, so two buckets have to do then.
         """
         role = self.role(key)
         wanted = role, key.candidates, key.masked
@@ -258,6 +258,7 @@ class GraphCache:
         shapes = [
             more
             for width, bucket, slots in product(self._widths[role], dict.fromkeys((*self.buckets[::few], live)), ranges)
+            if bucket == live or width == self._widths[role][-1]
             for more in self.variants(GraphKey(key.kind, width, bucket, slots, key.method, candidates=key.candidates, masked=key.masked))
         ]
         kept: dict[GraphKey, Step] = {}

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from architectures import TARGETS
+from architectures import FAST, TARGETS
 from engine.helpers import run
 from random_gguf.archs import write_qwen35moe
-from random_gguf.model import Shape
+from random_gguf.model import Shape, write_dflash
 from sessions import fails_with, loaded
 
 import pyggml_spec as ps
@@ -20,7 +20,7 @@ from pyggml_spec.cache.slots import SlotRange
 from pyggml_spec.engine.batch import Batch, Draft, GraphKey, Verify
 from pyggml_spec.engine.drafting import BlockDrafting
 from pyggml_spec.engine.graph_cache import BY_CALLS, Step
-from pyggml_spec.engine.options import EngineOptions, check_masks, fine_width, prefill_widths
+from pyggml_spec.engine.options import EngineOptions, candidate_widths, check_masks, fine_width, prefill_widths
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ContextError, DeviceError, EngineError
 from pyggml_spec.ggml.device import Backend, Device
@@ -137,6 +137,21 @@ def test_a_span_boundary_adds_exactly_one_graph(session):
     for _ in range(40):
         engine.accept(1, int(engine.fused_step().ids[0]))
     assert _total(engine, "graphs_built") - built <= 1 and engine.graphs.key("fused", 16, 512) in engine.graphs.steps()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["ggml", "native"])
+@pytest.mark.parametrize("arch", [*FAST, "glm-dsa", "granitehybrid"])
+def test_no_graph_needs_more_than_the_widest_ones_did_at_load(tmp_path, arch, kernels):
+    """Narrower ones are measured over the longest context alone: of 16 lengths each, they were most of what loading took."""
+    target, draft = TARGETS[arch](tmp_path / "t.gguf", Shape(n_ff=128)), write_dflash(tmp_path / "d.gguf", Shape(draft_ff=128))
+    with ps.load(target, draft, device="CPU", threads=1, kernels=kernels, n_ctx=2048) as session:
+        graphs, widths = session.runner.graphs, candidate_widths(16)
+        for kind, some in {"prefill": prefill_widths(512), "plain": (1,), "verify": widths, "fused": widths, "draft": widths}.items():
+            for width, bucket in itertools.product(some, graphs.buckets):
+                graphs.get(graphs.key(kind, width, bucket))
+        counters = graphs.counters()
+        assert len(counters) >= 5 and {name: c.buffer_growths for name, c in counters.items()} == dict.fromkeys(counters, 1)
 
 
 @pytest.mark.slow
