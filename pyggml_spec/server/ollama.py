@@ -125,7 +125,7 @@ def _fields(request: Request, given: Common) -> tuple[dict[str, Any], dict[str, 
     with translated(names):
         unknown = unknown_fields(options, Chat)
     request.unknown += [f"options.{name}" for name in unknown]
-    fields = {name: value for name, value in options.items() if name not in unknown} | {"stream": given.stream}
+    fields = {name: value for name, value in options.items() if name not in unknown} | {"stream": given.stream, "model": given.model}
     if given.format == "json":
         fields["response_format"] = {"type": "json_object"}
     elif isinstance(given.format, dict):
@@ -196,7 +196,7 @@ class Encoder(ResponseEncoder):
     def __init__(self, context: Context, request: Request, body: Any) -> None:
         super().__init__(context, request, body)
         self._began = time.perf_counter()
-        self._model = request.json_object().get("model") or context.served.name
+        self._model = body.model or context.served.name  # of the request's body nothing may be left
 
     async def whole(self) -> Response:
         (output,) = self.outputs

@@ -36,6 +36,8 @@ def test_answers_are_those_of_openais_dialect(server, asked):
     whole = server.ok("/api/chat", **asked, options=options, stream=False)
     assert whole["message"] == {"role": "assistant", "content": theirs["choices"][0]["message"]["content"]} and whole["model"] == "m"
     assert (whole["eval_count"], whole["prompt_eval_count"]) == (24, theirs["usage"]["prompt_tokens"])
+    long = [{"role": "user", "content": "a word " * 300}]  # prepared in a thread, after which the body is freed
+    assert server.ok("/api/chat", messages=long, model="m", options={"num_predict": 1}, stream=False)["model"] == "m"
     assert whole["done"] is True and whole["done_reason"] == "length" and whole["total_duration"] >= whole["eval_duration"] > 0
     parts = lines(server.post("/api/chat", **asked, options=options))  # streams are the default
     assert "".join(part["message"]["content"] for part in parts) == whole["message"]["content"] and len(parts) > 2
