@@ -19,7 +19,7 @@ PROOF_TOKENS = 1000
 LIKELY, TEMPERATURE = 32, 0.7  # tokens of the target's distribution that drafts learn, and its temperature: what a sampler chooses from
 NOTHING: Any = None  # in place of rows of caches, which follow from the order of writes
 POOLED = 0.5  # share of the free memory for states of texts
-POOL_ROWS = 1 << 16  # of texts in one pass of the target
+POOL_VALUES = 1 << 25  # of a hidden state of all tokens in one pass of the target
 LABEL_VALUES = {"cuda": 1 << 28, "cpu": 1 << 25}  # logits at once
 WORST_DISTANCE, LEAST_AGREEMENT = 0.05, 0.97  # beyond these torch computes another model than the engine
 
@@ -46,11 +46,11 @@ class Pool:
     """States of texts, computed once and kept in the memory of torch's device."""
 
     def __init__(self, target: Target, texts: Sequence[Sequence[int]], device: torch.device) -> None:
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        order, rows = sorted(range(len(texts)), key=lambda i: len(texts[i])), POOL_VALUES // target.decoder.n_embd
         self._first, at, part = [0] * len(texts), 0, list[int]()
         self._kept: list[Tensor] = []
         for i in order:
-            if part and (len(part) + 1) * len(texts[i]) > POOL_ROWS:
+            if part and (len(part) + 1) * len(texts[i]) > rows:
                 at, part = self._add(target, texts, part, at, device), []
             part.append(i)
         self._add(target, texts, part, at, device)
