@@ -19,6 +19,10 @@ from ..pin import LLAMA_CPP_PYTHON, installed_libraries, installed_version, pip_
 from . import probe
 
 REMEDY = f"run: {pip_command()}"
+SYSTEM = {  # libraries that no wheel holds, and where they are
+    "libgomp.": "libgomp (Debian and Ubuntu: libgomp1)", "libstdc++.": "libstdc++ (Debian and Ubuntu: libstdc++6)", "libcuda.": "NVIDIA's driver",
+    "libcu": "CUDA's runtime of the version that is named",
+}  # fmt: skip
 _LIBLLAMA = {"win32": ("llama.dll", "libllama.dll"), "darwin": ("libllama.so", "libllama.dylib")}.get(
     sys.platform,
     ("libllama.so", "libllama.so.0"),  # a wheel of this package has the second only
@@ -56,6 +60,13 @@ def check_single(paths: set[str]) -> None:
         )
 
 
+def load_remedy(error: str) -> str:
+    """What to do about the linker's ``error``."""
+    name = re.match(r"(lib[\w+.-]+\.so[\w.]*): cannot open shared object file", error)
+    package = next((package for library, package in SYSTEM.items() if name is not None and name[1].startswith(library)), None)
+    return REMEDY if package is None else f"install {package}"
+
+
 def load_libllama(folder: Path) -> None:
     """Loads libllama (and ggml) from the file that ``llama_cpp`` would load, so that both share one copy.
 
@@ -72,7 +83,7 @@ def load_libllama(folder: Path) -> None:
     try:
         ctypes.CDLL(str(found))
     except OSError as error:
-        raise LibraryError(f"the installed llama-cpp-python cannot be loaded: {error}; {REMEDY}") from None
+        raise LibraryError(f"the installed llama-cpp-python cannot be loaded: {error}; {load_remedy(str(error))}") from None
 
 
 check_distribution(installed_version())
@@ -120,6 +131,18 @@ if not lib.ggml_backend_reg_count():  # a portable build: the best of its librar
     lib.ggml_backend_load_all_from_path(os.fsencode(_libraries))
 lib.llama_backend_init()
 lib.init_extra_bufts()  # on first use ggml writes to stderr if the kernel refuses AMX
+
+
+def unloaded_gpu_library() -> str | None:
+    """Why a library for GPUs that lies beside those for the CPU was not loaded, in one sentence; None if none lies there, or if it was."""
+    path = Path(_libraries or ".") / "libggml-cuda.so"
+    if not path.is_file():
+        return None
+    try:
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"{path.name} cannot be loaded: {error}; {load_remedy(str(error))}"
+    return None
 
 
 LOST_CHECKS: list[Callable[[Collection[str]], str | None]] = []  # reasons why workers are lost (rpc.py)

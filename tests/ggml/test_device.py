@@ -384,6 +384,20 @@ def test_wrong_libraries_are_refused():
         assert len(library.mapped_ggml(maps.read())) == 1
 
 
+def test_a_missing_system_library_is_named_with_its_package(tmp_path, monkeypatch):
+    for name, words in (
+        ("libgomp.so.1", "install libgomp"),
+        ("libcublas.so.13", "CUDA's runtime"),
+        ("libcuda.so.1", "NVIDIA's driver"),
+        ("libx.so", "pip install"),
+    ):
+        assert words in library.load_remedy(f"{name}: cannot open shared object file: No such file or directory")
+    monkeypatch.setattr(library, "_libraries", tmp_path)
+    assert library.unloaded_gpu_library() is None
+    (tmp_path / "libggml-cuda.so").write_bytes(b"no library")
+    assert (library.unloaded_gpu_library() or "").startswith("libggml-cuda.so cannot be loaded: ")
+
+
 def test_the_pin_is_checked_at_import(tmp_path):
     assert f'set(PGS_LLAMA_CPP_PYTHON "{library.LLAMA_CPP_PYTHON}")' in (Path(__file__).parents[2] / "CMakeLists.txt").read_text()
     script = """if True:
