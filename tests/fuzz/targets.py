@@ -16,13 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from architectures import TINY, having
+from architectures import TARGETS, TINY, having, write_tiny
 from fuzz import template_source
 from fuzz.measured import Measured
 from fuzz.mutate import header_places, lied, mutated, spliced, with_words
 from gguf_io.build import ARR, I32, SMALL, STR, Model
 from gguf_io.test_hostile import BROKEN, EVERY_VALUE
-from models.test_archs import WRITERS
 from random_gguf.archs import write_gemma4, write_laguna, write_llama, write_qwen3, write_qwen35moe
 from random_gguf.dflash2 import write_dflash2, write_dspark
 from random_gguf.eagle3 import write_eagle3
@@ -47,6 +46,7 @@ from pyggml_spec.tools.convert import read_layout, typed
 from pyggml_spec.tools.inspect import inspect_file
 
 MIB = 1 << 20
+ARCHS = [name for name in TARGETS if name != "qwen35"]
 
 
 def shape_of(message: str) -> str:
@@ -81,8 +81,7 @@ class Target:
 def _small_models(folder: Path) -> list[bytes]:
     """A tiny file of every architecture."""
     out = [write(folder / "model.gguf", SMALL).read_bytes() for write in (write_qwen35, write_dflash)]
-    for name, write in WRITERS.items():
-        out.append(Path(write(folder / f"{name}.gguf")).read_bytes())
+    out += [write_tiny(name, folder / f"{name}.gguf").read_bytes() for name in ARCHS]
     return out + [write(folder / "drafter.gguf").read_bytes() for write, _ in OTHER_DRAFTERS.values()]
 
 
@@ -150,13 +149,13 @@ class Pair(Target):
     memory = None
 
     def seeds(self) -> list[bytes]:
-        targets = [write_qwen35(self.folder / "t.gguf", SMALL), *(write(self.folder / f"{name}.gguf") for name, write in WRITERS.items())]
+        targets = [write_qwen35(self.folder / "t.gguf", SMALL), *(write_tiny(name, self.folder / f"{name}.gguf") for name in ARCHS)]
         drafters = [write_dflash(self.folder / f"d-{name}.gguf", SMALL, **options) for name, options in DRAFTERS.items()]
-        self.routed = [i for i, name in enumerate(WRITERS, 1) if name in having("routed")]
+        self.routed = [i for i, name in enumerate(ARCHS, 1) if name in having("routed")]
         self.partners = [(None, drafters[0])] * len(targets) + [(targets[0], None)] * len(drafters)
         others = {}
         for name, (write, arch) in OTHER_DRAFTERS.items():
-            others[write(self.folder / f"d-{name}.gguf")] = targets[1 + [*WRITERS].index(arch)]
+            others[write(self.folder / f"d-{name}.gguf")] = targets[1 + ARCHS.index(arch)]
         self.partners += [(target, None) for target in others.values()]
         self.models = [Model(path) for path in (*targets, *drafters, *others)]
         return [Path(path).read_bytes() for path in (*targets, *drafters, *others)]

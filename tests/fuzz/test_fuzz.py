@@ -2,9 +2,10 @@
 
 import pytest
 from fuzz.run import fuzz
+from fuzz.targets import make
 
 pytestmark = pytest.mark.slow
-SHORT = [("gguf", 250), ("json", 800), ("prompt", 300), ("grammar", 600), ("prefix", 800), ("template", 80), ("pair", 30)]
+SHORT = [("gguf", 800), ("json", 800), ("prompt", 300), ("grammar", 600), ("prefix", 800), ("template", 150), ("pair", 200)]
 FEW = ("layers", 6, "17")  # 1, 571, 1025 (one more than there may be), 6, 96 and 21 of them; models/test_deep.py has 1,024
 
 
@@ -13,6 +14,12 @@ def test_a_short_run_finds_nothing(target, executions, seed):
     result = fuzz(target, executions, seed)
     assert not result.findings, result.findings[0]
     assert result.executions == executions == sum(result.outcomes.values()) and len(result.outcomes) > 1
+
+
+def test_every_pair_generates_before_it_is_changed():
+    """Targets of another size than the drafters were refused, whatever was changed in them."""
+    target = make("pair")
+    assert {target.run(bytes([which, 1]) + data) for which, data in enumerate(target.corpus)} == {"generated"}
 
 
 def test_the_driver_notices_what_goes_wrong():
