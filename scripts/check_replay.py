@@ -42,6 +42,8 @@ MLA = {
 TARGETS = archs.WRITERS | {
     "deepseek2": lambda path, shape, quant: archs.write_deepseek2(path, replace(shape, **MLA), quant),
     "glm-dsa": lambda path, shape, quant: archs.write_glm_dsa(path, replace(shape, **MLA, index_heads=32, index_size=128), quant),
+    # likewise with soft-capped scores: of other head sizes than 128, 256 and 512 its kernel has no code and ends the process
+    "gemma2": lambda path, shape, quant: archs.WRITERS["gemma2"](path, replace(shape, head_size=128), quant),
     "gemma4, shared K/V": archs.write_gemma4,
     "gemma4": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False),
     "gemma4, routed": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False, n_per_layer=0, routed=True),

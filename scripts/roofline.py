@@ -122,13 +122,15 @@ def svg(found: dict) -> str:
     line = f"{x_of(0.01):.0f},{y_of(0.01 * bandwidth):.0f} {x_of(ridge):.0f},{y_of(top):.0f} {x_of(10000):.0f},{y_of(top):.0f}"
     out.append(f'<polyline points="{line}" fill="none" stroke="#111827" stroke-width="2"/>')
     out.append(
-        f'<text x="{LEFT + WIDTH - 4}" y="{y_of(top) - 6:.0f}" text-anchor="end">{top / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s</text>'
+        f'<text x="{x_of(ridge) - 8:.0f}" y="{y_of(top):.0f}" text-anchor="end">{top / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s</text>'
     )
     out.append(f'<text x="{LEFT + WIDTH / 2}" y="{TOP + HEIGHT + 34}" text-anchor="middle">operations per byte of device memory</text>')
     out.append(f'<text x="16" y="{TOP - 8}">TFLOP/s</text>')
     for i, (rows, kernels) in enumerate(found["steps"].items()):
         colour, whole = COLOURS[i % len(COLOURS)], sum(one["seconds"] for one in kernels.values())
-        out.append(f'<text x="{LEFT + 180 * i}" y="{TOP + HEIGHT + 60}" fill="{colour}">{rows} rows, {1000 * whole:.2f} ms</text>')
+        out.append(
+            f'<text x="{LEFT + 180 * i}" y="{TOP + HEIGHT + 60}" fill="{colour}">{rows} row{"s" * (rows != "1")}, {1000 * whole:.2f} ms</text>'
+        )
         for name, one in kernels.items():
             share = one["seconds"] / whole
             if share < 0.004 or not one["bytes"] or one["ops"] < 1:
