@@ -99,7 +99,7 @@ def _options(group=cli) -> set[str]:
 
 def test_options_and_variables_that_pages_name_exist():
     """Those of our commands and scripts; of other programs, those named here."""
-    others = {"--no-cache-dir", "--kv-unified", "--unix-socket"}  # pip's, llama-server's, curl's
+    others = {"--no-cache-dir", "--kv-unified", "--unix-socket", "--allow-requantize"}  # pip's, llama-server's, curl's, llama-quantize's
     files = [path for folder in ("pyggml_spec", "scripts", "csrc", "patches") for path in (ROOT / folder).rglob("*.*")]
     code = "\n".join(path.read_text("utf-8") for path in files if path.suffix in (".py", ".c", ".h", ".patch"))
     known = _options() | others | KNOWN.keys() | set(re.findall(r"\"(--?[a-z][\w-]+)\"", code))
