@@ -30,6 +30,7 @@ from .sounds import decode_sound, is_sound
 GEMMA4_PATCHES = 1120 * 9  # of a picture of the most rows, if all lie in one line
 WHISPER_POSITIONS = 1500  # of 30 seconds, which these encoders compute at least
 WHISPER = "ultravox", "voxtral", "qwen2a", "qwen2.5o", "glma", "meralion", "musicflamingo"
+BREAK = "v.token_embd.img_break"
 BUDGET = 256 << 20  # bytes of rows that are kept
 
 
@@ -64,6 +65,17 @@ def encoder_kinds(file: GGUFFile) -> dict[str, str]:
 def _positions(file: GGUFFile, prefix: str) -> int:
     table = file.tensors.get(f"{prefix}.position_embd.weight")
     return table.shape[1] if table is not None and len(table.shape) > 1 else 0
+
+
+def repair_breaks(values: np.ndarray, file: GGUFFile) -> None:
+    """Pixtral's graph makes the rows between lines of a picture of memory that nothing has written, times 0, plus a tensor of the file: NaN where that
+    memory was. F32 [rows, n]; rows that have other values than that tensor's, and pictures that are mostly NaN, stay."""
+    bad = ~np.isfinite(values)
+    (rows,) = np.nonzero(bad.any(1))
+    with file.read(BREAK) as data:
+        breaks = np.frombuffer(data, np.float32)
+        if 2 * rows.size <= len(values) and (bad[rows] | (values[rows] == breaks)).all():
+            values[rows] = breaks
 
 
 class Encoder:
@@ -221,7 +233,11 @@ class Encoder:
         rows = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
         if mtmd.mtmd_encode_chunk(self._context, chunk):
             raise PictureError(f"the encoder failed: {self._said()}")
-        values = np.frombuffer(their.buffer(mtmd.mtmd_get_output_embd(self._context), 4 * rows * size), np.float32)
+        values = (
+            np.frombuffer(their.buffer(mtmd.mtmd_get_output_embd(self._context), 4 * rows * size), np.float32).reshape(rows, size).copy()
+        )
+        if BREAK in self.file.tensors and self.file.tensors[BREAK].type_name == "f32":
+            repair_breaks(values, self.file)
         if not np.isfinite(values).all():
             raise PictureError(
                 f"{self.file.path.name} made NaN or Inf of a picture or sound: its weights are damaged, or overflow on this device"
@@ -236,7 +252,7 @@ class Encoder:
                 positions[:, i] = at.t, at.y, at.x, at.z
         n_pos = mtmd.mtmd_input_chunk_get_n_pos(chunk)
         both_ways = bool(mtmd.mtmd_decode_use_non_causal(self._context, chunk))
-        return Picture(row_ids(identity, rows), values.reshape(rows, size).copy(), positions, n_pos, both_ways)
+        return Picture(row_ids(identity, rows), values, positions, n_pos, both_ways)
 
     # -- what is kept
 

@@ -10,8 +10,9 @@ from vision.families import FAMILIES, SEEING, file_of, write_family
 
 import pyggml_spec as ps
 from pyggml_spec.errors import ModelError, PictureError
+from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.tools.compare import nmse
-from pyggml_spec.vision.encoder import companion
+from pyggml_spec.vision.encoder import BREAK, companion, repair_breaks
 from pyggml_spec.vision.pictures import PictureLimits
 
 pytest.importorskip("pyggml_spec._mtmd")
@@ -79,6 +80,19 @@ def test_prefix_files_and_a_drafter_of_text(tmp_path):
                 assert not stats.drafted and any("does not draft after pictures" in note for note in stats.notes)
                 assert session.generate("See and say.", 12, mode="speculative", ignore_end=True)[1].drafted
     assert seen[0][0] == seen[1][0] == seen[2][0] and seen[0][1] == 0 and seen[1][1] > 100
+
+
+def test_rows_between_lines_of_pixtral(tmp_path):
+    """Of a picture of 3 lines of 4: what NaN in memory made of them is repaired, and nothing else."""
+    with GGUFFile(write_mmproj(tmp_path / "m.gguf", "pixtral", 64)) as file:
+        rows = np.random.default_rng(0).standard_normal((14, 64), np.float32)
+        with file.read(BREAK) as data:
+            rows[[4, 9]] = np.frombuffer(data, np.float32)
+        for bad, right in (([4, 9], True), ([9], True), ([5, 9], False), (slice(None), False)):
+            damaged = rows.copy()
+            damaged[bad, 3:50] = np.nan
+            repair_breaks(damaged, file)
+            assert np.array_equal(damaged, rows) == right
 
 
 @pytest.mark.slow
