@@ -22,6 +22,7 @@ from .engine.resources import P
 from .engine.runner import ModelRunner
 from .errors import DeviceError, EngineError, ModelError, PairError, PyspecError
 from .ggml.device import Backend, build_notes, devices, execution_order, free_bytes, open_backends, pick_devices, present
+from .ggml.library import unloaded_gpu_library
 from .ggml.peer import enable_peer_access
 from .gguf_io import GGUFFile
 from .load_options import AUTO, LoadOptions
@@ -94,6 +95,13 @@ class Loader:
         self._order = execution_order(found)
         backends = [self._own(backend) for backend in open_backends(found, self.options.threads, self.options.kernels)]
         self.backends: tuple[Backend, ...] = tuple(backends[i] for i in self._order)
+        if (
+            self.options.device is None
+            and found[0].kind == "cpu"
+            and (why := unloaded_gpu_library()) is not None
+            and "libcuda.so" not in why
+        ):
+            self.notes.append(f"{why}; until then everything runs on the CPU")  # there is a driver, and so a GPU
         self.notes += enable_peer_access([backend.device for backend in self.backends])
         file = self._own(GGUFFile(self._path))
         file.rope = self.options.rope

@@ -398,6 +398,17 @@ def test_a_missing_system_library_is_named_with_its_package(tmp_path, monkeypatc
     assert (library.unloaded_gpu_library() or "").startswith("libggml-cuda.so cannot be loaded: ")
 
 
+@pytest.mark.skipif(any(d.kind == "gpu" for d in device.devices()), reason="a GPU is used here")
+def test_a_gpu_that_is_not_used_is_told(monkeypatch):
+    for why, told in (
+        ("libggml-cuda.so cannot be loaded: libcudart.so.13", True),
+        ("libggml-cuda.so cannot be loaded: libcuda.so.1", False),
+    ):
+        monkeypatch.setattr("pyggml_spec.loading.unloaded_gpu_library", lambda why=why: why)
+        with ps.load(threads=1) as session:
+            assert any(note.startswith(f"{why}; until then") for note in session.notes) == told
+
+
 def test_the_pin_is_checked_at_import(tmp_path):
     assert f'set(PGS_LLAMA_CPP_PYTHON "{library.LLAMA_CPP_PYTHON}")' in (Path(__file__).parents[2] / "CMakeLists.txt").read_text()
     script = """if True:
