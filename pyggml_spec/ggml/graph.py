@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import EngineError
+from ..errors import DeviceError, EngineError
 from .device import Backend
 from .kernels import Packed, multiplies_experts, packed_shape
 from .library import Tensor, check, ffi, lib, new_err, text
 
 NODES = 16384  # node limit of a graph; about 6 MB of metadata each
+CAPPED = {"CUDA": (128, 256, 512)}  # head sizes; of others ggml-cuda says that it can, and ends the process
 SPARE = 1024  # more nodes than a model adds between two calls of ``expand``
 _PACKED_OUTPUTS = 32  # largest group of outputs in ggml's packing CPU kernels
 
@@ -678,6 +679,11 @@ class Graph:
         fits = fits and q.ne[2] % mask.ne[3] == 0 and mask.ne[1] * mask.ne[3] >= q.ne[2] and mask.ne[3] <= k.ne[2] == v.ne[2]
         fits = fits and (sinks is None or (sinks.type == F32 and list(sinks.ne) == [q.ne[1], 1, 1, 1]))
         require(fits, "flash_attention", q=q, k=k, v=v, mask=mask, heads=heads, kv_bucket=kv_bucket, sinks=sinks)
+        device = self.backend.device.name
+        if cap and q.ne[0] not in CAPPED.get(device.rstrip("0123456789"), (q.ne[0],)):
+            raise DeviceError(
+                f"{device} cannot cap scores of heads of {q.ne[0]} values in this llama-cpp-python; use another device, the CPU caps any"
+            )
         level = self.backend.level_handle
         return lib.pgs_flash_attention(self.ctx, q, k, v, mask, heads, kv_bucket, scale, cap, sinks or ffi.NULL, level)
 

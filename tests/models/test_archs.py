@@ -35,6 +35,7 @@ from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import DeviceError, ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.ggml.graph import CAPPED
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.registry import open_target
@@ -395,6 +396,9 @@ def test_blocks_of_inputs_and_indexers_of_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(Backend, "supports", few)
     with pytest.raises(DeviceError, match="CPU cannot score f16 rows of 64 values for 3 heads of an indexer .* use another device"):
         ps.load(write_glm_dsa(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64)
+    monkeypatch.setitem(CAPPED, "CPU", (128,))  # a step of it ended the process on a CUDA device
+    with pytest.raises(DeviceError, match="CPU cannot cap scores of heads of 64 values .* use another device"):
+        ps.load(WRITERS["gemma2"](tmp_path / "c.gguf", Shape(), "Q8_0"), device="CPU", threads=1, n_ctx=64, kernels="ggml")
 
 
 @contextmanager
