@@ -41,7 +41,7 @@ MISSING = "training needs torch, which is not installed: pip install torch"
 @option("--draft-ff", "Width of a new drafter's feed-forward part. Default: the target's.", type=click.IntRange(32))
 @option("--type kind", "Type of the drafter's matrices in the file.", shown="q8_0", metavar="TYPE")
 @option("--answer-tokens", "At most so many tokens per answer.", type=click.IntRange(8), shown=256)
-@option("--answers", "At most so many tokens of answers.", type=click.IntRange(1000), shown=3_000_000)
+@option("--answers", "At most so many tokens of answers. Default: 8 million by torch, if memory holds their hidden states; 3 million by the engine.", type=click.IntRange(1000))
 @option("--slots", "Answers at once.", type=click.IntRange(1, 256), shown=64)
 @option("--text-tokens context", "At most so many tokens per text.", type=click.IntRange(32), shown=768)
 @option("--rate", "Peak learning rate. Default: 0.002, with --from 0.0002.", type=click.FloatRange(0, min_open=True))
@@ -78,7 +78,7 @@ def command(target: str | None, draft: Any, options: Any, out: str, as_json: boo
     from ..train.train import as_json as line
 
     shape = Shape(values.pop("method"), values.pop("layers") or 0, values.pop("block"), values.pop("draft_ff") or 0)
-    values |= {name: values[name] or 0 for name in ("rate", "batch_tokens")}
+    values |= {name: values[name] or 0 for name in ("rate", "batch_tokens", "answers")}
     with Interrupt() as interrupt, progress_line() as progress:
 
         def report(state: Any) -> None:

@@ -73,11 +73,10 @@ class Pool:
         return at
 
     @staticmethod
-    def fits(target: Target, texts: Sequence[Sequence[int]], layers: int, device: torch.device) -> bool:
-        """Whether states of ``texts`` take at most POOLED of the memory that is free."""
+    def capacity(target: Target, layers: int, device: torch.device) -> int:
+        """How many tokens' states take POOLED of the memory that is free."""
         size = 2 if device.type == "cuda" else 4
-        each = (layers + 1) * target.decoder.n_embd * size + LIKELY * (4 + size)
-        return sum(len(text) for text in texts) * each <= POOLED * free_memory(device)
+        return int(POOLED * free_memory(device)) // ((layers + 1) * target.decoder.n_embd * size + LIKELY * (4 + size))
 
     def states(self, chosen: Sequence[int], length: int) -> States:
         """Of the ``chosen`` texts, [B, length]; rows behind a text are another's."""

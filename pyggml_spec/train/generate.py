@@ -12,6 +12,7 @@ from .ops import Room, caches
 from .texts import TEMPERATURES, TOP_K, Text
 
 ROWS, PROMPT_TOKENS = 2048, 1 << 18  # answers at once, and tokens of their prompts
+TURNS = 6  # answers to a prompt
 SHARE = 0.4  # of the free memory, for keys and values
 WARM_UP = 3  # steps before one is captured
 ALIGNED = 16  # columns of masks are multiples of it, as attention wants them
@@ -21,20 +22,20 @@ LOOK = 16  # steps between looks at which answers have ended
 def answers(
     target: TorchTarget, prompts: Sequence[Text], limit: int, most: int, ends: Collection[int], seed: int, budget: int, interrupted: Callable[[], bool],
 ) -> Iterator[Text]:  # fmt: skip
-    """Answers of at most ``limit`` tokens, texts of at most ``most``; every prompt at one temperature, then at the other, until ``budget`` tokens are there.
+    """Answers of at most ``limit`` tokens, texts of at most ``most``; every prompt at one temperature, then at the other, then sampled again, until there are ``budget`` tokens of texts.
 
     Raises NotImplementedError: recurrent layers.
     """
     rng, total = np.random.default_rng(seed), 0
-    for turn in range(len(TEMPERATURES)):
+    for turn in range(TURNS):
         order = rng.permutation(len(prompts)).tolist()
         batches = [*_batches(target, [prompts[i] for i in order], limit)]
         rng.shuffle(batches)
         for batch in batches:
-            heats = [TEMPERATURES[(turn + hash(text.tokens)) % len(TEMPERATURES)] for text in batch]
+            heats = [TEMPERATURES[(turn + hash(text.tokens)) % 2 if turn < 2 else 1] for text in batch]
             limits = [min(limit, most - text.prompt_tokens) for text in batch]
             for text, heat, out in zip(batch, heats, generate(target, [t.tokens for t in batch], limits, heats, ends), strict=True):
-                total += len(out)
+                total += len(text.tokens) + len(out)
                 if len(out) > 1:
                     yield Text((*text.tokens, *out), text.prompt_tokens, text.category, heat)
             if total >= budget or interrupted():

@@ -21,14 +21,15 @@ from ..models.registry import open_drafter, open_target
 from ..tools.compare import TEXT
 from .blank import Shape, new_drafter
 from .export import export
-from .features import LEAST_AGREEMENT, WORST_DISTANCE, Agreement, EngineTarget, Target, TorchTarget, agreement
-from .generate import answers
+from .features import LEAST_AGREEMENT, WORST_DISTANCE, Agreement, EngineTarget, Pool, Target, TorchTarget, agreement
+from .generate import TURNS, answers
 from .methods import method_of
-from .texts import TEMPERATURES, Text, answer, as_line, read_texts, split
+from .texts import Text, answer, as_line, read_texts, split
 from .trainer import Report, Schedule, Score, Trainer
 from .weights import new_weights, read_weights
 
 RATE, ADAPTED = 2e-3, 2e-4  # peak learning rates: of new drafters, and of ones that go on
+BY_TORCH, BY_ENGINE = 8_000_000, 3_000_000  # tokens of answers, some two and six minutes
 BATCH = {"cuda": 16384, "cpu": 1024}  # tokens of a step: fewer do not fill a GPU
 REPLAY = 0.2  # share of other texts against forgetting
 CONTEXT = 768  # tokens of a text
@@ -42,7 +43,7 @@ class TrainOptions:
     start: drafter to go on from; None for a new one of ``shape``.
     minutes: of training, without answers and validation before it.
     kind: type of the drafter's matrices in the file.
-    answer_tokens, answers: limits of one answer, and of all of them together.
+    answer_tokens, answers: limits of one answer, and of all of them together; 0 for BY_TORCH, as far as memory holds their hidden states, or BY_ENGINE.
     slots: answers at once.
     context: tokens of a text.
     rate: peak learning rate; 0 for RATE, or ADAPTED with ``start``.
@@ -59,7 +60,7 @@ class TrainOptions:
     minutes: float = 20.0
     kind: str = "q8_0"
     answer_tokens: int = 256
-    answers: int = 3_000_000
+    answers: int = 0
     slots: int = 64
     context: int = CONTEXT
     rate: float = 0.0
@@ -221,13 +222,15 @@ def _texts(
 
             if isinstance(target, TorchTarget) and target.device.type == "cuda" and target.decoder.recurrent_shape() is None:
                 ends = [i for i in range(session.target.n_vocab) if session.tokenizer.is_end(i)]
-                for text in answers(target, asked, options.answer_tokens, most, ends, options.seed, options.answers, interrupted):
+                room = Pool.capacity(target, len(target.layers), target.device) - before  # more would have to be computed for every step
+                budget = max(1, min(options.answers or BY_TORCH, room))
+                for text in answers(target, asked, options.answer_tokens, most, ends, options.seed, budget, interrupted):
                     keep(text)
-                    progress("answers", len(done) - given, len(TEMPERATURES) * len(asked))
+                    progress("answers", len(done) - given, TURNS * len(asked))
             else:
                 answer(
                     session, asked, options.answer_tokens, options.slots, options.seed, most=most, progress=progress, interrupted=interrupted,
-                    kept=keep, budget=options.answers,
+                    kept=keep, budget=options.answers or BY_ENGINE,
                 )  # fmt: skip
         made, seconds = sum(len(t.tokens) for t in done) - before, time.monotonic() - began
         say(

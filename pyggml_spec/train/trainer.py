@@ -93,7 +93,8 @@ class Trainer:
         texts = [*self.train, *self.held]
         tokens, layers = [t.tokens for t in texts], len(method.drafter.captures)
         self._at = {id(text): i for i, text in enumerate(texts)}
-        self._pool = Pool(method.target, tokens, device) if Pool.fits(method.target, tokens, layers, device) else None
+        fits = sum(map(len, tokens)) <= Pool.capacity(method.target, layers, device)
+        self._pool = Pool(method.target, tokens, device) if fits else None
 
     @property
     def pooled(self) -> bool:
