@@ -35,13 +35,22 @@ MISSING = "training needs torch, which is not installed: pip install torch"
     shown="dflash",
     metavar="METHOD",
 )
-@option("--minutes", "Minutes of training. Answers come before.", type=click.FloatRange(0, min_open=True), shown=20.0)
+@option(
+    "--minutes",
+    "Minutes of training at most: it ends when acceptance no longer rises. Answers come before.",
+    type=click.FloatRange(0, min_open=True),
+    shown=20.0,
+)
 @option("--layers", "Of a new drafter. Default: 4 (targets below 16 layers: 2); 1 of eagle3.", type=click.IntRange(1, 64))
 @option("--block", "Rows of a DFlash block, the last token included.", type=click.IntRange(2, 64), shown=16)
 @option("--draft-ff", "Width of a new drafter's feed-forward part. Default: the target's.", type=click.IntRange(32))
 @option("--type kind", "Type of the drafter's matrices in the file.", shown="q8_0", metavar="TYPE")
 @option("--answer-tokens", "At most so many tokens per answer.", type=click.IntRange(8), shown=256)
-@option("--answers", "At most so many tokens of answers. Default: 8 million by torch, if memory holds their hidden states; 3 million by the engine.", type=click.IntRange(1000))
+@option(
+    "--answers",
+    "At most so many tokens of answers. Default: 8 million by torch, if memory holds their hidden states; 3 million by the engine.",
+    type=click.IntRange(1000),
+)
 @option("--slots", "Answers at once.", type=click.IntRange(1, 256), shown=64)
 @option("--text-tokens context", "At most so many tokens per text.", type=click.IntRange(32), shown=768)
 @option("--rate", "Peak learning rate. Default: 0.002, with --from 0.0002.", type=click.FloatRange(0, min_open=True))

@@ -33,7 +33,6 @@ BY_TORCH, BY_ENGINE = 8_000_000, 3_000_000  # tokens of answers, some two and si
 BATCH = {"cuda": 16384, "cpu": 1024}  # tokens of a step: fewer do not fill a GPU
 REPLAY = 0.2  # share of other texts against forgetting
 CONTEXT = 768  # tokens of a text
-EARLY = 0.7  # of the time: a best state before it is one of too few texts
 
 
 @dataclass(frozen=True)
@@ -149,10 +148,9 @@ def train(
         done = Trained(str(out), 0, score, before, state.curve, state.seconds, speed, memory, agreed, counts)
         summary = f"{drafter.method} drafter for {file.path.name}, trained {state.seconds / 60:.1f} minutes on {len(learnt)} texts by pyspec train"
         done.notes = export(out, drafter, values, file, options.kind, summary, replace=True, progress=progress)
-        best = max(state.curve, key=lambda point: point[1])[0]
-        if best < EARLY * state.seconds / 60:
+        if state.annealing is not None:
             done.notes.append(
-                f"the best state is that of minute {best:.1f}: later ones fit these {len(learnt)} texts too closely; more texts help, more minutes do not"
+                f"acceptance rose no longer after {state.annealing / 60:.1f} minutes, and the best state was annealed: more texts than these {len(learnt)} help, more minutes do not"
             )
         done.nbytes = out.stat().st_size
         out.with_suffix(".md").write_text(card(done, drafter, file, options, learnt, held))

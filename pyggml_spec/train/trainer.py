@@ -22,6 +22,8 @@ WARM = 0.03  # share of the time in which the learning rate rises
 FLOOR = 0.02  # of the learning rate at the end
 DECAY = 0.05  # of matrices
 TABLES = "token_embd", "output.", "d2t"  # matrices that are steps of AdamW, as vectors are
+PATIENCE, RISE = 3, 0.1  # validations below the best, once it has risen by so much: these texts are learnt
+ANNEAL, COOL = 0.05, 0.1  # then the best state goes on for this share of the time, from this share of the learning rate to none
 VALIDATIONS = 20  # of a whole training, besides the last
 AT_VALIDATION = 96  # texts, unless all are asked for
 SAVE_EVERY = 60.0  # seconds
@@ -60,7 +62,7 @@ class Report:
 
 @dataclass
 class State:
-    """What resuming needs, and what was best."""
+    """What resuming needs, and what was best. ``annealing``: the second from which the best state is annealed."""
 
     seconds: float = 0.0
     step: int = 0
@@ -68,6 +70,7 @@ class State:
     best: float = 0.0
     best_values: dict[str, Tensor] = field(default_factory=dict)
     curve: list[tuple[float, float, float]] = field(default_factory=list)  # minutes, tokens per step, loss
+    annealing: float | None = None
 
 
 class Trainer:
@@ -173,7 +176,7 @@ class Trainer:
         return Score(means[""], len(walked[""]), *of)
 
     def run(self, report: Callable[[Report], None], interrupted: Callable[[], bool] = lambda: False) -> State:
-        """Trains until the time is over, or ``interrupted``; the values are the best ones then.
+        """Trains until the time is over, the texts are learnt and the best state is annealed, or ``interrupted``; the values are the best ones then.
 
         Raises:
             TrainingError: the loss is not finite.
@@ -185,7 +188,7 @@ class Trainer:
         due = (math.floor(s.seconds / every) + 1) * every if s.step else 0.0
         while True:
             s.seconds = at_start + time.monotonic() - began
-            ends = s.seconds >= total or interrupted()
+            ends = self._share() >= 1 or interrupted()
             if ends or s.seconds >= due:
                 loss = torch.stack(losses).mean().item() if losses else 0.0
                 if not math.isfinite(loss):
@@ -196,27 +199,49 @@ class Trainer:
                 s.curve.append((round(s.seconds / 60, 3), round(score.tokens_per_step, 4), round(loss, 4)))
                 if score.tokens_per_step > s.best or not s.best_values:
                     s.best, s.best_values = score.tokens_per_step, {n: self.values[n].detach().cpu().clone() for n in self.names}
-                report(Report(min(1.0, s.seconds / total), s.tokens / max(s.seconds, 1e-9), loss, score, s.best))
+                report(Report(self._done(), s.tokens / max(s.seconds, 1e-9), loss, score, s.best))
                 losses = []
+                if not ends and self._learnt():
+                    self._restore()
+                    s.annealing = s.seconds
+                    for optimizer in self._optimizers:
+                        optimizer.state.clear()
             if ends:
                 break
-            losses.append(self._step(s.seconds / total))
+            losses.append(self._step(self._share()))
             s.step, s.tokens = s.step + 1, s.tokens + self._taken
             if s.step % 20 == 0:
-                report(Report(s.seconds / total, s.tokens / s.seconds if s.seconds else 0.0, losses[-1].item(), score, s.best))
+                report(Report(self._done(), s.tokens / s.seconds if s.seconds else 0.0, losses[-1].item(), score, s.best))
             if time.monotonic() - saved > SAVE_EVERY:
                 self.save()
                 saved = time.monotonic()
         self.save()
-        with torch.no_grad():
-            for name, value in s.best_values.items():
-                self.values[name].copy_(value)
+        self._restore()
         return s
 
+    def _share(self) -> float:
+        """Of the time, or of annealing."""
+        s, total = self.state, 60 * self.schedule.minutes
+        return s.seconds / total if s.annealing is None else (s.seconds - s.annealing) / (ANNEAL * total)
+
+    def _done(self) -> float:
+        share = min(1.0, self._share())
+        return share if self.state.annealing is None else 1 - ANNEAL * (1 - share)
+
+    def _learnt(self) -> bool:
+        """Whether acceptance has risen, no longer does, and there is time to anneal."""
+        s, scores = self.state, [score for _, score, _ in self.state.curve]
+        late = s.annealing is not None or self._share() > 1 - ANNEAL
+        return not late and max(scores) > scores[0] + RISE and max(scores) not in scores[-PATIENCE:]
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for name, value in self.state.best_values.items():
+                self.values[name].copy_(value)
+
     def _step(self, share: float) -> Tensor:
-        rate = (
-            self.schedule.rate * min(1.0, (share + 1e-3) / WARM) * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
-        )
+        peak = self.schedule.rate * (1 if self.state.annealing is None else COOL)
+        rate = peak * min(1.0, (share + 1e-3) / WARM) * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
         for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             group["lr"] = rate
         batch = self._next()

@@ -27,8 +27,8 @@ from pyggml_spec.train.methods import method_of, simulate  # noqa: E402
 from pyggml_spec.train.muon import Muon  # noqa: E402
 from pyggml_spec.train.texts import Text, as_line, read_texts  # noqa: E402
 from pyggml_spec.train.train import TrainOptions, train  # noqa: E402
-from pyggml_spec.train.trainer import Schedule, Trainer  # noqa: E402
-from pyggml_spec.train.weights import read_weights  # noqa: E402
+from pyggml_spec.train.trainer import Schedule, Score, Trainer  # noqa: E402
+from pyggml_spec.train.weights import new_weights, read_weights  # noqa: E402
 
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps below 7 old trees until the morning comes; a bird sings 3 songs of rain, wind & snow."
 CPU = torch.device("cpu")
@@ -168,6 +168,29 @@ def test_torch_behind_ggml_is_refused(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
     with pytest.raises(TrainingError, match="import torch before"):
         importlib.reload(pyggml_spec.train)
+
+
+def test_texts_that_are_learnt_end_a_training_early(toy, monkeypatch):
+    """The best state goes on at a small rate that falls to nothing; where acceptance never rose, the time is used up."""
+    with GGUFFile(toy) as file:
+        decoder = open_target(file)
+        drafter = new_drafter(decoder, Shape("dflash", 1, 8, 64))
+        target = TorchTarget(decoder, drafter.captures, CPU, torch.float32)
+        values = new_weights(drafter, decoder.weights["output.weight"].value, CPU, 0).values
+        text = Text((*range(20),), 4)
+        for scores, minutes, early in (([1.0, 1.5, 2.0, 1.9], 0.1, True), ([1.0, 1.02, 1.0], 0.03, False)):
+            trainer, left = Trainer(method_of(drafter, target), values, [text], [text], Schedule(minutes, 1e-3), CPU), iter(scores)
+            norm = trainer.values["output_norm.weight"]
+
+            def score(texts=None):
+                with torch.no_grad():
+                    norm.fill_(one := next(left, scores[-1]))  # what was validated
+                return Score(one, 1)
+
+            monkeypatch.setattr(trainer, "score", score)
+            state = trainer.run(lambda report: None)
+            assert (state.annealing is not None) == early == (state.seconds < 50 * minutes) and state.best == max(scores)
+            assert norm[0].item() == pytest.approx(max(scores), abs=0.01)
 
 
 def test_muon_steps_as_torchs_does():
