@@ -42,7 +42,7 @@ MISSING = "training needs torch, which is not installed: pip install torch"
     shown=20.0,
 )
 @option("--layers", "Of a new drafter. Default: 4 (targets below 16 layers: 2); 1 of eagle3.", type=click.IntRange(1, 64))
-@option("--block", "Rows of a DFlash block, the last token included.", type=click.IntRange(2, 64), shown=16)
+@option("--block", "Rows of a DFlash block, the last token included.", type=click.IntRange(2, 64), shown=8)
 @option("--draft-ff", "Width of a new drafter's feed-forward part. Default: the target's.", type=click.IntRange(32))
 @option("--type kind", "Type of the drafter's matrices in the file.", shown="q8_0", metavar="TYPE")
 @option("--answer-tokens", "At most so many tokens per answer.", type=click.IntRange(8), shown=256)

@@ -90,7 +90,7 @@ def _spread(target: Decoder, count: int, most: int) -> list[int]:
 
 def _dflash(target: Decoder, shape: Shape) -> Drafter:
     deep = target.n_layer >= 16
-    layers, block = shape.layers or (4 if deep else 2), shape.block or 16
+    layers, block = shape.layers or (4 if deep else 2), shape.block or 8
     meta = _metadata(target, "dflash", layers, _spread(target, 5 if deep else 4, target.n_layer), shape)
     meta |= {"dflash.block_size": block, "dflash.attention.causal": False, "tokenizer.ggml.mask_token_id": mask_token(target.file)}
     if target.file.array(f"{target.arch}.rope.dimension_sections") is not None:
