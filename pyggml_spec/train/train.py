@@ -263,7 +263,7 @@ def card(done: Trained, drafter: Drafter, target: GGUFFile, options: TrainOption
         "`pyspec run`, `chat` and `serve` take it as the drafter of that file.",
         "",
         f"* Trained for {done.seconds / 60:.1f} minutes ({done.tokens_per_second:,.0f} tokens/s) on {len(learnt)} texts of {tokens:,} tokens: {texts}.",
-        "* Prompts were answered by the target itself, half of them greedily and half at temperature 0.7.",
+        "* Prompts were answered by the target itself, greedily and at temperature 0.7.",
         f"* {'New' if options.start is None else f'Continued from {Path(options.start).name}'}; reads the inputs of target layers {list(drafter.captures)}.",
         f"* Validated on {len(held)} texts whose prompts were held out, {done.score.steps} steps of simulated decoding.",
         "",
