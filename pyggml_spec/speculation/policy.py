@@ -266,6 +266,8 @@ class SpeculationPolicy:
             phase.plan = max(speeds, key=speeds.__getitem__)
         if phase.plan not in affordable:
             affordable += [plan for plan in self._safe(slots, states, late) if plan not in affordable]
+        if self._small(slots) and phase.plan not in affordable and speeds[phase.plan] > MARGIN * speeds[PLAIN_STEP]:
+            affordable.append(phase.plan)  # as long as ``_may_lose`` allows it
         if self._relative and slots == 1:
             affordable = [plan for plan in affordable if self._may_lose(drafting, plan, late)]
         if not affordable:
@@ -281,6 +283,11 @@ class SpeculationPolicy:
         told = self._told or any(self.costs.told((1, other)) for other in self.plans if other.method == plan.method)
         cost = self.cost(1, plan) + late if told else CLAMP * self.cost(1, plan)
         return cost / self.costs[1, PLAIN_STEP] - 1 <= min(s.may_lose for s in drafting)
+
+    def _small(self, slots: int) -> bool:
+        """Whether plain steps are known to take less than LEAST_MS."""
+        known = self._relative and slots == 1 and (self._told or self.costs.told((1, PLAIN_STEP)))
+        return known and self.costs[1, PLAIN_STEP] < LEAST_MS
 
     def _safe(self, slots: int, states: Sequence[SpeculationState | None], late: float) -> list[StepPlan]:
         """Plans that would be faster than plain decoding by what was observed alone, with DOUBT more blocks rejected."""
@@ -335,7 +342,7 @@ class SpeculationPolicy:
                 known = self.cost(slots, plan)
                 cost = (min(max(ms - catch_up, known / CLAMP), CLAMP * known) + late) / plain
                 spent = cost + min(built, known) / plain  # of small models a graph takes many steps to build, but once
-                if self.costs.told((1, PLAIN_STEP)) and plain < LEAST_MS:  # too little to notice; first blocks of small models are cold
+                if self._small(slots):  # too little to notice; first blocks of small models are cold
                     cost = (known + late) / plain
                     spent = 1 + (spent - 1) * plain / LEAST_MS if spent > 1 else spent
         for s, n in drafting:

@@ -83,6 +83,21 @@ def test_costs_that_are_estimates_are_learnt_in_the_first_text():
     assert statistics.mean(firsts) > 0.93 and statistics.mean(later) > 0.97 and min(later) > 0.9
 
 
+def test_a_small_model_goes_on_behind_a_bad_start():
+    """`pyspec run` on the embedded pair, whose costs were known: the first nine blocks bring 12 tokens, all of them 3.1 each. The budget was spent on two or
+    three, and 250 tokens were decoded plainly, at 0.8 of plain's speed, although blocks were expected to be faster."""
+
+    class Told(replay.New):
+        def __init__(self, costs):
+            self.policy = SpeculationPolicy(costs, costs, relative=True, told=True)
+
+    steps = "112113111443114344111132244443222444432344411314444244444244444444444444444444344"
+    text = replay.from_runs([int(n) - 1 - i for n in steps for i in range(int(n))])
+    machine = replay.Machine({1: 0.35, 2: 0.65, 4: 0.74, 8: 1.1, 16: 2.0})
+    gains = [gain for seed in range(6) for gain in replay.session(Told, machine, [text] * 3, seed)]
+    assert statistics.mean(gains) > 1.15
+
+
 @pytest.mark.parametrize("dearer", [0.6, 1.0, 1.5, 2.2])
 @pytest.mark.parametrize("tokens", [48, 256])
 def test_a_first_session_loses_at_most_a_twentieth(dearer, tokens):
