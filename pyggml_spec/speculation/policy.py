@@ -266,7 +266,7 @@ class SpeculationPolicy:
             phase.plan = max(speeds, key=speeds.__getitem__)
         if phase.plan not in affordable:
             affordable += [plan for plan in self._safe(slots, states, late) if plan not in affordable]
-        if self._small(slots) and phase.plan not in affordable and speeds[phase.plan] > MARGIN * speeds[PLAIN_STEP]:
+        if slots == 1 and self._small(1) and phase.plan not in affordable and speeds[phase.plan] > MARGIN * speeds[PLAIN_STEP]:
             affordable.append(phase.plan)  # as long as ``_may_lose`` allows it
         if self._relative and slots == 1:
             affordable = [plan for plan in affordable if self._may_lose(drafting, plan, late)]
@@ -286,8 +286,8 @@ class SpeculationPolicy:
 
     def _small(self, slots: int) -> bool:
         """Whether plain steps are known to take less than LEAST_MS."""
-        known = self._relative and slots == 1 and (self._told or self.costs.told((1, PLAIN_STEP)))
-        return known and self.costs[1, PLAIN_STEP] < LEAST_MS
+        known = self._relative and (self._told or self.costs.told((1, PLAIN_STEP)))
+        return known and self.costs[slots, PLAIN_STEP] < LEAST_MS
 
     def _safe(self, slots: int, states: Sequence[SpeculationState | None], late: float) -> list[StepPlan]:
         """Plans that would be faster than plain decoding by what was observed alone, with DOUBT more blocks rejected."""
