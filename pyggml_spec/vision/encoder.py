@@ -116,10 +116,8 @@ class Encoder:
         mtmd, their = self._mtmd, self._ffi
         model = their.cast("struct llama_model *", int(ffi.cast("uintptr_t", self._model)))
         params = mtmd.mtmd_context_params_default()
-        params.use_gpu = params.warmup = backend.device.kind not in (
-            "cpu",
-            "rpc",
-        )  # its buffers are allocated before the context takes what is free
+        # a warm-up allocates its buffers before the context takes what is free
+        params.use_gpu = params.warmup = backend.device.kind not in ("cpu", "rpc")
         params.print_timings = False
         if params.use_gpu:
             params.device = their.cast("ggml_backend_dev_t", int(ffi.cast("uintptr_t", device_handle(backend.device))))
