@@ -50,11 +50,12 @@ def session(tmp_path_factory):
 
 
 def test_splits_are_taken_apart(session, tmp_path):
-    checks = {check.name: check for check in split.examine(session.runner)}
-    assert list(checks) == CHECKS and all(check.verdict in (OK, WARN) for check in checks.values())
-    assert (
-        checks["cut cost"].data["width"] == 8 and 0 <= checks["cut cost"].data["cut_share"] < 1
-    )  # 0 where the clock's noise is longer than a copy
+    for _ in range(3):  # a copy within one process can take less than the clock's microsecond
+        checks = {check.name: check for check in split.examine(session.runner)}
+        assert list(checks) == CHECKS and all(check.verdict in (OK, WARN) for check in checks.values())
+        if checks["cut cost"].data["cut_share"]:
+            break
+    assert checks["cut cost"].data["width"] == 8 and 0 < checks["cut cost"].data["cut_share"] < 1
     assert checks["cut cost"].found.startswith("1 cut: ") and "of a block of 8 rows" in checks["cut cost"].found
     waits = checks["waiting devices"]
     assert sum(waits.data["waits"]) == pytest.approx(1) and "CPU (layers 0 to 2) computes" in waits.found
