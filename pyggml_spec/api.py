@@ -20,7 +20,7 @@ from .engine.devices import GROUPS
 from .engine.engine import Engine
 from .engine.lock import ENDED, EngineLock, Hold
 from .engine.memory import SHARED, count_memory
-from .engine.options import candidate_widths
+from .engine.options import EngineOptions, candidate_widths
 from .engine.prompt import Prompt
 from .engine.resources import Closable, P
 from .engine.runner import ModelRunner
@@ -32,7 +32,7 @@ from .folders import why_nothing_is_kept
 from .ggml.device import Backend, disable_graph_replay, free_bytes, present, release_threads
 from .ggml.library import versions
 from .load_options import AUTO, LoadOptions
-from .loading import Loader, Progress, default_context, files_to_load, room, rough_bytes, silent
+from .loading import Drafts, Loader, Progress, default_context, files_to_load, room, rough_bytes, silent
 from .models.decoder import Decoder
 from .sampling.recommended import chosen
 from .sampling.sampler import Sampler, Sampling
@@ -78,6 +78,11 @@ ONLY = "this session gave up its own caches with concurrent(only=True): submit t
 CLOSED = "the session is closed: load the model again"
 
 
+def slots_note(slots: int, n_ctx: int) -> str:
+    """Where memory limits the context of slots."""
+    return f"each of the {slots} slots has {n_ctx} tokens of context, as many as memory has room for: use fewer `slots` for more"
+
+
 class Session:
     """A target, perhaps a drafter, ready to generate. Use in a ``with`` block, or ``close`` it; closing twice is fine."""
 
@@ -112,7 +117,8 @@ class Session:
         self._parts.append(part)
         return part
 
-    def _load(self, target: Path, drafts: Sequence[Path], options: LoadOptions, progress: Progress) -> None:
+    def _load(self, target: Path, drafts: Sequence[Path], options: LoadOptions, progress: Progress, slots: int | None = None) -> None:
+        """``slots``: of a server; where one device has everything, the only engine is that of its slots, which ``concurrent`` takes over."""
         started, self.options = time.perf_counter(), options
         loader = Loader(target, drafts, options, self._own, progress)
         loader.open()
@@ -120,8 +126,14 @@ class Session:
         loader.load_weights()
         self.backends, self.backend = loader.backends, loader.backend
         self.target, self.tokenizer, self.drafter, self.encoder = loader.target, loader.tokenizer, loader.drafter, loader.encoder
+        self.notes, self.context_from = loader.notes, loader.context_from
+        if slots is not None and len(loader.backends) == 1 and loader.placement is None:
+            wanted = replace(loader.engine_options, slots=slots)
+            loader.engine_options = replace(wanted, n_ctx=self._context_that_fits(wanted, [0]))
+            if loader.engine_options != wanted:
+                self.notes.append(slots_note(slots, loader.engine_options.n_ctx))
         self.runner = loader.runner()
-        self.notes, self.context_from, width = loader.notes, loader.context_from, self.runner.options.width
+        width = self.runner.options.width
         if loader.ngram is not None:
             self.lookup = NgramMethod.unmeasured(loader.ngram, [w for w in candidate_widths(width) if w > 1])
             if loader.default_ngram and not self.batch_invariant:
@@ -143,8 +155,10 @@ class Session:
     @property
     def batch_invariant(self) -> bool:
         """Whether a row of the target has the same bits in steps of any number of rows: native kernels compute all sums over values."""
+        if self.backend.level is None:
+            return False
         graph = self.runner.graphs.get(self.runner.graphs.key("plain", 1, self.runner.kv.live)).graph
-        return self.backend.level is not None and all(op.startswith("native ") or op in BY_ROWS for op in graph.op_counts())
+        return all(op.startswith("native ") or op in BY_ROWS for op in graph.op_counts())
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -222,15 +236,19 @@ class Session:
         """Default context of each of ``slots``: the session's, or as many tokens as leave memory on every device. ``only``: as of ``concurrent``."""
         self._check_open()
         options = replace(self.runner.options, slots=slots)
-        if not self.context_from:
+        if only and options == self.runner.options:  # its own caches become those of the slots
             return options.n_ctx
         held = [0] * len(self.backends) if self.runner.graphs.closed else [
             sum(n for name, n in part.items() if name not in SHARED) for part in self.runner.memory_by_segment()
         ]  # fmt: skip
-        rooms = []
-        for backend, mine in zip(self.backends, held, strict=True):
-            on_cpu = backend.device.kind == "cpu"  # whose pages are taken when they are written
-            rooms.append(room(free_bytes(present(backend.device)) + mine * (only - on_cpu)))
+        on_cpu = [backend.device.kind == "cpu" for backend in self.backends]  # whose pages are taken when they are written
+        return self._context_that_fits(options, [mine * (only - cpu) for mine, cpu in zip(held, on_cpu, strict=True)])
+
+    def _context_that_fits(self, options: EngineOptions, more: Sequence[int]) -> int:
+        """The context of an engine with these options, or as much of it as there is memory for; ``more``: bytes on each device besides free ones."""
+        if not self.context_from:
+            return options.n_ctx
+        rooms = [room(free_bytes(present(backend.device)) + nbytes) for backend, nbytes in zip(self.backends, more, strict=True)]
         if len(rooms) == 1 and rough_bytes(self.target, self.drafter, options) <= rooms[0]:
             return options.n_ctx
 
@@ -403,7 +421,7 @@ class Session:
     def _check_own(self) -> None:
         """Whether this session can generate alone."""
         self._check_open()
-        if self.runner.graphs.closed:
+        if self.runner.graphs.closed or self.runner.options.slots > 1:
             raise EngineError(ONLY)
 
     def _sampler(self, sampling: Sampling | None, ignore_end: bool) -> Sampler | None:
@@ -507,11 +525,19 @@ class Session:
             self._lock.release(hold)
             raise
 
-    def _scheduler_of(self, slots: int, n_ctx: int | None, prefixes: dict[str, Any], groups: int | str) -> Engine:
+    def _own_runner(self, options: EngineOptions) -> ModelRunner | None:
+        """Gives up this session's own caches; its runner, if it has these options and has computed nothing yet."""
+        taken = options == self.runner.options and not self.runner.graphs.closed and not self.runner.epoch
+        for part in (self.prefix,) if taken else (self.prefix, self.runner):
+            part.close()
+        self._parts = [part for part in self._parts if part is not self.prefix and part is not self.runner]
+        return self.runner if taken else None
+
+    def _scheduler_of(self, slots: int, n_ctx: int | None, prefixes: dict[str, Any], groups: int | str, only: bool = False) -> Engine:
         """``prefixes``: fields of LoadOptions."""
         self._check_open()
         wanted = None if groups == AUTO else whole(groups, f"`groups`, if it is not {AUTO!r},", 1, GROUPS)
-        context = self.slots_context(slots) if n_ctx is None else n_ctx
+        context = self.slots_context(slots, only) if n_ctx is None else n_ctx
         options = replace(self.runner.options, slots=slots, n_ctx=context, groups=wanted != 1)
         kept = replace(self.options, **{"prefix_cache": None, "prefix_disk": None, **prefixes})
         memory = self._prefix_memory(kept.prefix_memory)
@@ -519,7 +545,8 @@ class Session:
             raise PyspecError(
                 "a prefix cache on disk is filled from memory, and `prefix_memory` is 0: give it more, or leave the folder out"
             )
-        engine = ModelRunner(self.backend, self.target, self.drafter, options)
+        engine = self._own_runner(options) if only else None
+        engine = engine or ModelRunner(self.backend, self.target, self.drafter, options)
         try:
             files = self._prefix_files(engine, kept, shared=True)
         except BaseException:
@@ -561,12 +588,8 @@ class Session:
             self._concurrent.close()  # it failed, and its thread may not have ended yet
             self._parts.remove(self._concurrent)
         with self._reserved() as hold:
-            for part in (self.prefix, self.runner) if only else ():
-                part.close()
-                if part in self._parts:
-                    self._parts.remove(part)
             prefixes = {"prefix_memory": prefix_memory, "prefix_cache": prefix_cache, "prefix_disk": prefix_disk}
-            scheduler = self._scheduler_of(slots, n_ctx, prefixes, groups)
+            scheduler = self._scheduler_of(slots, n_ctx, prefixes, groups, only)
             made = self._concurrent = self._own(ConcurrentSession(scheduler, self.tokenizer, self.prompt_ids, self._sampler))
         hold.ended = lambda: made.closed
         return made
@@ -680,13 +703,21 @@ def load(
     Raises:
         PyspecError: any reason why this cannot work, in one sentence.
     """
-    options = LoadOptions.of(options, fields)
+    return _loaded(target, draft, LoadOptions.of(options, fields), progress)
+
+
+def load_to_serve(target: str | Path | None, draft: Drafts, options: LoadOptions, progress: Progress, slots: int) -> Session:
+    """``load`` of what generates through ``concurrent(slots, only=True)`` alone."""
+    return _loaded(target, draft, options, progress, slots)
+
+
+def _loaded(target: str | Path | None, draft: Drafts, options: LoadOptions, progress: Progress, slots: int | None = None) -> Session:
     files = files_to_load(target, draft, options.methods)
     if not options.graphs:
         disable_graph_replay()
     session = Session()
     try:
-        session._load(*files, options, progress)
+        session._load(*files, options, progress, slots)
         return session
     except BaseException:
         session.close()

@@ -12,10 +12,13 @@ import pytest
 from sessions import fails_with, loaded, together
 
 import pyggml_spec as ps
+from pyggml_spec.api import load_to_serve
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.engine.sequence import GenerationOptions
 from pyggml_spec.errors import EngineError
 from pyggml_spec.ggml.kernels import levels
-from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.load_options import LoadOptions
+from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET, silent
 from pyggml_spec.speculation.policy import SpeculationPolicy
 
 FIRST, SECOND = "def quicksort(items):\n", "import os\n"
@@ -212,6 +215,33 @@ def test_a_session_for_requests_alone_has_no_caches_of_its_own(pair):
                 assert server.submit("def f(x):", 8).result()[0] == want
         fails_with(EngineError, "gave up its own caches", session.generate, "def f(x):", 8)
         fails_with(EngineError, "gave up its own caches", session.calibrate_plain)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_server_plans_the_graphs_of_its_slots_once(pair, monkeypatch, slots):
+    """It planned those of a session first, and then its own: half of what the first token of a large pair waited for."""
+    made, make = [], ModelRunner.__init__
+    monkeypatch.setattr(ModelRunner, "__init__", lambda self, *of: made.append(of[-1].slots) or make(self, *of))
+    options = LoadOptions(device="CPU", threads=1, n_ctx=256, prefix_memory=0)
+    with ps.load(*pair, options) as session:
+        want, _ = session.generate("def f(x):", 8)
+    made.clear()
+    with load_to_serve(*pair, options, silent, slots) as session:
+        kept = session.runner
+        for again in (False, True):  # after an error
+            with session.concurrent(slots, only=True) as server:
+                assert (server.engine.runner is kept) != again and server.submit("def f(x):", 8).result()[0] == want
+        assert made == [slots] * 2 and kept.graphs.closed
+        fails_with(EngineError, "gave up its own caches", session.generate, "def f(x):", 8)
+
+
+def test_a_session_that_has_generated_keeps_nothing_of_it_for_requests(pair):
+    """What its only slot holds is no other request's."""
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256, prefix_memory=0) as session:
+        want, _ = session.generate("def f(x):", 8)
+        with session.concurrent(1, only=True) as server:
+            assert server.engine.runner is not session.runner and session.runner.graphs.closed
+            assert server.submit("def f(x):", 8).result()[0] == want
 
 
 @pytest.mark.slow

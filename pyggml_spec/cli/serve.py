@@ -169,7 +169,7 @@ def command(target, draft, options, host, api_key, api_key_file, **more):
 
 def _serve_one(target, draft, options, settings, slots, alias, tags, max_tokens, template, template_file, variables, reasoning, reasoning_format,
                of_router, queue_requests, embeds, ranks, pooling, allow_image_urls, **more) -> int:  # fmt: skip
-    from ..api import load
+    from ..api import load_to_serve, slots_note
     from ..sampling.recommended import recommended
     from ..sampling.sampler import Sampling
     from ..server import start
@@ -194,7 +194,8 @@ def _serve_one(target, draft, options, settings, slots, alias, tags, max_tokens,
         if link is not None:
             options = _planned(link, target, draft, options, slots)
         with progress_line() as progress:
-            session = load(target, draft, options, link.progress if link is not None else progress, prefix_cache=None, prefix_memory=0)
+            alone = replace(options, prefix_cache=None, prefix_memory=0)
+            session = load_to_serve(target, draft, alone, link.progress if link is not None else progress, slots)
     except (PyspecError, MemoryError) as error:
         if link is not None:
             link.send(error=in_options(str(error) or "there is not enough memory"))
@@ -205,11 +206,10 @@ def _serve_one(target, draft, options, settings, slots, alias, tags, max_tokens,
         notes = [f"{session.target.file.path.name} recommends {what}, which is not supported here" for what in refused]
         context = session.slots_context(slots, only=True)
         if context < session.runner.options.n_ctx:
-            room = f"{context} tokens of context, as many as memory has room for"
-            notes.append(f"each of the {slots} slots has {room}: use fewer `slots` for more")
+            notes.append(slots_note(slots, context))
         used = session.configuration()
-        share = context / used.n_ctx
-        used = replace(used, n_ctx=context, memory={name: int(n * share) if "kv" in name else n for name, n in used.memory.items()})
+        share, held = context / used.n_ctx, session.runner.options.slots
+        used = replace(used, n_ctx=context, memory={name: _of_slot(name, n, share, held) for name, n in used.memory.items()})
         say(configuration_line(used, None, sampling.describe(), notes, slots))
         thinking = {"on": True, "off": False}.get(reasoning)
         served = ServeOptions(
@@ -227,6 +227,11 @@ def _serve_one(target, draft, options, settings, slots, alias, tags, max_tokens,
         )  # fmt: skip
         limits = Limits(sampling, max_tokens, context)
         return start.serve(session, settings, limits, served, NAMED.get(source or "", source))
+
+
+def _of_slot(name: str, nbytes: int, share: float, slots: int) -> int:
+    """Of memory of an engine of so many slots, what one of them takes with that ``share`` of the context; other bytes as they are."""
+    return int(nbytes * share) // slots if "kv" in name else nbytes // slots if name == "recurrent" else nbytes
 
 
 def _planned(link, target, draft, options, slots):

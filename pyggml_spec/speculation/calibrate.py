@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -136,7 +137,7 @@ def cost_key(runner: ModelRunner, widths: Sequence[Any], given: bool = False) ->
         runner.backend.kernels,
         widths,
         given,
-        runner.options,
+        replace(runner.options, slots=1),
         versions(),
         *(map(str, runner.resources.segments) if len(runner.resources.segments) > 1 else ()),
     ]
