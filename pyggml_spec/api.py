@@ -32,7 +32,7 @@ from .folders import why_nothing_is_kept
 from .ggml.device import Backend, disable_graph_replay, free_bytes, present, release_threads
 from .ggml.library import versions
 from .load_options import AUTO, LoadOptions
-from .loading import Drafts, Loader, Progress, default_context, files_to_load, room, rough_bytes, silent
+from .loading import Drafts, Loader, Progress, default_context, files_to_load, room, rough_bytes, runner_of, silent
 from .models.decoder import Decoder
 from .sampling.recommended import chosen
 from .sampling.sampler import Sampler, Sampling
@@ -546,7 +546,7 @@ class Session:
                 "a prefix cache on disk is filled from memory, and `prefix_memory` is 0: give it more, or leave the folder out"
             )
         engine = self._own_runner(options) if only else None
-        engine = engine or ModelRunner(self.backend, self.target, self.drafter, options)
+        engine = engine or runner_of(self.backend, self.target, self.drafter, options)
         try:
             files = self._prefix_files(engine, kept, shared=True)
         except BaseException:

@@ -7,7 +7,7 @@ from typing import Any
 
 from .cache.kv import MOST_CONTEXT, KVTypes
 from .checks import either, numbers, path, whole
-from .engine.options import MOST_WIDTH, WIDEST_CHUNK
+from .engine.options import DEFAULT_CHUNK, MOST_WIDTH, WIDEST_CHUNK
 from .errors import ContextError, EngineError, PairError, PyspecError
 from .models.placement import ExpertOptions
 from .models.rope import RopeOptions
@@ -32,7 +32,8 @@ class LoadOptions:
         graphs: False disables CUDA graph replay for the whole process (a control).
         cache_type_k, cache_type_v: types of the target's K and V rows, of ``cache.kv.TYPES``.
         draft_cache_type_k, draft_cache_type_v: of the drafter's.
-        chunk: widest prefill chunk in tokens; also the unit in which shared prompt prefixes are reused.
+        chunk: widest prefill chunk in tokens; with one slot also the unit in which prompt prefixes are reused. None takes 512, and 2,048 for several slots on a GPU with
+            memory for it.
         prefix_cache: folder in which computed prompts outlive the process; made if it does not exist. Without it they are kept in memory.
         prefix_memory: bytes on the device for them; None takes 1 GiB, or an eighth of what is free if that is less. 0 still reuses what the
             previous prompt left in place, if the model is attention only.
@@ -67,7 +68,7 @@ class LoadOptions:
     cache_type_v: str = "f16"
     draft_cache_type_k: str = "f16"
     draft_cache_type_v: str = "f16"
-    chunk: int = 512
+    chunk: int | None = None
     prefix_cache: str | Path | None = None
     prefix_memory: int | None = None
     prefix_disk: int | None = None
@@ -90,7 +91,8 @@ class LoadOptions:
             whole(self.n_ctx, "the context (`n_ctx`)", 0, MOST_CONTEXT, ContextError)
         if self.draft_width is not None:
             whole(self.draft_width, "the draft width", 1, MOST_WIDTH, PairError)
-        whole(self.chunk, "the prefill chunk", 1, WIDEST_CHUNK)
+        if self.chunk is not None:
+            whole(self.chunk, "the prefill chunk", 1, WIDEST_CHUNK)
         if self.mmproj is not None:
             path(self.mmproj, "the encoder of pictures (`mmproj`)")
         if self.prefix_cache is not None:
@@ -103,8 +105,8 @@ class LoadOptions:
                 whole(value, what, 0, MOST_BYTES, PyspecError)
         if (rows := self.offload_prompts) not in (None, AUTO):
             rows = whole(rows, f"`offload_prompts`, rows of a chunk if it is not {AUTO!r},", 1, WIDEST_CHUNK)
-            if rows > self.chunk:
-                raise EngineError(f"no chunk of a prompt has the {rows} rows of `offload_prompts`: a `chunk` has {self.chunk}; use fewer")
+            if rows > (chunk := self.chunk or DEFAULT_CHUNK):
+                raise EngineError(f"no chunk of a prompt has the {rows} rows of `offload_prompts`: a `chunk` has {chunk}; use fewer")
         pairs = [(path(name, "an adapter (`lora`)"), *numbers([scale], "the scale of an adapter (`lora`)")) for name, scale in self.lora]
         object.__setattr__(self, "lora", tuple(pairs))
         _ = self.kv, self.draft_kv, self.methods

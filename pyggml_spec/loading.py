@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from .cache.kv import KV_BUCKET, MOST_CONTEXT
+from .cache.kv import KV_BUCKET, MOST_CONTEXT, padded
 from .checks import path, whole
 from .drafters.base import Drafter
 from .drafters.model import ModelDrafter
@@ -17,7 +17,7 @@ from .drafters.names import kind_of
 from .drafters.pairs import drafters_for
 from .engine.devices import Segment
 from .engine.memory import MemoryCount, count_memory, longest
-from .engine.options import MOST_WIDTH, AtMost, EngineOptions, check_masks, check_options
+from .engine.options import DEFAULT_CHUNK, MOST_MASKED, MOST_WIDTH, SLOTS_CHUNK, AtMost, EngineOptions, check_masks, check_options
 from .engine.resources import P
 from .engine.runner import ModelRunner
 from .errors import DeviceError, EngineError, ModelError, PairError, PyspecError
@@ -43,7 +43,8 @@ WIDTH = 16  # rows of the widest block without a drafter
 LEAST_CONTEXT = 4096  # tokens that the default context has even where memory has no room for them
 CONTEXT_STEP = 1024  # a context that memory limits is a multiple of it
 RESERVE = 4 << 30  # bytes of a device, and at most a quarter of what is free, that the default context leaves
-ROUGH_BUFFERS = 1 << 30  # bytes, more than all buffers that do not grow with the context
+ROUGH_BUFFERS = 1 << 30  # bytes, more than all buffers of a default chunk that do not grow with the context
+WIDE_CHUNK_ROOM = 16 << 30  # bytes beside the weights from which on the buffers of wide chunks take less than an eighth
 
 Drafts = str | Path | Sequence[str | Path] | None  # files of drafters
 Progress = Callable[[str, int, int], None]
@@ -198,7 +199,7 @@ class Loader:
         if found is None:
             return None
         try:
-            encoder = self._own(Encoder(self._own(GGUFFile(found)), self.target, self.backend, self.options.chunk))
+            encoder = self._own(Encoder(self._own(GGUFFile(found)), self.target, self.backend, self.options.chunk or DEFAULT_CHUNK))
         except PyspecError as error:
             if wanted != AUTO:
                 raise
@@ -218,7 +219,7 @@ class Loader:
         self.engine_options = EngineOptions(
             n_ctx=self._requested_context(),
             width=self._width(),
-            chunk=wanted.chunk,
+            chunk=wanted.chunk or DEFAULT_CHUNK,
             kv=wanted.kv,
             draft_kv=wanted.draft_kv,
             given=self.ngram is not None,
@@ -297,6 +298,8 @@ class Loader:
             free: bytes of each device; None for what they report.
             reserved: bytes on the last device for something else.
         """
+        if self._wide_chunks(free, reserved):
+            self.engine_options = replace(self.engine_options, slots_chunk=SLOTS_CHUNK)
         if self.options.n_ctx is None:
             trained = self.target.context_length
             n_ctx = self._default_context(slots, free, reserved, min(trained, MOST_CONTEXT))
@@ -304,6 +307,24 @@ class Loader:
             self.context_from = TRAINED if n_ctx == trained else f"of {trained}: {limit}"
             self.engine_options = replace(self.engine_options, n_ctx=n_ctx)
         check_masks(self.engine_options, self.backends)
+
+    def _wide_chunks(self, free: int | None, reserved: int) -> bool:
+        """Whether several slots compute prompts in wide chunks: on one GPU with memory to spare, where no chunk was requested."""
+        if self.options.chunk is not None or self.placement is not None or not self._one_gpu:
+            return False
+        weights = sum(file.nbytes for file in {self.target.file, *(member.file for member in self.drafters)})
+        left = (free_bytes(present(self.backend.device)) if free is None else free) - reserved - weights
+        most = self.options.n_ctx or min(self.target.context_length, MOST_CONTEXT)
+        return left >= WIDE_CHUNK_ROOM and SLOTS_CHUNK * padded(most) <= MOST_MASKED
+
+    @property
+    def _one_gpu(self) -> bool:
+        return [backend.device.kind for backend in self.backends] == ["gpu"]
+
+    def narrow_chunks(self) -> None:
+        """Several slots compute prompts in chunks of the default width from now on."""
+        self.engine_options = replace(self.engine_options, slots_chunk=0)
+        self._counts.clear()
 
     def _default_context(self, slots: int, free: int | None, reserved: int, most: int) -> int:
         rooms = [room(free_bytes(present(b.device)) if free is None else free) for b in self.backends]
@@ -405,7 +426,7 @@ class Loader:
 
     def runner(self) -> ModelRunner:
         """The engine; without copies of offloaded weights, if it has no memory for both."""
-        make = partial(ModelRunner, self.backend, self.target, self.drafter, self.engine_options)
+        make = partial(runner_of, self.backend, self.target, self.drafter, self.engine_options)
         try:
             runner = make()
         except (DeviceError, EngineError) as error:
@@ -531,11 +552,23 @@ def default_context(taken: Callable[[int], Sequence[int]], rooms: Sequence[int],
     return least if most == least else max(least, longest(taken, rooms, most, CONTEXT_STEP, least, exact=False))
 
 
+def runner_of(backend: Backend, target: Decoder, drafter: AnyDrafter | None, options: EngineOptions) -> ModelRunner:
+    """The runner with these options; several slots compute prompts in chunks of the default width where there is no memory for wide ones."""
+    try:
+        return ModelRunner(backend, target, drafter, options)
+    except DeviceError:
+        if options.slots == 1 or not options.slots_chunk:
+            raise
+    return ModelRunner(backend, target, drafter, replace(options, slots_chunk=0, chunk=DEFAULT_CHUNK))
+
+
 def rough_bytes(target: Decoder, drafter: AnyDrafter | None, options: EngineOptions) -> int:
     """An upper bound of the bytes of caches and graphs on one device, without counting graphs."""
     sequences = options.slots + (options.slots > 1)
     masks = 8 * options.chunk
-    return (options.n_ctx + KV_BUCKET) * (token_bytes(target, drafter, options) * sequences + masks) + ROUGH_BUFFERS
+    return (options.n_ctx + KV_BUCKET) * (token_bytes(target, drafter, options) * sequences + masks) + ROUGH_BUFFERS * -(
+        -options.chunk // DEFAULT_CHUNK
+    )
 
 
 def token_bytes(target: Decoder, drafter: AnyDrafter | None, options: EngineOptions) -> int:

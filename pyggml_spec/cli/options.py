@@ -213,7 +213,7 @@ def load_options(*groups: str, device: str = DEVICE, context: str = CONTEXT, mem
     if memory is not None:
         declared += [
             option("--prefix-memory -cram --cache-ram", f"What the prefix cache may take on the device. Default: {memory}.", type=click.IntRange(0), metavar="MIB"),
-            option("-ub --ubatch-size chunk", "Prompt tokens per pass; prompts are reused in whole passes.", type=click.IntRange(1, 4096), shown=512),
+            option("-ub --ubatch-size chunk", "Prompt tokens per pass. Default: 512; 2048 where several slots share a GPU with memory for it.", type=click.IntRange(1, 4096)),
         ]  # fmt: skip
 
     def decorate(command: Callable) -> Callable:

@@ -16,6 +16,7 @@ MOST_CANDIDATES = 1024  # of a row's largest logits; beyond, whole rows are read
 MOST_MASKED = (1 << 31) - 1  # values of a mask: ggml-cuda counts those of most operations in an int
 CHUNKS = (32, 128, 512)  # prefill widths that are planned for; a device pads a tail to the smallest one that holds it
 IMPLIED_ROWS = 64  # of several slots' blocks together, where drafting is on by default
+DEFAULT_CHUNK, SLOTS_CHUNK = 512, 2048  # of one slot, whose prefixes are reused in whole chunks, and of several on a GPU
 WIDER_CHUNKS = (1024, 2048)  # further ones up to wider chunks: a tail of 600 tokens would be padded to all of it
 
 
@@ -25,6 +26,7 @@ class EngineOptions:
     n_ctx: tokens that the context holds.
     width: rows of a verified block (draft width), 1 for none; never more than the drafter's trained block.
     chunk: widest prefill chunk in tokens.
+    slots_chunk: that of several slots, if not 0.
     kv, draft_kv: what the target's and the drafter's K and V rows are stored as.
     slots: sequences at once, each with ``n_ctx`` tokens of context.
     groups: whether a split target gets the buffers to decode two micro-batches concurrently (pipeline).
@@ -35,7 +37,8 @@ class EngineOptions:
 
     n_ctx: int = 4096
     width: int = 16
-    chunk: int = 512
+    chunk: int = DEFAULT_CHUNK
+    slots_chunk: int = 0
     kv: KVTypes = KVTypes()
     draft_kv: KVTypes = KVTypes()
     slots: int = 1
@@ -45,6 +48,8 @@ class EngineOptions:
     pictures: bool = False
 
     def __post_init__(self) -> None:
+        if self.slots > 1 and self.slots_chunk:
+            object.__setattr__(self, "chunk", self.slots_chunk)
         if self.implied and self.slots > 1:
             object.__setattr__(self, "width", min(self.width, max(2, IMPLIED_ROWS // self.slots)))
 

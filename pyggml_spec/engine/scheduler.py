@@ -5,7 +5,7 @@
                   +----------- cancel, close, interrupt, error -----------------+--> ended
 
 All decoding sequences share every decode step. While some decode and others prefill, steps of both kinds alternate, with prompt chunks of at most
-MAX_PREFILL_TOKENS_WITH_DECODE tokens. Prompts take turns chunk by chunk; short ones that fit into one step share it, and a prompt's tail that is no longer
+MAX_PREFILL_TOKENS_WITH_DECODE tokens (MAX_ON_GPU). Prompts take turns chunk by chunk; short ones that fit into one step share it, and a prompt's tail that is no longer
 than the verify length joins the decode step. With a prefix cache, a prompt waits while another one computes tokens that both share.
 """
 
@@ -25,7 +25,7 @@ from .runner import ModelRunner
 from .sequence import CONSTRAINT, Sequence
 from .stats import WARMUP_STEPS, BatchStats
 
-MAX_PREFILL_TOKENS_WITH_DECODE = 128
+MAX_PREFILL_TOKENS_WITH_DECODE, MAX_ON_GPU = 128, 512
 STEPS_PER_ADAPTERS = 8  # until sequences with other adapters have their turn: a step has one graph for all of its rows
 MASK_TIMEOUT_S, LONE_MASK_TIMEOUT_S = 0.002, 0.02  # wait for a late mask where other sequences can step meanwhile, and where none can
 STATE_BEFORE_END = 4  # a recurrent state is kept so many tokens before a prompt's end, for prompts that continue or repeat it
@@ -41,6 +41,7 @@ class Scheduler:
 
     def __init__(self, runner: ModelRunner, planner: Planner, prefixes: PrefixCache | None) -> None:
         self._runner, self._planner, self.prefixes = runner, planner, prefixes
+        self._most_with_decode = MAX_PREFILL_TOKENS_WITH_DECODE if runner.backend.device.kind == "cpu" else MAX_ON_GPU
         self.stats = BatchStats()
         self.changed = False
         self.active: list[Sequence] = []
@@ -327,7 +328,7 @@ class Scheduler:
     def _chunks(self, ready: list[Sequence], with_decode: bool) -> dict[int, BatchItem]:
         """The first prompt's next chunk, and those of other prompts that fit into the same step."""
         runner, chosen = self._runner, list[Sequence]()
-        rows = min(runner.options.chunk, MAX_PREFILL_TOKENS_WITH_DECODE) if with_decode else runner.options.chunk
+        rows = min(runner.options.chunk, self._most_with_decode) if with_decode else runner.options.chunk
         scored = bool(ready) and ready[0].options.scored  # in blocks, whose graphs have the logits of all rows
         rows = min(rows, runner.options.width) if scored else rows
         pictures = {s for s in ready if s.rows_of_pictures(len(s.chunk(rows)))}  # such a step computes one slot

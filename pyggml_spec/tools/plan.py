@@ -154,6 +154,9 @@ def plan(
         if weights.streams and not _fit(parts):  # nor are they taken at load
             loader.close_copies()
             parts = _parts(loader, n_ctx, slots, reserved, free)
+        if loader.engine_options.slots_chunk and not _fit(parts):
+            loader.narrow_chunks()
+            parts = _parts(loader, n_ctx, slots, reserved, free)
         one, of_slots = loader.count(n_ctx), loader.count(n_ctx, slots).caches() if slots != 1 else {}
         by_type = Counter[str]()
         for mine in (weights, *(member.weights for member in loader.drafters)):

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +22,7 @@ from pyggml_spec.engine.engine import Engine, generate
 from pyggml_spec.engine.graph_cache import HostLogits
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
-from pyggml_spec.engine.scheduler import MAX_PREFILL_TOKENS_WITH_DECODE
+from pyggml_spec.engine.scheduler import MAX_ON_GPU, MAX_PREFILL_TOKENS_WITH_DECODE
 from pyggml_spec.engine.sequence import PLAIN, REFERENCE, SPECULATIVE, GenerationOptions
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import ContextError, EngineError
@@ -450,13 +451,17 @@ LONG = int(os.environ.get("PYSPEC_LONG_PROMPT", "4096"))
 
 
 @pytest.mark.slow
-def test_no_sequence_waits_longer_than_one_prefill_step(tmp_path):
-    """Between two steps of streams that decode there is one pass at most, of at most 128 tokens; the prompt is read to its end all the same."""
+@pytest.mark.parametrize("kind, most", [("cpu", MAX_PREFILL_TOKENS_WITH_DECODE), ("gpu", MAX_ON_GPU)])
+def test_no_sequence_waits_longer_than_one_prefill_step(tmp_path, monkeypatch, kind, most):
+    """Between two steps of streams that decode there is one pass at most, of at most 128 tokens, or 512 on a GPU; the prompt is read to its end all the same."""
     pair = Pair(tmp_path, "qwen3", 256, Shape())
     s = pair.session
     engine = ModelRunner(s.backend, s.target, s.drafter, EngineOptions(n_ctx=LONG + 8, slots=3, width=4, chunk=512))
     try:
-        with Engine(engine, 4) as scheduler:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.backend, "device", replace(engine.backend.device, kind=kind))
+            made = Engine(engine, 4)
+        with made as scheduler:
             modes = enumerate((SPECULATIVE, PLAIN))
             streams = [scheduler.submit([65 + i, 66, 67], GenerationOptions(None, mode, ignore_end=True)) for i, mode in modes]
             while not all(stream.tokens for stream in streams):
@@ -475,11 +480,11 @@ def test_no_sequence_waits_longer_than_one_prefill_step(tmp_path):
             engine.forward = counted
             while not long.tokens:
                 scheduler.step()
-            assert sum(rows for rows, _ in passes) == LONG and max(rows for rows, _ in passes) == MAX_PREFILL_TOKENS_WITH_DECODE
+            assert sum(rows for rows, _ in passes) == LONG and max(rows for rows, _ in passes) == most
             for stream in streams:
                 waits = [i for i, (_, decoding) in enumerate(passes) if stream.slot in decoding]
                 assert max(b - a for a, b in pairwise(waits)) == 2, "more than one pass between two of its steps"
-                assert len(waits) >= LONG // MAX_PREFILL_TOKENS_WITH_DECODE - 1
+                assert len(waits) >= LONG // most - 1
             scheduler.cancel_all()
     finally:
         engine.close()

@@ -14,6 +14,7 @@ from random_gguf.model import Shape, write_dflash, write_qwen35
 from sessions import fails_with
 
 import pyggml_spec as ps
+from pyggml_spec import loading
 from pyggml_spec.cli import main
 from pyggml_spec.cli.help import GROUPS
 from pyggml_spec.cli.plan import command as plan_command
@@ -23,7 +24,7 @@ from pyggml_spec.engine import options as engine_options
 from pyggml_spec.engine import resources as parts
 from pyggml_spec.engine.memory import longest
 from pyggml_spec.engine.sequence import PLAIN, GenerationOptions
-from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError, PairError, PyspecError
+from pyggml_spec.errors import ContextError, DeviceError, EngineError, GGUFError, ModelError, PairError, PyspecError
 from pyggml_spec.ggml.device import devices
 from pyggml_spec.load_options import LoadOptions
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET, Loader
@@ -262,6 +263,41 @@ def test_slots(tmp_path, slots, n_ctx):
     assert planned.per_slot * slots <= planned.total - alone.total and alone.slots_memory == {} and alone.per_slot == 0
     tight = plan(*pair, device="CPU", n_ctx=n_ctx, draft_width=8, slots=slots, free=alone.total)
     assert not tight.fits and tight.largest_context < n_ctx
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """The CPU as if it were the one GPU of a session."""
+    monkeypatch.setattr(Loader, "_one_gpu", True)
+
+
+def test_several_slots_of_a_gpu_compute_prompts_in_wide_chunks_where_memory_allows(pair, a_gpu):
+    options = {"device": "CPU", "n_ctx": 4096, "slots": 3}
+    wide, narrow, ample = (plan(*pair, **options, **more, free=64 << 30) for more in ({"chunk": 2048}, {"chunk": 512}, {}))
+    assert wide.slots_memory["compute"] > narrow.slots_memory["compute"]
+    assert ample.slots_memory == wide.slots_memory and ample.memory == narrow.memory, "one slot reuses prompts in whole chunks"
+    assert plan(*pair, **options, free=15 << 30).slots_memory == narrow.slots_memory
+
+
+def test_wide_chunks_never_cost_the_room_to_run_at_all(pair, a_gpu, monkeypatch):
+    monkeypatch.setattr(loading, "WIDE_CHUNK_ROOM", 0)
+    options = {"device": "CPU", "n_ctx": 4096}
+    wide, narrow = (plan(*pair, **options, slots=3, chunk=chunk, free=64 << 30) for chunk in (2048, 512))
+    tight = plan(*pair, **options, slots=3, free=narrow.total)
+    assert tight.fits and tight.slots_memory == narrow.slots_memory and wide.total > narrow.total
+    make = loading.ModelRunner
+
+    def out_of_memory(backend, target, drafter, made):
+        if made.chunk > 512:
+            raise DeviceError("no memory for wide chunks")
+        return make(backend, target, drafter, made)
+
+    with ps.load(*pair, **options, threads=1) as session:
+        with session.batch(3) as engine:
+            assert engine.runner.options.chunk == 2048 and session.runner.options.chunk == 512
+        monkeypatch.setattr(loading, "ModelRunner", out_of_memory)
+        with session.batch(3) as engine:
+            assert engine.runner.options.chunk == 512
 
 
 def test_memory_of_a_slot_is_what_the_page_says(tmp_path):
