@@ -7,6 +7,7 @@
 //   pgs_lane       a thread that runs such steps, in parallel to other lanes
 //   pgs_experts    transfers and host graphs of experts in host memory
 //   pgs_stream     weight streaming from host memory, layer by layer
+//   pgs_upload     threads that read weights from files onto devices
 //   pgs_delta      recurrent states of all delta-net layers: states, convolution rows, uncommitted blocks
 //
 // Functions that can fail return 0 on success, else write one sentence into `err` (PGS_ERR bytes). Nothing aborts on a condition that a caller can cause.
@@ -32,6 +33,7 @@ typedef struct pgs_lane  pgs_lane;
 typedef struct pgs_delta pgs_delta;
 typedef struct pgs_experts pgs_experts;
 typedef struct pgs_stream pgs_stream;
+typedef struct pgs_upload pgs_upload;
 typedef struct pgs_level pgs_level;
 
 typedef struct pgs_counters {
@@ -332,6 +334,22 @@ int    pgs_experts_give(pgs_experts * e, int64_t index, int64_t rows, char * err
 void   pgs_experts_counters(const pgs_experts * e, pgs_experts_counts * out);
 void   pgs_experts_layer_counts(const pgs_experts * e, int64_t index, int64_t * out);
 size_t pgs_experts_device_bytes(const pgs_experts * e);
+
+// ---- upload.c
+
+typedef struct pgs_upload_state {
+    int64_t bytes;   // on the device so far
+    int     failed;  // number of the first queued part that could not be read, from 0; -1 for none
+    int     error;   // its errno; 0: the file ended before
+} pgs_upload_state;
+
+// `device`: whose pinned memory they read into. NULL where there are no threads.
+pgs_upload * pgs_upload_new(ggml_backend_dev_t device, int threads);
+void         pgs_upload_free(pgs_upload * u);  // what has not been begun is dropped
+// Queues bytes of an open file for a tensor that is allocated; both stay until the end. False: out of memory, or they do not fit.
+bool pgs_upload_add(pgs_upload * u, int fd, size_t at, struct ggml_tensor * tensor, size_t offset, size_t bytes);
+// Whether all that was queued is on the device, or something failed; waits so many milliseconds for that.
+bool pgs_upload_wait(pgs_upload * u, int ms, pgs_upload_state * out);
 
 // ---- weight_stream.c
 

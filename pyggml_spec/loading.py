@@ -24,6 +24,7 @@ from .errors import DeviceError, EngineError, ModelError, PairError, PyspecError
 from .ggml.device import Backend, build_notes, devices, execution_order, free_bytes, open_backends, pick_devices, present
 from .ggml.library import unloaded_gpu_library
 from .ggml.peer import enable_peer_access
+from .ggml.upload import Uploads
 from .gguf_io import GGUFFile
 from .load_options import AUTO, LoadOptions
 from .models.adapters import Adapters
@@ -86,6 +87,7 @@ class Loader:
         self.drafter: AnyDrafter | None = None
         self.context_from = ""
         self._counts: dict[tuple[int, int], MemoryCount] = {}
+        self._uploads: Uploads | None = None
 
     # -- devices and files
 
@@ -381,7 +383,10 @@ class Loader:
     # -- weights and engine
 
     def load_weights(self) -> None:
-        """Reads the weights onto the devices."""
+        """Reads the weights onto the devices, or has threads read them until there is a runner."""
+        files = {self.target.file, *(member.file for member in self.drafters)}
+        if len(self.backends) == 1 and self._host is None and Uploads.worth(self.backend, sum(file.nbytes for file in files)):
+            self._uploads = Uploads(self.backend)
         self._make_weights(self.backends, self.engine_options.n_ctx, self._own, self._progress)
         if self._host is not None and self.placement is not None:
             where = "are in pinned memory" if self.target.weights.pinned else "stay mapped"
@@ -397,13 +402,13 @@ class Loader:
 
             self.target.weights = cast(Weights, own(SplitWeights(self.target, segments, self.drafter, *placed, report)))
         else:
-            self.target.weights = own(_weights(self.target, backends[-1], report, *placed))
+            self.target.weights = own(_weights(self.target, backends[-1], report, *placed, self._uploads))
         if self.options.lora:
             if segments:
                 raise DeviceError("adapters need a target on one device; leave out `lora`, or merge the adapters into the model file")
             self.target.weights.adapters = Adapters(backends[-1], self.target, self.options.lora)
         for member in self.drafters:
-            member.weights = own(_weights(member, backends[-1], partial(progress, "drafter weights")))
+            member.weights = own(_weights(member, backends[-1], partial(progress, "drafter weights"), None, None, self._uploads))
 
     def segments(self, backends: Sequence[Backend], n_ctx: int) -> tuple[Segment, ...]:
         """Which layers each device has; empty for one device."""
@@ -435,6 +440,8 @@ class Loader:
             self._without_streams(f"with copies of two layers on the device, {error}")
             runner = make()
         self._own(runner)
+        if self._uploads is not None:  # before anything is computed
+            self._uploads.wait(partial(self._progress, "weights"))
         self._settle_streams(runner)
         return runner
 

@@ -54,6 +54,17 @@ class MappedFile:
         """Reads what is known of the file after it has been mapped."""
         raise NotImplementedError
 
+    def reopened(self) -> int | None:
+        """A descriptor of the same file, which the caller closes; None if another one has its name now."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError:
+            return None
+        if os.path.samestat(os.fstat(fd), self._opened):
+            return fd
+        os.close(fd)
+        return None
+
     def close(self) -> None:
         """Closes the map, unless views of it exist. Idempotent."""
         if self._unwatch is not None:

@@ -278,10 +278,14 @@ class GGUFFile(MappedFile):
         view.metadata, view.tensors = metadata, {name: replace(info, name=name) for name, info in tensors.items()}
         return view
 
+    def part_of(self, info: TensorInfo) -> "GGUFFile":
+        """The file of a split model that has the tensor."""
+        return self._parts[info.part] if self._parts else self
+
     def read(self, name: str) -> memoryview:
         """The tensor's bytes in the file. Valid until ``close``. Raises GGUFError: the file was truncated since it was opened."""
         info = self.tensors[name]
-        file = self._parts[info.part] if self._parts else self
+        file = self.part_of(info)
         data, end = file._map, info.offset + info.nbytes
         if (size := data.size()) < end:
             cut = f"it has {size} bytes, and the tensor {name!r} ended at {end}"
@@ -291,7 +295,7 @@ class GGUFFile(MappedFile):
     def forget(self, name: str) -> None:
         """Releases the pages of a copied tensor; they are read again on the next access."""
         info = self.tensors[name]
-        data = (self._parts[info.part] if self._parts else self)._map
+        data = self.part_of(info)._map
         first, end = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE, (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > first and hasattr(mmap, "MADV_DONTNEED"):  # Windows has none
             data.madvise(mmap.MADV_DONTNEED, first, end - first)

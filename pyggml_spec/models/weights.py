@@ -20,6 +20,7 @@ from ..ggml.graph import NOT_WEIGHTS, Graph
 from ..ggml.host_experts import ExpertCounts, HostExperts
 from ..ggml.kernels import LANES, Packed, multiplies_experts, new_packed, pack, pack_experts, packed_shape
 from ..ggml.library import Buffer, BufferType, Context, Tensor, check, ffi, lib, new_context, new_err, text
+from ..ggml.upload import Uploads
 from ..ggml.weight_stream import WeightStream
 from ..gguf_io import GGUFFile, TensorInfo
 from .adapters import Adapters, Chosen, Delta
@@ -153,6 +154,7 @@ class Weights:
     ``weights[name]`` is a tensor; ``weights.matrix(name)`` a matrix with its scale and bias; ``weights.group(name)`` the matrices of one input, fused as
     far as possible. ``alike``: groups that fuse the same number of matrices. ``placement`` and ``host``, a CPU backend: experts in host memory;
     ``weights[name]`` has the hot ones then. ``stream``: copies of the others for wide prompt chunks, in graphs that are built while ``streaming``.
+    ``uploads``: what is read by its threads, which the caller waits for before anything is computed.
     """
 
     devices: Any = None  # of a model on several devices: makes what its runners need (multi_device/split.py)
@@ -171,6 +173,7 @@ class Weights:
         progress: Callable[[int, int], None] | None = None,
         placement: Placement | None = None,
         host: Backend | None = None,
+        uploads: Uploads | None = None,
     ) -> None:
         self.backend, self.file, self.placement = backend, file, placement
         # the host's experts are in memory that the device copies from at the speed of the bus: pages of a file go through its driver's buffer first
@@ -184,6 +187,7 @@ class Weights:
         self.streaming = False
         self._hosted: dict[int, dict[str, Tensor]] = {}  # by layer and name, experts of which some are the host's
         self._here: dict[str, Tensor] = {}  # copies of the layer whose nodes are being added
+        self._uploads = uploads
         self._owned = ExitStack()  # contexts, buffers, and views of the file's pages that tensors point into
         self._tensors: dict[str, Tensor] = {}
         self._companions: dict[str, dict[str, str]] = {}  # of a matrix: "scale" and "bias" and the tensors that are these
@@ -339,6 +343,8 @@ class Weights:
         done, total = 0, sum(info.nbytes for of_home in by_buft.values() for job in of_home for info in job.sources)
         for home, of_home in by_buft.items() if not self.backend.counting else ():
             for job in of_home:
+                if self._queue(home, job):
+                    continue
                 self._upload(home, job)
                 for info in job.sources if job.hot is None else ():  # the host's experts stay where they are in the file
                     self.file.forget(info.name)
@@ -378,6 +384,17 @@ class Weights:
                 "use a smaller quantisation or another device"
             )
         return buffer
+
+    def _queue(self, home: int, job: _Job) -> bool:
+        """Leaves a tensor that lies on the device as in the file to threads, if there are some."""
+        if self._uploads is None or home < len(self._bufts) - 1 or job.values is not None or job.hot is not None or job.use == INDEX:
+            return False
+        tensor, offset = self._tensors[job.key], 0
+        for info in job.sources:
+            if not self._uploads.add(self.file, info, tensor, offset):
+                return False
+            offset += info.nbytes
+        return True
 
     def _upload(self, home: int, job: _Job) -> None:
         tensor, values, offset = self._tensors[job.key], job.values, 0
@@ -615,6 +632,8 @@ class Weights:
         return self.buffer_bytes + rows + sum(stream.nbytes for stream in self.streams)
 
     def close(self) -> None:
+        if self._uploads is not None:  # which may still write
+            self._uploads.close()
         self.close_streams()
         if self.host_experts is not None:
             self.host_experts.close()
