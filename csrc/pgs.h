@@ -335,6 +335,13 @@ void   pgs_experts_counters(const pgs_experts * e, pgs_experts_counts * out);
 void   pgs_experts_layer_counts(const pgs_experts * e, int64_t index, int64_t * out);
 size_t pgs_experts_device_bytes(const pgs_experts * e);
 
+// ---- string_array.c
+
+// Where each of `count` strings of a GGUF begins, from byte `at` on, and where the last one ends; the number of those that lie before byte `end`.
+int64_t pgs_string_bounds(const char * data, size_t at, size_t end, int64_t count, int64_t * bounds);
+// Whether none of them is empty or equal to another, up to a zero in each. False without memory to tell.
+bool pgs_strings_differ(const char * data, const int64_t * bounds, int64_t count);
+
 // ---- upload.c
 
 typedef struct pgs_upload_state {

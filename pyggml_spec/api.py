@@ -125,14 +125,14 @@ class Session:
         loader.choose_context()
         loader.load_weights()
         self.backends, self.backend = loader.backends, loader.backend
-        self.target, self.tokenizer, self.drafter, self.encoder = loader.target, loader.tokenizer, loader.drafter, loader.encoder
+        self.target, self.drafter, self.encoder = loader.target, loader.drafter, loader.encoder
         self.notes, self.context_from = loader.notes, loader.context_from
         if slots is not None and len(loader.backends) == 1 and loader.placement is None:
             wanted = replace(loader.engine_options, slots=slots)
             loader.engine_options = replace(wanted, n_ctx=self._context_that_fits(wanted, [0]))
             if loader.engine_options != wanted:
                 self.notes.append(slots_note(slots, loader.engine_options.n_ctx))
-        self.runner = loader.runner()
+        self.runner, self.tokenizer = loader.runner(), loader.tokenizer
         width = self.runner.options.width
         if loader.ngram is not None:
             self.lookup = NgramMethod.unmeasured(loader.ngram, [w for w in candidate_widths(width) if w > 1])

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+from .background import Background
 from .cache.kv import KV_BUCKET, MOST_CONTEXT, padded
 from .checks import path, whole
 from .drafters.base import Drafter
@@ -34,7 +35,7 @@ from .models.registry import embedded_drafter, open_drafter, open_target
 from .models.rope import ignored_yarn
 from .models.weights import Weights
 from .speculation.methods import Methods
-from .text.tokenizer import Tokenizer, first_difference, vocabulary_note
+from .text.tokenizer import Tokenizer, check_vocabulary, first_difference, vocabulary_note
 from .vision.encoder import Encoder, companion
 
 DEMO = Path(__file__).parent / "demo"
@@ -114,7 +115,8 @@ class Loader:
         self.notes += ignored_yarn(file, self.target.arch, self.target.rope)
         if self.options.rope is not None:
             self.notes.append(self._rope_note(file))
-        self.tokenizer: Tokenizer = self._own(Tokenizer(file))
+        check_vocabulary(file)
+        self._tokenizer = self._own(Background(partial(Tokenizer, file)))  # a large vocabulary takes libllama a second
         self.notes += filter(None, [vocabulary_note(file)])
         self._open_drafters(file)
         self.encoder: Encoder | None = self._open_encoder()
@@ -124,6 +126,15 @@ class Loader:
     @property
     def backend(self) -> Backend:
         return self.backends[-1]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Waits for it. Raises PyspecError: libllama cannot load the vocabulary."""
+        return self._tokenizer.result()
+
+    def check_tokenizer(self) -> None:
+        """Raises PyspecError: libllama cannot load the vocabulary."""
+        self._tokenizer.result()
 
     @property
     def drafters(self) -> Sequence[Drafter]:

@@ -6,6 +6,8 @@ Exit codes: 0 done; 1 error, one sentence on stderr; 2 usage; 3 a check failed; 
 import errno
 import os
 import sys
+from contextlib import suppress
+from importlib import import_module
 from typing import ClassVar
 
 import click
@@ -25,6 +27,14 @@ LLAMA_CPP = {  # llama.cpp's tools, and names used by other programs
     "llama-perplexity": "compare", "show": "inspect", "info": "inspect", "gguf-dump": "inspect", "ls": "list", "stop": "ps", "fit-params": "plan",
     "rpc-server": "worker", "convert_hf_to_gguf.py": "convert", "download": "pull",
 }  # fmt: skip
+
+
+# what commands that load models import while a child process tries llama.cpp's libraries (ggml/probe.py), on the first start with them
+MEANWHILE = {
+    "run": ("numpy",),
+    "chat": ("numpy",),
+    "serve": ("numpy", "uvicorn", "starlette.applications", "msgspec", "prometheus_client", "httptools"),
+}
 
 
 class Commands(click.Group):
@@ -63,6 +73,13 @@ class Commands(click.Group):
     def get_command(self, ctx, name):
         if name not in self.names:
             return None
+        if name in MEANWHILE:
+            from ..ggml import probe
+
+            probe.begin()
+            for other in MEANWHILE[name]:
+                with suppress(ImportError):  # a package for `serve` that is not installed: the command says so
+                    import_module(other)
         module = __import__(f"pyggml_spec.cli.{name}", fromlist=["command"])
         return module.command
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import DeviceError, EngineError, LibraryError
-from ..pin import LLAMA_CPP_PYTHON, installed_libraries, installed_version, pip_command
+from ..pin import LLAMA_CPP_PYTHON, installed_version, pip_command
 from . import probe
 
 REMEDY = f"run: {pip_command()}"
@@ -87,10 +87,10 @@ def load_libllama(folder: Path) -> None:
 
 
 check_distribution(installed_version())
-_libraries = Path(elsewhere) if (elsewhere := os.environ.get("LLAMA_CPP_LIB_PATH")) else installed_libraries()  # as in llama_cpp
+_libraries = probe.libraries()
 if _libraries is None:
     raise LibraryError(f"llama-cpp-python is installed without its libraries; {REMEDY}")
-FITNESS = probe.check(_libraries)  # before any of its code runs here
+FITNESS = probe.settled(_libraries)  # before any of its code runs here
 load_libllama(_libraries)
 
 from .. import _native

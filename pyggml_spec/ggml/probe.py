@@ -11,16 +11,19 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
+from ..background import Background
 from ..errors import LibraryError
 from ..files import keep_json, kept_json
 from ..folders import cache_folder
-from ..pin import pip_command
+from ..pin import installed_libraries, pip_command
 
 SKIP = "PYSPEC_NO_PROBE"
 LIMIT_S = 120  # it takes a second or two
 START, PLAIN = "start", "plain"  # stages of the child before the extra buffer types
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}  # whose start would take most of the child's time
 _OWN_FAULT = {
     getattr(signal, f"SIG{name}") for name in ["ILL", "SEGV", "BUS", "FPE", "ABRT", "TRAP", "SYS"]
 }  # signals that the code itself raises
@@ -112,6 +115,27 @@ def check(folder: Path, found: dict[str, str] | None = None) -> Fitness:
     return fitness
 
 
+_begun: dict[Path, Background[Fitness]] = {}
+
+
+def begin() -> None:
+    """Begins ``check`` of the installed libraries, for imports that need none of them meanwhile."""
+    folder = libraries()
+    if folder is not None and folder not in _begun:
+        _begun[folder] = Background(partial(check, folder))
+
+
+def settled(folder: Path) -> Fitness:
+    """``check``, which may have begun."""
+    begun = _begun.pop(folder, None)
+    return check(folder) if begun is None else begun.result()
+
+
+def libraries() -> Path | None:
+    """The folder of llama.cpp's libraries, as for the package llama_cpp; None where there is none."""
+    return Path(elsewhere) if (elsewhere := os.environ.get("LLAMA_CPP_LIB_PATH")) else installed_libraries()
+
+
 def plain_libraries(folder: Path, name: str) -> list[Path]:
     return [path for path in folder.glob(f"*{name}.*") if path.suffix in (".so", ".dylib", ".dll")]
 
@@ -164,7 +188,7 @@ def _examine(folder: Path) -> tuple[Fitness, bool]:
 
 
 def run_child(folder: Path, refused: dict[str, str]) -> subprocess.CompletedProcess:
-    env = {**os.environ, SKIP: "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    env = {**os.environ, **NO_GPU, SKIP: "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-P", "-m", "pyggml_spec.ggml.probe_child", str(folder), *refused]
     try:
         return subprocess.run(

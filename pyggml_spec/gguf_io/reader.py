@@ -18,7 +18,7 @@ import numpy as np
 from blake3 import blake3
 
 from ..errors import GGUFError
-from ..ggml.library import lib, text
+from ..ggml.library import ffi, lib, text
 from . import split
 from .identity import Progress, content_hash
 from .mapped import MappedFile
@@ -72,6 +72,11 @@ class StringArray:
     def raws(self) -> Iterator[bytes]:
         """``raw`` of every string, in a third of the time."""
         return (bytes(self._data[start + 8 : end]) for start, end in itertools.pairwise(self._bounds.tolist()))
+
+    def distinct(self) -> bool:
+        """Whether no string is empty or equal to another, up to a zero in each."""
+        with memoryview(self._data) as data, ffi.from_buffer(data) as start, ffi.from_buffer("int64_t[]", self._bounds) as bounds:
+            return lib.pgs_strings_differ(start, bounds, len(self))
 
     def same(self, other: "StringArray") -> bool:
         """Whether both arrays are equal: their bytes, lengths included, are the same."""
@@ -222,13 +227,11 @@ class GGUFFile(MappedFile):
         if count > (len(cur.data) - cur.at) // 8:
             cur.fail(f"{key} claims {count} strings, more than the file can hold")
         bounds = np.empty(count + 1, np.int64)
-        unpack, data, at, end = struct.Struct("<Q").unpack_from, cur.data, cur.at, len(cur.data)
-        for i in range(count):
-            if at + 8 > end or (n := unpack(data, at)[0]) > end - at - 8:
-                cur.fail(f"string {i} of {key} runs past the end of the file")
-            bounds[i] = at
-            at += 8 + n
-        bounds[count] = cur.at = at
+        with memoryview(cur.data) as data, ffi.from_buffer(data) as start, ffi.from_buffer("int64_t[]", bounds) as into:
+            inside = lib.pgs_string_bounds(start, cur.at, len(data), count, into)
+        if inside < count:
+            cur.fail(f"string {inside} of {key} runs past the end of the file")
+        cur.at = int(bounds[count])
         return StringArray(cur.data, bounds)
 
     def _read_tensors(self, cur: _Cursor, count: int) -> None:

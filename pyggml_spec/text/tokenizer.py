@@ -47,6 +47,8 @@ def check_vocabulary(file: GGUFFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is not None and embedding.shape[-1] != len(tokens):
         raise GGUFError(f"{file.path} has {len(tokens)} tokens, but token_embd.weight has {embedding.shape[-1]} rows; {damaged}")
+    if model != "llama" and tokens.distinct():
+        return len(tokens)
     seen: dict[bytes, int] = {}
     for i, raw in enumerate(tokens.raws()):
         text = raw.split(b"\0", 1)[0] or b"[EMPTY_%d]" % i  # llama.cpp reads C strings and renames empty ones

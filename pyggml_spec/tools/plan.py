@@ -164,6 +164,7 @@ def plan(
         trained, rooms, most = loader.target.context_length, [part.free for part in parts], 0
         if largest:
             most = longest(lambda n: loader.by_device(loader.totals(n, slots, reserved)), rooms, min(trained, MOST_CONTEXT))
+        loader.check_tokenizer()
         copied = sum(stream.nbytes for stream in weights.streams) + (weights.offloaded.buffer_bytes if weights.offloaded is not None else 0)
         return Plan(
             device=",".join(part.device for part in parts),

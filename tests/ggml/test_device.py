@@ -275,6 +275,20 @@ def test_later_starts_remember(children, folder):
     assert probe.check(folder, WITH) == first and len(asked) == 2
 
 
+def test_a_test_that_has_begun_is_waited_for(children, folder, monkeypatch):
+    """The first start of a command waited for the child before it imported anything."""
+    answers, asked = children
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(folder))
+    answers += [(0, FEATURES + "at plain\ndone\n"), (-4, "at start\n")]
+    for _ in range(2):
+        probe.begin()
+    assert probe.settled(folder).features == ("avx2", "avx512") and len(asked) == 1
+    (folder / "libggml-cpu.so").write_bytes(b"a build that does not even load")
+    probe.begin()
+    fails_with(LibraryError, "does not run on this processor", probe.settled, folder)
+    assert len(asked) == 2
+
+
 def test_an_exception_in_the_child_is_no_verdict(children, folder):
     """It is said by the process itself where it matters; a library must not be refused for a full disk."""
     answers, asked = children

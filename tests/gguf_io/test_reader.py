@@ -327,3 +327,21 @@ def test_random_damage_is_read_or_refused(tmp_path):
                         file.rows(name, 0, 1)
         except ConvertError as error:
             assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "strings, distinct",
+    [
+        ([b"%d" % i for i in range(3000)], True),
+        ([*(b"%d" % i for i in range(3000)), b"7"], False),
+        ([b"ab", b"a", b"b", b"abcdefgh", b"abcdefghi", b"\xff"], True),
+        ([b"ab", b"a\0b", b"a"], False),
+        ([b"ab", b"a\0b", b"a\0"], False),
+        ([b"a", b""], False),
+        ([b"a", b"\0a"], False),
+        ([b"a\0b", b"b", b"c\0b"], True),
+    ],
+)
+def test_strings_that_differ_up_to_a_zero(opened, strings, distinct):
+    """As llama.cpp reads a vocabulary, which asserts that; empty ones get other names there."""
+    assert opened(build([key("k", ARR, (STR, strings))])).metadata["k"].distinct() is distinct
