@@ -279,6 +279,7 @@ def test_a_test_that_has_begun_is_waited_for(children, folder, monkeypatch):
     """The first start of a command waited for the child before it imported anything."""
     answers, asked = children
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(folder))
+    monkeypatch.setattr(probe, "processor", lambda: WITH)
     answers += [(0, FEATURES + "at plain\ndone\n"), (-4, "at start\n")]
     for _ in range(2):
         probe.begin()
