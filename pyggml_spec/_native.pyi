@@ -108,6 +108,7 @@ class llama_memory_i(CData): ...
 class llama_model(CData): ...
 
 class llama_model_params(CData):
+    devices: Array[ggml_backend_device]
     tensor_buft_overrides: llama_model_tensor_buft_override
     n_gpu_layers: int
     split_mode: int
@@ -313,6 +314,8 @@ class Lib:
     GGML_TYPE_I32: int
     GGML_TYPE_I64: int
     GGML_TYPE_I8: int
+    IS_CONTROL: int
+    IS_END: int
     LLAMA_DEFAULT_SEED: int
     LLAMA_FLASH_ATTN_TYPE_ENABLED: int
     LLAMA_LOAD_MODE_NONE: int
@@ -684,6 +687,7 @@ class Lib:
     def pgs_upload_wait(self, a0: pgs_upload, a1: int, a2: pgs_upload_state, /) -> bool: ...
     def pgs_watch_map(self, a0: Any, a1: int, a2: Any, /) -> int: ...
     def quiet_log(self) -> None: ...
+    def scan_vocabulary(self, a0: llama_vocab, a1: int, a2: Any, /) -> int: ...
 
 ffi: FFI
 lib: Lib

@@ -39,14 +39,20 @@ class Device:
 
 def devices() -> list[Device]:
     """Every device of the installed ggml on this machine."""
-    found, memory = [], ffi.new("size_t[2]")
-    for index in range(lib.ggml_backend_dev_count()):
-        dev = lib.ggml_backend_dev_get(index)
-        lib.ggml_backend_dev_memory(dev, memory, memory + 1)
-        kind, (free, total) = _KINDS.get(lib.ggml_backend_dev_type(dev), "other"), memory
-        free = host_memory.free(total) if kind == "cpu" else free  # of which ggml reports all
-        found.append(Device(text(lib.ggml_backend_dev_name(dev)), text(lib.ggml_backend_dev_description(dev)), kind, free, total, index))
-    return found
+    return [_device(index) for index in range(lib.ggml_backend_dev_count())]
+
+
+def _device(index: int) -> Device:
+    """The device of this index in ggml's list. It is asked for its memory, which starts a GPU: 0.3 seconds each."""
+    dev, memory = lib.ggml_backend_dev_get(index), ffi.new("size_t[2]")
+    lib.ggml_backend_dev_memory(dev, memory, memory + 1)
+    kind, (free, total) = _kind(index), memory
+    free = host_memory.free(total) if kind == "cpu" else free  # of which ggml reports all
+    return Device(text(lib.ggml_backend_dev_name(dev)), text(lib.ggml_backend_dev_description(dev)), kind, free, total, index)
+
+
+def _kind(index: int) -> str:
+    return _KINDS.get(lib.ggml_backend_dev_type(lib.ggml_backend_dev_get(index)), "other")
 
 
 def pick_device(name: str | None = None) -> Device:
@@ -60,14 +66,14 @@ def pick_device(name: str | None = None) -> Device:
 
         address, description, free, total = open_worker(str(name))
         return Device(address.name, description, "rpc", free, total, -1)
-    found = devices()
+    kinds = [_kind(index) for index in range(lib.ggml_backend_dev_count())]
+    names = [text(lib.ggml_backend_dev_name(lib.ggml_backend_dev_get(index))) for index in range(len(kinds))]
     if name is None:
-        return next((d for d in found if d.kind in ("gpu", "igpu")), next(d for d in found if d.kind == "cpu"))
-    for device in found:
-        if device.name.lower() == str(name).lower():
-            return device
-    names = [d.name for d in found]
-    remedy = "" if any(d.kind in ("gpu", "igpu") for d in found) else "; a GPU needs a build that was made for it (docs/install.md)"
+        return _device(next((i for i, kind in enumerate(kinds) if kind in ("gpu", "igpu")), kinds.index("cpu")))
+    for index, own in enumerate(names):
+        if own.lower() == str(name).lower():
+            return _device(index)
+    remedy = "" if any(kind in ("gpu", "igpu") for kind in kinds) else "; a GPU needs a build that was made for it (docs/install.md)"
     raise DeviceError(
         f"no device is called {name!r}; this build of llama-cpp-python offers {', '.join(names)}{meant(name, names) or remedy}"
     )
@@ -84,7 +90,7 @@ def device_handle(device: Device) -> DeviceHandle:
 
 def present(device: Device) -> Device:
     """The same device with its present free memory."""
-    return pick_device(device.name) if device.kind == "rpc" else devices()[device.index]
+    return pick_device(device.name) if device.kind == "rpc" else _device(device.index)
 
 
 def device_feature(device: Device, name: str) -> str | None:

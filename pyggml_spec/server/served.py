@@ -125,7 +125,7 @@ class Served:
         eos = session.target.file.metadata.get("tokenizer.ggml.eos_token_id")
         self.eos = eos if isinstance(eos, int) else None
         self.longest_piece = self.tokenizer.longest_piece  # bytes
-        self.ends = [i for i in range(self.tokenizer.n_vocab) if self.tokenizer.is_end(i)]
+        self.ends = self.tokenizer.ends()
 
     def prompts(self, prompt: Any, name: str = "prompt") -> list[Any]:
         """Prompts of /completion: a text, tokens, both mixed, or a list of such. Raises ApiError: there are none."""

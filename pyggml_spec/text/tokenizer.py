@@ -96,9 +96,10 @@ class Tokenizer:
         self.path = file.path
         self.n_vocab = check_vocabulary(file)
         params = lib.llama_model_default_params()
-        params.vocab_only = True
+        params.vocab_only, params.devices = True, (none := ffi.new("ggml_backend_dev_t[1]"))  # or else libllama opens all GPUs
         lib.keep_errors()  # importing llama_cpp replaces the log callback
         self._model = lib.llama_model_load_from_file(os.fsencode(file.path), params)
+        del none  # which lived until here
         if not self._model:
             why = text_of(lib.kept_errors()).partition("\n")[0] or "it does not say why"
             raise ModelError(f"llama.cpp cannot load the vocabulary of {file.path}: {why}")
@@ -170,9 +171,19 @@ class Tokenizer:
         return [ffi.unpack(out, max(0, call(vocab, i, out, size, 0, True))) for i in range(self.n_vocab)]
 
     @cached_property
+    def _scan(self) -> tuple[np.ndarray, int]:
+        """What each token is, and the bytes of the longest piece."""
+        kinds = np.zeros(self.n_vocab, np.uint8)
+        return kinds, lib.scan_vocabulary(self.vocab, self.n_vocab, ffi.from_buffer("uint8_t[]", kinds))
+
+    @property
     def longest_piece(self) -> int:
         """Bytes of the longest piece."""
-        return max(map(len, self.pieces()))
+        return self._scan[1]
+
+    def ends(self) -> list[int]:
+        """The tokens that end a text."""
+        return np.flatnonzero(self._scan[0] & lib.IS_END).tolist()
 
     def decode(self, tokens: Iterable[int], special: bool = False) -> str:
         """Their text; rows of pictures, which are below 0, have none."""
@@ -185,8 +196,7 @@ class Tokenizer:
     def control_tokens(self) -> dict[str, int]:
         """Texts that ``encode`` recognises only with ``special``, and their tokens."""
         if self._control is None:
-            wanted = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
-            ids = [i for i in range(self.n_vocab) if lib.llama_vocab_get_attr(self.vocab, i) & wanted]
+            ids = np.flatnonzero(self._scan[0] & lib.IS_CONTROL).tolist()
             texts = {text_of(lib.llama_vocab_get_text(self.vocab, i)): i for i in ids}
             self._control = {text: i for text, i in texts.items() if text}
         return self._control

@@ -275,6 +275,47 @@ def test_later_starts_remember(children, folder):
     assert probe.check(folder, WITH) == first and len(asked) == 2
 
 
+class _Devices:
+    """Two GPUs and a CPU in place of ggml's devices, which are their indices; ``asked``: those whose memory was queried."""
+
+    names = "CUDA0", "CUDA1", "CPU"
+
+    def __init__(self):
+        self.asked = []
+
+    def __getattr__(self, name):
+        return getattr(library.lib, name)
+
+    def ggml_backend_dev_count(self):
+        return len(self.names)
+
+    def ggml_backend_dev_get(self, index):
+        return index
+
+    def ggml_backend_dev_type(self, dev):
+        kind = "GPU" if dev < 2 else "CPU"
+        return getattr(library.lib, f"GGML_BACKEND_DEVICE_TYPE_{kind}")
+
+    def ggml_backend_dev_name(self, dev):
+        return library.ffi.new("char[]", self.names[dev].encode())
+
+    ggml_backend_dev_description = ggml_backend_dev_name
+
+    def ggml_backend_dev_memory(self, dev, free, total):
+        self.asked.append(dev)
+        free[0], total[0] = dev, 1 << 40
+
+
+def test_only_the_picked_device_is_started(monkeypatch):
+    """A GPU that is asked for its memory gets a context: 0.3 seconds, and half a gigabyte, for each one of the machine."""
+    monkeypatch.setattr(device, "lib", found := _Devices())
+    assert [device.pick_device(name).name for name in (None, "cuda1", "CPU")] == ["CUDA0", "CUDA1", "CPU"]
+    assert device.present(device.Device("CUDA1", "", "gpu", 0, 0, 1)).memory_free == 1
+    assert found.asked == [0, 1, 2, 1]
+    fails_with(DeviceError, "offers CUDA0, CUDA1, CPU", device.pick_device, "Metal")
+    assert len(device.devices()) == 3 and len(found.asked) == 7
+
+
 def test_a_test_that_has_begun_is_waited_for(children, folder, monkeypatch):
     """The first start of a command waited for the child before it imported anything."""
     answers, asked = children

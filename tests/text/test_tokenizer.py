@@ -66,12 +66,19 @@ def test_bytes_merges_and_control_tokens(tokenizer):
     assert tokenizer.decode([97, end, 98]) == "ab" and [tokenizer.piece(i) for i in (-1, tokenizer.n_vocab, 1 << 30)] == [b""] * 3
 
 
+def test_all_tokens_at_once_are_what_each_one_is(tokenizer):
+    ids, pieces = range(tokenizer.n_vocab), tokenizer.pieces()
+    assert tokenizer.ends() == [i for i in ids if tokenizer.is_end(i)] != []
+    assert tokenizer.longest_piece == max(map(len, pieces))
+    assert all(tokenizer.piece(i) == b"" != pieces[i] for i in tokenizer.control_tokens().values())
+
+
 def test_long_tokens_and_refusals(model, folder):
     long = Model(folder / "bpe.gguf")
     long.keys["tokenizer.ggml.tokens"][1][1][302] = b"x" * 1000
     with GGUFFile(long.write(folder / "long.gguf")) as file:
         tokenizer = Tokenizer(file)
-        assert tokenizer.piece(302) == b"x" * 1000
+        assert tokenizer.piece(302) == b"x" * 1000 and tokenizer.longest_piece == 1000
         tokenizer.close()
     # Also where the package llama_cpp is imported, which takes the log for itself, and must bring no second copy of the library.
     importlib.reload(llama_cpp._logger)
