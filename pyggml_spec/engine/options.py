@@ -1,7 +1,7 @@
 """Options of an engine, and the widths that follow from them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..cache.kv import MOST_CONTEXT, KVTypes, padded
 from ..checks import whole
@@ -52,6 +52,11 @@ class EngineOptions:
             object.__setattr__(self, "chunk", self.slots_chunk)
         if self.implied and self.slots > 1:
             object.__setattr__(self, "width", min(self.width, max(2, IMPLIED_ROWS // self.slots)))
+
+    @property
+    def alone(self) -> "EngineOptions":
+        """Those of one slot."""
+        return replace(self, slots=1, chunk=DEFAULT_CHUNK if self.slots > 1 and self.slots_chunk else self.chunk)
 
 
 class AtMost(int):

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -137,7 +136,7 @@ def cost_key(runner: ModelRunner, widths: Sequence[Any], given: bool = False) ->
         runner.backend.kernels,
         widths,
         given,
-        replace(runner.options, slots=1),
+        runner.options.alone,
         versions(),
         *(map(str, runner.resources.segments) if len(runner.resources.segments) > 1 else ()),
     ]
