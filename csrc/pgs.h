@@ -179,6 +179,7 @@ bool       pgs_lane_busy(pgs_lane * lane);
 typedef struct pgs_rows {  // inputs of one graph in host memory; NULL: it has no such input
     int64_t   width, count;         // rows per slot, slots
     int64_t   live, ring, trash;    // live rows of full caches, of rings, and trash rows
+    int64_t   draft_ring;           // live rows of the drafter's rings
     int64_t   window, near;         // positions that sliding layers see, ring rows that they read
     int64_t   history;              // rows of a convolution's history
     bool      chunked;              // sliding layers see their part of `window` positions, up to the row, and none before it
@@ -188,6 +189,7 @@ typedef struct pgs_rows {  // inputs of one graph in host memory; NULL: it has n
     float *   q_first;              // [width * count] and the first one in sliding layers
     int64_t * sliding_rows;         // [width * count] as kv_rows, in a ring
     float *   sliding_near;         // [near * count] 0.5 - the position that each row of a ring holds then
+    int64_t * context_ring;         // [width * count] as sliding_rows, in the drafter's rings
     float *   on;                   // [width * count] 1 for rows that count
     int32_t * last;                 // [history * count] rows of [history ; block] that become the next history
     int32_t * out_row;              // [count] the last row of each slot that counts

@@ -18,6 +18,11 @@ static void fill_near(float * near, int64_t count, int64_t ring, int64_t n, int6
     }
 }
 
+// The row of a ring that has the i-th row of a step; those past `real` are trash rows.
+static int64_t ring_row(int64_t at, int64_t n, int64_t i, int64_t real, int64_t ring, int64_t trash) {
+    return at * (ring + trash) + (i < real ? (n + i) % ring : ring + (i - real) % trash);
+}
+
 // A slot without work looks at its first row, so that what it computes is finite, and writes trash rows.
 static void fill_slot(const pgs_rows * r, int64_t at, int64_t committed, int64_t real) {
     const int64_t n = real > 0 ? committed : 0, first = at * r->width;
@@ -34,7 +39,10 @@ static void fill_slot(const pgs_rows * r, int64_t at, int64_t committed, int64_t
             r->q_first[first + i] = (float) (r->chunked ? own - own % r->window : position - r->window + 1);
         }
         if (r->sliding_rows != NULL) {
-            r->sliding_rows[first + i] = at * (r->ring + r->trash) + (i < real ? (n + i) % r->ring : r->ring + (i - real) % r->trash);
+            r->sliding_rows[first + i] = ring_row(at, n, i, real, r->ring, r->trash);
+        }
+        if (r->context_ring != NULL) {
+            r->context_ring[first + i] = ring_row(at, n, i, real, r->draft_ring, r->trash);
         }
         if (r->on != NULL) {
             r->on[first + i] = i < real ? 1.0f : 0.0f;

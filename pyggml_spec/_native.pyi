@@ -245,6 +245,7 @@ class pgs_rows(CData):
     live: int
     ring: int
     trash: int
+    draft_ring: int
     window: int
     near: int
     history: int
@@ -255,6 +256,7 @@ class pgs_rows(CData):
     q_first: Array[float]
     sliding_rows: Array[int]
     sliding_near: Array[float]
+    context_ring: Array[int]
     on: Array[float]
     last: Array[int]
     out_row: Array[int]

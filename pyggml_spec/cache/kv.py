@@ -209,6 +209,7 @@ class KVCache:
 
     Attributes:
         ring: live rows of sliding layers; 0 if they keep every position.
+        in_ring: whether each layer is one of those.
         mask_base: F32 [rows] = 0.5 - position of each row; ``mask_bases`` per device.
     """
 
@@ -226,8 +227,10 @@ class KVCache:
     ) -> None:
         self.live = padded(n_ctx)
         self.ring = padded(window + widest) if window and padded(window + widest) < self.live else 0
-        self.trash, self.slots = trash, slots
+        self.window, self.trash, self.slots = window, trash, slots
+        self.in_ring = [bool(shape.sliding and self.ring) for shape in shapes]
         self._iota = np.arange(MAX_ROWS)
+        self._bases = 0.5 - np.arange(self.ring, dtype=np.float32)
         rows = self.live + trash
         self._homes: list[_Home] = []
         layers: list[KVLayer] = []
@@ -319,13 +322,19 @@ class KVCache:
         if visible < count:
             out[visible:] = self.live + self._iota[: count - visible] % self.trash
 
+    def ring_rows_for(self, first: int, count: int, real: int, out: np.ndarray) -> None:
+        """As ``rows_for``, of the ring."""
+        np.remainder(self._iota[first % self.ring :][:count], self.ring, out=out)
+        out[real:] = self.ring + self._iota[: count - real] % self.trash
+
     def positions_of_ring(self, n: int, out: np.ndarray) -> None:
-        """Writes the mask base of the ring's first rows with ``n`` committed tokens into F32 ``out``."""
-        last = n - 1
-        held = last - last % self.ring + self._iota[: out.size]
-        held[held > last] -= self.ring
-        np.subtract(0.5, held, out=out, casting="unsafe")
-        out[held < 0] = NOWHERE
+        """Writes the mask base of the ring's first rows with ``n`` tokens, at least one, into F32 ``out``."""
+        turn = (n - 1) // self.ring * self.ring
+        begun, bases = n - turn, self._bases[: out.size]
+        np.subtract(bases[:begun], turn, out=out[:begun])
+        np.subtract(bases[begun:], turn - self.ring, out=out[begun:])
+        if not turn:
+            out[begun:] = NOWHERE
 
     @property
     def backends(self) -> dict[Tensor, Backend]:

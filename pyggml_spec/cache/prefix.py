@@ -383,7 +383,7 @@ class PrefixCache:
                     reuse.chunks[source] += 1
                     place.done = min(place.done + 1, depth)
                 if self.engine.sequence.stateful:
-                    self._fill_state(slot, last)
+                    self._fill_state(slot, last, place.drafting)
                 reuse.chunks["in place"] = min(in_place, depth)
                 return tokens
             except Refused as refused:
@@ -443,9 +443,9 @@ class PrefixCache:
             found.append(begun)
         return sorted(found, key=lambda item: -item[1])
 
-    def _fill_state(self, slot: int, chunk: Chunk) -> None:
+    def _fill_state(self, slot: int, chunk: Chunk, drafting: bool) -> None:
         chunk.used[STATE] = self.store.clock
-        with self.engine.sequence.state(chunk.index * self.grain + chunk.count, slot) as pieces:
+        with self.engine.sequence.state(chunk.index * self.grain + chunk.count, drafting, slot) as pieces:
             if STATE in chunk.data:
                 chunk.data[STATE].write_to(pieces)
             else:
@@ -478,7 +478,7 @@ class PrefixCache:
         """Copies the state after the slot's ``n`` tokens, the last of ``chunks``; marks a kept one as used."""
         chunks[-1].used[STATE] = self.store.clock
         if STATE not in chunks[-1].data:
-            with self.engine.sequence.state(n, slot) as pieces:
+            with self.engine.sequence.state(n, place.drafting, slot) as pieces:
                 self._keep(chunks[-1], STATE, pieces, keep)
             place.kept.append(chunks[-1])
 

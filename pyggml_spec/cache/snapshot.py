@@ -4,7 +4,7 @@ rows    K/V rows of layers that keep every position, target and drafter: row = p
 state   state of the last token only: recurrent states, convolution histories, ring rows within the window, the last hidden state
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -12,7 +12,6 @@ import numpy as np
 
 from ..ggml.device import Backend
 from ..ggml.library import Buffer, Context, Tensor, ffi, lib, new_context, read_tensor
-from ..models.base import KVShape
 from .hidden import LastHiddenState
 from .kv import KVCache
 from .recurrent import RecurrentState
@@ -124,57 +123,72 @@ class Pieces:
         self.close()
 
 
+class _Rows:
+    """The tensors of a cache's first ``layers``: those that keep every position, and those in a ring."""
+
+    def __init__(self, kv: KVCache, layers: int) -> None:
+        pairs = [(ring, t) for layer, ring in zip(kv.layers[:layers], kv.in_ring) for t in layer.stored]
+        self.full, self.ringed = ([t for ring, t in pairs if ring == wanted] for wanted in (False, True))
+        self.ring, self.backends, self._window = kv.ring, kv.backends, kv.window
+
+    def visible(self, n: int) -> list[tuple[int, int]]:
+        """First rows and counts of the parts of a ring that are visible at position ``n``."""
+        seen = min(n, self._window)
+        first = (n - seen) % self.ring
+        before_wrap = min(seen, self.ring - first)
+        return [(first, before_wrap), (0, seen - before_wrap)]
+
+
 class SequenceMemory:
     """The memory of a slot's sequence in the caches of an engine, which it borrows.
 
-    ``shapes``: of the target's attention layers; ``window``: of its sliding layers; ``first``: only the first (attention, recurrent) layers.
-    ``stateful``: whether a position needs state besides rows to continue from.
+    ``first``: only the target's first (attention, recurrent) layers. ``stateful``: whether a position needs state besides rows to continue from.
     """
 
     def __init__(
-        self, kv: KVCache, draft_kv: KVCache | None, delta: RecurrentState | None, shapes: Iterable[KVShape], window: int,
-        last_hidden: LastHiddenState | None = None, draft_state: RecurrentState | None = None, first: tuple[int, int] | None = None
+        self, kv: KVCache, draft_kv: KVCache | None, delta: RecurrentState | None, last_hidden: LastHiddenState | None = None,
+        draft_state: RecurrentState | None = None, first: tuple[int, int] | None = None
     ) -> None:  # fmt: skip
-        self._kv, self._delta, self._window, self._last_hidden, self._draft_state = kv, delta, window, last_hidden, draft_state
-        layers, states = first if first is not None else (len(kv.layers), delta.shape.layers if delta is not None else 0)
-        self._states = states
-        in_ring = [bool(shape.sliding and kv.ring) for shape in shapes]
-        self._full = [t for layer, ring in zip(kv.layers[:layers], in_ring) if not ring for t in layer.stored]
-        self._ringed = [t for layer, ring in zip(kv.layers[:layers], in_ring) if ring for t in layer.stored]
-        self._drafter = [t for layer in draft_kv.layers for t in layer.stored] if draft_kv is not None else []
-        self.stateful = delta is not None or bool(self._ringed) or last_hidden is not None or draft_state is not None
-        self._backends = kv.backends | (draft_kv.backends if draft_kv is not None else {})
+        self._delta, self._last_hidden, self._draft_state = delta, last_hidden, draft_state
+        layers, self._states = first if first is not None else (len(kv.layers), delta.shape.layers if delta is not None else 0)
+        self._target = _Rows(kv, layers)
+        self._drafter = _Rows(draft_kv, len(draft_kv.layers)) if draft_kv is not None else None
+        ringed = any(rows.ringed for rows in self._caches(True))
+        self.stateful = delta is not None or ringed or last_hidden is not None or draft_state is not None
+
+    def _caches(self, drafting: bool) -> "list[_Rows]":
+        return [rows for rows in (self._target, self._drafter if drafting else None) if rows is not None]
 
     def rows(self, first: int, count: int, drafting: bool, slot: int = 0) -> Pieces:
         """Rows of positions first .. first + count - 1, of the drafter only if ``drafting``."""
         return self._pieces(slot, first, count, drafting, None)
 
-    def state(self, n: int, slot: int = 0) -> Pieces:
+    def state(self, n: int, drafting: bool, slot: int = 0) -> Pieces:
         """State of ``n`` committed tokens besides rows, without a last token; of a ring, the rows visible at position n."""
-        return self._pieces(slot, 0, 0, False, n)
+        return self._pieces(slot, 0, 0, drafting, n)
 
     def whole(self, n: int, drafting: bool, slot: int = 0) -> Pieces:
         """Everything of ``n`` committed tokens, without a last token."""
         return self._pieces(slot, 0, n, drafting, n)
 
     def _pieces(self, slot: int, first: int, count: int, drafting: bool, state_of: int | None) -> Pieces:
-        tensors = self._full + (self._drafter if drafting else [])
+        caches = self._caches(drafting)
         states = [(self._delta, self._states)] if self._delta is not None else []
         states += [(self._draft_state, self._draft_state.shape.layers)] if self._draft_state is not None else []
-        pieces = Pieces(len(tensors) + 2 * sum(layers for _, layers in states) + 2 * len(self._ringed) + 1)
-        for tensor in tensors:
-            pieces.add_rows(tensor, self._backends[tensor], slot, first, count)
+        most = sum(len(rows.full) + 2 * len(rows.ringed) for rows in caches)
+        pieces = Pieces(most + 2 * sum(layers for _, layers in states) + 1)
+        for rows in caches:
+            for tensor in rows.full:
+                pieces.add_rows(tensor, rows.backends[tensor], slot, first, count)
         if state_of is None:
             return pieces
         for delta, layers in states:
             for layer in range(layers):
                 pieces.add_state(delta, slot, layer)
-        seen = min(state_of, self._window)
-        for tensor in self._ringed:
-            first = (state_of - seen) % self._kv.ring
-            before_wrap = min(seen, self._kv.ring - first)
-            pieces.add_rows(tensor, self._backends[tensor], slot, first, before_wrap)
-            pieces.add_rows(tensor, self._backends[tensor], slot, 0, seen - before_wrap)
+        for rows in caches:
+            for tensor in rows.ringed:
+                for begin, visible in rows.visible(state_of):
+                    pieces.add_rows(tensor, rows.backends[tensor], slot, begin, visible)
         if self._last_hidden is not None:
             pieces.add_rows(self._last_hidden.table, self._last_hidden.backend, 0, self._last_hidden.row(slot), 1)
         return pieces
@@ -187,10 +201,14 @@ class SequenceMemory:
             runs = [i for i in range(len(names)) if i == 0 or names[i] != names[i - 1]]
             return " ".join(f"{end - start}x{names[start]}" for start, end in zip(runs, [*runs[1:], len(names)])) or "none"
 
-        ring = f", ring of {self._kv.ring} rows {kinds(self._ringed)}" if self._ringed else ""
+        def all_of(rows: _Rows | None) -> str:
+            if rows is None:
+                return "none"
+            return kinds(rows.full) + (f", ring of {rows.ring} rows {kinds(rows.ringed)}" if rows.ringed else "")
+
         last_hidden = f" and a hidden state {kinds([self._last_hidden.table])}" if self._last_hidden is not None else ""
         state = f" and recurrent states {self._draft_state.shape}" if self._draft_state is not None else ""
-        return f"{kinds(self._full)}{ring}, drafter {kinds(self._drafter)}{last_hidden}{state}"
+        return f"{all_of(self._target)}, drafter {all_of(self._drafter)}{last_hidden}{state}"
 
 
 @dataclass

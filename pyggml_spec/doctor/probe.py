@@ -25,6 +25,7 @@ from ..ggml.device import Backend
 from ..ggml.graph import Graph, GraphAllocator
 from ..ggml.step_io import StepFields, StepIO
 from ..loading import DEMO
+from ..models.base import AttentionInputs
 
 JUDGED = 6  # drafts per block whose likelihood is compared
 FLOOR = 1e-6  # smallest probability distinguished from 0
@@ -192,7 +193,7 @@ class Probe:
         kinds = [*zip(hp.window, hp.causal, strict=True)]
         masks = {kind: f.input(_mask_of(*kind), "f16", span, n_rows) for kind in dict.fromkeys(kinds)}
         model.context_rows(g, ContextInputs(None, [context], None, at, rows), kv.layers, self.target)
-        inputs = BlockInputs(block, block_at, block_rows, tuple(masks[kind] for kind in kinds), span, kv.layers)
+        inputs = BlockInputs(block, block_at, tuple(AttentionInputs(block_rows, masks[kind], span) for kind in kinds), kv.layers)
         hidden = model.denoise(g, inputs, self.target)
         f.output("sum", "f32", g.sum_rows(hidden))
         target = self.target

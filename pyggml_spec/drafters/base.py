@@ -40,6 +40,7 @@ class ContextInputs(NamedTuple):
         recurrent: states of a whole model's recurrent layers, which are written directly.
         pictures: rows of pictures among the tokens, or None.
         attention, sliding: what the layers of a whole model read, or of a chain with ``rows_read_rows``; None for others.
+        sliding_rows: I64 [T] as ``kv_rows``, in the ring of sliding layers; None without a ring.
     """
 
     tokens: Tensor | None
@@ -51,6 +52,7 @@ class ContextInputs(NamedTuple):
     sliding: AttentionInputs | None = None
     recurrent: RecurrentLayers | None = None
     pictures: PictureInputs | None = None
+    sliding_rows: Tensor | None = None
 
 
 class ChainInputs(NamedTuple):
@@ -95,7 +97,7 @@ class Drafter(Model):
         captures: target layers whose input it reads; ``n_layer`` is the last layer's output.
         chained: drafts one by one, each from the previous hidden state.
         whole_model: reads tokens alone, and drafts one by one; its K/V rows of drafts stay.
-        window: of the sliding layers of a chain or a whole model, 0 for none.
+        window: the widest one of its sliding layers, 0 for none.
         shares_kv: a chain that reads the target's K/V and writes none; all drafts see committed tokens only.
         parallel: a chain whose drafts are one pass: every row after the first has ``masked`` in place of a token and its hidden state.
         rows_read_rows: its K/V rows depend on those of earlier tokens, because it has several layers.
@@ -146,6 +148,7 @@ class Drafter(Model):
         return []
 
     def kv_shapes(self) -> list[KVShape]:
+        """Of its layers, ``sliding`` where ``context_rows`` writes ``sliding_rows``."""
         raise NotImplementedError
 
     def check_pair(self, target: Decoder) -> None:

@@ -37,16 +37,14 @@ FACTORS, FEATURE_NORMS = "rope_freqs.weight", "enc.aux_norm.weight"
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """A draft block of each slot: ``tokens`` I32 [B] = [last token, MASK, ...]; others as in ``models.base.TargetInputs``; ``masks`` per layer.
+    """A draft block of each slot: ``tokens`` I32 [B] = [last token, MASK, ...]; others as in ``models.base.TargetInputs``; ``attention`` per layer.
 
     ``zeros``: F32 [n_embd, slots], the row before each block of a convolution.
     """
 
     tokens: Tensor
     positions: Tensor
-    kv_rows: Tensor
-    masks: tuple[Tensor, ...]
-    kv_bucket: int
+    attention: tuple[AttentionInputs, ...]
     kv: tuple[KVLayer, ...]
     slots: int = 1
     zeros: Tensor | None = None
@@ -148,6 +146,7 @@ class DFlash(Drafter):
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.hp = file, Hparams.from_gguf(file, self.arch)
         self.block_size, self.n_layer, self.captures = self.hp.block_size, self.hp.n_layer, self.hp.target_layers
+        self.window = max(self.hp.window)
 
     # -- tensors
 
@@ -206,7 +205,7 @@ class DFlash(Drafter):
         return out
 
     def kv_shapes(self) -> list[KVShape]:
-        return [KVShape(self.hp.n_head_kv, self.hp.head_size)] * self.hp.n_layer
+        return [KVShape(self.hp.n_head_kv, self.hp.head_size, sliding=window > 0) for window in self.hp.window]
 
     def check_pair(self, target: Decoder) -> None:
         hp, pair = self.hp, f"{self.file.path.name} cannot draft for {target.file.path.name}"
@@ -252,7 +251,8 @@ class DFlash(Drafter):
         c = g.rms_norm(product(g, w.matrix("fc.weight"), f), w["enc.output_norm.weight"], hp.eps)
         for i in range(hp.n_layer):
             x = g.rms_norm(c, w[f"blk.{i}.attn_norm.weight"], hp.eps) if normed else c
-            write_kv(g, *self._keys_values(g, i, x, rows.positions), kv[i], rows.kv_rows)
+            kv_rows = rows.sliding_rows if hp.window[i] and rows.sliding_rows is not None else rows.kv_rows
+            write_kv(g, *self._keys_values(g, i, x, rows.positions), kv[i], kv_rows)
 
     def _keys_values(self, g: Graph, i: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         hp, w = self.hp, self.weights
@@ -277,8 +277,7 @@ class DFlash(Drafter):
             q = g.heads(product(g, w.matrix(f"blk.{i}.attn_q.weight"), h), hp.head_size, hp.n_head)
             q = self._rotate(g, g.rms_norm(q, w[f"blk.{i}.attn_q_norm.weight"], hp.eps), rows.positions)
             k, v = self._keys_values(g, i, h, rows.positions)
-            seen = AttentionInputs(rows.kv_rows, rows.masks[i], rows.kv_bucket)
-            out = attend(g, q, k, v, rows.kv[i], seen, hp.attention_scale, w.get(f"blk.{i}.attn_sinks.weight"))
+            out = attend(g, q, k, v, rows.kv[i], rows.attention[i], hp.attention_scale, w.get(f"blk.{i}.attn_sinks.weight"))
             if self._has(i, "attn_gate"):
                 out = head_gated(g, out, g.matmul(w[f"blk.{i}.attn_gate.weight"], h), hp.head_size, g.softplus)
             out = product(g, w.matrix(f"blk.{i}.attn_output.weight"), out)

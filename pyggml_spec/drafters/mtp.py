@@ -13,6 +13,7 @@ Source of the formulae: llama.cpp, src/models/qwen35.cpp (graph_mtp) and common/
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -150,7 +151,7 @@ class MTP(Drafter):
         return out
 
     def kv_shapes(self) -> list[KVShape]:
-        return [mixer.kv for *_, mixer in self._parts()]
+        return [replace(mixer.kv, sliding=False) for *_, mixer in self._parts()]
 
     def check_pair(self, target: Decoder) -> None:
         pair = f"the MTP layer of {self.file.path.name} cannot draft for {target.file.path.name}"

@@ -80,24 +80,29 @@ class BlockDrafting:
         block = f.input("block", "i32", total)
         draft_rows = rows["kv_rows"] if self.alone and alike and "kv_rows" in rows else f.input("draft_rows", "i64", total)
         positions = rows["positions"] if alike else f.input("draft_positions", "i32", total)
-        masks = self._masks(g, f, total, key)
-        hidden = self.drafter.denoise(g, BlockInputs(block, positions, draft_rows, masks, key.kv_bucket, kv, count), self.target)
+        seen = self._seen(g, f, draft_rows, key)
+        hidden = self.drafter.denoise(g, BlockInputs(block, positions, seen, kv, count), self.target)
         drafted = hidden
         if alike:  # row 0 of each block is the last token itself, whose logits are not needed
             drafted = g.slice(hidden, 1, 1, hidden.ne[1] - 1) if self.alone else g.group_tails(hidden, key.verify_len, 1)
         chosen = self.drafter.drafts(g, drafted, block, count, self.target, draws_input(g, f, drafted.ne[1]))
         return Drafted(chosen.ids, hidden, chosen.logits, chosen.confidence)
 
-    def _masks(self, g: Graph, f: StepFields, total: int, key: GraphKey) -> tuple[Tensor, ...]:
-        """One mask per drafter layer; layers that see the same share theirs."""
+    def _seen(self, g: Graph, f: StepFields, kv_rows: Tensor, key: GraphKey) -> tuple[AttentionInputs, ...]:
+        """What each layer writes and reads; layers that see the same share it."""
+        total, count = kv_rows.ne[0], key.slots.count
         last = {causal: f.input(name, "f32", 1, total) for causal, name in self._kinds.items()}
         first = {window: f.input(name, "f32", 1, total) for window, name in self._windows}
+        full = near = kv_rows, self.kv.mask_base, key.kv_bucket
+        if self.kv.ring:
+            ringed = min(key.kv_bucket, self.kv.ring)
+            near = f.input("draft_sliding_rows", "i64", total), f.input("draft_near", "f32", ringed, count), ringed
         layers = list(zip(self.drafter.hp.window, self.drafter.hp.causal, strict=True))
-        masks = {
-            (window, causal): g.kv_mask(self.kv.mask_base, last[causal], first.get(window), key.kv_bucket, key.slots.count)
-            for window, causal in dict.fromkeys(layers)
-        }
-        return tuple(masks[layer] for layer in layers)
+        seen = {}
+        for window, causal in dict.fromkeys(layers):
+            rows, base, bucket = near if window else full
+            seen[window, causal] = AttentionInputs(rows, g.kv_mask(base, last[causal], first.get(window), bucket, count), bucket)
+        return tuple(seen[layer] for layer in layers)
 
     def fill(self, host: Host, key: GraphKey, items: Items, slots: Sequence[Slot]) -> None:
         block, width = host["block"], self._block_rows(key.verify_len)
@@ -128,6 +133,11 @@ class BlockDrafting:
                 own = host["draft_rows"][first:end]
                 self.kv.rows_for(n, width, real, own)
                 own += at * (self.kv.live + self.kv.trash)
+            if "draft_near" in host:
+                own, near = host["draft_sliding_rows"][first:end], host["draft_near"].reshape(key.slots.count, -1)[at]
+                self.kv.ring_rows_for(n, width, real, own)
+                own += at * (self.kv.ring + self.kv.trash)
+                self.kv.positions_of_ring(int(positions[end - 1]) + 1, near)
             if "draft_positions" in host and real:
                 positions[first:end] -= slots[slot].lag_now
 

@@ -300,11 +300,16 @@ class GraphBuilder:
             elif member.rows_read_rows:
                 seen = (self._lagging(rows["kv_rows"]),)
             context = ContextInputs(tokens, read, shifted if member.chained else None, at, rows["kv_rows"], *seen)._replace(
-                pictures=rows.get("pictures")
+                pictures=rows.get("pictures"), sliding_rows=self._ring_rows(member)
             )
             member.context_rows(g, context, self._own_layers(member, draft_kv), self.target)
         if carry is not None and self.last_hidden is not None:
             g.kv_write_rows(self.last_hidden.table, g.reshape(kept, kept.ne[0], 1, kept.ne[1] * kept.ne[2]), carry.rows)
+
+    def _ring_rows(self, member: Drafter) -> Tensor | None:
+        """The rows of a drafter's rings that the step's rows are written to."""
+        ringed = self.draft_kv is not None and self.draft_kv.ring and any(shape.sliding for shape in member.kv_shapes())
+        return self.f.input("context_ring", "i64", self.key.total) if ringed else None
 
     def _lagging(self, kv_rows: Tensor) -> AttentionInputs:
         """What the rows of a chain's committed tokens read of each other: all but the first token's."""

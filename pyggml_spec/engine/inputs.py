@@ -19,7 +19,8 @@ class InputBuilder:
         self._slots, self._target, self._drafting, self._alone = r.slots, r.target, r.drafting, len(r.slots) == 1
         self._kv, self._recurrent, self._hidden_states, self._last_hidden = r.kv, r.recurrent, r.hidden_states, r.last_hidden
         self._draft_state = r.draft_state
-        self._window = max([member.window for member in r.members], default=0)
+        self._window = max([member.window for member in r.members if member.whole_model], default=0)
+        self._draft_ring = r.draft_kv.ring if r.draft_kv is not None else 0
         self._by_axis, self._tables, self._synchronize = r.target.by_axis, r.pictures, r.synchronize
         self._committed, self._real = (ffi.new("int64_t[]", len(r.slots)) for _ in range(2))
 
@@ -146,8 +147,9 @@ class InputBuilder:
             "near": near.size // count if near is not None else 0,
             "history": self._recurrent.history_rows if self._recurrent is not None else 0,
             "chunked": self._target.chunked,
+            "draft_ring": self._draft_ring,
         }
-        names = ("positions", "kv_rows", "q_last", "q_first", "sliding_rows", "sliding_near", "on", "last", "out_row")
+        names = ("positions", "kv_rows", "q_last", "q_first", "sliding_rows", "sliding_near", "context_ring", "on", "last", "out_row")
         return ffi.new("pgs_rows *", sizes | {name: step.fields.at[name] for name in names if name in step.fields.at})
 
     def _deferred(self, host: dict[str, np.ndarray], batch: Batch) -> None:

@@ -26,7 +26,7 @@ from .masked import MaskedRows
 from .options import MOST_CANDIDATES, EngineOptions, candidate_widths, check_masks, check_options, prefill_widths
 
 TRASH_ROWS = 16
-ROW_BYTES = 136  # of the step buffer
+ROW_BYTES = 152  # of the step buffer
 
 
 class Closable(Protocol):
@@ -97,7 +97,10 @@ class Resources:
         self.hidden_states: HiddenStateBuffer | None = None
         self.last_hidden: LastHiddenState | None = None
         if self.drafter is not None:
-            self.draft_kv = self.cache(self.drafter.kv_shapes(), opt.draft_kv, draft=True)
+            # a ring would take reuse of prompts token by token from a target that needs rows only
+            stateful = shape is not None or self.kv.ring or self.drafter.chained
+            near = max((member.window for member in self.members if any(s.sliding for s in member.kv_shapes())), default=0)
+            self.draft_kv = self.cache(self.drafter.kv_shapes(), opt.draft_kv, near if stateful else 0, widest, draft=True)
         if shape is not None:
             self.recurrent = self.own(RecurrentState(self._delta_homes(), shape, opt.width, opt.slots))
         for member in self.members:
@@ -108,7 +111,7 @@ class Resources:
         self.pictures: list[PictureTable] = []
         for segment in self.segments if opt.pictures else ():
             self.pictures.append(self.own(PictureTable(segment.backend, self.target.n_embd * (1 + self.target.deepstack), opt.chunk)))
-        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.recurrent, shapes, window, self.last_hidden, self.draft_state)
+        self.sequence = SequenceMemory(self.kv, self.draft_kv, self.recurrent, self.last_hidden, self.draft_state)
         self.io = self.new_io(opt.slots, more=8192)
         if self.drafter is not None and (opt.slots == 1 or len(self.segments) == 1):  # micro-batches do not catch up
             kept, methods = len(self.drafter.captures) + self.drafter.chained, [member.method for member in self.members]
@@ -127,8 +130,9 @@ class Resources:
         opt, shape = self.options, self.target.recurrent_shape()
         tail = 4 * shape.layers * (shape.conv - 1) if shape is not None else 0
         tail += self.draft_state.input_bytes if self.draft_state is not None else 0
-        rings = 2 if self.drafter is not None and self.drafter.shares_kv else 1
-        of_slot = ROW_BYTES * max(opt.chunk, opt.width) + tail + 4 * rings * self.kv.ring + 8 * MOST_CANDIDATES * opt.width
+        ringed = self.kv.ring * (2 if self.drafter is not None and self.drafter.shares_kv else 1)
+        ringed += self.draft_kv.ring if self.draft_kv is not None else 0
+        of_slot = ROW_BYTES * max(opt.chunk, opt.width) + tail + 4 * ringed + 8 * MOST_CANDIDATES * opt.width
         return self.own(StepIO(self.backend, slots * of_slot + more, [segment.backend for segment in self.segments[:-1]], turns))
 
     def _delta_homes(self) -> list[RecurrentSegment]:

@@ -546,6 +546,9 @@ class StateManager:
             host["positions"][own] = first + np.arange(width)
             r.draft_kv.rows_for(first, width, count, host["kv_rows"][own])
             host["kv_rows"][own] += i * (r.draft_kv.live + r.draft_kv.trash)
+            if "context_ring" in host:
+                r.draft_kv.ring_rows_for(first, width, count, host["context_ring"][own])
+                host["context_ring"][own] += i * (r.draft_kv.ring + r.draft_kv.trash)
             if "last_hidden" in host:
                 assert r.last_hidden is not None
                 host["last"][i] = own.start + max(count - 1, 0)

@@ -47,7 +47,7 @@ class RecurrentShape:
 
 @dataclass(frozen=True)
 class KVShape:
-    """K/V rows of an attention layer: ``n_head_kv`` heads of ``size`` values; ``sliding``: limited to the target's window.
+    """K/V rows of an attention layer: ``n_head_kv`` heads of ``size`` values; ``sliding``: limited to the model's window.
 
     ``latent``: V is the first ``latent`` values of K's row (MLA); 0 for separate rows. ``index``: size of an indexer's row, shared by ``index_heads``
     heads; 0 without an indexer. ``other_v``: values per head of separate V rows, 0 for ``size``.

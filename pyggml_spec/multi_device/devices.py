@@ -342,8 +342,8 @@ class MultiDevice(Devices):
             home = RecurrentSegment(1, backend, first[1], r.target.recurrent_row(0))
             weights.enter(len(self.segments) - 1)
             delta = r.own(RecurrentState([home], replace(shape, layers=first[1]), opt.width, opt.slots))
-        there = SequenceMemory(kv, None, delta, shapes, window, first=first)
-        home_memory = SequenceMemory(r.kv, None, r.recurrent, shapes, window, first=first)
+        there = SequenceMemory(kv, None, delta, first=first)
+        home_memory = SequenceMemory(r.kv, None, r.recurrent, first=first)
         return OffloadCache(kv, delta, there, home_memory, opt.slots)
 
     def agree(self, batch: Batch) -> None:

@@ -109,12 +109,12 @@ class OffloadCache:
             return
         same = max(0, min(there_is, cursor.min_committed, n))
         self.brought += _copy(self._home.rows(same, n - same, False, slot), self._there.rows(same, n - same, False, slot))
-        self.brought += _copy(self._home.state(n, slot), self._there.state(n, slot))
+        self.brought += _copy(self._home.state(n, False, slot), self._there.state(n, False, slot))
 
     def take_back(self, slot: int, n: int, count: int) -> None:
         """What ``count`` tokens after the first ``n`` left; follow with ``agree`` once they count."""
         self.taken += _copy(self._there.rows(n, count, False, slot), self._home.rows(n, count, False, slot))
-        self.taken += _copy(self._there.state(n + count, slot), self._home.state(n + count, slot))
+        self.taken += _copy(self._there.state(n + count, False, slot), self._home.state(n + count, False, slot))
         self._there_is[slot] = n + count
 
     def agree(self, slot: int, cursor: Cursor) -> None:

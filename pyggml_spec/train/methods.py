@@ -177,7 +177,8 @@ class Blocks(Method):
             seen = seen & (context > positions[..., None] - window) if window else seen
             masks[causal, window] = node(torch.cat([seen, of_block & before if causal else of_block], -1))
         columns = len(context) + count * width
-        rows = BlockInputs(node(blocks.flatten(1)), node(positions), NOTHING, tuple(masks[layer] for layer in layers), columns, kv)
+        attention = tuple(AttentionInputs(NOTHING, masks[layer], columns) for layer in layers)
+        rows = BlockInputs(node(blocks.flatten(1)), node(positions), attention, kv)
         return self.drafter.denoise(self.ops, rows, self.decoder).value.unflatten(1, (count, width))
 
     @torch.no_grad()

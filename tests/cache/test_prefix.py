@@ -168,7 +168,7 @@ def test_prompts_of_each_kind_and_interrupted_ones(engine, cache):
 def test_the_budget_holds_and_the_longest_unused_go_first(engine):
     prompts = [tokens(30 + i, 5 * CHUNK + 1) for i in range(4)]
     want = [answer(engine, prompt) for prompt in prompts]
-    with engine.sequence.rows(0, 5 * CHUNK, True) as rows, engine.sequence.state(5 * CHUNK) as state:
+    with engine.sequence.rows(0, 5 * CHUNK, True) as rows, engine.sequence.state(5 * CHUNK, True) as state:
         budget = 2 * (rows.nbytes + 2 * state.nbytes) + rows.nbytes // 5
     cache = PrefixCache(engine, budget)
     for i in (0, 1, 2, 0, 3):
@@ -201,7 +201,7 @@ def test_a_prompt_longer_than_the_context_touches_nothing(engine, cache):
 @pytest.mark.parametrize("session", [*KINDS, *OTHERS], indirect=True)
 def test_many_requests_in_random_order(engine):
     texts, rng = (tokens(40, 400), tokens(41, 400)), np.random.default_rng(42)
-    with engine.sequence.rows(0, 300, True) as rows, engine.sequence.state(300) as state:
+    with engine.sequence.rows(0, 300, True) as rows, engine.sequence.state(300, True) as state:
         cache = PrefixCache(engine, rows.nbytes + 3 * state.nbytes)
     reused = 0
     for _ in range(9):

@@ -56,10 +56,9 @@ def both(method, target, draft, prompt, n_ctx=512, width=5, kv=KVTypes()):
         target, draft or target, device="CPU", threads=1, kernels="ggml", n_ctx=n_ctx, draft_width=width, chunk=UB, **types
     ) as session:
         drafter = session.drafter
-        if method in ("dflash2", "dspark"):
-            options = {"causal": all(drafter.hp.causal)} | (
-                {"top_k": drafter.top_k} if method == "dflash2" else {"from_anchor": drafter.from_anchor, "confident": drafter.confident}
-            )
+        if method in ("dflash", "dflash2", "dspark"):
+            names = {"dflash": (), "dflash2": ("top_k",), "dspark": ("from_anchor", "confident")}[method]
+            options = {"causal": all(drafter.hp.causal)} | {name: getattr(drafter, name) for name in names}
             made = LlamaDFlash(target, draft, drafter.hp.target_layers, drafter.hp.mask_token, block=width, **sizes, **options)
         elif method == "simple":
             made = LlamaSimple(target, draft, width=width, **sizes)

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,6 +16,7 @@ from random_gguf.model import Shape, write_dflash
 from sessions import fails_with, loaded
 
 import pyggml_spec as ps
+from pyggml_spec.cache.kv import KVCache
 from pyggml_spec.cache.slots import SlotRange
 from pyggml_spec.engine.batch import Batch, Draft, GraphKey, Verify
 from pyggml_spec.engine.drafting import BlockDrafting
@@ -23,11 +24,12 @@ from pyggml_spec.engine.graph_cache import BY_CALLS, Step
 from pyggml_spec.engine.options import EngineOptions, candidate_widths, check_masks, fine_width, prefill_widths
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ContextError, DeviceError, EngineError
-from pyggml_spec.ggml.device import Backend, Device
+from pyggml_spec.ggml.device import Backend, Device, pick_device
 from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.kernels import levels
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.ggml.step_io import ReplayCounters, StepFields
+from pyggml_spec.models.base import KVShape
 from pyggml_spec.models.placement import ExpertOptions
 
 session = loaded(pair=True, n_ctx=4096)
@@ -522,7 +524,7 @@ NOWHERE = -float(1 << 30)
 KINDS = {
     "positions": ("int32_t *", np.int32), "kv_rows": ("int64_t *", np.int64), "q_last": ("float *", np.float32), "q_first": ("float *", np.float32),
     "sliding_rows": ("int64_t *", np.int64), "sliding_near": ("float *", np.float32), "on": ("float *", np.float32), "last": ("int32_t *", np.int32),
-    "out_row": ("int32_t *", np.int32),
+    "out_row": ("int32_t *", np.int32), "context_ring": ("int64_t *", np.int64),
 }  # fmt: skip
 
 
@@ -547,6 +549,7 @@ def test_every_row_is_where_it_belongs(seed):
     width, count, ring = int(rng.integers(1, 17)), int(rng.integers(1, 5)), int(rng.integers(20, 40))
     live, trash, window, history, near = 64, int(rng.integers(1, 17)), int(rng.integers(1, ring)), 3, int(rng.integers(1, ring + 1))
     sizes = {"width": width, "count": count, "live": live, "ring": ring, "trash": trash, "window": window, "near": near, "history": history}
+    sizes["draft_ring"] = ring + 5
     committed = [int(rng.integers(0, live)) for _ in range(count)]
     real = [int(rng.integers(0, min(width, live - n) + 1)) for n in committed]
     got = _filled(sizes, committed, real)
@@ -556,7 +559,11 @@ def test_every_row_is_where_it_belongs(seed):
         positions = n + np.arange(width) if real[at] else np.zeros(width)
         assert np.array_equal(got["positions"][part], positions) and np.array_equal(got["q_last"][part], positions)
         assert np.array_equal(got["q_first"][part], positions - window + 1) and np.array_equal(got["on"][part], counts)
-        for name, rows, where in (("kv_rows", live, positions), ("sliding_rows", ring, positions % ring)):
+        for name, rows, where in (
+            ("kv_rows", live, positions),
+            ("sliding_rows", ring, positions % ring),
+            ("context_ring", ring + 5, positions % (ring + 5)),
+        ):
             written = got[name][part] - at * (rows + trash)
             assert np.array_equal(written[counts], where[counts])
             assert ((written[~counts] >= rows) & (written[~counts] < rows + trash)).all()
@@ -573,9 +580,9 @@ def test_every_row_is_where_it_belongs(seed):
 def test_rows_past_the_last_live_one_are_trash():
     """A block may be wider than the room that is left: its last rows are never accepted."""
     sizes = {"width": 8, "count": 1, "live": 256, "ring": 0, "trash": 16, "window": 0, "near": 0, "history": 3}
-    got = _filled(sizes, [253], [8], ("q_first", "sliding_rows", "sliding_near"))
+    got = _filled(sizes, [253], [8], ("q_first", "sliding_rows", "sliding_near", "context_ring"))
     assert got["kv_rows"].tolist() == [253, 254, 255, 256, 257, 258, 259, 260] and got["positions"].tolist() == list(range(253, 261))
-    found = _filled(sizes, [253], [8], ("q_first", "sliding_rows", "sliding_near", "on", "last", "out_row"))
+    found = _filled(sizes, [253], [8], ("q_first", "sliding_rows", "sliding_near", "context_ring", "on", "last", "out_row"))
     assert found.keys() == {"positions", "kv_rows", "q_last"}
 
 
@@ -607,3 +614,29 @@ def test_every_row_of_a_block_sees_a_position_with_every_drafter(window):
     )
     first, last = host.get(f"draft_first_{window}", np.zeros(12)), host["draft_last"]
     assert (last >= np.maximum(first, 0)).all() and last[4:8].tolist() == [32, 32, 32, 32]
+
+
+def test_every_row_of_a_block_sees_a_row_of_the_ring_with_every_drafter():
+    with (
+        closing(Backend(pick_device("CPU"), 1)) as backend,
+        closing(KVCache(backend, [KVShape(1, 32, sliding=True)], 1024, 16, 12, 16)) as kv,
+    ):
+        hp, width, committed = SimpleNamespace(mask_token=9, window=(12,), causal=(False,)), 4, [700, 300, 0, 255]
+        slots = [SimpleNamespace(cursor=SimpleNamespace(committed=n, last_token=5)) for n in committed]
+        host = {
+            name: np.zeros(16, kind) for name, kind in (("block", np.int32), ("draft_last", np.float32), ("draft_first_12", np.float32))
+        }
+        host |= {name: np.zeros(16, np.int64) for name in ("draft_rows", "draft_sliding_rows")}
+        host |= {"draft_near": np.zeros(4 * kv.ring, np.float32), "positions": np.concatenate([n + np.arange(4) for n in committed])}
+        drafter, key = (
+            SimpleNamespace(hp=hp, by_position=False, block_rows=lambda rows: rows),
+            GraphKey("fused", width, 1024, SlotRange(0, 4)),
+        )
+        BlockDrafting(drafter, None, kv, False).fill(host, key, {1: Draft(3), 0: Verify([1, 2, 3]), 3: Draft(4)}, slots)
+        held = 0.5 - host["draft_near"].reshape(4, -1)  # the position of each row
+        for at, row in np.ndindex(4, width):
+            first, last = (host[name].reshape(4, -1)[at, row] for name in ("draft_first_12", "draft_last"))
+            seen = np.flatnonzero((held[at] >= first) & (held[at] <= last))
+            assert sorted(held[at][seen]) == list(range(int(max(first, 0)), int(last) + 1)) and (seen == held[at][seen] % kv.ring).all()
+        written = host["draft_sliding_rows"].reshape(4, -1) - (np.arange(4) * (kv.ring + 16))[:, None]
+        assert written[1].tolist() == [44, 45, 46, 256] and written[3].tolist() == [255, 0, 1, 2] and (written[[0, 2]] >= kv.ring).all()
