@@ -7,6 +7,7 @@ import pytest
 from drafters.parity import WRITE
 from random_gguf.archs import WRITERS
 from random_gguf.model import Shape, write_dflash
+from random_gguf.mtp import write_mtp_target
 
 import pyggml_spec as ps
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
@@ -23,13 +24,17 @@ def tokens(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, count).tolist()
 
 
-@pytest.fixture(
-    scope="module", params=[("dflash", "qwen35"), ("dflash", "laguna"), ("dflash2", "qwen35"), ("dspark", "qwen35")], ids="-".join
-)
+PAIRS = [("dflash", "qwen35"), ("dflash", "laguna"), ("dflash2", "qwen35"), ("dspark", "qwen35"), ("dflash", "mtp")]
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
 def session(request, tmp_path_factory):
+    """ "mtp": the target's own layer is a second drafter."""
     folder, (method, arch), shape = tmp_path_factory.mktemp("pair"), request.param, Shape(window=WINDOW)
-    files = WRITERS[arch](folder / "t.gguf", shape), (write_dflash if method == "dflash" else WRITE[method])(folder / "d.gguf", shape)
-    with ps.load(*files, device="CPU", threads=1, n_ctx=256, draft_width=WIDTH) as session:
+    own, write = arch == "mtp", write_dflash if method == "dflash" else WRITE[method]
+    target = (write_mtp_target if own else WRITERS[arch])(folder / "t.gguf", shape)
+    drafts = [write(folder / "d.gguf", shape), *([target] if own else [])]
+    with ps.load(target, drafts, device="CPU", threads=1, n_ctx=256, draft_width=WIDTH) as session:
         yield session
 
 
@@ -56,12 +61,12 @@ def all_rows(monkeypatch):
 
 
 def drafted(engine, prompt, blocks):
-    """Tokens of each block, and the sums of its hidden rows; some drafts are accepted, right or not."""
-    out = []
+    """Tokens of each block, and the sums of its hidden rows; drafters take turns, and some drafts are accepted, right or not."""
+    out, methods = [], [member.method for member in engine.resources.members]
     engine.reset()
     engine.prefill(prompt)
     for i in range(blocks):
-        result, accepted = engine.fused_step(), LENGTHS[i % len(LENGTHS)]
+        result, accepted = engine.fused_step(drafter=methods[i // 3 % len(methods)]), LENGTHS[i % len(LENGTHS)]
         out.append((result.tokens.tolist(), engine.graphs.last.host["draft_sum"].tolist()))
         engine.accept(accepted + 1, int(result.ids[accepted]))
     return out
@@ -80,7 +85,7 @@ def test_drafts_are_those_of_all_rows(session, all_rows):
         linear = drafted(engine, tokens(2, 3 * RING - 20), 25)
         assert engine.cursor.committed > 3 * RING
     assert [block for block, _ in linear] == [block for block, _ in far]
-    np.testing.assert_allclose([sums for _, sums in linear], [sums for _, sums in far], rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(*(np.concatenate([sums for _, sums in blocks]) for blocks in (linear, far)), rtol=1e-2, atol=1e-2)
 
 
 SCRIPTS = (

@@ -177,10 +177,10 @@ def test_slots_and_snapshots(tmp_path, name):
 
 def test_rings_and_prefixes_on_devices(tmp_path):
     ids, seen = np.random.default_rng(5).integers(0, 256, 900).tolist(), []
-    target, draft = write_pair(tmp_path, "laguna")
+    target, draft = write_pair(tmp_path, "laguna", Shape(window=12))
     for cuts in ((), (1,), (2,)):
         with loaded(target, draft, cuts, n_ctx=1024, chunk=64, draft_width=4) as session:
-            assert session.runner.kv.ring and (not cuts or len(session.runner.kv.mask_bases) == 2)
+            assert session.runner.kv.ring and session.runner.draft_kv.ring and (not cuts or len(session.runner.kv.mask_bases) == 2)
             seen.append(trace(session, (1, 4)) + list(session.runner.logits(ids)[-3:]))
     assert all(equal(seen[0], other) for other in seen[1:])
     # The second prompt continues after a state that is kept on every device, the third session after files of the second.

@@ -59,6 +59,7 @@ def test_random_pairs_of_every_kind_of_buffer(tmp_path, quant):
     shape = Shape(window=12)
     target, draft = write_qwen35(tmp_path / "t.gguf", shape, quant, mixed=quant == "Q4_K"), write_dflash(tmp_path / "d.gguf", shape, quant)
     _assert_exact(target, draft, n_ctx=700)
+    _assert_exact(target, draft, n_ctx=1500)  # with a ring for the drafter's windows
     _assert_exact(target, None, n_ctx=4096)
 
 
@@ -250,7 +251,7 @@ def test_the_check_as_a_command(capsys, monkeypatch):
     assert code == 3
 
 
-@pytest.mark.parametrize("slots, n_ctx", [(2, 300), (5, 700)])
+@pytest.mark.parametrize("slots, n_ctx", [(2, 300), (5, 700), (3, 1000)])
 def test_slots(tmp_path, slots, n_ctx):
     """What Session.concurrent takes on top, to the byte; compute buffers as far as they are reserved at its start."""
     shape = Shape(window=12, n_ctx=1024)
@@ -300,17 +301,20 @@ def test_wide_chunks_never_cost_the_room_to_run_at_all(pair, a_gpu, monkeypatch)
             assert engine.runner.options.chunk == 512
 
 
-def test_memory_of_a_slot_is_what_the_page_says(tmp_path):
+@pytest.mark.parametrize("window", [0, 600])
+def test_memory_of_a_slot_is_what_the_page_says(tmp_path, window):
     """The formula of docs/slots.md, by which a machine is planned; allocation rounds every tensor up by less than 100 bytes."""
-    n_ctx, width, slots, d = 700, 8, 4, Shape(n_layer=8)
+    n_ctx, width, slots, d = 1500, 8, 4, Shape(n_layer=8, window=window)
     pair = write_qwen35(tmp_path / "t.gguf", d), write_dflash(tmp_path / "d.gguf", d)
     planned = plan(*pair, device="CPU", n_ctx=n_ctx, draft_width=width, slots=slots).slots_memory
-    rows, near = 768 + 16, 4 * (768 + 16)
+    rows, near, ring = 1536 + 16, 4 * (1536 + 16), 1280 + 16  # of a window of 600 and chunks of 512
     row = 4 * d.n_embd * len(d.target_layers)
     waiting = row * (slots * (max(64, min(2048, (16 << 20) // (row * slots))) + width) + 1)  # rows that a drafter which rests will read
-    layers_of = {"kv": (d.n_layer // d.every, d.n_head_kv, 0), "draft_kv": (d.draft_layers, d.draft_heads_kv, waiting)}
-    for name, (layers, heads, more) in layers_of.items():
-        assert 0 <= planned[name] - more - near - slots * layers * rows * 2 * 2 * d.head_size * heads < 100 * (2 * layers + 1)
+    ringed = d.draft_layers - 1 if window else 0
+    layers_of = {"kv": (d.n_layer // d.every, 0, d.n_head_kv, 0), "draft_kv": (d.draft_layers - ringed, ringed, d.draft_heads_kv, waiting)}
+    for name, (full, sliding, heads, more) in layers_of.items():
+        values = slots * (full * rows + sliding * ring) * 2 * d.head_size * heads
+        assert 0 <= planned[name] - more - near - 2 * values < 100 * (2 * (full + sliding) + 1)
     s, conv, delta_layers = d.delta_head, 4, d.n_layer - d.n_layer // d.every
     channels = s * (2 * d.delta_k + d.delta_v)
     row = channels + s * d.delta_v + 2 * d.delta_v  # the projection is fused: q, k and v, z, beta, alpha
