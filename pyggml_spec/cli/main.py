@@ -29,12 +29,22 @@ LLAMA_CPP = {  # llama.cpp's tools, and names used by other programs
 }  # fmt: skip
 
 
-# what commands that load models import while a child process tries llama.cpp's libraries (ggml/probe.py), on the first start with them
+# what commands that load models import while a GPU starts, and on the first start with llama.cpp's libraries a child process tries those
 MEANWHILE = {
     "run": ("numpy",),
     "chat": ("numpy",),
     "serve": ("numpy", "uvicorn", "starlette.applications", "msgspec", "prometheus_client", "httptools"),
 }
+
+
+def _begin(args: list[str]) -> None:
+    from ..ggml import gpu_start, probe
+
+    gpu_start.begin(args[1:], probe.libraries())
+    probe.begin()
+    for name in MEANWHILE[args[0]]:
+        with suppress(ImportError):  # a package for `serve` that is not installed: the command says so
+            import_module(name)
 
 
 class Commands(click.Group):
@@ -73,13 +83,6 @@ class Commands(click.Group):
     def get_command(self, ctx, name):
         if name not in self.names:
             return None
-        if name in MEANWHILE:
-            from ..ggml import probe
-
-            probe.begin()
-            for other in MEANWHILE[name]:
-                with suppress(ImportError):  # a package for `serve` that is not installed: the command says so
-                    import_module(other)
         module = __import__(f"pyggml_spec.cli.{name}", fromlist=["command"])
         return module.command
 
@@ -93,6 +96,8 @@ class Commands(click.Group):
         elif name not in self.names:
             hint = f"; use `pyspec {LLAMA_CPP[name]}`" if name in LLAMA_CPP else meant(name, self.names) or "; `pyspec --help` lists them"
             raise click.UsageError(f"there is no command {name!r}{hint}", ctx)
+        if args[0] in MEANWHILE:
+            _begin(args)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx):
