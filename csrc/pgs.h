@@ -69,6 +69,9 @@ int                   pgs_graph_held(const pgs_graph * graph);       // by how m
 uint64_t              pgs_graph_hash(const pgs_graph * graph);
 uint64_t              pgs_graph_uid(pgs_graph * graph);  // what ggml-cuda recognises it by; 0 before it is planned
 size_t                pgs_graph_traffic(const pgs_graph * graph);
+// Bytes of compute buffer of the graph whose K/V bucket lies `part` of `whole` above that of `low`, on the way to that of `high`, neither of them planned;
+// 0 where the two differ in more than shapes that grow evenly.
+size_t                pgs_graph_measure_between(pgs_graph * low, pgs_graph * high, int64_t part, int64_t whole);
 void                  pgs_graph_memory(const pgs_graph * graph, uintptr_t * begin, uintptr_t * end);
 
 // Cuts the graph after its last node: there the host fetches the inputs of the experts of `layer` (`fetch`), or returns their results.

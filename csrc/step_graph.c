@@ -420,6 +420,130 @@ bool pgs_graph_stale(const pgs_graph * graph) {
     return !graph->planned || graph->generation != graph->allocator->generation;
 }
 
+// ---- what a graph needs whose K/V bucket lies between those of two others
+
+typedef struct shape {
+    int64_t ne[GGML_MAX_DIMS];
+    size_t  nb[GGML_MAX_DIMS], view_offs;
+} shape;
+
+// Nodes and leafs of a graph, and the number of each by its address.
+typedef struct members {
+    int                   n, places;
+    struct ggml_tensor ** all;
+    int *                 numbers;  // from 1, 0 where there is none
+} members;
+
+static int * place_of(const members * m, const struct ggml_tensor * t) {
+    size_t at = ((uintptr_t) t >> 4) * 0x9E3779B97F4A7C15ull >> 20;
+    for (;; at++) {
+        int * number = &m->numbers[at & (size_t) (m->places - 1)];
+        if (*number == 0 || m->all[*number - 1] == t) {
+            return number;
+        }
+    }
+}
+
+static bool members_of(pgs_graph * graph, members * m) {
+    const graph_fields * fields = known_fields(graph);
+    *m                          = (members) { .places = 64 };
+    if (fields == NULL) {
+        return false;
+    }
+    m->n = fields->n_nodes + fields->n_leafs;
+    while (m->places < 2 * m->n) {
+        m->places *= 2;
+    }
+    m->all     = malloc(sizeof(*m->all) * (size_t) m->n);
+    m->numbers = calloc((size_t) m->places, sizeof(*m->numbers));
+    for (int i = 0; m->all != NULL && m->numbers != NULL && i < m->n; i++) {
+        m->all[i]               = i < fields->n_nodes ? fields->nodes[i] : fields->leafs[i - fields->n_nodes];
+        *place_of(m, m->all[i]) = i + 1;
+    }
+    return m->all != NULL && m->numbers != NULL;
+}
+
+static bool same_place(const members * a, const struct ggml_tensor * x, const members * b, const struct ggml_tensor * y) {
+    if (x == NULL || y == NULL || x == y) {
+        return x == y;
+    }
+    const int number = *place_of(a, x);
+    return number != 0 && number == *place_of(b, y);
+}
+
+static bool between(int64_t low, int64_t high, int64_t part, int64_t whole, int64_t * out) {
+    *out = low + (high - low) / whole * part;
+    return (high - low) % whole == 0;
+}
+
+// The shape of a tensor of the graph between; false if it does not follow from the two.
+static bool shape_between(const struct ggml_tensor * low, const struct ggml_tensor * high, int64_t part, int64_t whole, shape * out) {
+    int64_t value;
+    for (int d = 0; d < GGML_MAX_DIMS; d++) {
+        if (!between(low->ne[d], high->ne[d], part, whole, &out->ne[d]) || !between((int64_t) low->nb[d], (int64_t) high->nb[d], part, whole, &value)) {
+            return false;
+        }
+        out->nb[d] = (size_t) value;
+    }
+    const bool found = between((int64_t) low->view_offs, (int64_t) high->view_offs, part, whole, &value);
+    out->view_offs   = (size_t) value;
+    return found;
+}
+
+static bool alike(const members * a, const members * b, int i) {
+    const struct ggml_tensor * x = a->all[i], * y = b->all[i];
+    bool same = x->op == y->op && x->type == y->type && x->flags == y->flags && (x->data == NULL) == (y->data == NULL) &&
+                same_place(a, x->view_src, b, y->view_src) && ggml_is_contiguous(x) == ggml_is_contiguous(y);
+    for (int j = 0; same && j < GGML_MAX_SRC; j++) {
+        same = same_place(a, x->src[j], b, y->src[j]);
+    }
+    return same;
+}
+
+static void set_shape(struct ggml_tensor * t, const shape * s) {
+    memcpy(t->ne, s->ne, sizeof(t->ne));
+    memcpy(t->nb, s->nb, sizeof(t->nb));
+    t->view_offs = s->view_offs;
+}
+
+size_t pgs_graph_measure_between(pgs_graph * low, pgs_graph * high, int64_t part, int64_t whole) {
+    members a, b;
+    size_t  need  = 0;
+    bool    known = !low->planned && !high->planned && members_of(low, &a);
+    if (!known) {
+        a = (members) { 0 };
+    }
+    b             = (members) { 0 };
+    known         = known && members_of(high, &b) && a.n == b.n && ggml_graph_n_nodes(low->gf) == ggml_graph_n_nodes(high->gf);
+    shape * own   = known ? malloc(sizeof(*own) * 2 * (size_t) a.n) : NULL;  // then those of the graph between
+    known         = own != NULL;
+    for (int i = 0; known && i < a.n; i++) {
+        known = alike(&a, &b, i) && shape_between(a.all[i], b.all[i], 0, 1, &own[i]) && shape_between(a.all[i], b.all[i], part, whole, &own[a.n + i]);
+    }
+    if (known) {
+        bool contiguous = true;  // as the two are
+        for (int i = 0; i < a.n; i++) {
+            const bool before = ggml_is_contiguous(a.all[i]);
+            set_shape(a.all[i], &own[a.n + i]);
+            contiguous = contiguous && ggml_is_contiguous(a.all[i]) == before;
+        }
+        if (contiguous) {
+            ggml_gallocr_t sizing = ggml_gallocr_new(ggml_backend_get_default_buffer_type(low->allocator->backend));
+            ggml_gallocr_reserve_n_size(sizing, low->gf, NULL, NULL, &need);
+            ggml_gallocr_free(sizing);
+        }
+        for (int i = 0; i < a.n; i++) {
+            set_shape(a.all[i], &own[i]);
+        }
+    }
+    free(own);
+    free(a.all);
+    free(a.numbers);
+    free(b.all);
+    free(b.numbers);
+    return need;
+}
+
 static int add_cut(pgs_graph * graph, graph_cut cut, char * err) {
     // before its first node a graph cannot say how it is laid out: the next cut queries it
     if (ggml_graph_n_nodes(graph->gf) > 0 && known_fields(graph) == NULL) {

@@ -177,6 +177,7 @@ def _serve_one(target, draft, options, settings, slots, alias, tags, max_tokens,
     from ..server.pictures import PictureOptions
     from ..server.sampling import Limits
     from ..server.served import NAMED, ServeOptions
+    from ..text.renderer import RENDERER
 
     check_synthetic(more["synthetic"], more["rates"])
     wanted = take_sampling(more)
@@ -191,6 +192,7 @@ def _serve_one(target, draft, options, settings, slots, alias, tags, max_tokens,
             return _serve_embeddings(
                 target, options, "rank" if ranks else pooling, ServeOptions(_names(alias), _names(tags), page=False), settings, link
             )
+        RENDERER.start()  # it is ready by the time the model is
         if link is not None:
             options = _planned(link, target, draft, options, slots)
         with progress_line() as progress:

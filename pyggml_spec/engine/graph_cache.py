@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..cache.kv import KV_BUCKET
 from ..cache.slots import NOTHING, SlotRange
 from ..checks import whole
 from ..errors import EngineError
@@ -264,13 +265,13 @@ class GraphCache:
         kept: dict[GraphKey, Step] = {}
         sizes: dict[GraphKey, list[int]] = {}  # of each part, in bytes
         try:
-            for shape in shapes:
-                step = kept[shape] = self._make(shape)
-                sizes[shape] = [part.measure() for part in step.graph.parts]
-                if self.slots > 1 or shape.kv_bucket != live:
-                    kept.pop(shape).graph.close()
+            for alike in self._by_bucket(shapes):
+                self.measure(alike, kept, sizes)
+                for shape in alike:
+                    if shape in kept and (self.slots > 1 or shape.kv_bucket != live):
+                        kept.pop(shape).graph.close()
             count = len(next(iter(sizes.values())))
-            for largest in dict.fromkeys(max(sizes, key=lambda shape: sizes[shape][i]) for i in range(count)):
+            for largest in dict.fromkeys(max(sizes, key=lambda shape: (sizes[shape][i], shape in kept)) for i in range(count)):
                 self._keep(largest, kept.pop(largest) if largest in kept else self._make(largest))
             for shape in list(kept):
                 self._keep(shape, kept.pop(shape))
@@ -279,6 +280,33 @@ class GraphCache:
             for step in kept.values():
                 step.graph.close()
         return True
+
+    @staticmethod
+    def _by_bucket(shapes: list[GraphKey]) -> list[list[GraphKey]]:
+        """Those that differ in the bucket alone, ascending."""
+        found: dict[GraphKey, list[GraphKey]] = {}
+        for shape in sorted(shapes, key=lambda shape: shape.kv_bucket):
+            found.setdefault(shape.at(0), []).append(shape)
+        return list(found.values())
+
+    def measure(self, shapes: list[GraphKey], kept: dict[GraphKey, Step], sizes: dict[GraphKey, list[int]]) -> None:
+        """Measures graphs that differ in the bucket alone; ``kept``: those that were built. Building takes most of the time, and shapes that grow evenly from the
+        first bucket to the last one tell what the graphs between would need: one of them is built as well, and has to agree."""
+        low, high, middle = shapes[0], shapes[-1], shapes[len(shapes) // 2]
+
+        def built(shape: GraphKey) -> list[int]:
+            kept[shape] = self._make(shape)
+            return [part.measure() for part in kept[shape].graph.parts]
+
+        def between(shape: GraphKey) -> int:
+            above, most = shape.kv_bucket - low.kv_bucket, high.kv_bucket - low.kv_bucket
+            return kept[low].graph.measure_between(kept[high].graph, above // KV_BUCKET, most // KV_BUCKET)
+
+        sizes |= {shape: built(shape) for shape in dict.fromkeys((low, high, middle))}
+        even = len(shapes) > 3 and sizes[middle] == [between(middle)]
+        for shape in shapes:
+            if shape not in sizes:
+                sizes[shape] = [found] if even and (found := between(shape)) else built(shape)
 
     def _make(self, key: GraphKey) -> Step:
         least = 0 if key.kind == "commit" else 1

@@ -720,6 +720,11 @@ class Graph:
         lib.ggml_gallocr_free(galloc)
         return sizes[0]
 
+    def measure_between(self, high: "Graph", part: int, whole: int) -> int:
+        """``measure`` of the graph whose K/V bucket lies ``part`` of ``whole`` above this one's, on the way to that of ``high``, neither of them planned;
+        0 where the two differ in more than shapes that grow evenly."""
+        return lib.pgs_graph_measure_between(self.handle, high.handle, part, whole)
+
     @property
     def stale(self) -> bool:
         """Whether the role's buffer has moved since this graph was planned."""

@@ -13,7 +13,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
-import gguf
 import msgspec
 from msgspec import Struct
 
@@ -314,6 +313,8 @@ def _about(path: Path, modified: int) -> dict[str, Any]:
 
 
 def _details(metadata: Mapping[str, Any], count: int) -> dict[str, Any]:
+    import gguf  # a tenth of what `serve` imports, for this name
+
     family = str(metadata.get("general.architecture", ""))
     try:
         quantisation = gguf.LlamaFileType(metadata["general.file_type"]).name.removeprefix("MOSTLY_")

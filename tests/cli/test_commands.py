@@ -40,6 +40,9 @@ def test_commands_help_versions_and_escapes(tmp_path):
     # It is what a user with a wrong llama-cpp-python sees first.
     code = "import sys; from pyggml_spec.cli.main import cli; cli.main(['--help'], standalone_mode=False); sys.exit('llama_cpp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    # These took a tenth of what a server imports, for the name of a file's type.
+    code = "import sys, pyggml_spec.cli.serve, pyggml_spec.server.start; sys.exit(bool({'gguf', 'yaml', 'jinja2', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
     # It began with the stretching of positions.
     assert [params.opts[0] for params in grouped(run.command.params)["Options"]][:3] == ["-p", "-f", "-n"]
     modules = [__import__(f"pyggml_spec.cli.{command}", fromlist=["command"]) for command in ("run", "chat", "bench", "serve")]

@@ -20,7 +20,7 @@ from pyggml_spec.cache.kv import KVCache
 from pyggml_spec.cache.slots import SlotRange
 from pyggml_spec.engine.batch import Batch, Draft, GraphKey, Verify
 from pyggml_spec.engine.drafting import BlockDrafting
-from pyggml_spec.engine.graph_cache import BY_CALLS, Step
+from pyggml_spec.engine.graph_cache import BY_CALLS, GraphCache, Step
 from pyggml_spec.engine.options import EngineOptions, candidate_widths, check_masks, fine_width, prefill_widths
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ContextError, DeviceError, EngineError
@@ -139,6 +139,26 @@ def test_a_span_boundary_adds_exactly_one_graph(session):
     for _ in range(40):
         engine.accept(1, int(engine.fused_step().ids[0]))
     assert _total(engine, "graphs_built") - built <= 1 and engine.graphs.key("fused", 16, 512) in engine.graphs.steps()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch, few", [("qwen35", True), ("llama", True), ("glm-dsa", True), ("gemma4", False), ("gpt-oss", False)])
+def test_what_graphs_between_two_buckets_need_is_told_by_these(tmp_path, monkeypatch, arch, few):
+    """Building all of them was a second of what the first token of 64 layers waited for. A ring of rows ends to grow: there they are built."""
+    target, draft = TARGETS[arch](tmp_path / "t.gguf", Shape(n_ff=128)), write_dflash(tmp_path / "d.gguf", Shape(draft_ff=128))
+    told, built, measure = [], [], GraphCache.measure
+
+    def measures(self, shapes, kept, sizes):
+        measure(self, shapes, kept, sizes)
+        for shape in shapes:
+            step = self._make(shape)
+            assert sizes[shape] == [part.measure() for part in step.graph.parts], shape
+            step.graph.close()
+            (built if shape in kept else told).append(shape)
+
+    monkeypatch.setattr(GraphCache, "measure", measures)
+    with ps.load(target, draft, device="CPU", threads=1, n_ctx=4096, spec=["draft-dflash"]):
+        assert (len(told) > len(built)) == few and built
 
 
 @pytest.mark.slow

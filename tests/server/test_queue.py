@@ -129,8 +129,8 @@ def test_a_slow_reader_does_not_delay_others(queue_server):
 
 
 def test_the_configuration_counts_the_rows_of_all_slots(queue_server):
-    planned = plan(device="CPU", largest=False)
-    rows = size(2 * (planned.memory["kv"] + planned.memory["draft_kv"]))
+    planned = plan(device="CPU", slots=2, largest=False).slots_memory
+    rows = size(planned["kv"] + planned["draft_kv"])
     (line,) = (line for line in queue_server.lines if line.startswith("configuration: "))
     assert "for each of 2 slots" in line and f"K/V {rows} " in line
 

@@ -22,9 +22,11 @@ from server.running import Running, posted, wait_for
 from workers import Worker, need_library
 
 from pyggml_spec.cli.main import main
+from pyggml_spec.errors import PyspecError
 from pyggml_spec.server import protocol
 from pyggml_spec.server.access import Keys
 from pyggml_spec.server.errors import ApiError
+from pyggml_spec.text.renderer import RENDERER
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +51,7 @@ def test_what_is_missing_is_one_sentence(tmp_path, server):
 ])  # fmt: skip
 def test_what_cannot_be_served_is_said_before_a_model_is_loaded(capsys, monkeypatch, options, words):
     """A key without its certificate ended in a traceback, a wrong one in "the output cannot be written", behind minutes of loading."""
-    monkeypatch.setattr("pyggml_spec.api.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("pyggml_spec.api.load_to_serve", lambda *a, **k: pytest.fail("a model was loaded"))
     with pytest.raises(SystemExit) as end:
         main(["serve", "--port", "0", *options])
     assert end.value.code in (1, 2) and words in capsys.readouterr().err
@@ -76,7 +78,7 @@ def test_what_comes_through_a_pipe_is_read_once(monkeypatch):
     session = load.return_value
     session.slots_context.return_value = session.runner.options.n_ctx = 512
     session.configuration.return_value = make_dataclass("Used", ["n_ctx", "memory"])(512, {})
-    monkeypatch.setattr("pyggml_spec.api.load", load)
+    monkeypatch.setattr("pyggml_spec.api.load_to_serve", load)
     monkeypatch.setattr("pyggml_spec.sampling.recommended.recommended", lambda _: ({}, []))
     monkeypatch.setattr("pyggml_spec.cli.serve.configuration_line", lambda *_: "")
     monkeypatch.setattr("pyggml_spec.server.start.serve", serve)
@@ -87,6 +89,21 @@ def test_what_comes_through_a_pipe_is_read_once(monkeypatch):
     assert [os.read(there, 20) for there in ends] == [b"", b"certificate", b"key"]
     for there in ends:
         os.close(there)
+
+
+def test_what_renders_templates_starts_before_the_model_is_loaded(monkeypatch):
+    """Its quarter of a second came after the model's."""
+    order = []
+
+    def load(*_):
+        order.append("model")
+        raise PyspecError("that is enough")
+
+    monkeypatch.setattr(RENDERER, "start", lambda: order.append("templates"))
+    monkeypatch.setattr("pyggml_spec.api.load_to_serve", load)
+    with pytest.raises(SystemExit):
+        main(["serve", "--port", "0", "--device", "CPU"])
+    assert order == ["templates", "model"]
 
 
 def test_a_key_has_the_same_name_whatever_others_there_are(tmp_path):
@@ -106,7 +123,7 @@ def test_a_key_has_the_same_name_whatever_others_there_are(tmp_path):
 
 def test_an_encrypted_key_needs_a_terminal(capsys, monkeypatch):
     """OpenSSL asked the terminal that a supervisor's process has not: "the output cannot be written: Invalid argument"."""
-    monkeypatch.setattr("pyggml_spec.api.load", lambda *a, **k: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("pyggml_spec.api.load_to_serve", lambda *a, **k: pytest.fail("a model was loaded"))
     monkeypatch.setattr("ssl.SSLContext.load_cert_chain", lambda self, certificate, key, password: password())
     with pytest.raises(SystemExit) as end:
         main(["serve", "--port", "0", "--ssl-cert-file", __file__])
