@@ -324,16 +324,19 @@ class KVCache:
 
     def ring_rows_for(self, first: int, count: int, real: int, out: np.ndarray) -> None:
         """As ``rows_for``, of the ring."""
-        np.remainder(self._iota[first % self.ring :][:count], self.ring, out=out)
-        out[real:] = self.ring + self._iota[: count - real] % self.trash
+        begin = first % self.ring
+        np.remainder(self._iota[begin : begin + count], self.ring, out=out)
+        if real < count:
+            out[real:] = self.ring + self._iota[: count - real] % self.trash
 
     def positions_of_ring(self, n: int, out: np.ndarray) -> None:
         """Writes the mask base of the ring's first rows with ``n`` tokens, at least one, into F32 ``out``."""
         turn = (n - 1) // self.ring * self.ring
-        begun, bases = n - turn, self._bases[: out.size]
-        np.subtract(bases[:begun], turn, out=out[:begun])
-        np.subtract(bases[begun:], turn - self.ring, out=out[begun:])
-        if not turn:
+        begun, count = n - turn, out.size
+        np.subtract(self._bases[: min(begun, count)], turn, out=out[:begun])
+        if turn:
+            np.subtract(self._bases[begun:count], turn - self.ring, out=out[begun:])
+        else:
             out[begun:] = NOWHERE
 
     @property
