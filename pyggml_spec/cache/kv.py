@@ -322,6 +322,11 @@ class KVCache:
         if visible < count:
             out[visible:] = self.live + self._iota[: count - visible] % self.trash
 
+    def in_rings(self, rows: np.ndarray) -> np.ndarray:
+        """The rows of rings for rows of ``rows_for``, of several slots one after the other."""
+        slot, row = np.divmod(rows, self.live + self.trash)
+        return slot * (self.ring + self.trash) + np.where(row < self.live, row % max(self.ring, 1), row - self.live + self.ring)
+
     def ring_rows_for(self, first: int, count: int, real: int, out: np.ndarray) -> None:
         """As ``rows_for``, of the ring."""
         begin = first % self.ring

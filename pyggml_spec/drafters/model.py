@@ -5,8 +5,6 @@ After a step in which all drafts were right the last one has no row yet: the nex
 off where it has its row) and the last token.
 """
 
-from dataclasses import replace
-
 from ..errors import PairError
 from ..ggml.graph import Graph
 from ..ggml.library import Tensor
@@ -63,7 +61,7 @@ class ModelDrafter(Drafter):
         return self.model.fused_alike()
 
     def kv_shapes(self) -> list[KVShape]:
-        return [replace(shape, sliding=False) for shape in self.model.kv_shapes()]
+        return self.model.kv_shapes()
 
     def check_pair(self, target: Decoder) -> None:
         if self._pair is target.file:

@@ -93,10 +93,8 @@ class BlockDrafting:
         total, count = kv_rows.ne[0], key.slots.count
         last = {causal: f.input(name, "f32", 1, total) for causal, name in self._kinds.items()}
         first = {window: f.input(name, "f32", 1, total) for window, name in self._windows}
-        full = near = kv_rows, self.kv.mask_base, key.kv_bucket
-        if self.kv.ring:
-            ringed = min(key.kv_bucket, self.kv.ring)
-            near = f.input("draft_sliding_rows", "i64", total), f.input("draft_near", "f32", ringed, count), ringed
+        full = kv_rows, self.kv.mask_base, key.kv_bucket
+        near = ring_inputs(f, self.kv, key, total) if self.kv.ring else full
         layers = list(zip(self.drafter.hp.window, self.drafter.hp.causal, strict=True))
         seen = {}
         for window, causal in dict.fromkeys(layers):
@@ -297,6 +295,9 @@ class ModelDrafting(ChainDrafting):
         tokens = f.input("draft_tokens", "i32", 2 * count)
         positions, kv_rows = f.input("draft_positions", "i32", total), f.input("draft_rows", "i64", total)
         last, first = f.input("draft_last", "f32", 1, total), f.input("draft_first", "f32", 1, total) if drafter.window else None
+        near_rows, near, ringed = (
+            ring_inputs(f, self.kv, key, total) if drafter.window and self.kv.ring else (kv_rows, self.kv.mask_base, bucket)
+        )
         states: Sequence[RecurrentLayers | None] = [None] * key.drafts
         if self.states is not None:
             self.states.begin_replay(g, f, key.slots)
@@ -307,8 +308,8 @@ class ModelDrafting(ChainDrafting):
             mask = g.kv_mask(self.kv.mask_base, seen, None, bucket, count)
             sliding = None
             if first is not None:
-                near = g.kv_mask(self.kv.mask_base, seen, g.slice(first, 1, at, n), bucket, count)
-                sliding = AttentionInputs(of_rows, near, bucket)
+                near_mask = g.kv_mask(near, seen, g.slice(first, 1, at, n), ringed, count)
+                sliding = AttentionInputs(g.slice(near_rows, 0, at, n), near_mask, ringed)
             own = TargetInputs(of_rows, mask, bucket, drafter.own_tokens(g, tokens), g.slice(positions, 0, at, n), sliding, kv, states[i])
             hidden = drafter.hidden(g, own)
             if not i:
@@ -334,6 +335,8 @@ class ModelDrafting(ChainDrafting):
             tokens[:], last[at] = slots[slot].cursor.last_token if real else 0, first
             positions[first : first + 2], positions[2 * count + at :: count] = after[0], after[1:]
             rows[first : first + 2], rows[2 * count + at :: count] = (own[0], at * (self.kv.live + self.kv.trash) + self.kv.live), own[1:]
+            if "draft_near" in host:
+                self.kv.positions_of_ring(int(after[-1]) + 1, host["draft_near"].reshape(count, -1)[at])
             if real:
                 lacks[slot] = missing > 0
             if real and missing:
@@ -342,16 +345,27 @@ class ModelDrafting(ChainDrafting):
         host["draft_last"].reshape(-1)[:] = positions
         if "draft_first" in host:
             host["draft_first"].reshape(-1)[:] = positions - self.drafter.window + 1
+        if "draft_near" in host:
+            host["draft_sliding_rows"][:] = self.kv.in_rings(rows)
         if self.states is not None:
             self.states.fill_passes(host, key.slots, known, lacks, drafts)
 
 
-def fill_near(host: Host, window: int) -> None:
-    """What the sliding layers of a whole model read in prompts and catch-up graphs."""
-    if "near_last" in host:
+def ring_inputs(f: StepFields, kv: KVCache, key: GraphKey, total: int) -> tuple[Tensor, Tensor, int]:
+    """The rows of a ring that drafts are written to, the mask base of those that are read, and their number."""
+    ringed = min(key.kv_bucket, kv.ring)
+    return f.input("draft_sliding_rows", "i64", total), f.input("draft_near", "f32", ringed, key.slots.count), ringed
+
+
+def fill_near(host: Host, window: int, kv: KVCache | None, slots: int) -> None:
+    """What the sliding layers of a whole model read in prompts and catch-up graphs of so many slots. ``kv``: the drafter's caches."""
+    if "near_last" in host and kv is not None:
         rows = host["positions"][: host["near_last"].size]  # the first axis, where there are several
         host["near_last"].reshape(-1)[:] = rows
         host["near_first"].reshape(-1)[:] = rows - window + 1
+        if "context_near" in host:
+            for near, own in zip(host["context_near"].reshape(slots, -1), rows.reshape(slots, -1)):
+                kv.positions_of_ring(int(own[-1]) + 1, near)
 
 
 def fill_lagging(host: Host) -> None:

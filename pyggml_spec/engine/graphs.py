@@ -281,7 +281,7 @@ class GraphBuilder:
         assert self.drafter is not None
         g, (hidden, features, (rows, _, carry, tokens)) = self.g, done
         shifted, positions, chain = None, rows["positions"], self.resources.chain
-        by_layer = dict(zip(self.drafter.captures, features))
+        by_layer, ring = dict(zip(self.drafter.captures, features)), self._ring_rows(self._members(ready))
         if carry is not None and chain is not None:
             left = chain.carry(g, hidden, [by_layer[layer] for layer in chain.captures], self.target)
             joined = g.prepend_row(carry.before, left)
@@ -296,19 +296,23 @@ class GraphBuilder:
             read = [by_layer[layer] for layer in member.captures]
             seen: tuple = ()
             if member.whole_model:
-                seen = AttentionInputs(rows["kv_rows"], rows["mask"], rows["kv_bucket"]), self._near(member, rows), self._draft_states()
+                seen = (
+                    AttentionInputs(rows["kv_rows"], rows["mask"], rows["kv_bucket"]),
+                    self._near(member, rows, ring),
+                    self._draft_states(),
+                )
             elif member.rows_read_rows:
                 seen = (self._lagging(rows["kv_rows"]),)
             context = ContextInputs(tokens, read, shifted if member.chained else None, at, rows["kv_rows"], *seen)._replace(
-                pictures=rows.get("pictures"), sliding_rows=self._ring_rows(member)
+                pictures=rows.get("pictures"), sliding_rows=ring
             )
             member.context_rows(g, context, self._own_layers(member, draft_kv), self.target)
         if carry is not None and self.last_hidden is not None:
             g.kv_write_rows(self.last_hidden.table, g.reshape(kept, kept.ne[0], 1, kept.ne[1] * kept.ne[2]), carry.rows)
 
-    def _ring_rows(self, member: Drafter) -> Tensor | None:
-        """The rows of a drafter's rings that the step's rows are written to."""
-        ringed = self.draft_kv is not None and self.draft_kv.ring and any(shape.sliding for shape in member.kv_shapes())
+    def _ring_rows(self, members: tuple[Drafter, ...]) -> Tensor | None:
+        """The rows of these drafters' rings that the step's rows are written to."""
+        ringed = self.draft_kv is not None and self.draft_kv.ring and any(shape.sliding for one in members for shape in one.kv_shapes())
         return self.f.input("context_ring", "i64", self.key.total) if ringed else None
 
     def _lagging(self, kv_rows: Tensor) -> AttentionInputs:
@@ -330,14 +334,18 @@ class GraphBuilder:
             states.begin(self.g, self.key.slots, 0, 0, None, None)
         return states.chunk(self.g, self.f, self.key.slots, self.key.total)
 
-    def _near(self, member: Drafter, rows: dict) -> AttentionInputs | None:
-        """What the sliding layers of a whole model read."""
+    def _near(self, member: Drafter, rows: dict, ring: Tensor | None) -> AttentionInputs | None:
+        """What the sliding layers of a whole model read. ``ring``: the rows that they are written to, if not all are kept."""
         if not member.window:
             return None
         assert self.draft_kv is not None
         last, bucket = self.f.input("near_last", "f32", 1, self.key.total), rows["kv_bucket"]
         first = self.f.input("near_first", "f32", 1, self.key.total)
-        return AttentionInputs(rows["kv_rows"], self.g.kv_mask(self.draft_kv.mask_base, last, first, bucket, self.count), bucket)
+        kv_rows, near = rows["kv_rows"], self.draft_kv.mask_base
+        if ring is not None:
+            bucket = min(bucket, self.draft_kv.ring)
+            kv_rows, near = ring, self.f.input("context_near", "f32", bucket, self.count)
+        return AttentionInputs(kv_rows, self.g.kv_mask(near, last, first, bucket, self.count), bucket)
 
     def _emit(self, hidden: Tensor) -> dict:
         """Greedy ids of all rows, and sums that are not finite if anything in a row is not. On the CPU the host takes the argmax: ggml's own is one

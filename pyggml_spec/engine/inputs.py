@@ -20,7 +20,7 @@ class InputBuilder:
         self._kv, self._recurrent, self._hidden_states, self._last_hidden = r.kv, r.recurrent, r.hidden_states, r.last_hidden
         self._draft_state = r.draft_state
         self._window = max([member.window for member in r.members if member.whole_model], default=0)
-        self._draft_ring = r.draft_kv.ring if r.draft_kv is not None else 0
+        self._draft_kv = r.draft_kv
         self._by_axis, self._tables, self._synchronize = r.target.by_axis, r.pictures, r.synchronize
         self._committed, self._real = (ffi.new("int64_t[]", len(r.slots)) for _ in range(2))
 
@@ -50,7 +50,7 @@ class InputBuilder:
             self._recurrent.fill_take(host["take"], width, batch.slots, single=True)
         if "hidden_rows" in host:
             self._deferred(host, batch)
-        fill_near(host, self._window)
+        fill_near(host, self._window, self._draft_kv, batch.slots.count)
         if "draft_on" in host and self._draft_state is not None:
             self._draft_state.fill_rows(host, batch.slots, batch.rows)
         if batch.pictures:
@@ -147,7 +147,7 @@ class InputBuilder:
             "near": near.size // count if near is not None else 0,
             "history": self._recurrent.history_rows if self._recurrent is not None else 0,
             "chunked": self._target.chunked,
-            "draft_ring": self._draft_ring,
+            "draft_ring": self._draft_kv.ring if self._draft_kv is not None else 0,
         }
         names = ("positions", "kv_rows", "q_last", "q_first", "sliding_rows", "sliding_near", "context_ring", "on", "last", "out_row")
         return ffi.new("pgs_rows *", sizes | {name: step.fields.at[name] for name in names if name in step.fields.at})

@@ -546,18 +546,17 @@ class StateManager:
             host["positions"][own] = first + np.arange(width)
             r.draft_kv.rows_for(first, width, count, host["kv_rows"][own])
             host["kv_rows"][own] += i * (r.draft_kv.live + r.draft_kv.trash)
-            if "context_ring" in host:
-                r.draft_kv.ring_rows_for(first, width, count, host["context_ring"][own])
-                host["context_ring"][own] += i * (r.draft_kv.ring + r.draft_kv.trash)
             if "last_hidden" in host:
                 assert r.last_hidden is not None
                 host["last"][i] = own.start + max(count - 1, 0)
                 host["before"][i] = r.last_hidden.row(slot)
                 r.last_hidden.fill(slot, min(count, 1), host["last_hidden"][i : i + 1])
+        if "context_ring" in host:
+            host["context_ring"][:] = r.draft_kv.in_rings(host["kv_rows"])
         fill_lagging(host)
         if "q_last" in host:
             host["q_last"][:] = host["positions"]
-        fill_near(host, r.member(method).window)
+        fill_near(host, r.member(method).window, r.draft_kv, covered.count)
         states = r.draft_state if "draft_on" in host else None
         if states is not None:
             states.fill_replay(host, covered, {slot: self._known(slot) for slot in counts})

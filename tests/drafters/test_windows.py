@@ -24,7 +24,7 @@ def tokens(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, count).tolist()
 
 
-PAIRS = [("dflash", "qwen35"), ("dflash", "laguna"), ("dflash2", "qwen35"), ("dspark", "qwen35"), ("dflash", "mtp")]
+PAIRS = [("dflash", "qwen35"), ("dflash", "laguna"), ("dflash2", "qwen35"), ("dspark", "qwen35"), ("dflash", "mtp"), ("simple", "qwen35")]
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids="-".join)
@@ -33,7 +33,8 @@ def session(request, tmp_path_factory):
     folder, (method, arch), shape = tmp_path_factory.mktemp("pair"), request.param, Shape(window=WINDOW)
     own, write = arch == "mtp", write_dflash if method == "dflash" else WRITE[method]
     target = (write_mtp_target if own else WRITERS[arch])(folder / "t.gguf", shape)
-    drafts = [write(folder / "d.gguf", shape), *([target] if own else [])]
+    options = {"small": "gemma3"} if method == "simple" else {}
+    drafts = [write(folder / "d.gguf", shape, **options), *([target] if own else [])]
     with ps.load(target, drafts, device="CPU", threads=1, n_ctx=256, draft_width=WIDTH) as session:
         yield session
 
