@@ -2,7 +2,8 @@
 """Attention of few rows over a long K/V cache on a CUDA device: accuracy, and microseconds and bytes per second by type of cache.
 
     bench_attention.py check                                       error against float64, and bits against caches copied to f16
-    bench_attention.py steps -m TARGET [-md DRAFTER] [--depths 131072] [--rows 1,16]   milliseconds per step, and memory, by type of cache
+    bench_attention.py steps -m TARGET [-md DRAFTER] [--depths 131072] [--rows 1,16]   milliseconds per step, and memory, by type of cache;
+                       [--window 2048]                             of all layers of a DFlash drafter but the last, whatever its file says
     bench_attention.py time [--depths 1024,8192,32768,131072] [--rows 1,2,4,8,16,512] [--shapes 4B,8B,27B] [--out FILE.json]
 
 patches/0037 reads q8_0 and q4_0 as they lie, for up to 64 rows; GGML_CUDA_QUANTIZED_KV=0 copies them to f16 first. `time` replays a CUDA graph over 400 MB of caches per case.
@@ -23,6 +24,7 @@ import numpy as np
 from bench_small_batch import Leaves, compute, error, put, rows_of
 
 import pyggml_spec as ps
+from pyggml_spec.drafters.dflash import Hparams
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.library import ffi, lib
@@ -167,6 +169,8 @@ def measure(backend: Backend, name: str, shape: tuple[int, int, int], rows: int,
 def steps(args) -> list[dict]:
     """Steps of a pair behind a long context."""
     found = []
+    if args.window:
+        Hparams._windows = staticmethod(lambda file, arch, n_layer: (args.window,) * (n_layer - 1) + (0,))
     for depth in rows_of(args.depths):
         for kind in args.types.split(","):
             files, widths = [args.model, *([args.model_draft] if args.model_draft else [])], rows_of(args.rows)
@@ -205,6 +209,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,2,4,8,16,512")
     parser.add_argument("--shapes", default="4B,8B,27B")
     parser.add_argument("--types", default=",".join(TYPES))
+    parser.add_argument("--window", type=int)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dump", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -13,7 +13,6 @@ Source of the formulae: llama.cpp, src/models/qwen35.cpp (graph_mtp) and common/
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -151,7 +150,7 @@ class MTP(Drafter):
         return out
 
     def kv_shapes(self) -> list[KVShape]:
-        return [replace(mixer.kv, sliding=False) for *_, mixer in self._parts()]
+        return [mixer.kv for *_, mixer in self._parts()]
 
     def check_pair(self, target: Decoder) -> None:
         pair = f"the MTP layer of {self.file.path.name} cannot draft for {target.file.path.name}"
@@ -174,8 +173,9 @@ class MTP(Drafter):
 
     def context_rows(self, g: Graph, rows: ContextInputs, kv: tuple[KVLayer, ...], target: Decoder) -> None:
         assert rows.tokens is not None and rows.prev_hidden is not None
-        for i in range(self.n_layer):
-            self._write(g, i, rows.tokens, rows.prev_hidden, rows.positions, rows.kv_rows, kv, target, rows.pictures)
+        for i, layer in enumerate(self._layers):
+            kv_rows = rows.sliding_rows if layer.mixer.sliding and rows.sliding_rows is not None else rows.kv_rows
+            self._write(g, i, rows.tokens, rows.prev_hidden, rows.positions, kv_rows, kv, target, rows.pictures)
 
     def _write(
         self, g: Graph, i: int, tokens: Tensor, before: Tensor, positions: Tensor, kv_rows: Tensor, kv: tuple[KVLayer, ...], target: Decoder,
@@ -194,10 +194,10 @@ class MTP(Drafter):
     def step(self, g: Graph, rows: ChainInputs, target: Decoder) -> tuple[Tensor, Tensor]:
         """The next draft reads the state that the head reads, or the one before its norm."""
         i = rows.number if self.n_layer > 1 else 0
+        seen = [rows.sliding if layer.mixer.sliding and rows.sliding is not None else rows.attention for layer in self._layers]
         for later in range(i + 1, min(rows.drafts, self.n_layer)):
-            self._write(g, later, rows.tokens, rows.prev_hidden, rows.positions, rows.attention.kv_rows, rows.kv, target)
-        layer = self._layers[i]
-        c = self._context(g, i, rows.positions, rows.sliding if layer.mixer.sliding else rows.attention, rows.kv, target)
+            self._write(g, later, rows.tokens, rows.prev_hidden, rows.positions, seen[later].kv_rows, rows.kv, target)
+        layer, c = self._layers[i], self._context(g, i, rows.positions, seen[i], rows.kv, target)
         x = self._pair(g, i, rows.tokens, rows.prev_hidden, target)
         h = c.rms_norm(x, layer.mixer_norm)
         g.expand_norm(h)

@@ -162,15 +162,18 @@ class ChainDrafting:
         positions, kv_rows = f.input("draft_positions", "i32", total), f.input("draft_rows", "i64", total)
         last, first = f.input("draft_last", "f32", 1, total), f.input("draft_first", "f32", 1, count) if self.drafter.position_lag else None
         near = f.input("draft_near_first", "f32", 1, total) if self.drafter.window else None
+        full = kv_rows, self.kv.mask_base, bucket
+        ring = ring_inputs(f, self.kv, key, total) if near is not None and self.kv.ring else full
 
         def row(i: int, tokens: Tensor, hidden: Tensor) -> ChainInputs:
-            at, of_rows, seen_last = (g.slice(x, int(x.ne[0] == 1), i * count, count) for x in (positions, kv_rows, last))
+            at, seen_last = g.slice(positions, 0, i * count, count), g.slice(last, 1, i * count, count)
 
-            def seen(of_first: Tensor | None) -> AttentionInputs:
-                return AttentionInputs(of_rows, g.kv_mask(self.kv.mask_base, seen_last, of_first, bucket, count), bucket)
+            def seen(kv_rows: Tensor, base: Tensor, bucket: int, of_first: Tensor | None) -> AttentionInputs:
+                mask = g.kv_mask(base, seen_last, of_first, bucket, count)
+                return AttentionInputs(g.slice(kv_rows, 0, i * count, count), mask, bucket)
 
-            sliding = seen(g.slice(near, 1, i * count, count)) if near is not None else None
-            return ChainInputs(tokens, hidden, at, seen(first), kv, sliding, i, key.drafts)
+            sliding = seen(*ring, g.slice(near, 1, i * count, count)) if near is not None else None
+            return ChainInputs(tokens, hidden, at, seen(*full, first), kv, sliding, i, key.drafts)
 
         return self._chain(g, f, key, tokens, before, row)
 
@@ -203,6 +206,10 @@ class ChainDrafting:
             host["draft_first"][:] = lag
         if "draft_near_first" in host:
             host["draft_near_first"].reshape(-1)[:] = last.reshape(-1) - self.drafter.window + 1
+        if "draft_near" in host:
+            host["draft_sliding_rows"][:] = self.kv.in_rings(host["draft_rows"])
+            for at, near in enumerate(host["draft_near"].reshape(key.slots.count, -1)):
+                self.kv.positions_of_ring(int(last[-1, at]) + 1, near)
 
     def count(self, verify_len: int, most: int) -> int:
         return most

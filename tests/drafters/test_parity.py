@@ -163,15 +163,28 @@ def test_ids_of_dflash_equal_llama_cpp(tmp_path, quant, window, prompt):
 
 
 @pytest.mark.parametrize(
-    "method, arch", [("dflash", "qwen35"), ("dflash", "gemma4"), ("dflash2", "qwen35"), ("dspark", "laguna"), ("simple", "qwen35")]
+    "method, arch",
+    [
+        ("dflash", "qwen35"),
+        ("dflash", "gemma4"),
+        ("dflash2", "qwen35"),
+        ("dspark", "laguna"),
+        ("simple", "qwen35"),
+        ("mtp", "step35"),
+        ("mtp", "mimo2"),
+    ],
 )
 def test_ids_past_the_wraps_of_a_drafters_ring_equal_llama_cpp(tmp_path, method, arch):
     """Rings of 256 rows, windows of 12: the prompt wraps twice, in chunks, and blocks with rejected drafts once more. llama.cpp keeps every position,
     so a window across the wrap is summed in another order there: quantised products of these small models can turn a draft then."""
     shape = Shape(window=12, embedding_scale=16.0 if arch == "gemma4" else 0.0)
     write = (WRITE | {"dflash": write_dflash, "simple": partial(WRITE["simple"], small="gemma3")})[method]
-    target, draft = WRITERS[arch](tmp_path / "t.gguf", shape), write(tmp_path / "d.gguf", shape)
-    with both(method, target, draft, np.random.default_rng(3).integers(0, 256, 730).tolist(), n_ctx=1024) as (session, oracle):
+    if method == "mtp":
+        target, draft = write_mtp_target(tmp_path / "t.gguf", shape, arch=arch), None
+    else:
+        target, draft = WRITERS[arch](tmp_path / "t.gguf", shape), write(tmp_path / "d.gguf", shape)
+    prompt, width = np.random.default_rng(3).integers(0, 256, 730).tolist(), 4 if method == "mtp" else 5
+    with both(method, target, draft, prompt, n_ctx=1024, width=width) as (session, oracle):
         assert session.runner.draft_kv.ring == 256
         assert disagreement(session, oracle, 39) is None and session.runner.cursor.committed > 3 * 256 + 12
 

@@ -1,11 +1,13 @@
 """Sliding layers of drafters keep a ring of rows: drafts are those of a cache that keeps every position."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
-from drafters.parity import WRITE
+from drafters.parity import write_simple
 from random_gguf.archs import WRITERS
+from random_gguf.dflash2 import write_dflash2, write_dspark
 from random_gguf.model import Shape, write_dflash
 from random_gguf.mtp import write_mtp_target
 
@@ -24,25 +26,30 @@ def tokens(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, count).tolist()
 
 
-PAIRS = [("dflash", "qwen35"), ("dflash", "laguna"), ("dflash2", "qwen35"), ("dspark", "qwen35"), ("dflash", "mtp"), ("simple", "qwen35")]
+PAIRS = {
+    "dflash": ("qwen35", write_dflash), "dflash of a target with windows": ("laguna", write_dflash), "dflash2": ("qwen35", write_dflash2),
+    "dspark": ("qwen35", write_dspark), "a small model": ("qwen35", partial(write_simple, small="gemma3")), "three MTP layers": ("mimo2", None),
+    "dflash and an MTP layer": (write_mtp_target, write_dflash),
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
+@pytest.fixture(scope="module", params=PAIRS)
 def session(request, tmp_path_factory):
-    """ "mtp": the target's own layer is a second drafter."""
-    folder, (method, arch), shape = tmp_path_factory.mktemp("pair"), request.param, Shape(window=WINDOW)
-    own, write = arch == "mtp", write_dflash if method == "dflash" else WRITE[method]
-    target = (write_mtp_target if own else WRITERS[arch])(folder / "t.gguf", shape)
-    options = {"small": "gemma3"} if method == "simple" else {}
-    drafts = [write(folder / "d.gguf", shape, **options), *([target] if own else [])]
-    with ps.load(target, drafts, device="CPU", threads=1, n_ctx=256, draft_width=WIDTH) as session:
+    folder, (target, draft), shape = tmp_path_factory.mktemp("pair"), PAIRS[request.param], Shape(window=WINDOW)
+    own = partial(write_mtp_target, arch=target) if draft is None else target
+    path = (WRITERS[own] if isinstance(own, str) else own)(folder / "t.gguf", shape)
+    drafts = [draft(folder / "d.gguf", shape)] if draft is not None else []
+    with ps.load(path, [*drafts, *([path] if callable(own) else [])], device="CPU", threads=1, n_ctx=256) as session:
         yield session
 
 
 @contextmanager
 def engine_of(session, n_ctx=1024, **options):
     with_close = ModelRunner(
-        session.backend, session.target, session.drafter, EngineOptions(n_ctx=n_ctx, chunk=CHUNK, width=WIDTH, **options)
+        session.backend,
+        session.target,
+        session.drafter,
+        EngineOptions(n_ctx=n_ctx, chunk=CHUNK, width=min(WIDTH, session.drafter.block_size), **options),
     )
     try:
         yield with_close
@@ -67,7 +74,8 @@ def drafted(engine, prompt, blocks):
     engine.reset()
     engine.prefill(prompt)
     for i in range(blocks):
-        result, accepted = engine.fused_step(drafter=methods[i // 3 % len(methods)]), LENGTHS[i % len(LENGTHS)]
+        result = engine.fused_step(drafter=methods[i // 3 % len(methods)])
+        accepted = min(LENGTHS[i % len(LENGTHS)], engine.options.width - 1)
         out.append((result.tokens.tolist(), engine.graphs.last.host["draft_sum"].tolist()))
         engine.accept(accepted + 1, int(result.ids[accepted]))
     return out
@@ -103,7 +111,8 @@ def alone(engine, prompt, script):
     for accepted in script:
         result = engine.plain_step() if accepted is None else engine.fused_step()
         out.append(result.tokens.tolist())
-        engine.accept((accepted or 0) + 1, int(result.ids[accepted or 0]))
+        rows = min((accepted or 0) + 1, engine.options.width)
+        engine.accept(rows, int(result.ids[rows - 1]))
     return out
 
 
@@ -122,11 +131,13 @@ def test_slots_draft_what_each_would_alone(session):
             step = 0
             while unfinished := [slot for slot in of_slot if left[slot]]:
                 step += 1
-                items = {slot: Verify() if left[slot][0] is None else Draft(WIDTH) for slot in unfinished if (slot + step) % 4}
+                items = {
+                    slot: Verify() if left[slot][0] is None else Draft(batch.options.width) for slot in unfinished if (slot + step) % 4
+                }
                 for slot, result in (batch.step(items) if items else {}).items():
-                    accepted = left[slot].pop(0) or 0
+                    rows = min((left[slot].pop(0) or 0) + 1, batch.options.width)
                     out[slot].append(result.tokens.tolist())
-                    batch.accept(accepted + 1, int(result.ids[accepted]), slot)
+                    batch.accept(rows, int(result.ids[rows - 1]), slot)
             for slot, i in of_slot.items():
                 assert out[slot] == expected[i]
                 batch.release(slot)
