@@ -1,6 +1,6 @@
 """Sliding layers of drafters keep a ring of rows: drafts are those of a cache that keeps every position."""
 
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 import numpy as np
@@ -12,6 +12,7 @@ from random_gguf.model import Shape, write_dflash
 from random_gguf.mtp import write_mtp_target
 
 import pyggml_spec as ps
+from pyggml_spec.cache.prefix import PrefixCache
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.resources import Resources
@@ -68,11 +69,14 @@ def all_rows(monkeypatch):
     return lambda: monkeypatch.setattr(Resources, "cache", without_ring)
 
 
-def drafted(engine, prompt, blocks):
+def drafted(engine, prompt, blocks, cache=None):
     """Tokens of each block, and the sums of its hidden rows; drafters take turns, and some drafts are accepted, right or not."""
-    out, methods = [], [member.method for member in engine.resources.members]
-    engine.reset()
-    engine.prefill(prompt)
+    out, methods, done = [], [member.method for member in engine.resources.members], 0
+    if cache is None:
+        engine.reset()
+    else:
+        done = cache.begin(prompt).tokens
+    engine.prefill(prompt[done:], lambda *_: cache.computed() if cache is not None else None)
     for i in range(blocks):
         result = engine.fused_step(drafter=methods[i // 3 % len(methods)])
         accepted = min(LENGTHS[i % len(LENGTHS)], engine.options.width - 1)
@@ -141,6 +145,19 @@ def test_slots_draft_what_each_would_alone(session):
             for slot, i in of_slot.items():
                 assert out[slot] == expected[i]
                 batch.release(slot)
+
+
+def test_a_reused_prefix_brings_the_window(session):
+    """Of prompts beyond the ring, from what is in place and from kept states: the drafts, with every bit, of computing them."""
+    shared = tokens(7, 2 * RING + CHUNK)
+    # a few tokens behind what is reused, and between them another prompt in the ring's rows
+    prompts = [shared + tokens(8, 68), shared + tokens(9, 4), tokens(10, 400), shared + tokens(8, 68)]
+    with engine_of(session) as engine, closing(PrefixCache(engine, 1 << 30)) as cache:
+        reused, begin = [], cache.begin
+        cache.begin = lambda prompt: reused.append(begin(prompt)) or reused[-1]
+        got = [drafted(engine, prompt, 9, cache) for prompt in prompts]
+        assert [reuse.tokens for reuse in reused] == [0, 576, 0, 640] and reused[3].chunks["memory"] == 10
+        assert got == [drafted(engine, prompt, 9) for prompt in prompts]
 
 
 def test_a_block_far_into_the_context_reads_the_window(tmp_path):
