@@ -290,23 +290,33 @@ class GraphCache:
         return list(found.values())
 
     def measure(self, shapes: list[GraphKey], kept: dict[GraphKey, Step], sizes: dict[GraphKey, list[int]]) -> None:
-        """Measures graphs that differ in the bucket alone; ``kept``: those that were built. Building takes most of the time, and shapes that grow evenly from the
-        first bucket to the last one tell what the graphs between would need: one of them is built as well, and has to agree."""
-        low, high, middle = shapes[0], shapes[-1], shapes[len(shapes) // 2]
+        """Measures graphs that differ in the bucket alone; ``kept``: those that were built. Building takes most of the time, and shapes that grow evenly from one
+        bucket to another tell what the graphs between need: the middle one is built as well, and has to agree. A ring of rows ends to grow: halves are then."""
 
         def built(shape: GraphKey) -> list[int]:
             kept[shape] = self._make(shape)
             return [part.measure() for part in kept[shape].graph.parts]
 
-        def between(shape: GraphKey) -> int:
+        def told(shape: GraphKey, low: GraphKey, high: GraphKey) -> int:
             above, most = shape.kv_bucket - low.kv_bucket, high.kv_bucket - low.kv_bucket
             return kept[low].graph.measure_between(kept[high].graph, above // KV_BUCKET, most // KV_BUCKET)
 
-        sizes |= {shape: built(shape) for shape in dict.fromkeys((low, high, middle))}
-        even = len(shapes) > 3 and sizes[middle] == [between(middle)]
-        for shape in shapes:
-            if shape not in sizes:
-                sizes[shape] = [found] if even and (found := between(shape)) else built(shape)
+        def fill(between: list[GraphKey]) -> None:
+            """Those between the first and the last one, which were built."""
+            low, middle, high = between[0], between[len(between) // 2], between[-1]
+            if middle not in sizes:
+                sizes[middle] = built(middle)
+            even = len(between) > 3 and len(sizes[low]) == 1 and [told(middle, low, high)] == sizes[middle]
+            for shape in between if even else ():
+                if shape not in sizes:
+                    sizes[shape] = [need] if (need := told(shape, low, high)) else built(shape)
+            if not even and len(between) > 3:
+                fill(between[: len(between) // 2 + 1])
+                fill(between[len(between) // 2 :])
+
+        sizes.update({shape: built(shape) for shape in dict.fromkeys((shapes[0], shapes[-1]))})
+        if len(shapes) > 2:
+            fill(shapes)
 
     def _make(self, key: GraphKey) -> Step:
         least = 0 if key.kind == "commit" else 1

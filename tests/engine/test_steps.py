@@ -144,7 +144,7 @@ def test_a_span_boundary_adds_exactly_one_graph(session):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch, few", [("qwen35", True), ("llama", True), ("glm-dsa", True), ("gemma4", False), ("gpt-oss", False)])
 def test_what_graphs_between_two_buckets_need_is_told_by_these(tmp_path, monkeypatch, arch, few):
-    """Building all of them was a second of what the first token of 64 layers waited for. A ring of rows ends to grow: there they are built."""
+    """Building all of them was a second of what the first token of 64 layers waited for. A ring of rows ends to grow: there more are built."""
     target, draft = TARGETS[arch](tmp_path / "t.gguf", Shape(n_ff=128)), write_dflash(tmp_path / "d.gguf", Shape(draft_ff=128))
     told, built, measure = [], [], GraphCache.measure
 
