@@ -32,7 +32,8 @@ Text = dict[int, list[int]]
 @dataclass(frozen=True)
 class Machine:
     """``costs``: milliseconds by rows. Factors or shares of a plain step: ``late``, ``cold`` after 1 to 8 plain steps, and after more; ``start``: of the
-    first steps after a prompt; ``keep``: of plain steps that keep the drafter's inputs; ``wrong``: of what was measured, by rows."""
+    first steps after a prompt; ``keep``: of plain steps that keep the drafter's inputs; ``wrong``: of what was measured, by rows.
+    ``build``: milliseconds before the first block of a width."""
 
     costs: dict[int, float]
     late: tuple[float, float] = (0.12, 0.48)
@@ -41,6 +42,7 @@ class Machine:
     start_block: tuple[float, ...] = (1.86, 1.45, 1.19)
     keep: float = 1.03
     wrong: tuple[tuple[int, float], ...] = ()
+    build: float = 0.0
 
 
 GPU: dict[str, Any] = {"late": (0.06, 0.08), "cold": (1.0, 1.0), "start": (), "start_block": (), "keep": 1.005}
@@ -142,8 +144,8 @@ class New:
     def choose(self) -> StepPlan:
         return self.policy.choose(1, [self.state])
 
-    def observe(self, plan: StepPlan, ms: float, matched: int, late: float) -> None:
-        self.policy.observe(1, plan, ms, [self.state], [matched], True, late)
+    def observe(self, plan: StepPlan, ms: float, matched: int, late: float, built: float) -> None:
+        self.policy.observe(1, plan, ms, [self.state], [matched], True, late, built)
 
 
 class Estimated(New):
@@ -182,7 +184,7 @@ def old_rules(folder: Path) -> Callable[[Mapping[StepPlan, float]], Any]:
                 self.kind = self.control.choose(1, [self.state])
             return self.back[self.kind]
 
-        def observe(self, plan: StepPlan, ms: float, matched: int, late: float) -> None:
+        def observe(self, plan: StepPlan, ms: float, matched: int, late: float, built: float) -> None:
             self.control.observe(1, self.kind, ms, [self.state], [matched], True, late)
             self.plain = self.plain + 1 if plan == PLAIN_STEP else 0
             self.unheard = 1 if self.plain > 16 and self.plain % 8 else 0
@@ -202,7 +204,7 @@ def session(
     """Speedups over plain decoding of texts one after the other."""
     chain = not isinstance(texts[0], dict)
     real, rng, out = plan_costs(machine, chain=chain), random.Random(seed), []
-    policy = make(plan_costs(machine, True, chain))
+    policy, graphs = make(plan_costs(machine, True, chain)), {PLAIN_STEP}
     for text in texts:
         tokens = min(most, len((text if isinstance(text, dict) else text[0])[16]))
         at, spent = 0, 0.0
@@ -212,8 +214,10 @@ def session(
             matched = min(right_of(text, plan, at), tokens - 1 - at) if plan.draft_tokens else 0
             ms, late = clock.step(plan)
             noise = rng.lognormvariate(0, 0.08) * (2.5 if rng.random() < 0.01 else 1)
-            policy.observe(plan, ms * noise, matched, late * noise)
-            spent, at = spent + ms, at + matched + 1
+            built = 0.0 if plan in graphs else machine.build
+            graphs.add(plan)
+            policy.observe(plan, ms * noise, matched, late * noise, built)
+            spent, at = spent + ms + built, at + matched + 1
         out.append(plain_ms(machine, tokens) / spent)
     return out
 

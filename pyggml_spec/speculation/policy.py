@@ -63,7 +63,7 @@ FIRST_PLAIN, FIRST_BLOCKS = (
 )  # steps of plain decoding before the first block, and of a plan before another one, where costs are estimates
 ROW_COST = {"cpu": 0.15, "gpu": 0.05}  # of a further row, in plain steps: an estimate
 HOPED = 0.9  # acceptance of draft tokens that is hoped for of a plan that is explored
-LEAST_MS = 1.0  # of a plain step: where it takes less, losses count for so much less
+LEAST_MS = 1.0  # of a plain step: where it takes less, first blocks count as what they are expected to take
 CATCH_UP = "catch up"  # key of the cost that blocks after plain steps add
 
 
@@ -95,7 +95,8 @@ def with_known(estimates: Mapping[StepPlan, float], known: Mapping[StepPlan, flo
     for plan, ms in estimates.items():
         if plan not in known:
             near = min(
-                (p for p in known if p in estimates), key=lambda p: (p.method not in (plan.method, ""), abs(p.verify_len - plan.verify_len))
+                (p for p in known if p in estimates),
+                key=lambda p: (p.method != plan.method, p.method != "", abs(p.verify_len - plan.verify_len)),
             )
             out[plan] = ms * known[near] / estimates[near]
     return out
@@ -179,6 +180,7 @@ class SpeculationPolicy:
         self.priors = {method: AcceptancePrior(n) for method, n in most.items()}
         self.confidence: dict[str, Confidence] = {}
         self.changes, self.undisturbed = 0, dict[StepPlan, float]()
+        self._built, self._last_build_ms = set[tuple[int, StepPlan]](), 0.0
         self._margin = MARGIN if len(self.methods) < 2 else 1.0
         self._phases: dict[int, _Phase] = {}
         self._calibrated: set[int] = {1} if costs else set()
@@ -258,7 +260,7 @@ class SpeculationPolicy:
             return PLAIN_STEP
         plain, late = self.costs[slots, PLAIN_STEP], self._catch_up_ms(slots) if phase.plain else 0.0
         budget = plain * (1 + sum(s.budget for s in drafting) / len(drafting))
-        affordable = [plan for plan in self.plans[1:] if self.cost(slots, plan) + late <= budget]
+        affordable = [plan for plan in self.plans[1:] if self.cost(slots, plan) + late + self._build_ms(slots, plan) <= budget]
         if phase.plan == PLAIN_STEP and not affordable and phase.plain % 16:
             return PLAIN_STEP
         speeds = self._speeds(slots, states)
@@ -266,9 +268,9 @@ class SpeculationPolicy:
             phase.plan = max(speeds, key=speeds.__getitem__)
         if phase.plan not in affordable:
             affordable += [plan for plan in self._safe(slots, states, late) if plan not in affordable]
-        if slots == 1 and self._small(1) and phase.plan not in affordable and speeds[phase.plan] > MARGIN * speeds[PLAIN_STEP]:
-            affordable.append(phase.plan)  # as long as ``_may_lose`` allows it
         if self._relative and slots == 1:
+            if phase.plan not in affordable and self._is_told(phase.plan) and speeds[phase.plan] > MARGIN * speeds[PLAIN_STEP]:
+                affordable.append(phase.plan)
             affordable = [plan for plan in affordable if self._may_lose(drafting, plan, late)]
         if not affordable:
             return PLAIN_STEP
@@ -284,10 +286,13 @@ class SpeculationPolicy:
         cost = self.cost(1, plan) + late if told else CLAMP * self.cost(1, plan)
         return cost / self.costs[1, PLAIN_STEP] - 1 <= min(s.may_lose for s in drafting)
 
-    def _small(self, slots: int) -> bool:
-        """Whether plain steps are known to take less than LEAST_MS."""
-        known = self._relative and (self._told or self.costs.told((1, PLAIN_STEP)))
-        return known and self.costs[slots, PLAIN_STEP] < LEAST_MS
+    def _is_told(self, plan: StepPlan) -> bool:
+        """Whether its cost was told by steps of this session, or of earlier ones."""
+        return self._told or self.costs.told((1, plan))
+
+    def _build_ms(self, slots: int, plan: StepPlan) -> float:
+        """Milliseconds in which the graph of a plan is built that has not run yet, by what the last one took."""
+        return 0.0 if (slots, plan) in self._built else self._last_build_ms
 
     def _safe(self, slots: int, states: Sequence[SpeculationState | None], late: float) -> list[StepPlan]:
         """Plans that would be faster than plain decoding by what was observed alone, with DOUBT more blocks rejected."""
@@ -297,7 +302,11 @@ class SpeculationPolicy:
         for method in self.methods:
             each = [list(accumulate(s.acceptance[method].survival(0.0, DOUBT), initial=1.0)) for s in states if s is not None]
             curves[method] = [len(states) - len(each) + sum(column) for column in zip(*each)]
-        return [p for p in self.plans[1:] if curves[p.method][p.draft_tokens] * plain > len(states) * (self.cost(slots, p) + late / 4)]
+        return [
+            p
+            for p in self.plans[1:]
+            if curves[p.method][p.draft_tokens] * plain > len(states) * (self.cost(slots, p) + (late + self._build_ms(slots, p)) / 4)
+        ]
 
     def _probe(self, slots: int, affordable: Sequence[StepPlan]) -> StepPlan:
         """The plan that is best where a drafter has become good; methods take turns."""
@@ -332,19 +341,19 @@ class SpeculationPolicy:
         cost = spent = 1.0
         if plan.draft_tokens:
             late, plain = 0.0, self.costs[slots, PLAIN_STEP]
+            if (slots, plan) not in self._built:
+                self._built.add((slots, plan))
+                self._last_build_ms = built
             if phase.plain:
                 whole = self.costs[slots, plan]
                 if alone:
                     self.costs.learn((slots, CATCH_UP), min(max(ms - whole, catch_up), 2 * whole))
                 late = max(self._catch_up_ms(slots), min(catch_up, 2 * whole))
             cost = spent = (self.cost(slots, plan) + late) / plain
-            if alone and self._relative:  # learnt costs begin with the cheapest steps
+            if alone and self._relative and plain >= LEAST_MS and not self._is_told(plan):  # costs are estimates yet
                 known = self.cost(slots, plan)
                 cost = (min(max(ms - catch_up, known / CLAMP), CLAMP * known) + late) / plain
                 spent = cost + min(built, known) / plain  # of small models a graph takes many steps to build, but once
-                if self._small(slots):  # too little to notice; first blocks of small models are cold
-                    cost = (known + late) / plain
-                    spent = 1 + (spent - 1) * plain / LEAST_MS if spent > 1 else spent
         for s, n in drafting:
             s.won += 1 + n - spent
             s.time += spent
