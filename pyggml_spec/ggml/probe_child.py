@@ -24,32 +24,34 @@ def load(folder: Path, name: str) -> ctypes.CDLL:
 
 
 def multiply(backend: Any, buffer_type: Any) -> None:
-    """A product with a matrix of every type that this buffer type supports."""
+    """Products with a matrix of every type that this buffer type supports, in one graph."""
     from .graph import NOT_WEIGHTS, Graph, GraphAllocator
     from .library import check, ffi, lib, new_context, new_err, text
 
-    for kind in range(lib.GGML_TYPE_COUNT):
-        if text(lib.ggml_type_name(kind)) in NOT_WEIGHTS or not lib.ggml_blck_size(kind) or N_IN % lib.ggml_blck_size(kind):
-            continue
-        for rows in ROWS:
-            weights, others, allocator, err = new_context(3), new_context(3), GraphAllocator(backend, "probe"), new_err()
-            weight = lib.ggml_new_tensor(weights, kind, 2, (N_IN, N_OUT))
-            x = lib.ggml_new_tensor(others, lib.GGML_TYPE_F32, 2, (N_IN, rows))
-            buffers = [backend.allocate(weights, buffer_type), backend.allocate(others)]
-            graph = Graph(allocator)
-            product = lib.ggml_mul_mat(graph.ctx, weight, x)
-            if backend.supports(product):
-                lib.ggml_backend_tensor_set(weight, ffi.new("char[]", lib.ggml_nbytes(weight)), 0, lib.ggml_nbytes(weight))
-                lib.ggml_backend_tensor_memset(x, 0, 0, lib.ggml_nbytes(x))
-                graph.expand(product)
-                graph.plan()
-                check(lib.pgs_graph_compute(graph.handle, err), err)
-            graph.close()
-            allocator.close()
-            for buffer in buffers:
-                lib.ggml_backend_buffer_free(buffer)
-            lib.ggml_free(weights)
-            lib.ggml_free(others)
+    kinds = [kind for kind in range(lib.GGML_TYPE_COUNT) if lib.ggml_blck_size(kind) and N_IN % lib.ggml_blck_size(kind) == 0]
+    kinds = [kind for kind in kinds if text(lib.ggml_type_name(kind)) not in NOT_WEIGHTS]
+    weights, others, allocator, err = new_context(len(kinds)), new_context(len(ROWS)), GraphAllocator(backend, "probe"), new_err()
+    matrices = [lib.ggml_new_tensor(weights, kind, 2, (N_IN, N_OUT)) for kind in kinds]
+    inputs = [lib.ggml_new_tensor(others, lib.GGML_TYPE_F32, 2, (N_IN, rows)) for rows in ROWS]
+    buffers = [backend.allocate(weights, buffer_type), backend.allocate(others)]
+    for x in inputs:
+        lib.ggml_backend_tensor_memset(x, 0, 0, lib.ggml_nbytes(x))
+    graph = Graph(allocator)
+    for weight in matrices:
+        products = [product for x in inputs if backend.supports(product := lib.ggml_mul_mat(graph.ctx, weight, x))]
+        if products:
+            lib.ggml_backend_tensor_set(weight, ffi.new("char[]", lib.ggml_nbytes(weight)), 0, lib.ggml_nbytes(weight))
+        for product in products:
+            graph.expand(product)
+    if graph.n_nodes:
+        graph.plan()
+        check(lib.pgs_graph_compute(graph.handle, err), err)
+    graph.close()
+    allocator.close()
+    for buffer in buffers:
+        lib.ggml_backend_buffer_free(buffer)
+    lib.ggml_free(weights)
+    lib.ggml_free(others)
 
 
 def main() -> None:
