@@ -204,7 +204,7 @@ class KVCache:
 
     Args:
         trash: rows at the end for padding.
-        window, widest: sizes of the ring of sliding layers: the window and the widest block or chunk.
+        window, widest: sizes of the ring of sliding layers: the window and the widest block, or chunk if its rows see each other. No chunk may be wider than both.
         homes: (device, layers) in order, of a model split over several devices.
 
     Attributes:

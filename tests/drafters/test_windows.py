@@ -12,6 +12,7 @@ from random_gguf.model import Shape, write_dflash
 from random_gguf.mtp import write_mtp_target
 
 import pyggml_spec as ps
+from pyggml_spec.cache.kv import padded
 from pyggml_spec.cache.prefix import PrefixCache
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.options import EngineOptions
@@ -45,12 +46,10 @@ def session(request, tmp_path_factory):
 
 
 @contextmanager
-def engine_of(session, n_ctx=1024, **options):
+def engine_of(session, n_ctx=1024, chunk=CHUNK, **options):
+    width = min(WIDTH, session.drafter.block_size)
     with_close = ModelRunner(
-        session.backend,
-        session.target,
-        session.drafter,
-        EngineOptions(n_ctx=n_ctx, chunk=CHUNK, width=min(WIDTH, session.drafter.block_size), **options),
+        session.backend, session.target, session.drafter, EngineOptions(n_ctx=n_ctx, chunk=chunk, width=width, **options)
     )
     try:
         yield with_close
@@ -85,14 +84,16 @@ def drafted(engine, prompt, blocks, cache=None):
     return out
 
 
-def test_drafts_are_those_of_all_rows(session, all_rows):
+@pytest.mark.parametrize("chunk", [CHUNK, RING])
+def test_drafts_are_those_of_all_rows(session, all_rows, chunk):
     """Before the ring wraps bit for bit, past it to rounding: sums begin with other rows. A second sequence sees nothing of the first."""
-    with engine_of(session) as engine:
-        assert engine.draft_kv.ring == RING
+    with engine_of(session, chunk=chunk) as engine:
+        reads = any(member.whole_model for member in engine.resources.members)  # rows of a chunk see those before it
+        assert engine.draft_kv.ring == padded(WINDOW + chunk if reads else max(WINDOW + WIDTH, chunk))
         before, far, again = (drafted(engine, tokens(seed, count), 25) for seed, count in ((1, 100), (2, 3 * RING - 20), (1, 100)))
         assert engine.cursor.committed < RING and before == again
     all_rows()
-    with engine_of(session) as engine:
+    with engine_of(session, chunk=chunk) as engine:
         assert not engine.draft_kv.ring
         assert drafted(engine, tokens(1, 100), 25) == before
         linear = drafted(engine, tokens(2, 3 * RING - 20), 25)

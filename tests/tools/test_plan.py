@@ -307,7 +307,7 @@ def test_memory_of_a_slot_is_what_the_page_says(tmp_path, window):
     n_ctx, width, slots, d = 1500, 8, 4, Shape(n_layer=8, window=window)
     pair = write_qwen35(tmp_path / "t.gguf", d), write_dflash(tmp_path / "d.gguf", d)
     planned = plan(*pair, device="CPU", n_ctx=n_ctx, draft_width=width, slots=slots).slots_memory
-    rows, near, ring = 1536 + 16, 4 * (1536 + 16), 1280 + 16  # of a window of 600 and chunks of 512
+    rows, near, ring = 1536 + 16, 4 * (1536 + 16), 768 + 16  # of a window of 600
     row = 4 * d.n_embd * len(d.target_layers)
     waiting = row * (slots * (max(64, min(2048, (16 << 20) // (row * slots))) + width) + 1)  # rows that a drafter which rests will read
     ringed = d.draft_layers - 1 if window else 0
