@@ -27,8 +27,8 @@ from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.library import check, ffi, lib, new_err
 from pyggml_spec.tools.quants import dequantise, type_id
 
-LARGE = ("q4_K", "q5_K", "q6_K", "q8_0", "q4_0", "iq4_xs")  # many rows too
-TYPES = (*LARGE, "q4_1", "q5_0", "q5_1", "iq4_nl", "q2_K", "q3_K", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m")
+LARGE = ("q4_K", "q5_K", "q6_K", "q8_0", "q4_0", "iq4_xs", "mxfp4")  # many rows
+TYPES = (*LARGE[:-1], "q4_1", "q5_0", "q5_1", "iq4_nl", "q2_K", "q3_K", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m")
 BLOCKS_OF_32 = ("q8_0", "q4_0", "iq4_xs", "q4_1", "q5_0", "q5_1", "iq4_nl")  # and what unpacks like them: by cp.async from 8 rows on
 SHAPES = {  # n_in, n_out
     "27B gate+up": (5120, 34816),
@@ -41,8 +41,13 @@ SHAPES = {  # n_in, n_out
     "4B out": (4096, 2560),
     "head": (5120, 248320),
 }
-EXPERTS = {"35B-A3B gate": (2048, 512, 256, 8), "35B-A3B down": (512, 2048, 256, 8)}  # n_in, n_out, experts, used
+EXPERTS = {
+    "35B-A3B gate": (2048, 512, 256, 8),
+    "35B-A3B down": (512, 2048, 256, 8),
+    "gpt-oss-20b gate": (2880, 2880, 32, 4),
+}  # n_in, n_out, experts, used
 CHECKED = ((5120, 1000), (512, 1), (256, 63), (768, 520), (2560, 12352), (17408, 640), (9216, 2560), (5120, 15400))
+OF_MXFP4 = (2880, 1016)  # rows that end within a super-block
 SMALL = 64  # most rows of the kernels for few
 BY_CUBLAS = 256  # rows from which on other types are unpacked for cuBLAS
 WORST = 1e-3  # relative L2 error; ggml's own kernels, which round activations to 8 bits, are at 1e-2
@@ -243,7 +248,7 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
                 g.close()
                 allocator.close()
             for count in {16, max(rows)} & set(rows):
-                if case.name == "product" and name in TYPES and patched(name, n_in, n_out, count):
+                if case.name == "product" and name in (*TYPES, *LARGE) and patched(name, n_in, n_out, count):
                     wrong += nan_spreads(backend, x, a, values, count)
             if changed:
                 variant += 1
@@ -255,7 +260,8 @@ def check_type(backend: Backend, name: str, rows: list[int], shapes) -> tuple[in
 def check_experts(backend: Backend, name: str) -> int:
     """Routed products, gate and up with SwiGLU, and rows that do not depend on what other tokens chose; from 65 tokens on the kernels of patches/0034."""
     kind, rng, wrong = type_id(name), np.random.default_rng(2), 0
-    for n_in, n_out, n_expert, used in ((512, 520, 16, 4), (2048, 512, 64, 8), (256, 64, 8, 2)):
+    shapes = ((512, 520, 16, 4), (2048, 512, 64, 8), (256, 64, 8, 2), *(((*OF_MXFP4, 8, 4),) if name == "mxfp4" else ()))
+    for n_in, n_out, n_expert, used in shapes:
         tokens = 450
         leaves = Leaves(
             backend,
@@ -289,7 +295,8 @@ def check_experts(backend: Backend, name: str) -> int:
             if case == "SwiGLU":
                 every = silu(products[0]) * products[1]
                 usual = swiglu_size(*products, np.linalg.norm(source, axis=-1) / n_in**0.5)
-            for count in (9, 16, 17, 33, 64, *((65, 129, 300, 450) if name in LARGE else ())):  # others are ggml's own kernels
+            few, many = (9, 16, 17, 33, 64) if name in TYPES else (), (65, 129, 300, 450) if name in LARGE else ()
+            for count in (*few, *many):  # others are ggml's own kernels
                 allocator = GraphAllocator(backend, "check")
                 g = Graph(allocator)
                 xs = lib.ggml_view_3d(g.ctx, tensor, n_in, tensor.ne[1], count, tensor.nb[1], tensor.nb[2], 0)
@@ -427,8 +434,8 @@ def main() -> None:
         return (leg if args.what == "leg" else compare)(args)
     backend, wrong = Backend(pick_device(args.device)), 0
     for name in args.types.split(","):
-        failed, found = check_type(backend, name, rows_of(args.rows), CHECKED)
-        failed += check_experts(backend, name) if name in TYPES else 0
+        failed, found = check_type(backend, name, rows_of(args.rows), (*CHECKED, OF_MXFP4) if name == "mxfp4" else CHECKED)
+        failed += check_experts(backend, name) if name in (*TYPES, *LARGE) else 0
         print(f"{name}: {failed} wrong; {json.dumps(found)}", flush=True)
         wrong += failed
     sys.exit(min(wrong, 100))
