@@ -73,9 +73,9 @@ class AcceptanceTracker(Counts):
         self.prior, self._plain = prior, 0
         self._tokens: list[float] | None = None
 
-    def pause(self) -> None:
-        """A step without this method: what was seen fades into the prior."""
-        self._plain += 1
+    def pause(self, steps: int = 1) -> None:
+        """Steps without this method: what was seen fades into the prior."""
+        self._plain += steps
         self._tokens = None
 
     def observe(self, tokens: int, matched: int) -> None:

@@ -64,14 +64,14 @@ class CostModel(dict[Hashable, float]):
         known = self.get(key, 0.0)
         self[key] = known + rate * (ms - known)
 
-    def observe(self, key: Hashable, ms: float, cold: bool = False) -> None:
-        """A step. ``cold``: caches were, so that it counts only where it is cheaper than known."""
+    def observe(self, key: Hashable, ms: float, cold: bool = False, steps: int = 1) -> None:
+        """A step. ``cold``: caches were, so that it counts only where it is cheaper than known. ``steps``: so many, which took ``ms`` on average."""
         known = self.get(key)
         if cold and known is not None and self.known(key):
             if ms < COLD * known:
                 self._set(key, known + COLD_RATE * (max(ms, known / CLAMP) - known))
             return
-        self._steps[key] += 1
+        self._steps[key] += steps
         n, measured = self._steps[key], self.measured.get(key)
         if self._relative and n <= WARMUP:
             return
@@ -89,6 +89,7 @@ class CostModel(dict[Hashable, float]):
             least, most, weight = known / CLAMP, CLAMP * (measured or known), 1 / (n - WARMUP if self._relative else n + MEASURED_WEIGHT)
             if weight < RATE:  # noqa: PLR1730  (in every step)
                 weight = RATE
+            weight = 1 - (1 - weight) ** steps if steps > 1 else weight
             cost = known + weight * ((ms if least < ms < most else min(max(ms, least), most)) - known)
             if measured is not None and ms > most:
                 cost = max(cost, known + SLOW_RATE * (min(ms, CLAMP * max(measured, known)) - known))
@@ -96,7 +97,7 @@ class CostModel(dict[Hashable, float]):
                 self._set(key, cost)
             else:
                 self[key] = cost
-            if measured is not None and not n % FORGET_EVERY and not self._relative:
+            if measured is not None and n % FORGET_EVERY < steps and not self._relative:
                 self._forget(key)
 
     def _set(self, key: Hashable, ms: float) -> None:

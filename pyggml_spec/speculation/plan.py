@@ -19,7 +19,7 @@ from .ngram import NOTHING, PLAINLY, Choice, NgramDrafts, NgramMethod
 from .policy import PLAIN_STEP, SpeculationPolicy, SpeculationState, StepPlan
 
 CHOOSE_EVERY = 32  # steps without news between two choices: n-gram steps save 20 us each
-PLAIN_RUN, CHOOSE_EVERY_PLAIN = 16, 8  # after so many plain steps in a row, a choice every so many: plain steps save 5 us each
+PLAIN_RUN, CHOOSE_EVERY_PLAIN = 16, 8  # after so many plain steps in a row, the policy hears of so many at once: each saves 10 us
 
 PLAIN_ITEM = Verify()  # shared: an item takes half a microsecond to make
 
@@ -62,7 +62,8 @@ class Planner:
         # of the step
         self._repeated: tuple[StepPlan, dict[int, BatchItem]] | None = None  # the items of a plan, where the last step had these
         self._since_choice = 0  # steps since the policy learnt something: until then it would choose the same
-        self._plain_run = 0
+        self._plain_run = 0  # plain steps in a row
+        self._unheard: list[float] = []  # milliseconds of those that the policy has not heard of
         self._expected: tuple[list[float], float] | None = None  # tokens per sequence, and milliseconds, of the step without n-gram drafts
         self._ngram_choice: Choice | None = None
         self._weighed = False  # whether drafts were cut by the drafter's confidence
@@ -152,6 +153,7 @@ class Planner:
     def regroup(self, decoding: Sequence[SequenceState], slots: int) -> None:
         """Other sequences decode than before, in graphs that cover ``slots`` slots."""
         self._since_choice = self._plain_run = 0
+        self._unheard.clear()
         self._decoding, self.slots = decoding, slots
         self._jump_forward = [s for s in decoding if s.jump_forward is not None]
         self._acceptance = [s.acceptance if s.speculating else None for s in decoding]
@@ -299,7 +301,17 @@ class Planner:
         decoding, items = batch.decoding, batch.items
         built = 1e-3 * (self._runner.graphs.waited_us - self._waited_us)
         ms = batch.ms - built
-        contended = self._contended()
+        contended, steps = self._contended(), 1
+        if contended:
+            self._plain_run = 0
+            self._unheard.clear()
+        elif self._plain_run >= PLAIN_RUN and self.plan == PLAIN_STEP and self._simple and not (self._indexes or batch.prefilling):
+            self._unheard.append(ms)
+            if (steps := len(self._unheard)) < CHOOSE_EVERY_PLAIN:
+                self._since_choice = 1
+                return
+            ms = sum(self._unheard) / steps
+            self._unheard.clear()
         alone = not batch.prefilling or len(items) == len(decoding)  # no prompt in the step
         matched = [s.matched for s in decoding]
         if self.ngram is not None and self._indexes and alone:
@@ -318,9 +330,9 @@ class Planner:
             acceptance, known = [None if s.source in other else s.acceptance for s in decoding], False
         if known or acceptance is self._acceptance or any(acceptance):
             known = known and batch.graph_rows == self.graph_rows[self.plan.verify_len]
-            self.policy.observe(self.slots, self.plan, ms, acceptance, matched, known, late, built)
-        self._plain_run = self._plain_run + 1 if self.plan == PLAIN_STEP else 0
-        self._since_choice = 1 if self._plain_run > PLAIN_RUN and self._plain_run % CHOOSE_EVERY_PLAIN else 0
+            self.policy.observe(self.slots, self.plan, ms, acceptance, matched, known, late, built, steps)
+        self._plain_run = self._plain_run + steps if self.plan == PLAIN_STEP else 0
+        self._since_choice = 1 if steps == 1 and self._plain_run > PLAIN_RUN and self._plain_run % CHOOSE_EVERY_PLAIN else 0
 
     def observe_round(self, part: Sequence[SequenceState], ms: float, known: bool) -> None:
         """Learns from a pipelined round, of some of the decoding sequences. ``known``: its duration is that of such a round alone."""

@@ -318,7 +318,7 @@ class SpeculationPolicy:
 
     def observe(
         self, slots: int, plan: StepPlan, ms: float, states: Sequence[SpeculationState | None], matched: Sequence[int],
-        alone: bool = True, catch_up: float = 0.0, built: float = 0.0,
+        alone: bool = True, catch_up: float = 0.0, built: float = 0.0, steps: int = 1,
     ) -> None:  # fmt: skip
         """A step, its milliseconds, and the accepted draft tokens of each sequence.
 
@@ -326,14 +326,17 @@ class SpeculationPolicy:
             alone: the time is that of the plan alone, without a prompt or constrained tokens.
             catch_up: milliseconds of it in which a drafter caught up with plain steps.
             built: further milliseconds, in which its graph was built.
+            steps: of plain decoding, so many in a row that took ``ms`` on average.
         """
         phase = self._phases.setdefault(slots, _Phase())
         if alone:
-            self.costs.observe((slots, plan), ms - catch_up, cold=plan != PLAIN_STEP and not phase.blocks and slots in self._calibrated)
+            self.costs.observe(
+                (slots, plan), ms - catch_up, cold=plan != PLAIN_STEP and not phase.blocks and slots in self._calibrated, steps=steps
+            )
         drafting = [(s, n) for s, n in zip(states, matched) if s is not None and not s.disabled]
         for s, n in drafting:
             for method, tracker in s.acceptance.items():
-                tracker.observe(plan.tokens, n) if method == plan.method else tracker.pause()
+                tracker.observe(plan.tokens, n) if method == plan.method else tracker.pause(steps)
             if plan.method:
                 s.acceptance[plan.method].prior.observe(plan.tokens, n)
         if not drafting or phase.plan is None:
@@ -356,9 +359,9 @@ class SpeculationPolicy:
                 spent = cost + min(built, known) / plain  # of small models a graph takes many steps to build, but once
         for s, n in drafting:
             s.won += 1 + n - spent
-            s.time += spent
-            s.budget = min(max(0.0, s.budget + 1 + n - (1 - BUDGET_RATE) * cost), 2 * MOST_BUDGET)
-        phase.plain, phase.blocks = (0, phase.blocks + 1) if plan.draft_tokens else (phase.plain + 1, 0)
+            s.time += steps * spent
+            s.budget = min(max(0.0, s.budget + steps + n - steps * (1 - BUDGET_RATE) * cost), 2 * MOST_BUDGET)
+        phase.plain, phase.blocks = (0, phase.blocks + 1) if plan.draft_tokens else (phase.plain + steps, 0)
         if plan.draft_tokens:
             speeds = self._speeds(slots, states)
             best = max(speeds, key=speeds.__getitem__)

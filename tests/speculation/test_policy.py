@@ -16,6 +16,7 @@ from pyggml_spec.engine.sequence import GenerationOptions
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.speculation.confidence import Confidence
 from pyggml_spec.speculation.ngram import NgramMethod
+from pyggml_spec.speculation.plan import Planner
 from pyggml_spec.speculation.policy import (
     PLAIN_STEP,
     ROW_COST,
@@ -592,6 +593,26 @@ def test_a_session_verifies_what_the_head_believes_in(session, bias, widths):
     text, stats = session.generate("def f(", 40, ignore_end=True)
     assert text == want and {*stats.widths} == widths
     assert (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
+
+
+def test_runs_of_plain_steps_are_told_together_and_each_counts(session, monkeypatch):
+    """Each took 10 us of host time that the next draft does not need."""
+
+    class Plainly(SpeculationPolicy):
+        def choose(self, covered, sequences):
+            super().choose(covered, sequences)
+            return PLAIN_STEP
+
+        def observe(self, *args):
+            told.append(args[8])
+            super().observe(*args)
+
+    told, costs = [], {PLAIN_STEP: 1.0, StepPlan.of("draft-dspark", 8): 4.0}
+    monkeypatch.setattr(Planner, "_contended", lambda self: False)
+    session.engine.policy = Plainly(costs, costs)
+    stats = session.generate("def f(", 120, ignore_end=True)[1]
+    assert stats.steps - 8 < sum(told) <= stats.steps and len(told) < 0.4 * stats.steps
+    assert session.engine.policy.costs.steps((1, PLAIN_STEP)) == sum(told)
 
 
 def test_what_a_plain_step_takes_is_the_unit_of_estimates_alone():

@@ -63,6 +63,7 @@ class Recorded:
             SimpleNamespace(n_vocab=1 << 30, weights=SimpleNamespace(adapters=None)),
         )
         self.graphs, self.state = SimpleNamespace(closed=False, waited_us=0), SimpleNamespace(catch_up_us=0)
+        self.backend = SimpleNamespace(device=SimpleNamespace(kind="cpu"))
         self.masked, self.unmasked, self.drafting = False, "", True
         self.threads, self.rows_alike = ThreadCounts(()), True
 
