@@ -126,6 +126,7 @@ SWITCHES = tuple(
         "LARGE_BATCH_WGMMA",
         "LARGE_BATCH_EXPERTS",
         "SHARED_EXPERT",
+        "MOE_STEP",
         "DELTA_CHUNKS",
         "ROW_BY_MMA",
         "QUANTIZED_KV",
