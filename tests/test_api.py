@@ -178,7 +178,7 @@ def refused(call, *args, error=PyspecError, **named) -> None:
 
 @pytest.mark.parametrize("name, values, error", [
     ("threads", [0, -1, 513, 10**9, *NUMBERS[1:5], HUGE], DeviceError), ("n_ctx", [-2, 10**18, *NUMBERS[:5], HUGE], ContextError),
-    ("draft_width", [0, -5, 10**9, *NUMBERS[:5], HUGE], PairError), ("chunk", [0, 1 << 31, 10**12, *NUMBERS], EngineError),
+    ("draft_width", [0, -5, 10**9, *NUMBERS[:5], HUGE], PairError), ("chunk", [0, 1 << 31, 10**12, *(n for n in NUMBERS if n is not None)], EngineError),
     ("prefix_memory", [-1, 1.5, NAN, "x", HUGE], PyspecError), ("cache_type_k", ["x", 3, None, ""], PyspecError),
     ("device", [3, "", b"CPU", "nope"], DeviceError), ("prefix_cache", ["a\0b"], PyspecError),
 ])  # fmt: skip

@@ -48,7 +48,7 @@ class EngineOptions:
     pictures: bool = False
 
     def __post_init__(self) -> None:
-        if self.slots > 1 and self.slots_chunk:
+        if self.slots_chunk and isinstance(self.slots, int) and self.slots > 1:
             object.__setattr__(self, "chunk", self.slots_chunk)
         if self.implied and self.slots > 1:
             object.__setattr__(self, "width", min(self.width, max(2, IMPLIED_ROWS // self.slots)))

@@ -132,7 +132,7 @@ WRONG = {
 }  # fmt: skip
 ANY_SHAPE = {  # one operand of any shape, or nothing but a graph's own nodes
     "scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "soft_cap", "gelu", "relu_squared", "softmax", "sum_rows", "cont", "view_source", "cont_flat", "hadamard",
-    "expand", "expand_norm", "keep_output", "name", "plan", "measure", "n_cuts", "op_counts", "traffic", "close", "place", "aligned_outputs", "capture",
+    "expand", "expand_norm", "keep_output", "name", "plan", "measure", "measure_between", "n_cuts", "op_counts", "traffic", "close", "place", "aligned_outputs", "capture",
     "abs", "sgn", "sqrt", "sqr", "mean", "step", "scale_bias", "xielu", "cast",
 }  # fmt: skip
 

@@ -105,6 +105,7 @@ class TableTarget:
             "",
         )
         self.threads, self.rows_alike = ThreadCounts(()), True
+        self.backend = SimpleNamespace(device=SimpleNamespace(kind="cpu"))
 
     @property
     def slots(self):
