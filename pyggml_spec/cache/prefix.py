@@ -7,7 +7,7 @@ A chunk's rows are in place (left by the slot's previous prompt), on the device,
 on the device or in a file. A prompt resumes after the deepest chunk with a state, if the rows of all chunks up to it are available.
 
                         one slot, by hand                            slots of a scheduler
-    grain               the prefill chunk                            at most GRAIN: the prefill next to decoding sequences
+    grain               the prefill chunk                            at most GRAIN: the prefill next to decoding on a CPU
     rows are reused     by whole chunks                              by tokens, where the model needs rows only
     rows are copied     before another prompt overwrites them        as soon as a later state is kept: the slot can change hands at any time
     states are kept     every 4th chunk, the last two, and where     every 16th chunk, around a prompt's last pass, where prompts diverge at a

@@ -5,7 +5,7 @@
                   +----------- cancel, close, interrupt, error -----------------+--> ended
 
 All decoding sequences share every decode step. While some decode and others prefill, steps of both kinds alternate, with prompt chunks of at most
-MAX_PREFILL_TOKENS_WITH_DECODE tokens (MAX_ON_GPU). Prompts take turns chunk by chunk; short ones that fit into one step share it, and a prompt's tail that is no longer
+MAX_PREFILL_TOKENS_WITH_DECODE tokens, on a GPU MAX_ON_GPU. Prompts take turns chunk by chunk; short ones that fit into one step share it, and a prompt's tail that is no longer
 than the verify length joins the decode step. With a prefix cache, a prompt waits while another one computes tokens that both share.
 """
 
