@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from ..cache.draft_state import DraftState
-from ..cache.hidden import HiddenStateBuffer, LastHiddenState, PictureTable
+from ..cache.hidden import HiddenStateBuffer, LastHiddenState, PictureTable, batch_of
 from ..cache.kv import KVCache, KVTypes, check_types
 from ..cache.recurrent import RecurrentSegment, RecurrentState
 from ..cache.slots import Cursor, Slot
@@ -100,8 +100,9 @@ class Resources:
             # a ring would take reuse of prompts token by token from a target that needs rows only
             stateful = shape is not None or self.kv.ring or self.drafter.chained
             near = max((member.window for member in self.members if any(s.sliding for s in member.kv_shapes())), default=0)
-            if not any(member.whole_model for member in self.members):  # rows of chunks are written, and not read by each other
-                widest = max(opt.width, opt.chunk - near)
+            # rows of chunks are written, and not read by each other, except those of a whole model, whose catch-up graphs may be wider
+            reads = any(member.whole_model for member in self.members)
+            widest = max(widest, batch_of(opt.slots)) if reads else max(opt.width, opt.chunk - near)
             self.draft_kv = self.cache(self.drafter.kv_shapes(), opt.draft_kv, near if stateful else 0, widest, draft=True)
         if shape is not None:
             self.recurrent = self.own(RecurrentState(self._delta_homes(), shape, opt.width, opt.slots))

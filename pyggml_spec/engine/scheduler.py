@@ -115,7 +115,8 @@ class Scheduler:
         items, n_slots = batch.items, len(self._runner.slots)
         if batch.decoding:
             if any(item.rows > 1 for item in items.values()):
-                width, slots = batch.plan.verify_len, 2 * covering(items, n_slots).count  # twice the rows cost less than another step
+                width = min(batch.plan.verify_len, self._runner.options.chunk)
+                slots = 2 * covering(items, n_slots).count  # twice the rows cost less than another step
                 for s in batch.prefilling:
                     if s.remaining <= width and not s.rows_of_pictures(s.remaining) and covering((*items, s.slot), n_slots).count <= slots:
                         items[s.slot] = Prefill(s.prompt[s.computed :], scored=s.options.scored)

@@ -161,6 +161,24 @@ def test_a_reused_prefix_brings_the_window(session):
         assert got == [drafted(engine, prompt, 9) for prompt in prompts]
 
 
+def test_a_small_model_catches_up_in_more_rows_than_a_chunk_has(tmp_path, all_rows):
+    """After many plain tokens its rows are computed together, and each reads its whole window."""
+    shape = Shape(target_window=RING - 32)
+    files = WRITERS["qwen35"](tmp_path / "t.gguf", shape), write_simple(tmp_path / "d.gguf", shape, small="gemma3")
+    with ps.load(*files, device="CPU", threads=1, n_ctx=256) as session:
+        seen = []
+        for prepare in (lambda: None, all_rows):
+            prepare()
+            with engine_of(session, chunk=16) as engine:
+                engine.prefill(tokens(1, 400))
+                for _ in range(70):
+                    result = engine.plain_step()
+                    engine.accept(1, int(result.ids[0]))
+                engine.fused_step()
+                seen.append(float(engine.graphs.last.host["draft_sum"].item()))
+        np.testing.assert_allclose(*seen, rtol=1e-4, atol=1e-4)
+
+
 def test_a_block_far_into_the_context_reads_the_window(tmp_path):
     """Rows that no window reaches could be anything: the drafts of a sequence depend on the last ones alone, and so do the bytes of a cache."""
     shape = Shape(window=WINDOW)

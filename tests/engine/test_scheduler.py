@@ -170,6 +170,17 @@ def test_long_prompts_take_turns(scheduler):
     assert [s.computed for s in streams] == [512] * 3
 
 
+def test_chunks_may_be_narrower_than_blocks(pair):
+    """The end of a prompt that is longer than a chunk does not ride along."""
+    with _scheduler(pair, 2, width=16, chunk=4) as scheduler:
+        texts = prompts(2)
+        a = scheduler.submit(texts[0], GenerationOptions(40, SPECULATIVE))
+        scheduler.step()
+        b = scheduler.submit(texts[1], GenerationOptions(8, SPECULATIVE))
+        scheduler.run()
+        assert [a.tokens, b.tokens] == [pair.solo(texts[0], 40), pair.solo(texts[1], 8)]
+
+
 @pytest.mark.slow
 def test_the_end_of_a_prompt_rides_along_with_a_block(pair):
     """The last 5 rows of a prompt and 16 drafted rows of another slot in one forward pass."""
