@@ -300,17 +300,18 @@ class Planner:
             return
         decoding, items = batch.decoding, batch.items
         built = 1e-3 * (self._runner.graphs.waited_us - self._waited_us)
+        late = 1e-3 * (self._runner.state.catch_up_us - self._catch_up_us)
         ms = batch.ms - built
         contended, steps = self._contended(), 1
         if contended:
             self._plain_run = 0
             self._unheard.clear()
         elif self._plain_run >= PLAIN_RUN and self.plan == PLAIN_STEP and self._simple and not (self._indexes or batch.prefilling):
-            self._unheard.append(ms)
+            self._unheard.append(ms - late)
             if (steps := len(self._unheard)) < CHOOSE_EVERY_PLAIN:
                 self._since_choice = 1
                 return
-            ms = sum(self._unheard) / steps
+            ms, late = sum(self._unheard) / steps, 0.0
             self._unheard.clear()
         alone = not batch.prefilling or len(items) == len(decoding)  # no prompt in the step
         matched = [s.matched for s in decoding]
@@ -322,7 +323,6 @@ class Planner:
         if self.policy is None or (self._ngram_choice is not None and not self._ngram_choice.otherwise):
             self._since_choice += 1
             return
-        late = 1e-3 * (self._runner.state.catch_up_us - self._catch_up_us)
         acceptance, known = self._acceptance, alone and not contended
         matches = self._ngram_choice is not None and self._ngram_choice is not NOTHING[len(decoding)]
         other = (CONSTRAINT, self.ngram.method if self.ngram is not None else CONSTRAINT)

@@ -147,6 +147,8 @@ class _Phase:
 
     plan: StepPlan | None = None  # in use
     plain: int = 0  # steps since the last block
+    look: int = 0  # how many of them there are when blocks are looked at again, where plain decoding is in use
+    weigh: int = 0  # the same of blocks that no budget pays for
     blocks: int = 0  # since the last plain step
     probing: bool = False
 
@@ -256,12 +258,13 @@ class SpeculationPolicy:
             return next(plan for plan in reversed(self.plans) if not self.costs.known((slots, plan)))
         phase = self._phases.setdefault(slots, _Phase())
         phase.probing = False
-        if phase.plan == PLAIN_STEP and phase.plain % 4:  # saves host time
+        if phase.plan == PLAIN_STEP and phase.plain < phase.look:  # saves host time
             return PLAIN_STEP
         plain, late = self.costs[slots, PLAIN_STEP], self._catch_up_ms(slots) if phase.plain else 0.0
         budget = plain * (1 + sum(s.budget for s in drafting) / len(drafting))
         affordable = [plan for plan in self.plans[1:] if self.cost(slots, plan) + late + self._build_ms(slots, plan) <= budget]
-        if phase.plan == PLAIN_STEP and not affordable and phase.plain % 16:
+        if phase.plan == PLAIN_STEP and not affordable and phase.plain < phase.weigh:
+            phase.look = phase.plain + 4  # not a multiple: steps may be told together
             return PLAIN_STEP
         speeds = self._speeds(slots, states)
         if phase.plan is None:
@@ -273,6 +276,7 @@ class SpeculationPolicy:
                 affordable.append(phase.plan)
             affordable = [plan for plan in affordable if self._may_lose(drafting, plan, late)]
         if not affordable:
+            phase.look, phase.weigh = phase.plain + 4, phase.plain + 16
             return PLAIN_STEP
         if phase.plan == PLAIN_STEP:
             phase.probing = True
@@ -363,6 +367,7 @@ class SpeculationPolicy:
             s.budget = min(max(0.0, s.budget + steps + n - steps * (1 - BUDGET_RATE) * cost), 2 * MOST_BUDGET)
         phase.plain, phase.blocks = (0, phase.blocks + 1) if plan.draft_tokens else (phase.plain + steps, 0)
         if plan.draft_tokens:
+            phase.look = phase.weigh = 0
             speeds = self._speeds(slots, states)
             best = max(speeds, key=speeds.__getitem__)
             learning = self._relative and slots == 1 and self.costs.steps((1, phase.plan)) < FIRST_BLOCKS

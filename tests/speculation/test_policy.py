@@ -3,6 +3,7 @@
 import itertools
 import random
 import statistics
+import time
 
 import pytest
 import replay_policy as replay
@@ -13,6 +14,7 @@ from random_gguf.model import Shape
 import pyggml_spec as ps
 from pyggml_spec.engine.batch import Draft, Prefill
 from pyggml_spec.engine.sequence import GenerationOptions
+from pyggml_spec.engine.state import StateManager
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.speculation.confidence import Confidence
 from pyggml_spec.speculation.ngram import NgramMethod
@@ -342,6 +344,24 @@ def test_plain_decoding_of_many_is_left_again_when_drafts_become_right():
     assert used[-1000:].count(16) > 900 and sum(FOUR[n] - FOUR[1] for n in used[:1000] if n > 1) < 0.03 * 1000 * FOUR[1]
 
 
+@pytest.mark.parametrize("before", range(4))
+def test_steps_that_are_told_together_do_not_hide_a_drafter_that_gets_better(before):
+    """Of eight plain steps at a time, after any number of single ones: other sequences join at any step."""
+    policy, drafts = learnt(), 0
+    states = [seen(policy, 0) for _ in range(4)]
+
+    def step(steps):
+        chosen = policy.choose(4, states)
+        steps = steps if chosen == PLAIN_STEP else 1
+        policy.observe(4, chosen, FOUR[chosen.tokens], states, [drafts * chosen.draft_tokens] * 4, steps=steps)
+        return chosen.tokens
+
+    while not (step(1) == 1 and policy._phases[4].plan == PLAIN_STEP and policy._phases[4].plain % 4 == before):
+        pass
+    drafts = 1
+    assert [step(8) for _ in range(1000)][-100:] == [16] * 100
+
+
 def test_drafters_and_chains():
     costs = {PLAIN_STEP: 10.0, StepPlan.of("a", 4): 11.0, StepPlan.of("a", 8): 12.0, StepPlan.of("b", 2): 14.0, StepPlan.of("b", 4): 18.0}
     for right, want in (({"a": 3, "b": 3}, "a"), ({"a": 0, "b": 3}, "b"), ({"a": 0, "b": 0}, "")):
@@ -605,12 +625,23 @@ def test_runs_of_plain_steps_are_told_together_and_each_counts(session, monkeypa
 
         def observe(self, *args):
             told.append(args[8])
+            longest.append(args[2] - args[6])
             super().observe(*args)
 
+    def slowly(self, *args):
+        began, _ = time.perf_counter_ns(), time.sleep(0.2)
+        catch_up(self, *args)
+        self.catch_up_us = self.catch_up_us + (time.perf_counter_ns() - began) // 1000
+
+    catch_up, longest = StateManager._catch_up, []
+    monkeypatch.setattr(StateManager, "_catch_up", slowly)
+    monkeypatch.setattr(session.runner.resources.hidden_states, "most", 64)  # so that rows are computed among plain steps
     told, costs = [], {PLAIN_STEP: 1.0, StepPlan.of("draft-dspark", 8): 4.0}
     monkeypatch.setattr(Planner, "_contended", lambda self: False)
     session.engine.policy = Plainly(costs, costs)
+    before = session.runner.state.catch_ups
     stats = session.generate("def f(", 120, ignore_end=True)[1]
+    assert session.runner.state.catch_ups > before and max(longest) < 20  # milliseconds without those
     assert stats.steps - 8 < sum(told) <= stats.steps and len(told) < 0.4 * stats.steps
     assert session.engine.policy.costs.steps((1, PLAIN_STEP)) == sum(told)
 
