@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TypeVar
+
+from .background import Background
 
 T = TypeVar("T")
 _starting = threading.Lock()  # the stack size of new threads is global
@@ -11,24 +12,14 @@ _starting = threading.Lock()  # the stack size of new threads is global
 
 def on_large_stack(size: int, call: Callable[[], T]) -> T:
     """The result (or exception) of ``call`` in a thread with ``size`` bytes of stack. Raises RuntimeError: no memory for such a thread."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    worker = threading.Thread(target=run)
-    with _starting:
-        before = threading.stack_size(size // 4096 * 4096)
-        try:
-            worker.start()
-        finally:
-            threading.stack_size(before)
+    worker = Background(call)
     try:
-        worker.join()
-    except BaseException:  # Ctrl-C: memory in use must not be freed
-        worker.join()
-        raise
-    return future.result()
+        with _starting:
+            before = threading.stack_size(size // 4096 * 4096)
+            try:
+                worker.start()
+            finally:
+                threading.stack_size(before)
+        return worker.result()
+    finally:  # Ctrl-C: memory in use must not be freed
+        worker.end()

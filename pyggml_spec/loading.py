@@ -116,7 +116,8 @@ class Loader:
         if self.options.rope is not None:
             self.notes.append(self._rope_note(file))
         check_vocabulary(file)
-        self._tokenizer = self._own(Background(partial(Tokenizer, file)))  # a large vocabulary takes libllama a second
+        self._tokenizer = self._own(Background(partial(Tokenizer, file)))
+        self._tokenizer.start()  # a large vocabulary takes libllama a second
         self.notes += filter(None, [vocabulary_note(file)])
         self._open_drafters(file)
         self.encoder: Encoder | None = self._open_encoder()

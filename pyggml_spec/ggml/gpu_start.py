@@ -18,7 +18,7 @@ def begin(args: Sequence[str], libraries: Path | None) -> None:
     """Begins to start the device that a command with these arguments will use, if ggml's library in this folder is one for it."""
     index = wanted(args)
     if index is not None and libraries is not None and any(libraries.glob("*ggml-cuda.*")) and "GGML_CUDA_DEVICES" not in os.environ:
-        Background(lambda: _start(index))
+        Background(lambda: _start(index)).start()
 
 
 def wanted(args: Sequence[str]) -> int | None:

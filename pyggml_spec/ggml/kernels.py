@@ -6,10 +6,10 @@ guarantee that, but equal llama.cpp's bit for bit; ``kernels="ggml"`` uses them.
 
 import os
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 
+from ..background import in_threads
 from ..errors import DeviceError
 from .library import CData, Context, LevelHandle, Tensor, ffi, lib, text
 
@@ -120,8 +120,7 @@ def pack_experts(level: Level, packed: Packed, data: CData, threads: int) -> Non
         start, end = n_expert * i // threads, n_expert * (i + 1) // threads
         lib.pgs_pack_experts(level.handle, packed.type, base + start * size, n_in, n_out, end - start, to + start * room)
 
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(part, range(threads)))
+    in_threads(part, range(threads), threads)
 
 
 def pack(packed: Packed, data: CData, first: int, rows: int, threads: int) -> None:
@@ -137,5 +136,4 @@ def pack(packed: Packed, data: CData, first: int, rows: int, threads: int) -> No
     if threads == 1 or len(starts) == 1:
         list(map(part, starts))
     else:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(part, starts))
+        in_threads(part, starts, threads)

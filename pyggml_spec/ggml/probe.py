@@ -122,7 +122,7 @@ def begin() -> None:
     """Begins ``check`` of the installed libraries, for imports that need none of them meanwhile."""
     folder = libraries()
     if folder is not None and folder not in _begun:
-        _begun[folder] = Background(partial(check, folder))
+        _begun[folder] = Background(partial(check, folder)).start()
 
 
 def settled(folder: Path) -> Fitness:

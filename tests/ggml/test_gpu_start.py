@@ -1,5 +1,7 @@
 """Which GPU a command line starts before its command is known to need it: one too few costs time, one too many half a gigabyte there."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from pyggml_spec.ggml import gpu_start
@@ -37,7 +39,7 @@ def test_nothing_is_started_for_libraries_of_a_cpu(tmp_path, monkeypatch):
     begin([], tmp_path)
     assert started == []
     (tmp_path / "libggml-cuda.so").touch()
-    monkeypatch.setattr(gpu_start, "Background", lambda call: call())
+    monkeypatch.setattr(gpu_start, "Background", lambda call: SimpleNamespace(start=call))
     begin(["--device", "CPU"], tmp_path)
     begin(["--device", "CUDA1"], tmp_path)
     assert started == [1]
