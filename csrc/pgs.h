@@ -45,7 +45,7 @@ typedef struct pgs_counters {
 
 // ---- step_graph.c
 
-pgs_allocator * pgs_allocator_new(ggml_backend_t backend);
+pgs_allocator * pgs_allocator_new(ggml_backend_t backend, pgs_allocator * before);  // `before`: whose buffer graphs may use that fit; not freed before this one's graphs
 void       pgs_allocator_free(pgs_allocator * allocator);
 void       pgs_allocator_counters(const pgs_allocator * allocator, pgs_counters * out);
 size_t     pgs_allocator_buffer_size(const pgs_allocator * allocator);
@@ -224,7 +224,7 @@ struct ggml_tensor * pgs_ngram_rows(struct ggml_context * ctx, struct ggml_tenso
 
 // ---- flash_attention.c
 
-struct ggml_tensor * pgs_kv_mask(struct ggml_context * ctx, struct ggml_tensor * mask_base, struct ggml_tensor * q_last,
+struct ggml_tensor * pgs_kv_mask(struct ggml_context * ctx, struct ggml_cgraph * gf, struct ggml_tensor * mask_base, struct ggml_tensor * q_last,
                                    struct ggml_tensor * q_first, int64_t kv_bucket, int64_t slots, const pgs_level * level);
 struct ggml_tensor * pgs_flash_attention(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * cache_k,
                                  struct ggml_tensor * cache_v, struct ggml_tensor * mask, int64_t n_head_kv, int64_t kv_bucket, float scale,

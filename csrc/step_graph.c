@@ -1,5 +1,5 @@
-// One graph allocator per kind of step; each graph is planned once and then only recomputed. Kinds of different topology that share an allocator would
-// re-plan on every alternation.
+// One graph allocator per kind of step; each graph is planned once and then only recomputed. Graphs that fit the buffer of another kind use it, because
+// a device computes one step at a time.
 #ifdef __linux__
 #define _DEFAULT_SOURCE
 #include <sys/mman.h>
@@ -22,6 +22,7 @@
 struct pgs_allocator {
     ggml_backend_t backend;
     ggml_gallocr_t galloc;
+    pgs_allocator * before;     // of another kind of step, never under way at the same time; NULL for none
     pgs_counters   counters;
     uint32_t       generation;  // grows when the buffer moved: graphs planned before then point at freed memory
     int            held;        // steps of lanes that are under way in the buffer
@@ -73,6 +74,7 @@ typedef struct graph_cut {
 
 struct pgs_graph {
     pgs_allocator *            allocator;
+    pgs_allocator *            home;  // whose buffer it was planned in
     void *                arena;
     size_t                arena_size;
     struct ggml_context * ctx;
@@ -86,12 +88,13 @@ struct pgs_graph {
     bool                  all_threads;  // its bits depend on their number
 };
 
-pgs_allocator * pgs_allocator_new(ggml_backend_t backend) {
+pgs_allocator * pgs_allocator_new(ggml_backend_t backend, pgs_allocator * before) {
     pgs_allocator * allocator = calloc(1, sizeof(*allocator));
     if (allocator == NULL) {
         return NULL;
     }
     allocator->backend = backend;
+    allocator->before  = before;
     allocator->galloc  = ggml_gallocr_new(ggml_backend_get_default_buffer_type(backend));
 #ifdef PGS_LOCKS
     pthread_mutex_init(&allocator->lock, NULL);
@@ -204,6 +207,7 @@ pgs_graph * pgs_graph_new(pgs_allocator * allocator, size_t max_nodes, char * er
     void * arena = graph != NULL ? pages_new(size) : NULL;
     if (arena != NULL) {
         graph->allocator       = allocator;
+        graph->home            = allocator;
         graph->arena      = arena;
         graph->arena_size = size;
         graph->ctx        = ggml_init((struct ggml_init_params){ .mem_size = size, .mem_buffer = arena, .no_alloc = true });
@@ -343,15 +347,33 @@ static uint64_t next_uid(void) {
     return ++last;
 }
 
+// Bytes that a graph needs. Not by the allocator of its kind, which would give its buffer back.
+static size_t needed(const pgs_graph * graph) {
+    size_t         need   = 0;
+    ggml_gallocr_t sizing = ggml_gallocr_new(ggml_backend_get_default_buffer_type(graph->allocator->backend));
+    ggml_gallocr_reserve_n_size(sizing, graph->gf, NULL, NULL, &need);
+    ggml_gallocr_free(sizing);
+    return need;
+}
+
+// The buffer of a kind of step before its own, if the graph fits: that one does not grow by it.
+static pgs_allocator * roomy(const pgs_graph * graph) {
+    const size_t need = graph->allocator->before != NULL ? needed(graph) : 0;
+    for (pgs_allocator * home = graph->allocator->before; home != NULL; home = home->before) {
+        if (need <= pgs_allocator_buffer_size(home)) {
+            return home;
+        }
+    }
+    return graph->allocator;
+}
+
 static int plan(pgs_graph * graph, char * err) {
-    pgs_allocator * allocator = graph->allocator;
+    pgs_allocator * home = graph->home;
+    pgs_counters *  counters = &graph->allocator->counters;
     // Always plan for exactly this graph: ggml's own check compares sizes, not lifetimes, so a plan of a sibling could be taken over.
-    const size_t before = pgs_allocator_buffer_size(allocator);
-    if (allocator->held > 0) {  // a larger buffer takes the place of the one that a lane's thread computes in
-        size_t         need   = 0;
-        ggml_gallocr_t sizing = ggml_gallocr_new(ggml_backend_get_default_buffer_type(allocator->backend));  // the allocator's own would give its buffer back
-        ggml_gallocr_reserve_n_size(sizing, graph->gf, NULL, NULL, &need);
-        ggml_gallocr_free(sizing);
+    const size_t before = pgs_allocator_buffer_size(home);
+    if (home->held > 0) {  // a larger buffer takes the place of the one that a lane's thread computes in
+        const size_t need = needed(graph);
         if (need > before) {
             snprintf(err, PGS_ERR,
                      "this graph needs a compute buffer of %zu bytes where %zu were planned, and a step that is under way computes in that one: "
@@ -360,21 +382,21 @@ static int plan(pgs_graph * graph, char * err) {
             return 1;
         }
     }
-    if (!ggml_gallocr_reserve(allocator->galloc, graph->gf) || !ggml_gallocr_alloc_graph(allocator->galloc, graph->gf)) {
+    if (!ggml_gallocr_reserve(home->galloc, graph->gf) || !ggml_gallocr_alloc_graph(home->galloc, graph->gf)) {
         snprintf(err, PGS_ERR, "the backend %s has no memory for a compute buffer of this graph (%zu MiB were in use by its allocator)",
-                 ggml_backend_name(allocator->backend), before >> 20);
-        allocator->generation++;  // the buffer was freed before the larger one was allocated
+                 ggml_backend_name(home->backend), before >> 20);
+        home->generation++;  // the buffer was freed before the larger one was allocated
         return 1;
     }
-    const size_t after = pgs_allocator_buffer_size(allocator);
-    if (after != before || allocator->counters.graphs_built == 0) {
-        allocator->counters.buffer_growths++;
-        allocator->generation++;
+    const size_t after = pgs_allocator_buffer_size(home);
+    if (after != before || home->generation == 0) {
+        counters->buffer_growths++;
+        home->generation++;
     } else {
-        allocator->counters.replans++;
+        counters->replans++;
     }
-    allocator->counters.graphs_built++;
-    graph->generation  = allocator->generation;
+    counters->graphs_built++;
+    graph->generation  = home->generation;
     graph->planned     = true;
     graph->all_threads = pgs_needs_all_threads(graph->gf);
     graph_fields * fields = known_fields(graph);
@@ -392,9 +414,10 @@ int pgs_graph_plan(pgs_graph * graph, char * err) {
     if (check_supported(graph, err) != 0) {
         return 1;
     }
-    lock(graph->allocator);
+    graph->home = roomy(graph);
+    lock(graph->home);
     const int status = plan(graph, err);
-    unlock(graph->allocator);
+    unlock(graph->home);
     return status;
 }
 
@@ -404,20 +427,20 @@ uint64_t pgs_graph_uid(pgs_graph * graph) {
 }
 
 void pgs_graph_hold(pgs_graph * graph, bool held) {
-    lock(graph->allocator);
-    graph->allocator->held += held ? 1 : -1;
-    unlock(graph->allocator);
+    lock(graph->home);
+    graph->home->held += held ? 1 : -1;
+    unlock(graph->home);
 }
 
 int pgs_graph_held(const pgs_graph * graph) {
-    lock(graph->allocator);
-    const int held = graph->allocator->held;
-    unlock(graph->allocator);
+    lock(graph->home);
+    const int held = graph->home->held;
+    unlock(graph->home);
     return held;
 }
 
 bool pgs_graph_stale(const pgs_graph * graph) {
-    return !graph->planned || graph->generation != graph->allocator->generation;
+    return !graph->planned || graph->generation != graph->home->generation;
 }
 
 // ---- what a graph needs whose K/V bucket lies between those of two others
@@ -528,9 +551,7 @@ size_t pgs_graph_measure_between(pgs_graph * low, pgs_graph * high, int64_t part
             contiguous = contiguous && ggml_is_contiguous(a.all[i]) == before;
         }
         if (contiguous) {
-            ggml_gallocr_t sizing = ggml_gallocr_new(ggml_backend_get_default_buffer_type(low->allocator->backend));
-            ggml_gallocr_reserve_n_size(sizing, low->gf, NULL, NULL, &need);
-            ggml_gallocr_free(sizing);
+            need = needed(low);
         }
         for (int i = 0; i < a.n; i++) {
             set_shape(a.all[i], &own[i]);

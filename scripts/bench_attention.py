@@ -4,6 +4,7 @@
     bench_attention.py check                                       error against float64
     bench_attention.py steps -m TARGET [-md DRAFTER] [--depths 131072] [--rows 1,16]   milliseconds per step, and memory, by type of cache;
                        [--window 2048]                             of all layers of a DFlash drafter but the last, whatever its file says
+                       [--chunk 256]                               of prompts
     bench_attention.py time [--depths 1024,8192,32768,131072] [--rows 1,2,4,8,16,512] [--shapes 4B,8B,27B] [--out FILE.json]
 
 patches/0037 reads q8_0 and q4_0 as they lie; GGML_CUDA_QUANTIZED_KV=0 copies them to f16 first. `time` replays a CUDA graph over 400 MB of caches per case.
@@ -153,7 +154,9 @@ def steps(args) -> list[dict]:
     for depth in rows_of(args.depths):
         for kind in args.types.split(","):
             files, widths = [args.model, *([args.model_draft] if args.model_draft else [])], rows_of(args.rows)
-            cache = dict.fromkeys(("cache_type_k", "cache_type_v", "draft_cache_type_k", "draft_cache_type_v"), kind)
+            cache = dict.fromkeys(("cache_type_k", "cache_type_v", "draft_cache_type_k", "draft_cache_type_v"), kind) | {
+                "chunk": args.chunk
+            }
             took: dict[int, float] = {}
             with ps.load(
                 *files, device=args.device, n_ctx=depth + 1024, draft_width=max(widths) if args.model_draft else None, **cache
@@ -189,6 +192,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="4B,8B,27B")
     parser.add_argument("--types", default=",".join(TYPES))
     parser.add_argument("--window", type=int)
+    parser.add_argument("--chunk", type=int)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.what == "steps":

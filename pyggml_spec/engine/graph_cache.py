@@ -26,6 +26,8 @@ MEASURED_BUCKETS = 16
 SUMS = IDS_SUM, LOGITS_SUM, DRAFT_SUM = "ids_sum", "logits_sum", "draft_sum"
 KEEP_BUCKETS, KEEP_GRAPHS = 12, 32  # kept per kind and verify_len besides the largest bucket: of one slot, of several
 BY_CALLS = ("prefill", "logits", "capture")  # kinds that are not captured ahead: compute hides their launch, and many run once
+# the host reads their results in the compute buffer: no other graph is planned beside these, or has the same one
+EXACT = ("logits", "capture")
 KEEP_CHUNKS = 16  # kept for prompts of other lengths than those that were planned for
 KEEP_ALL = 192  # kept of all kinds together: 0.4 MB of host memory each for 6 layers, 2 MB for 64
 
@@ -165,6 +167,7 @@ class GraphCache:
         self.buckets, self.slots, self.every = buckets, slots, SlotRange(0, most)
         self._widths, self._widest, self._nodes = widths, widest, nodes
         self.roles: dict[str, GraphAllocator] = {}
+        self._shared: GraphAllocator | None = None  # the last of those whose buffers others may use: one device computes one step at a time
         self.closed, self.changes, self.built_as_announced, self.waited_us = False, 0, 0, 0
         self.announced: set[GraphKey] = set()
         self._steps: dict[GraphKey, Step] = {}  # the least recently used one first
@@ -302,8 +305,10 @@ class GraphCache:
             return kept[low].graph.measure_between(kept[high].graph, above // KV_BUCKET, most // KV_BUCKET)
 
         def fill(between: list[GraphKey]) -> None:
-            """Those between the first and the last one, which were built."""
+            """Those between the first and the last one, which were built; where both need far less than the longest, nothing between needs more than that."""
             low, middle, high = between[0], between[len(between) // 2], between[-1]
+            if all(8 * max(ends) < 7 * most for *ends, most in zip(sizes[low], sizes[high], sizes[shapes[-1]])):
+                return
             if middle not in sizes:
                 sizes[middle] = built(middle)
             even = len(between) > 3 and len(sizes[low]) == 1 and [told(middle, low, high)] == sizes[middle]
@@ -331,7 +336,10 @@ class GraphCache:
     def _role(self, role: str, part: int, segment: int) -> GraphAllocator:
         name = f"{role}.{part}" if part else role
         if name not in self.roles:
-            self.roles[name] = GraphAllocator(self.devices.segments[segment].backend, name, self._nodes)
+            alone = len(self.devices.segments) == 1 and role not in EXACT
+            before = self._shared if alone else None
+            self.roles[name] = GraphAllocator(self.devices.segments[segment].backend, name, self._nodes, before)
+            self._shared = self.roles[name] if alone else self._shared
         return self.roles[name]
 
     def _keep(self, key: GraphKey, step: Step) -> Step:

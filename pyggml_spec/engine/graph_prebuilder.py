@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from ..cache.kv import KV_BUCKET
 from .batch import Batch, GraphKey
+from .graph_cache import EXACT
 from .graphs import StepGraphs, commit_key
 from .resources import Resources
 
-EXACT = "logits", "capture"  # no other graph is planned beside these: what the host reads is in their buffer, which could move
 AHEAD = 64  # tokens, or a whole step, before a K/V bucket ends the graph of the next one is built
 
 

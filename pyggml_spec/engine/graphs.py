@@ -592,9 +592,9 @@ class StepGraphs(GraphCache):
     def plan_largest(self) -> None:
         """Plans the largest graph of every role that a generation uses: what does not fit fails now, and no buffer grows later."""
         r, live, width = self.resources, self.resources.kv.live, self._blocks[-1]
-        self.get(self.key("prefill", self._widths["prefill"][-1], live, FIRST))
-        if r.pictures:
+        if r.pictures:  # they need more, and others use that buffer
             self.get(self.key("prefill", self._widths["prefill"][-1], live, FIRST, pictures=True))
+        self.get(self.key("prefill", self._widths["prefill"][-1], live, FIRST))
         self.plan_catch_ups()
         self.plan_decoding()
         if r.recurrent is not None:

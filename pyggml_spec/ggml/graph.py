@@ -61,12 +61,23 @@ class GraphAllocator:
     """The compute buffer shared by all graphs of one kind of step, which never run concurrently. ``nodes``: limit per graph.
 
     On a counting backend graphs are measured; the largest one is the size that the buffer would have.
+
+    Args:
+        before: of another kind of step, which never runs at the same time and outlives this one's graphs: those that fit its buffer use it.
     """
 
-    def __init__(self, backend: Backend, name: str, nodes: int = NODES) -> None:
-        self.name, self.backend, self.nodes = name, backend, nodes
-        self.handle: Any = lib.pgs_allocator_new(backend.handle)
+    def __init__(self, backend: Backend, name: str, nodes: int = NODES, before: "GraphAllocator | None" = None) -> None:
+        self.name, self.backend, self.nodes, self.before = name, backend, nodes, before
+        self.handle: Any = lib.pgs_allocator_new(backend.handle, before.handle if before is not None else ffi.NULL)
         self.counted = 0  # bytes of the largest graph so far, on a counting backend
+
+    def count(self, nbytes: int) -> None:
+        """Of a graph on a counting backend."""
+        other = self.before
+        while other is not None and nbytes > other.counted:
+            other = other.before
+        if other is None:
+            self.counted = max(self.counted, nbytes)
 
     @property
     def counters(self) -> AllocatorCounters:
@@ -668,7 +679,7 @@ class Graph:
         require(
             fits and in_range(mask_base, 0, 0, kv_bucket), "kv_mask", mask_base=mask_base, q_last=q_last, kv_bucket=kv_bucket, slots=slots
         )
-        return lib.pgs_kv_mask(self.ctx, mask_base, q_last, q_first or ffi.NULL, kv_bucket, slots, self.backend.level_handle)
+        return lib.pgs_kv_mask(self.ctx, self.gf, mask_base, q_last, q_first or ffi.NULL, kv_bucket, slots, self.backend.level_handle)
 
     def flash_attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, heads: int, kv_bucket: int, scale: float, sinks: Any = None, cap: float = 0.0
@@ -697,7 +708,7 @@ class Graph:
     def plan(self) -> None:
         """Checks support of every node, plans and allocates memory. Raises EngineError with the unsupported node."""
         if self.backend.counting:
-            self.allocator.counted = max(self.allocator.counted, self.measure())
+            self.allocator.count(self.measure())
         else:
             check(lib.pgs_graph_plan(self.handle, self._err), self._err)
 

@@ -48,7 +48,7 @@ class Plan:
         prefix_memory: what copies of shared prompt prefixes may take, as requested.
         encoder: weights of the encoder of images; its own buffers are not counted.
         weights_by_type: the target's and the drafter's tensors together, by type.
-        compute_by_role: compute buffers by kind of step.
+        compute_by_role: compute buffers by kind of step; 0 for one whose graphs fit the buffer of another.
         host_bytes: pages of the file that experts in host memory are read from, while they are used.
         kv_per_token: K/V of one token of context, drafter included.
         free: what the device had free, before anything was loaded.

@@ -432,7 +432,7 @@ def test_eight_ragged_slots_share_one_graph_per_span(tmp_path):
         waited += not any(batch.resources.last is step for step in kept)
     spans = [key.kv_bucket for key in batch.graphs.steps() if key.kind == "fused"]
     assert waited == 0 and sorted(spans) == sorted({*planned, 512, 768, 1024}) and len(planned) <= 2
-    assert batch.graphs.counters()["fused"].buffer_growths == 1
+    assert sum(c.buffer_growths for c in batch.graphs.counters().values()) == sum(r.buffer_bytes > 0 for r in batch.graphs.roles.values())
     pair.close()
 
 

@@ -250,6 +250,14 @@ def test_acceptance_behind_pictures_is_what_it_was_before(tmp_path):
     assert seen[0] == seen[1] == seen[2] == seen[3] and 0.2 < seen[0][2] / seen[0][1] < 0.9
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_with_and_without_pictures_share_a_buffer(tmp_path, family):
+    """The second one was as large as the first."""
+    with ExitStack() as stack:
+        graphs = loaded(stack, FAMILIES[family][0](tmp_path / "t.gguf", "F32")).graphs
+        assert graphs.compute_bytes == graphs.roles["prefill of pictures"].buffer_bytes > graphs.roles["prefill"].buffer_bytes == 0
+
+
 def test_slots_with_and_without_pictures(tmp_path):
     """Requests with pictures share steps with others, and each gets the text that it gets alone."""
     write, by_axis, both_ways = FAMILIES["qwen3vl"]

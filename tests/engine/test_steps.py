@@ -1,4 +1,4 @@
-"""No work that repeats: what is built once stays built, and roles do not share memory."""
+"""No work that repeats: what is built once stays built; and memory of roles."""
 
 import itertools
 import math
@@ -46,6 +46,11 @@ def test_a_step_of_our_own_kernels_has_few_nodes(kind, width, rounded, most):
     computed = {op: n for op, n in counts.items() if op not in ("VIEW", "PERMUTE", "RESHAPE")}
     assert computed.get("native rounding", 0) == rounded and "ADD" not in computed and computed["native gated product"] >= 8
     assert sum(computed.values()) <= most
+
+
+def buffers_of(graphs):
+    """1 for each role that has a buffer, 0 for those that use another's."""
+    return {name: int(role.buffer_bytes > 0) for name, role in graphs.roles.items()}
 
 
 def _total(engine, name):
@@ -126,8 +131,7 @@ def test_with_a_context_of_4096_every_role_allocates_once(session):
     run(engine, [5] * 3000, 300)
     run(engine, [5] * 700, 300, mode="plain")
     run(engine, [5] * 1200, 20, mode="reference")
-    counters = engine.graphs.counters()
-    assert {name: c.buffer_growths for name, c in counters.items()} == dict.fromkeys(counters, 1)
+    assert {name: c.buffer_growths for name, c in engine.graphs.counters().items()} == buffers_of(engine.graphs)
 
 
 def test_a_span_boundary_adds_exactly_one_graph(session):
@@ -142,9 +146,9 @@ def test_a_span_boundary_adds_exactly_one_graph(session):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch, few", [("qwen35", True), ("llama", True), ("glm-dsa", True), ("gemma4", False), ("gpt-oss", False)])
-def test_what_graphs_between_two_buckets_need_is_told_by_these(tmp_path, monkeypatch, arch, few):
-    """Building all of them was a second of what the first token of 64 layers waited for. A ring of rows ends to grow: there more are built."""
+@pytest.mark.parametrize("arch", ["qwen35", "llama", "glm-dsa", "gemma4", "gpt-oss"])
+def test_what_graphs_between_two_buckets_need_is_told_by_these(tmp_path, monkeypatch, arch):
+    """Building all of them was a second of what the first token of 64 layers waited for. Some ask nothing: others need more."""
     target, draft = TARGETS[arch](tmp_path / "t.gguf", Shape(n_ff=128)), write_dflash(tmp_path / "d.gguf", Shape(draft_ff=128))
     told, built, measure = [], [], GraphCache.measure
 
@@ -152,13 +156,14 @@ def test_what_graphs_between_two_buckets_need_is_told_by_these(tmp_path, monkeyp
         measure(self, shapes, kept, sizes)
         for shape in shapes:
             step = self._make(shape)
-            assert sizes[shape] == [part.measure() for part in step.graph.parts], shape
+            need = [part.measure() for part in step.graph.parts]
+            assert sizes.get(shape, need) == need and need <= max(sizes.values()), shape
             step.graph.close()
             (built if shape in kept else told).append(shape)
 
     monkeypatch.setattr(GraphCache, "measure", measures)
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=4096, spec=["draft-dflash"]):
-        assert (len(told) > len(built)) == few and built
+        assert len(told) > len(built) > 0
 
 
 @pytest.mark.slow
@@ -173,7 +178,7 @@ def test_no_graph_needs_more_than_the_widest_ones_did_at_load(tmp_path, arch, ke
             for width, bucket in itertools.product(some, graphs.buckets):
                 graphs.get(graphs.key(kind, width, bucket))
         counters = graphs.counters()
-        assert len(counters) >= 5 and {name: c.buffer_growths for name, c in counters.items()} == dict.fromkeys(counters, 1)
+        assert len(counters) >= 5 and {name: c.buffer_growths for name, c in counters.items()} == buffers_of(graphs)
 
 
 @pytest.mark.slow
@@ -182,16 +187,41 @@ def test_generation_prepares_the_spans_ahead(session):
     assert (stats.graphs_built_after_warmup, stats.buffer_growths_after_warmup) == (0, 0)
 
 
-def test_uploads_and_live_memory(session):
-    ranges = {}
-    for key, step in session.runner.graphs.steps().items():
+def test_kinds_of_steps_share_a_buffer(session):
+    """Every kind had its own, of 68 MB beside the 430 of prompts at 131,072 tokens. Those whose logits are read row by row keep theirs."""
+    engine, ranges = session.runner, {}
+    engine.logits([1, 2, 3])
+    for key, step in engine.graphs.steps().items():
         own = ffi.new("uintptr_t[2]")  # first and past-the-end address of its nodes
         lib.pgs_graph_memory(step.graph.handle, own, own + 1)
         low, high = ranges.get(key.kind, own)
         ranges[key.kind] = (min(low, own[0]), max(high, own[1]))
-    assert len(ranges) >= 4
-    ordered = sorted(ranges.values())
-    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ordered))
+    exact, largest = ranges.pop("logits"), ranges["prefill"]
+    assert len(ranges) >= 4 and all(largest[0] <= low < high <= largest[1] for low, high in ranges.values())
+    assert exact[1] <= largest[0] or largest[1] <= exact[0]
+    owners = {name: role.buffer_bytes for name, role in engine.graphs.roles.items() if role.buffer_bytes}
+    assert owners.keys() <= {"prefill", "logits", "capture"} and engine.graphs.compute_bytes == sum(owners.values())
+
+
+def test_a_graph_that_does_not_fit_another_kinds_buffer_gets_its_own(session):
+    """And no graph has to be built again, because the other one does not grow."""
+    for backend in (session.backend, session.backend.counted()):
+        first = GraphAllocator(backend, "first")
+        second = GraphAllocator(backend, "second", before=first)
+        third = GraphAllocator(backend, "third", before=second)
+        graphs, sizes = [], []
+        for role, n in ((first, 1000), (second, 900), (third, 5000), (second, 4000), (third, 3000), (third, 900)):
+            graphs.append(graph := Graph(role))
+            node = graph.scale(lib.ggml_new_tensor(graph.ctx, lib.GGML_TYPE_F32, 1, [n]), 2.0)
+            graph.expand(node)
+            graph.plan()
+            sizes.append([role.buffer_bytes // 4000 for role in (first, second, third)])
+        assert sizes == [[1, 0, 0], [1, 0, 0], [1, 0, 5], [1, 4, 5], [1, 4, 5], [1, 4, 5]] and not any(graph.stale for graph in graphs)
+        for part in (*graphs, third, second, first):
+            part.close()
+
+
+def test_uploads(session):
     engine = session.runner
     engine.reset()
     engine.prefill([1, 2, 3])
