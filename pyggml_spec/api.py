@@ -546,7 +546,7 @@ class Session:
                 "a prefix cache on disk is filled from memory, and `prefix_memory` is 0: give it more, or leave the folder out"
             )
         engine = self._own_runner(options) if only else None
-        engine = engine or runner_of(self.backend, self.target, self.drafter, options)
+        engine = engine or runner_of(self.backend, self.target, self.drafter, options, self.notes)
         try:
             files = self._prefix_files(engine, kept, shared=True)
         except BaseException:

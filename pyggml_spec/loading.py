@@ -337,7 +337,7 @@ class Loader:
 
     def narrow_chunks(self) -> None:
         """Several slots compute prompts in chunks of the default width from now on."""
-        self.engine_options = replace(self.engine_options, slots_chunk=0)
+        self.engine_options = self.engine_options.narrow
         self._counts.clear()
 
     def _default_context(self, slots: int, free: int | None, reserved: int, most: int) -> int:
@@ -443,7 +443,7 @@ class Loader:
 
     def runner(self) -> ModelRunner:
         """The engine; without copies of offloaded weights, if it has no memory for both."""
-        make = partial(runner_of, self.backend, self.target, self.drafter, self.engine_options)
+        make = partial(runner_of, self.backend, self.target, self.drafter, self.engine_options, self.notes)
         try:
             runner = make()
         except (DeviceError, EngineError) as error:
@@ -571,14 +571,18 @@ def default_context(taken: Callable[[int], Sequence[int]], rooms: Sequence[int],
     return least if most == least else max(least, longest(taken, rooms, most, CONTEXT_STEP, least, exact=False))
 
 
-def runner_of(backend: Backend, target: Decoder, drafter: AnyDrafter | None, options: EngineOptions) -> ModelRunner:
-    """The runner with these options; several slots compute prompts in chunks of the default width where there is no memory for wide ones."""
+def runner_of(backend: Backend, target: Decoder, drafter: AnyDrafter | None, options: EngineOptions, notes: list[str]) -> ModelRunner:
+    """The runner with these options; several slots compute prompts in chunks of the default width where there is no memory for wide ones, and ``notes``
+    says so."""
     try:
         return ModelRunner(backend, target, drafter, options)
-    except DeviceError:
-        if options.slots == 1 or not options.slots_chunk:
+    except (DeviceError, EngineError) as error:
+        if options.narrow.chunk == options.chunk:
             raise
-    return ModelRunner(backend, target, drafter, replace(options, slots_chunk=0, chunk=DEFAULT_CHUNK))
+        why = str(error)
+    runner = ModelRunner(backend, target, drafter, options.narrow)
+    notes.append(f"several slots compute prompts in chunks of {runner.options.chunk} tokens: with {options.chunk}, {why}")
+    return runner
 
 
 def rough_bytes(target: Decoder, drafter: AnyDrafter | None, options: EngineOptions) -> int:

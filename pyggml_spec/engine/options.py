@@ -54,9 +54,14 @@ class EngineOptions:
             object.__setattr__(self, "width", min(self.width, max(2, IMPLIED_ROWS // self.slots)))
 
     @property
+    def narrow(self) -> "EngineOptions":
+        """Those with which several slots compute prompts in chunks of the default width, if they have wider ones."""
+        return replace(self, slots_chunk=0, chunk=DEFAULT_CHUNK if self.slots > 1 and self.slots_chunk else self.chunk)
+
+    @property
     def alone(self) -> "EngineOptions":
         """Those of one slot."""
-        return replace(self, slots=1, chunk=DEFAULT_CHUNK if self.slots > 1 and self.slots_chunk else self.chunk)
+        return replace(self.narrow, slots=1)
 
 
 class AtMost(int):

@@ -24,8 +24,9 @@ from pyggml_spec.engine import options as engine_options
 from pyggml_spec.engine import resources as parts
 from pyggml_spec.engine.memory import longest
 from pyggml_spec.engine.sequence import PLAIN, GenerationOptions
-from pyggml_spec.errors import ContextError, DeviceError, EngineError, GGUFError, ModelError, PairError, PyspecError
+from pyggml_spec.errors import ContextError, EngineError, GGUFError, ModelError, PairError, PyspecError
 from pyggml_spec.ggml.device import devices
+from pyggml_spec.ggml.graph import Graph
 from pyggml_spec.load_options import LoadOptions
 from pyggml_spec.loading import DEMO_DRAFTER, DEMO_TARGET, Loader
 from pyggml_spec.models.placement import ExpertOptions, Routing
@@ -293,19 +294,25 @@ def test_wide_chunks_never_cost_the_room_to_run_at_all(pair, a_gpu, monkeypatch)
     wide, narrow = (plan(*pair, **options, slots=3, chunk=chunk, free=64 << 30) for chunk in (2048, 512))
     tight = plan(*pair, **options, slots=3, free=narrow.total)
     assert tight.fits and tight.slots_memory == narrow.slots_memory and wide.total > narrow.total
-    make = loading.ModelRunner
+    plans = Graph.plan
 
-    def out_of_memory(backend, target, drafter, made):
-        if made.chunk > 512:
-            raise DeviceError("no memory for wide chunks")
-        return make(backend, target, drafter, made)
+    def out_of_memory(graph):
+        if graph.allocator.name == "prefill" and graph.measure() > room:
+            raise EngineError("the backend has no memory for a compute buffer of this graph")
+        plans(graph)
 
     with ps.load(*pair, **options, threads=1) as session:
         with session.batch(3) as engine:
             assert engine.runner.options.chunk == 2048 and session.runner.options.chunk == 512
-        monkeypatch.setattr(loading, "ModelRunner", out_of_memory)
+            assert not any("chunks" in note for note in session.configuration().notes)
+            room = engine.runner.graphs.compute_bytes // 2
+        monkeypatch.setattr(Graph, "plan", out_of_memory)
         with session.batch(3) as engine:
             assert engine.runner.options.chunk == 512
+        told = (
+            "several slots compute prompts in chunks of 512 tokens: with 2048, the backend has no memory for a compute buffer of this graph"
+        )
+        assert told in session.configuration().notes
 
 
 @pytest.mark.parametrize("window", [0, 600])
@@ -376,11 +383,11 @@ def long(tmp_path):
 def test_the_default_context_is_the_models_own(long):
     """It was 4,096, and a question with a file got an error that named a context that was not given."""
     with ps.load(long, device="CPU", threads=1) as session:
-        configuration = session.configuration()
+        configuration = session.configuration
         assert (configuration.n_ctx, configuration.context) == (40960, "the model's")
         assert configuration_line(configuration, None).count("context 40960 (the model's) |") == 1
     with ps.load(long, device="CPU", threads=1, n_ctx=512) as session:
-        assert session.configuration().context == "" and "| context 512 |" in configuration_line(session.configuration(), None)
+        assert session.configuration.context == "" and "| context 512 |" in configuration_line(session.configuration(), None)
     assert plan(long, device="CPU").n_ctx == 40960
 
 
@@ -394,8 +401,8 @@ def test_memory_limits_the_default_context(long, monkeypatch):
     assert 8192 < planned.n_ctx < 40960 and planned.n_ctx % 1024 == 0 and planned.total <= free - free // 4
     assert plan(long, device="CPU", n_ctx=planned.n_ctx + 1024).total > free - free // 4
     with ps.load(long, device="CPU", threads=1) as session:
-        assert session.runner.options.n_ctx == planned.n_ctx and session.configuration().context == "of 40960: memory"
-        assert f"context {planned.n_ctx} of 40960: memory |" in configuration_line(session.configuration(), None)
+        assert session.runner.options.n_ctx == planned.n_ctx and session.configuration.context == "of 40960: memory"
+        assert f"context {planned.n_ctx} of 40960: memory |" in configuration_line(session.configuration, None)
         with session.concurrent(4) as server:
             assert 4096 <= server.n_ctx < planned.n_ctx
         with session.concurrent(2, 512) as server:
