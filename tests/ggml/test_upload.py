@@ -10,7 +10,7 @@ from sessions import fails_with
 import pyggml_spec as ps
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import EngineError, GGUFError
-from pyggml_spec.ggml.device import Backend, pick_device
+from pyggml_spec.ggml.device import Backend, devices, pick_device
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.ggml.upload import Uploads
 from pyggml_spec.gguf_io import GGUFFile
@@ -35,14 +35,17 @@ def _contents(model) -> list[bytes]:
     return out
 
 
-def test_tensors_have_the_bytes_of_the_files(pair, monkeypatch):
-    found = []
+@pytest.mark.parametrize("device", ["CPU", pytest.param("CUDA", marks=pytest.mark.gpu)])
+def test_tensors_have_the_bytes_of_the_files(pair, monkeypatch, device):
+    found, name = [], next((one.name for one in devices() if one.name.startswith(device)), None)
+    if name is None:
+        pytest.skip("there is no CUDA device")
     for threads in (False, True):
         monkeypatch.setattr(Uploads, "worth", staticmethod(lambda backend, nbytes, threads=threads: threads))
         queued, add = [], Uploads.add
         with monkeypatch.context() as once:
             once.setattr(Uploads, "add", lambda self, *of, add=add, queued=queued: queued.append(of) or add(self, *of))
-            with ps.load(*pair, **OPTIONS) as session:
+            with ps.load(*pair, **OPTIONS | {"device": name}) as session:
                 found.append([_contents(model) for model in (session.target, *session.drafter.methods)])
         assert bool(queued) == threads
     assert found[0] == found[1] and all(found[0])
