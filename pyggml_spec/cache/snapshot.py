@@ -99,7 +99,7 @@ class Pieces:
 
     def _parts(self, contents: np.ndarray) -> list[np.ndarray]:
         """The bytes of each tensor, as views."""
-        return np.split(contents, np.cumsum([lib.ggml_nbytes(t) for t in self.tensors])[:-1])
+        return np.split(contents, np.cumsum([lib.ggml_nbytes(t) for t in self.tensors]))[:-1]
 
     @property
     def closed(self) -> bool:

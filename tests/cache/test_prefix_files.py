@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cache.test_prefix import CHUNK, answer, assert_same, tokens
+from random_gguf.archs import WRITERS
+from random_gguf.model import Shape
 from sessions import fails_with
 
 import pyggml_spec as ps
@@ -301,6 +303,22 @@ def test_part_files_have_random_names_and_follow_no_link(tmp_path, monkeypatch):
     (tmp_path / "p" / f".pyspec-{'0' * 32}.part").symlink_to(victim)
     fails_with(Refused, "cannot be written", lambda: files.store(KEY, "rows", np.zeros(10, np.uint8)))
     assert victim.read_text() == "mine" and not files.has(KEY, "rows")
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_model_whose_layers_all_have_windows_keeps_states_alone(tmp_path, slots):
+    """Its chunks have no rows: what was read of them had one part too many."""
+    path, prompt = WRITERS["gemma3"](tmp_path / "t.gguf", Shape(target_window=12)), tokens(3, 300)
+    for reused in (0, 256):
+        with ps.load(path, device="CPU", threads=1, n_ctx=512, chunk=32, prefix_cache=tmp_path / "kept") as session:
+            assert session.runner.kv.ring and all(session.runner.kv.in_ring)
+            if slots == 1:
+                text, stats = session.generate(prompt, 8, ignore_end=True)
+            else:
+                with session.concurrent(slots, prefix_cache=tmp_path / "kept") as server:
+                    text, stats = server.submit(prompt, 8, ignore_end=True).result()
+            assert stats.reused_tokens >= reused
+            assert text == session.generate(prompt, 8, ignore_end=True, mode="plain")[0]
 
 
 def test_a_folder_that_cannot_be_looked_into_costs_one_sentence(pair, tmp_path, monkeypatch):
