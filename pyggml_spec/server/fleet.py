@@ -105,7 +105,11 @@ class Fleet:
                 return models[max(loaded)[2]] if loaded else next((one for one in models if one.loading is not None), models[0])
         names = [model.spec.name for model in models]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        there = f"there are {', '.join(names[:_SHOWN])}{more}, and any" if names else "put a GGUF file into the folder of models"
+        there = (
+            f"there are {', '.join(names[:_SHOWN])}{more}; {ANY!r} is the one that was used last"
+            if names
+            else "put a GGUF file into the folder of models"
+        )
         raise ApiError(404, f"there is no model {name[:100]!r}; {there}", param="model")
 
     # -- requests

@@ -319,11 +319,10 @@ class _RouterService(start.Service):
         app = application(
             Router(fleet), _routes(options.page), Metrics(), settings.keys, Origins(settings.origins), self.hosts(sockets), limits
         )  # fmt: skip
-        watching = self.loop.create_task(fleet.watch())
+        watching, count = self.loop.create_task(fleet.watch()), len(fleet.models())
+        what = f"{count} model{'s' * (count != 1)}"
         try:
-            await self.serve(
-                app, sockets, lambda at: f"serving {len(fleet.models())} models at {at} with a process for each that is loaded"
-            )
+            await self.serve(app, sockets, lambda at: f"serving {what} at {at} with a process for each that is loaded")
         finally:
             watching.cancel()
             await fleet.close()

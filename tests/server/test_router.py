@@ -115,7 +115,9 @@ def test_keep_alive_counts_until_the_next_request(router):
 
 def test_errors_name_the_models_and_keep_each_dialect(router):
     unknown = router.post("/v1/chat/completions", **chat("third"))
-    assert unknown.status_code == 404 and "first, second, and any" in unknown.json()["error"]["message"]
+    assert (
+        unknown.status_code == 404 and "there are first, second; 'any' is the one that was used last" in unknown.json()["error"]["message"]
+    )
     assert router.post("/v1/messages", **chat("third")).json()["type"] == "error"
     assert router.post("/v1/chat/completions", model=3).json()["error"]["param"] == "model"
     wrong = router.post("/v1/chat/completions", **chat("first", top_p=7))
