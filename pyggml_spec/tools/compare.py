@@ -13,14 +13,16 @@ from ..engine.runner import ModelRunner
 from ..errors import ContextError
 from ..ggml.device import Backend, pick_device
 from ..ggml.graph import Graph
+from ..ggml.library import ffi, lib, read_tensor
 from ..gguf_io import GGUFFile
 from ..models.registry import open_target
 from ..models.rope import RopeOptions
-from ..models.weights import Weights
+from ..models.weights import VECTOR, Weights
 from ..text.tokenizer import Tokenizer
 from .reference import LlamaReference
 
 CHUNK = 512
+CHANGES = 2.0**-22, 2.0**-20, 2.0**-17  # of a norm, relative: as much as another order of sums changes them
 # Words, code, numbers and non-ASCII letters: a trained model is sharper on them than on random ids.
 TEXT = """The lighthouse at the end of the harbour was built in 1862. Every evening, when the boats came home, its keeper counted them and wrote the number
 into a book: 14 on the 3rd of May, 12 on the 4th, and none on the night of the storm. "They will be here tomorrow," she said - and they were.
@@ -87,6 +89,39 @@ def compare_logits(
         return Comparison(nmse(ours, theirs), float(np.abs(ours - theirs).max()), argmax_agree, agree, len(ids))
 
 
+def rounding_of_logits(
+    path: str | Path,
+    tokens: int = 64,
+    seed: int = 0,
+    device: str | None = None,
+    threads: int | None = None,
+    kernels: str | None = None,
+    cache_type_k: str = "f16",
+    cache_type_v: str = "f16",
+    rope: RopeOptions | None = None,
+    text: str | None = None,
+) -> float:
+    """The largest NMSE by which llama.cpp's own logits (those of ggml's kernels) of these tokens change where a norm of the first layers changes by a few
+    millionths: what another order of sums does to a model whose activations are rounded to 8 bits. Arguments as of ``compare_logits``; 0 without a norm."""
+    with ExitStack() as stack:
+        engine = stack.enter_context(_engine(path, tokens, 0, device, threads, "ggml", KVTypes(cache_type_k, cache_type_v), rope))
+        ids, weights = _ids(engine, tokens, seed, text), engine.target.weights
+        logits, largest = engine.logits(ids), 0.0
+        norms = [spec.name for spec in engine.target.specs() if spec.use == VECTOR and spec.name.endswith("norm.weight")]
+        norm = next((name for name in norms if name.startswith("blk.")), None)
+        if norm is None:
+            return 0.0
+        tensor = weights[norm]
+        values = np.empty(tensor.ne[0], np.float32)
+        read_tensor(tensor, values, 0, ())
+        for change in CHANGES:
+            changed = values * np.float32(1 + change)
+            lib.ggml_backend_tensor_set(tensor, ffi.from_buffer(changed), 0, changed.nbytes)
+            engine.reset()
+            largest = max(largest, nmse(engine.logits(ids), logits))
+        return largest
+
+
 def _ids(engine: ModelRunner, tokens: int, seed: int, text: str | None) -> list[int]:
     """Random ids, or the first ones of ``text``."""
     if text is None:
@@ -136,6 +171,17 @@ def _both(path: str | Path, tokens: int, greedy: int, device: str | None, thread
           rope: RopeOptions | None = None, watch: bool = False) -> Iterator[tuple[ModelRunner, LlamaReference]]:  # fmt: skip
     """The file in both engines."""
     with ExitStack() as stack:
+        engine = stack.enter_context(_engine(path, tokens, greedy, device, threads, kernels, kv, rope))
+        file, backend, n_ctx = engine.target.file, engine.backend, engine.options.n_ctx
+        reference = stack.enter_context(closing(LlamaReference(file.path, backend.device, n_ctx, CHUNK, backend.threads, kv, rope, watch)))
+        yield engine, reference
+
+
+@contextmanager
+def _engine(
+    path: str | Path, tokens: int, greedy: int, device: str | None, threads: int | None, kernels: str | None, kv: KVTypes, rope: RopeOptions | None
+) -> Iterator[ModelRunner]:  # fmt: skip
+    with ExitStack() as stack:
         file = stack.enter_context(closing(GGUFFile(path)))
         file.rope = rope
         target = open_target(file)
@@ -145,9 +191,7 @@ def _both(path: str | Path, tokens: int, greedy: int, device: str | None, thread
             raise ContextError(f"{tokens} tokens and {greedy} generated ones do not fit {there}")
         backend = stack.enter_context(closing(Backend(pick_device(device), threads, kernels)))
         target.weights = stack.enter_context(closing(Weights(backend, file, target.specs(), target.groups(), target.fused_alike())))
-        engine = stack.enter_context(closing(ModelRunner(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv))))
-        reference = stack.enter_context(closing(LlamaReference(file.path, backend.device, n_ctx, CHUNK, backend.threads, kv, rope, watch)))
-        yield engine, reference
+        yield stack.enter_context(closing(ModelRunner(backend, target, None, EngineOptions(n_ctx=n_ctx, width=1, chunk=CHUNK, kv=kv))))
 
 
 def nmse(ours: np.ndarray, reference: np.ndarray) -> float:

@@ -146,16 +146,24 @@ def test_compare_above_the_tolerance_is_3(pair, monkeypatch):
 
 @pytest.mark.parametrize("kind, kernels, nmse, code", [
     ("cpu", "ggml", 0.0, 0), ("cpu", "ggml", 4e-6, 3), ("gpu", "ggml", 4e-6, 0), ("gpu", "ggml", 0.09, 3),
-    ("cpu", "native", 9e-5, 0), ("cpu", "native", 0.09, 3),
+    ("cpu", "native", 9e-5, 0), ("cpu", "native", 5e-3, 0), ("cpu", "native", 0.09, 3), ("cpu", "native", float("nan"), 3),
 ])  # fmt: skip
 def test_compare_allows_other_kernels_their_order_of_sums(pair, monkeypatch, kind, kernels, nmse, code):
-    """The embedded target itself was 4e-6 off on an H200, and was called wrong at the CPU's tolerance."""
+    """The embedded target itself was 4e-6 off on an H200, and was called wrong at the CPU's tolerance; so was gemma-3-270m at 5e-3 with native kernels."""
+    monkeypatch.setattr(compare, "rounding_of_logits", lambda *_, **__: 4e-3)
     if kernels == "native" and not levels():
         pytest.skip("native kernels do not run on this processor")
     monkeypatch.setattr(device, "pick_device", lambda name=None: device.Device("X0", "", kind, 1, 1, 0))
     monkeypatch.setattr(compare, "compare_logits", lambda *_, **__: compare.Comparison(nmse, nmse, 1.0, 1.0, 64))
     done = CliRunner().invoke(cli, ["compare", "--logits", str(pair[0]), "--kernels", kernels])
     assert done.exit_code == code, done.exception
+    assert ("this model amplifies it. The NMSE is 0.005, and llama.cpp's own logits change by 0.004" in done.output) == (nmse == 5e-3)
+
+
+def test_what_rounding_does_is_as_much_as_kernels_differ():
+    """Of 8-bit activations: a wrong kernel differs by hundreds of times that."""
+    alone = compare.rounding_of_logits(DEMO_TARGET, device="CPU", threads=1)
+    assert 1e-6 < alone < 1e-3 and 0.0 < alone / compare.rounding_of_logits(DEMO_TARGET, device="CPU", threads=1, text="def f(x):") < 100
 
 
 @pytest.fixture(scope="module")
