@@ -28,7 +28,6 @@ from random_gguf.mtp import write_mtp_target
 import pyggml_spec as ps
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.options import candidate_widths
-from pyggml_spec.errors import EngineError
 
 SINGLE = {"GGML_CUDA_DISABLE_GRAPHS": "1", "GGML_CUDA_PDL": "0"}
 WAYS = {"replayed, overlapping": {}, "replayed": {"GGML_CUDA_PDL": "0"}, "overlapping": {"GGML_CUDA_DISABLE_GRAPHS": "1"}}
@@ -41,6 +40,9 @@ MLA = {
 }  # as published: ggml-cuda's attention takes no other rows of one head
 TARGETS = archs.WRITERS | {
     "deepseek2": lambda path, shape, quant: archs.write_deepseek2(path, replace(shape, **MLA), quant),
+    "deepseek32": lambda path, shape, quant: archs.WRITERS["deepseek32"](
+        path, replace(shape, **MLA, index_heads=32, index_size=128), quant
+    ),
     "glm-dsa": lambda path, shape, quant: archs.write_glm_dsa(path, replace(shape, **MLA, index_heads=32, index_size=128), quant),
     # likewise with soft-capped scores: of other head sizes than 128, 256 and 512 its kernel has no code and ends the process
     "gemma2": lambda path, shape, quant: archs.WRITERS["gemma2"](path, replace(shape, head_size=128), quant),
@@ -87,7 +89,7 @@ def measure(args) -> None:
             width = 16 if drafter or spec else None
             try:
                 loaded = ps.load(target, drafter, device=args.device, threads=args.threads, n_ctx=512, draft_width=width, spec=spec)
-            except EngineError as why:
+            except ps.PyspecError as why:
                 print(f"{name}: {why}", flush=True)
                 continue
             with loaded as session:
