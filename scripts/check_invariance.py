@@ -25,7 +25,7 @@ PROMPT, ROWS, SEQUENCES = 24, 16, 4
 TOGETHER = ((2, 1), (3, 1), (4, 1), (4, 2), (4, 4), (4, 8), (2, 16), (3, 16), (4, 16))  # sequences, rows of each
 # tiny models with matrices of fewer than 256 inputs, which no small-batch product takes
 # or attention that the vector kernel does not take
-UNCOVERED = ("qwen35, ", "qwen35moe", "qwen3next", "gemma4, shared K/V", "gemma4, Q", "deepseek2", "glm-dsa")
+UNCOVERED = ("qwen35, ", "qwen35moe", "qwen3next", "gemma3n", "gemma4, shared K/V", "gemma4, Q", "deepseek2", "glm-dsa")
 
 
 def alone(engine, tokens: list[int]) -> list[np.ndarray]:
