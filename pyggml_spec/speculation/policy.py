@@ -132,13 +132,13 @@ class SpeculationState:
     def __init__(self, trackers: dict[str, AcceptanceTracker], disabled: bool = False, tokens: int | None = None) -> None:
         self.acceptance, self.disabled = trackers, disabled
         self.budget = self.least_budget = min(BUDGET_SHARE * (tokens or USUAL_TOKENS), MOST_BUDGET)
-        self._least_tokens = min(tokens or SHORT_TOKENS, USUAL_TOKENS)
+        self.least_tokens = min(tokens or SHORT_TOKENS, USUAL_TOKENS)
         self.won = self.time = 0.0  # plain steps that its plans have saved, and that it has taken
 
     @property
     def may_lose(self) -> float:
         """Plain steps, at most: MOST_REGRET of what it has taken, or will if it is as long as it may be or, without a limit, short."""
-        return self.won + MOST_REGRET * max(self.time, self._least_tokens)
+        return self.won + MOST_REGRET * max(self.time, self.least_tokens)
 
 
 @dataclass
@@ -187,6 +187,7 @@ class SpeculationPolicy:
         self._phases: dict[int, _Phase] = {}
         self._calibrated: set[int] = {1} if costs else set()
         self._gain, self._tried, self._wait, self._waited = 0.0, 0.0, 1, 0
+        self._saved = 0.0  # plain steps that earlier sequences might have lost, and have not
         self._last: SpeculationState | None = None
 
     @classmethod
@@ -211,6 +212,7 @@ class SpeculationPolicy:
         last, self._last = self._last, None
         if last is None or not last.time:
             return
+        self._saved = max(0.0, self._saved + MOST_REGRET * last.time + min(last.won, 0.0))
         gain = max(0.0, last.won) / last.time
         self._gain, self._tried = 0.8 * self._gain + gain, 0.8 * self._tried + 1
         if self._gain / self._tried >= MOST_REGRET:
@@ -285,10 +287,15 @@ class SpeculationPolicy:
 
     def _may_lose(self, drafting: Sequence[SpeculationState], plan: StepPlan, late: float) -> bool:
         """Whether a rejected block of this plan leaves the loss within MOST_REGRET. Before any block of this method, in this or an earlier session,
-        costs are estimates, and blocks may take CLAMP times as long with all that comes with them."""
-        told = self._told or any(self.costs.told((1, other)) for other in self.plans if other.method == plan.method)
-        cost = self.cost(1, plan) + late if told else CLAMP * self.cost(1, plan)
-        return cost / self.costs[1, PLAIN_STEP] - 1 <= min(s.may_lose for s in drafting)
+        costs are estimates, and blocks may take CLAMP times as long with all that comes with them: texts that are too short for that save up for the cheapest of them."""
+        told = self._any_told(plan.method)
+        loss = (self.cost(1, plan) + late if told else CLAMP * self.cost(1, plan)) / self.costs[1, PLAIN_STEP] - 1
+        if not told and loss > MOST_REGRET * min(s.least_tokens for s in drafting):
+            loss -= self._saved * (self.cost(1, plan) <= min(self.cost(1, other) for other in self.plans if other.method == plan.method))
+        return loss <= min(s.may_lose for s in drafting)
+
+    def _any_told(self, method: str) -> bool:
+        return self._told or any(self.costs.told((1, plan)) for plan in self.plans if plan.method == method)
 
     def _is_told(self, plan: StepPlan) -> bool:
         """Whether its cost was told by steps of this session, or of earlier ones."""
@@ -503,7 +510,9 @@ class SpeculationPolicy:
         best = max((plan for plan in speeds if plan != mine), key=speeds.__getitem__)
         out = f"{self._label(mine)}: {speeds[mine]:.0f} tok/s expected, {self._label(best)} would give {speeds[best]:.0f}"
         if mine != PLAIN_STEP:
-            return out
+            first = min((plan for plan in self.plans if plan.method == mine.method), key=lambda plan: self.cost(1, plan))
+            waits = self._relative and not self._any_told(mine.method) and not self._may_lose([state], first, 0.0)
+            return out + "; until a block's cost is known, a text has to be longer to try one" * waits
         tracker = state.acceptance[best.method]
         share = f"{100 * tracker.survival()[0]:.0f} %"
         return out + (

@@ -144,6 +144,22 @@ def test_a_first_session_loses_at_most_a_twentieth(dearer, tokens):
     assert dearer > 0.6 or statistics.mean(gains) > 1.3
 
 
+@pytest.mark.parametrize("tokens, share", [(16, 0.2), (30, 0.44), (40, 0.6)])
+def test_short_texts_save_up_for_a_first_block(tokens, share):
+    """Of a whole small model: sessions whose texts were all this short never drafted, and the reason named the speed of a block."""
+    plans = chain_plans("draft-simple", [2, 4, 8, 16])
+    costs = estimate(plans, ROW_COST["cpu"], {"draft-simple": share}, {"draft-simple"})
+    policy, plain, blocks = SpeculationPolicy(plans, costs, relative=True), 0, 0
+    while not blocks:
+        state, done = policy.begin(tokens=tokens), 0
+        while done < tokens:
+            chosen = policy.choose(1, [state])
+            policy.observe(1, chosen, 50 * costs[chosen], [state], [chosen.draft_tokens])
+            plain, blocks, done = plain + (chosen == PLAIN_STEP), blocks + (chosen != PLAIN_STEP), done + chosen.tokens
+        assert ("a text has to be longer to try one" in policy.reason(state)) == (not blocks)
+    assert plain < 100
+
+
 @pytest.mark.parametrize("machine", replay.WRONG)
 def test_costs_of_a_slow_moment_do_not_keep_speculation_away(machine):
     """Blocks were measured as twice as dear, or half as dear, as they are."""
