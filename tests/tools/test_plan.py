@@ -383,11 +383,11 @@ def long(tmp_path):
 def test_the_default_context_is_the_models_own(long):
     """It was 4,096, and a question with a file got an error that named a context that was not given."""
     with ps.load(long, device="CPU", threads=1) as session:
-        configuration = session.configuration
+        configuration = session.configuration()
         assert (configuration.n_ctx, configuration.context) == (40960, "the model's")
         assert configuration_line(configuration, None).count("context 40960 (the model's) |") == 1
     with ps.load(long, device="CPU", threads=1, n_ctx=512) as session:
-        assert session.configuration.context == "" and "| context 512 |" in configuration_line(session.configuration(), None)
+        assert session.configuration().context == "" and "| context 512 |" in configuration_line(session.configuration(), None)
     assert plan(long, device="CPU").n_ctx == 40960
 
 
@@ -401,8 +401,8 @@ def test_memory_limits_the_default_context(long, monkeypatch):
     assert 8192 < planned.n_ctx < 40960 and planned.n_ctx % 1024 == 0 and planned.total <= free - free // 4
     assert plan(long, device="CPU", n_ctx=planned.n_ctx + 1024).total > free - free // 4
     with ps.load(long, device="CPU", threads=1) as session:
-        assert session.runner.options.n_ctx == planned.n_ctx and session.configuration.context == "of 40960: memory"
-        assert f"context {planned.n_ctx} of 40960: memory |" in configuration_line(session.configuration, None)
+        assert session.runner.options.n_ctx == planned.n_ctx and session.configuration().context == "of 40960: memory"
+        assert f"context {planned.n_ctx} of 40960: memory |" in configuration_line(session.configuration(), None)
         with session.concurrent(4) as server:
             assert 4096 <= server.n_ctx < planned.n_ctx
         with session.concurrent(2, 512) as server:
