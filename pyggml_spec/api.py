@@ -20,7 +20,7 @@ from .engine.devices import GROUPS
 from .engine.engine import Engine
 from .engine.lock import ENDED, EngineLock, Hold
 from .engine.memory import SHARED, count_memory
-from .engine.options import EngineOptions, candidate_widths
+from .engine.options import MOST_SLOTS, EngineOptions, candidate_widths
 from .engine.prompt import Prompt
 from .engine.resources import Closable, P
 from .engine.runner import ModelRunner
@@ -472,7 +472,7 @@ class Session:
         """
         if isinstance(prompts, (str, bytes)):
             raise ContextError("the prompts are one text; give a list of prompts, or use generate")
-        prompts = list(prompts)
+        prompts, slots = list(prompts), whole(slots, "the number of slots", 1, MOST_SLOTS)
         if not prompts:
             return []
         with self.concurrent(min(slots, len(prompts)), n_ctx) as server:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import typing
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from pyggml_spec import arguments
 from pyggml_spec.api import Session
 from pyggml_spec.concurrent import ConcurrentSession
 from pyggml_spec.engine.batch import Draft, Prefill, Verify
+from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.errors import ContextError, DeviceError, EngineError, PairError, PyspecError, SamplingError, TemplateError
 from pyggml_spec.tools.plan import plan
 
@@ -283,6 +285,8 @@ def test_the_tokenizer(session):
 def test_slots(session, engine):
     for slots in (0, 65, 10**9, *NUMBERS):
         refused(session.batch, slots)
+        refused(partial(session.generate_all, ["x"], 1, slots=slots))
+        assert EngineOptions(slots=slots, implied=True, slots_chunk=2048).narrow.slots is slots  # n-grams, and a GPU: it is checked later
     for n_ctx in (0, *NUMBERS[:5], HUGE):
         refused(session.batch, 1, n_ctx)
     scheduler = session.batch(2, 64)

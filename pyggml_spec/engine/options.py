@@ -48,15 +48,20 @@ class EngineOptions:
     pictures: bool = False
 
     def __post_init__(self) -> None:
-        if self.slots_chunk and isinstance(self.slots, int) and self.slots > 1:
+        if self.slots_chunk and self.several:
             object.__setattr__(self, "chunk", self.slots_chunk)
-        if self.implied and self.slots > 1:
+        if self.implied and self.several:
             object.__setattr__(self, "width", min(self.width, max(2, IMPLIED_ROWS // self.slots)))
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several slots, whatever else a caller may have given as their number."""
+        return isinstance(self.slots, int) and self.slots > 1
 
     @property
     def narrow(self) -> "EngineOptions":
         """Those with which several slots compute prompts in chunks of the default width, if they have wider ones."""
-        return replace(self, slots_chunk=0, chunk=DEFAULT_CHUNK if self.slots > 1 and self.slots_chunk else self.chunk)
+        return replace(self, slots_chunk=0, chunk=DEFAULT_CHUNK if self.several and self.slots_chunk else self.chunk)
 
     @property
     def alone(self) -> "EngineOptions":
