@@ -91,7 +91,8 @@ def _logits(file: str, tokens: int, seed: int, text: str | None, tolerance: floa
     rounding = 0.0
     if native and kind == DIFFERS:
         above = [name for name, one in found.items() if not one.nmse <= tolerance]
-        alone = {name: rounding_of_logits(file, tokens, seed, text=texts[name], **options) for name in above}
+        of_ggml = {key: value for key, value in options.items() if key != "kernels"}
+        alone = {name: rounding_of_logits(file, tokens, seed, text=texts[name], **of_ggml) for name in above}
         kind = AMPLIFIED if all(found[name].nmse <= ROUNDING_TIMES * alone[name] for name in above) else DIFFERS
         rounding = max(alone.values())
         tolerance = max(tolerance, ROUNDING_TIMES * rounding)

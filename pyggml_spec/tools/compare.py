@@ -95,7 +95,6 @@ def rounding_of_logits(
     seed: int = 0,
     device: str | None = None,
     threads: int | None = None,
-    kernels: str | None = None,
     cache_type_k: str = "f16",
     cache_type_v: str = "f16",
     rope: RopeOptions | None = None,
@@ -103,8 +102,7 @@ def rounding_of_logits(
 ) -> float:
     """The largest NMSE by which llama.cpp's own logits (those of ggml's kernels) of these tokens change where a norm of the first layers changes by a few
     millionths: what another order of sums does to a model whose activations are rounded to 8 bits. Arguments as of ``compare_logits``; 0 without a norm."""
-    with ExitStack() as stack:
-        engine = stack.enter_context(_engine(path, tokens, 0, device, threads, "ggml", KVTypes(cache_type_k, cache_type_v), rope))
+    with _engine(path, tokens, 0, device, threads, "ggml", KVTypes(cache_type_k, cache_type_v), rope) as engine:
         ids, weights = _ids(engine, tokens, seed, text), engine.target.weights
         logits, largest = engine.logits(ids), 0.0
         norms = [spec.name for spec in engine.target.specs() if spec.use == VECTOR and spec.name.endswith("norm.weight")]
@@ -170,11 +168,10 @@ def compare_nodes(
 def _both(path: str | Path, tokens: int, greedy: int, device: str | None, threads: int | None, kernels: str | None, kv: KVTypes = KVTypes(),
           rope: RopeOptions | None = None, watch: bool = False) -> Iterator[tuple[ModelRunner, LlamaReference]]:  # fmt: skip
     """The file in both engines."""
-    with ExitStack() as stack:
-        engine = stack.enter_context(_engine(path, tokens, greedy, device, threads, kernels, kv, rope))
-        file, backend, n_ctx = engine.target.file, engine.backend, engine.options.n_ctx
-        reference = stack.enter_context(closing(LlamaReference(file.path, backend.device, n_ctx, CHUNK, backend.threads, kv, rope, watch)))
-        yield engine, reference
+    with _engine(path, tokens, greedy, device, threads, kernels, kv, rope) as engine:
+        backend, n_ctx = engine.backend, engine.options.n_ctx
+        with closing(LlamaReference(engine.target.file.path, backend.device, n_ctx, CHUNK, backend.threads, kv, rope, watch)) as reference:
+            yield engine, reference
 
 
 @contextmanager
