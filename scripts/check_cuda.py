@@ -1,22 +1,29 @@
 #!/usr/bin/env python3
-"""Everything that has to hold on an NVIDIA GPU before a patch lands, as one command.
+"""Everything that has to hold on NVIDIA GPUs before a patch lands, as one command.
 
-    check_cuda.py --tools build/patched/build/bin [--device CUDA0] [--jobs 8] [--only replay] [--logs DIR]
+    check_cuda.py --tools build/patched/build/bin [--devices 0,1,2,3] [--jobs 16] [--limit 300] [--budget 3600] [--only replay memcheck ...]
 
 --tools: llama.cpp with patches/, built by build_patched_llamacpp.py with --cuda and the target test-backend-ops; its libraries are used by all checks.
-cuobjdump and compute-sanitizer of the CUDA toolkit are on PATH. About an hour of work, JOBS at a time. Exit code: how many checks failed.
+cuobjdump and compute-sanitizer of the CUDA toolkit are on PATH. Each check sees one of the cards, which take turns. A check fails too if it compares nothing or is not through within --limit seconds; behind --budget seconds none is started any more, and those are
+named. Exit code: 0 only if all were run and passed.
 Two failures are the sanitizer's own (docs/benchmarks/reports/2026-11-27-sanitizer.md): memcheck of what makes ggml's pool grow by a mapping, unless the
 build has GGML_CUDA_NO_VMM, and racecheck of products of few rows, whose logs must name nothing but copies into a stage (UBLKCP).
 """
 
 import argparse
 import os
+import queue
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from check_replay import DRAFTERS, TARGETS
 
@@ -29,55 +36,127 @@ SANITIZED = {  # operations with kernels of patches/, and which of their cases
     "MUL_MAT_EPILOGUE": "",
     "MUL_MAT_ID": rf"type_a=(mxfp4|q4_K),type_b=f32.*{FEW}",
     "MUL_MAT_VEC_FUSION": "type=mxfp4",
-    "SET_ROWS": "type=(q8_0|q4_0|f16)",
+    "SET_ROWS": "type_dst=(q8_0|q4_0|f16)",
 }  # fmt: skip
+SIZES = "64|72|80|128|192|256"
+LONG = {  # operations that take long, in parts that together are all of their cases
+    "MOE_LAYER": [""],
+    "FLASH_ATTN_EXT": [*(f"hsk={size}," for size in SIZES.split("|")), f"hsk=(?!({SIZES}),)"],
+    "MUL_MAT": ["type_a=[qm]", "type_a=[^qm]"],
+    "MUL_MAT_ID": ["type_a=[qm]", "type_a=[^qm]"],
+}
 
 
-def checks(tools: Path, device: str) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Commands, and what their environment has besides, by name."""
-    ops, python = [str(tools / "test-backend-ops"), "test", "-b", device], [sys.executable]
-    found: dict[str, tuple[list[str], dict[str, str]]] = {
-        "operations": ([*ops, "-j", "8"], {}),
-        "tests": ([*python, "-m", "pytest", "-q", "-m", "gpu", str(TESTS)], {}),
-        "early reads": ([*python, str(SCRIPTS / "check_early_reads.py"), str(tools / "libggml-cuda.so")], {}),
-    }
+class Check(NamedTuple):
+    command: list[str]
+    counted: str  # what tells in its output how much it compared
+    env: dict[str, str] = {}  # noqa: RUF012 - read only
+
+
+def others(names: Iterable[str]) -> str:
+    """A regular expression for all operations but ``names``; test-backend-ops takes none with brackets."""
+    starts = {name[:end] for name in names for end in range(len(name) + 1)}
+    following = {start: "".join(sorted(longer[-1] for longer in starts if longer and longer[:-1] == start)) for start in sorted(starts)}
+    parts = [f"^{start}[^{after}]" if after else f"^{start}." for start, after in following.items()]
+    return "|".join(parts + [f"^{start}$" for start in following if start not in (*names, "")])
+
+
+def checks(tools: Path) -> dict[str, Check]:
+    """By name, in the order in which they are started."""
+    found: dict[str, Check] = {}
+    ops, passed = [str(tools / "test-backend-ops"), "test", "-b", "CUDA0"], r"\d+/(\d+) tests passed"
+
+    def operations(names: str, cases: str, name: str = "") -> None:
+        quiet = {"OMP_WAIT_POLICY": "passive"}  # many threads of many processes
+        command = [*ops, "-o", names, "-p", cases, "-j", "8"]
+        found[f"operations {name or names} {cases}".strip(" ,")] = Check(command, passed, quiet)
+
+    def scripts(kind: str, counted: str, env: dict[str, str]) -> None:
+        for name in (*(f"{name}, " for name in TARGETS), "mtp", *(f"{name} drafter" for name in DRAFTERS)):
+            command = [sys.executable, str(SCRIPTS / f"check_{kind}.py"), "--device", "CUDA0", "--only", name]
+            found[f"{kind} {name.strip(', ')}"] = Check(command, counted, env)
+
+    for op, parts in LONG.items():
+        for part in parts:
+            operations(op, part)
+    scripts("replay", r"of (\d+) the same bit", {})
+    scripts("invariance", r"[:,] \d+x\d+ \d+/(\d+)", {"GGML_CUDA_BATCH_INVARIANT": "1"})
+    del found["invariance mtp"]  # it has no pairs of it
+    for op in SANITIZED:
+        if op not in LONG:
+            operations(op, "")
+    operations(others(LONG), "", "others")  # with those of patches/ again
+    marked = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    found["tests"] = Check([sys.executable, "-m", "pytest", "-q", "-m", "gpu", *marked], r"^(\d+) passed(?!.*skipped)")
+    reads = [sys.executable, str(SCRIPTS / "check_early_reads.py"), str(tools / "libggml-cuda.so")]
+    found["early reads"] = Check(reads, r"(\d+) kernels")
     for tool in ("memcheck", "racecheck"):
         for op, cases in SANITIZED.items():
-            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *ops, "-o", op]
-            found[f"{tool} {op}"] = [*command, *(["-p", cases] if cases else [])], {}
-    for name in (*TARGETS, "mtp", *(f"{drafter} drafter" for drafter in DRAFTERS)):
-        chosen = ["--device", device, "--only", f"{name}, " if name in TARGETS else name]
-        found[f"replay {name}"] = [*python, str(SCRIPTS / "check_replay.py"), *chosen], {}
-        if name == "mtp":  # check_invariance.py has no pairs of it
-            continue
-        found[f"invariance {name}"] = [*python, str(SCRIPTS / "check_invariance.py"), *chosen], {"GGML_CUDA_BATCH_INVARIANT": "1"}
+            found[f"{tool} {op}"] = Check(
+                ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *ops, "-o", op, "-p", cases], passed
+            )
     return found
 
 
-def check(logs: Path, tools: Path, name: str, command: list[str], env: dict[str, str]) -> bool:
-    began, log = time.monotonic(), logs / f"{name.replace(' ', '-').replace(',', '')}.log"
+def run(check: Check, log: Path, tools: Path, card: str, limit: float) -> tuple[int, str]:
+    """How much was compared, and what is wrong."""
     libraries = {"LLAMA_CPP_LIB_PATH": str(tools), "LD_LIBRARY_PATH": os.pathsep.join([str(tools), os.environ.get("LD_LIBRARY_PATH", "")])}
+    env, status = os.environ | libraries | check.env | {"CUDA_VISIBLE_DEVICES": card}, None
     with log.open("w") as output:
-        status = subprocess.run(command, check=False, stdout=output, stderr=output, env=os.environ | libraries | env).returncode
-    print(f"{'passed' if status == 0 else f'FAILED, see {log}'}: {name} ({time.monotonic() - began:.0f} s)", flush=True)
-    return status == 0
+        process = subprocess.Popen(check.command, stdout=output, stderr=output, env=env, start_new_session=True)
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # scripts have processes of their own
+            process.wait()
+    compared = sum(map(int, re.findall(check.counted, log.read_text(errors="replace"), re.MULTILINE)))
+    if status is None:
+        return compared, f"stopped, it was not through within {limit:.0f} s"
+    return compared, f"exit code {status}" if status else "" if compared else "nothing was compared"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", type=Path, required=True)
-    parser.add_argument("--device", default="CUDA0")
-    parser.add_argument("--jobs", type=int, default=4, help="checks at a time")
-    parser.add_argument("--only", default="", metavar="WORD", help="checks whose names contain it")
+    parser.add_argument("--devices", default=os.environ.get("CUDA_VISIBLE_DEVICES") or "0", help="as CUDA_VISIBLE_DEVICES names them")
+    parser.add_argument("--jobs", type=int, default=0, help="checks at a time; default: six per card")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for a check")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no check is started")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="checks whose names contain one of them")
     parser.add_argument("--logs", type=Path, default=Path("build/check-cuda"))
     args = parser.parse_args()
+    tools, began, cards = args.tools.resolve(), time.monotonic(), args.devices.split(",")
+    chosen = {name: what for name, what in checks(tools).items() if any(word in name for word in args.only)}
+    if not chosen:
+        sys.exit(f"no check's name contains {' or '.join(args.only)}")
+    needed = {check.command[0] for check in chosen.values()} | {str(tools / "test-backend-ops")}
+    missing = [tool for tool in sorted(needed | ({"cuobjdump"} if "early reads" in chosen else set())) if shutil.which(tool) is None]
+    missing += [] if (tools / "libggml-cuda.so").exists() else [f"{tools}/libggml-cuda.so"]
+    missing += ["pytest"] if "tests" in chosen and find_spec("pytest") is None else []
+    if missing:
+        sys.exit(f"{', '.join(missing)}: not found, and needed by the checks; nothing was started")
     args.logs.mkdir(parents=True, exist_ok=True)
-    chosen = {name: what for name, what in checks(args.tools.resolve(), args.device).items() if args.only in name}
-    with ThreadPoolExecutor(args.jobs) as pool:
-        one = partial(check, args.logs, args.tools.resolve())
-        failed = list(pool.map(lambda name: one(name, *chosen[name]), chosen)).count(False)
-    print(f"{len(chosen) - failed} of {len(chosen)} passed")
-    return failed
+    jobs, free, passed, skipped = args.jobs or 6 * len(cards), queue.SimpleQueue[str](), [], []
+    for job in range(jobs):
+        free.put(cards[job % len(cards)])
+
+    def one(number: int, name: str) -> None:
+        if time.monotonic() - began > args.budget:
+            skipped.append(name)
+            return
+        card, start, log = free.get(), time.monotonic(), args.logs / f"{number:03}-{re.sub('[^A-Za-z0-9_]+', '-', name)}.log"
+        compared, wrong = run(chosen[name], log, tools, card, args.limit)
+        free.put(card)
+        passed.extend([] if wrong else [name])
+        result = f"FAILED ({wrong}), see {log}" if wrong else "passed"
+        took = f"{compared} compared, {time.monotonic() - start:.0f} s, card {card}\n"
+        print(f"{result}: {name}, {took}", end="", flush=True)  # in one piece, other threads print too
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, range(len(chosen)), chosen))
+    failed = len(chosen) - len(passed) - len(skipped)
+    print(f"{len(passed)} of {len(chosen)} passed, {failed} failed, {len(skipped)} not run{':' * bool(skipped)}", *skipped, sep="\n  ")
+    return 1 if failed or skipped else 0
 
 
 if __name__ == "__main__":

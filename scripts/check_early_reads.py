@@ -33,6 +33,8 @@ def main() -> int:
     failed = 0
     for path in sys.argv[1:] or sys.exit(__doc__):
         sass = subprocess.run(["cuobjdump", "-sass", path], check=True, capture_output=True, text=True).stdout
+        if "Function : " not in sass:
+            sys.exit(f"{path} has no kernels")
         found = early_reads(sass)
         failed += len(found)
         print(f"{path}: {sass.count('Function : ')} kernels, {len(found)} of them read early", *found, sep="\n  ", flush=True)

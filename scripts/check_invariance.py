@@ -104,16 +104,18 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="WORD", help="pairs whose names contain it")
     parser.add_argument("--all", action="store_true", help="judge what is not promised too")
     args = parser.parse_args()
-    right = True
+    right, found = True, False
     with tempfile.TemporaryDirectory() as folder:
         for name, target, drafter, spec in pairs(args, Path(folder)):
             if args.model or (name.endswith("Q4_K") and spec is None):
-                promised = args.all or bool(args.model) or not name.startswith(UNCOVERED)
+                found, promised = True, args.all or bool(args.model) or not name.startswith(UNCOVERED)
                 try:
                     right &= check(name, str(target), str(drafter), args.device, promised, args.all)
                 except ps.PyspecError as why:
                     print(f"{name}: {why}", flush=True)
                     right &= not promised
+    if not found:
+        sys.exit(f"nothing was compared: no pair's name contains '{args.only}'")
     return 0 if right else 1
 
 

@@ -195,6 +195,8 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         base, failed = run(sys.argv[1:], Path(folder), "single", SINGLE), 0
+        if not base:
+            sys.exit(f"nothing was compared: no pair's name contains '{args.only}', or each was refused")
         for way, switches in WAYS.items():
             other = run(sys.argv[1:], Path(folder), way, switches)
             wrong = [key for key in base if not np.array_equal(base[key], other[key])]
