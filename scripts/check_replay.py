@@ -32,22 +32,20 @@ from pyggml_spec.engine.options import candidate_widths
 SINGLE = {"GGML_CUDA_DISABLE_GRAPHS": "1", "GGML_CUDA_PDL": "0"}
 WAYS = {"replayed, overlapping": {}, "replayed": {"GGML_CUDA_PDL": "0"}, "overlapping": {"GGML_CUDA_DISABLE_GRAPHS": "1"}}
 STEPS, PROMPT = 12, 40
-MLA = {
-    "n_latent": 512,
-    "n_rot": 64,
-    "head_size": 192,
-    "head_size_v": 128,
-}  # as published: ggml-cuda's attention takes no other rows of one head
+SHAPE = Shape(delta_head=128)  # as published, and as CUDA's kernels for one sequence take it
+# likewise: ggml-cuda's attention takes no other rows of one head, its indexer no other heads
+MLA = {"n_latent": 512, "n_rot": 64, "head_size": 192, "head_size_v": 128, "n_lora_q": 256, "index_heads": 32, "index_size": 128}
+INDEX = {"attention.indexer.head_count": 32, "attention.indexer.key_length": 128}
 TARGETS = archs.WRITERS | {
     "deepseek2": lambda path, shape, quant: archs.write_deepseek2(path, replace(shape, **MLA), quant),
-    "deepseek32": lambda path, shape, quant: archs.WRITERS["deepseek32"](
-        path, replace(shape, **MLA, index_heads=32, index_size=128), quant
-    ),
-    "glm-dsa": lambda path, shape, quant: archs.write_glm_dsa(path, replace(shape, **MLA, index_heads=32, index_size=128), quant),
+    "deepseek32": lambda path, shape, quant: archs.WRITERS["deepseek32"](path, replace(shape, **MLA), quant),
+    "glm-dsa": lambda path, shape, quant: archs.write_glm_dsa(path, replace(shape, **MLA), quant),
+    "glm5-next": lambda path, shape, quant: archs.WRITERS["glm5-next"](path, shape, quant, keys=INDEX),
+    "qwen4exp": lambda path, shape, quant: archs.WRITERS["qwen4exp"](path, replace(shape, head_size=128), quant, keys=INDEX),
     # likewise with soft-capped scores: of other head sizes than 128, 256 and 512 its kernel has no code and ends the process
     "gemma2": lambda path, shape, quant: archs.WRITERS["gemma2"](path, replace(shape, head_size=128), quant),
-    "gemma4, shared K/V": archs.write_gemma4,
-    "gemma4": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False),
+    "gemma4, shared K/V": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, n_per_layer=256),
+    "gemma4": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False, n_per_layer=256),
     "gemma4, routed": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False, n_per_layer=0, routed=True),
 }
 DRAFTERS = {
@@ -66,19 +64,19 @@ def pairs(args, folder: Path):
     if args.model:
         yield Path(args.model).stem, args.model, args.model_draft, None
         return
-    blocks, target, drafter = write_dflash(folder / "dflash.gguf", Shape()), folder / "target.gguf", folder / "drafter.gguf"
+    blocks, target, drafter = write_dflash(folder / "dflash.gguf", SHAPE), folder / "target.gguf", folder / "drafter.gguf"
     for name, write in TARGETS.items():
         for quant in ("F32", "Q8_0", "Q4_K", *(("MXFP4",) if name == "gpt-oss" else ())):
             if args.only in (title := f"{name}, {quant}"):
-                yield title, write(target, Shape(), quant), blocks, None
+                yield title, write(target, SHAPE, quant), blocks, None
     for name, with_blocks, spec in (("mtp drafter", None, BOTH[1:]), ("dflash and mtp drafters", blocks, BOTH)):
         for quant in ("F32", "Q8_0", "Q4_K"):
             if args.only in (title := f"{name}, {quant}"):
-                yield title, write_mtp_target(target, Shape(), quant), with_blocks, spec
+                yield title, write_mtp_target(target, SHAPE, quant), with_blocks, spec
     for name, (arch, write) in DRAFTERS.items():
         for quant in ("F32", "Q8_0", "Q4_K"):
             if args.only in (title := f"{name} drafter, {quant}"):
-                yield title, TARGETS[arch](target, Shape(), quant), write(drafter, Shape(), quant), None
+                yield title, TARGETS[arch](target, SHAPE, quant), write(drafter, SHAPE, quant), None
 
 
 def measure(args) -> None:
