@@ -31,12 +31,13 @@ from check_replay import DRAFTERS, TARGETS
 SCRIPTS, TESTS = Path(__file__).parent, Path(__file__).parents[1] / "tests"
 FEW = r"n=(1|2|7|8|9|16|17|64),k="  # rows for which these products have kernels of their own; racecheck takes minutes for more
 SANITIZED = {  # operations with kernels of patches/, and which of their cases
-    **dict.fromkeys(("DELTA_FRONT", "DELTA_STEP", "GATED_DELTA_NET", "GATE_MUL_MAT", "KV_MASK", "MOE_LAYER", "NORM_MUL_MAT", "QKV_ROWS", "ROPE_SET_ROWS", "SHARED_EXPERT"), ""),
-    "FLASH_ATTN_EXT": r"hsk=(128|256).*nh=(2|3),nr23=\[(4|6|8),(1|3)\],kv=(256|1024|4352|512|1280),.*q(8|4)_0",
+    **dict.fromkeys(("ARGMAX", "DELTA_FRONT", "DELTA_STEP", "GATED_DELTA_NET", "GATE_MUL_MAT", "KV_MASK", "MOE_LAYER", "NORM_MUL_MAT", "QKV_ROWS", "RMS_NORM", "RMS_NORM_MUL_ROPE", "ROPE_SET_ROWS", "SHARED_EXPERT"), ""),
+    "FLASH_ATTN_EXT": r"hsk=(128|256).*nh=(2|3),nr23=\[(4|6|8),(1|3)\],kv=(256|1024|4352|512|1280),.*q(8|4)_0|window=\d+,first=1500",
     "MUL_MAT": rf"type_a=(mxfp4|q4_K|q6_K|q8_0),type_b=f32.*{FEW}",
     "MUL_MAT_EPILOGUE": "",
     "MUL_MAT_ID": rf"type_a=(mxfp4|q4_K),type_b=f32.*{FEW}",
     "MUL_MAT_VEC_FUSION": "type=mxfp4",
+    "ROPE": r"ne_a=\[\d+,\d+,(65|67|100|131),",
     "SET_ROWS": "type_dst=(q8_0|q4_0|f16)",
 }  # fmt: skip
 SIZES = "64|72|80|128|192|256"
