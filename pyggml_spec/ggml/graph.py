@@ -135,11 +135,15 @@ class Graph:
 
     # -- operations of models
 
-    # of one tensor, with the arguments of ggml: scale(x, factor), clamp(x, low, high); gelu is the tanh approximation, softmax over the innermost dimension
-    scale, clamp, sigmoid, silu, softplus, tanh, gelu, softmax, cont, abs, sgn, sqrt, sqr, mean, step = map(
+    # of one tensor, with the arguments of ggml: scale(x, factor); gelu is the tanh approximation, softmax over the innermost dimension
+    scale, sigmoid, silu, softplus, tanh, gelu, softmax, cont, abs, sgn, sqrt, sqr, mean, step = map(
         _operation,
-        ("scale", "clamp", "sigmoid", "silu", "softplus", "tanh", "gelu", "soft_max", "cont", "abs", "sgn", "sqrt", "sqr", "mean", "step"),
+        ("scale", "sigmoid", "silu", "softplus", "tanh", "gelu", "soft_max", "cont", "abs", "sgn", "sqrt", "sqr", "mean", "step"),
     )
+
+    def clamp(self, x: Tensor, low: float, high: float) -> Tensor:
+        """ggml-cuda's kernel takes rows with gaps between them for rows without."""
+        return lib.ggml_clamp(self.ctx, x if lib.ggml_is_contiguous(x) else self.cont(x), low, high)
 
     def matmul(self, weight: Tensor, x: Tensor) -> Tensor:
         """weight [n_in, n_out], x F32 [n_in, T] -> F32 [n_out, T]; per head: [n_in, n_out, H], [n_in, T, H] -> [n_out, T, H]."""
@@ -237,7 +241,7 @@ class Graph:
         return self.scale(self.tanh(self.scale(x, float(np.float32(1) / np.float32(cap)))), cap) if cap else x
 
     def relu_squared(self, x: Tensor) -> Tensor:
-        """max(x, 0)^2. Overwrites x."""
+        """max(x, 0)^2."""
         rectified = self.clamp(x, 0.0, float("inf"))
         return self.mul(rectified, rectified)
 
@@ -267,7 +271,7 @@ class Graph:
         return (lib.ggml_swiglu if glu == "swiglu" else lib.ggml_geglu)(self.ctx, x)
 
     def swiglu_limited(self, gate: Tensor, up: Tensor, limit: float) -> Tensor:
-        """min(silu(gate), limit) * clamp(up, -limit, limit), elementwise. Overwrites up."""
+        """min(silu(gate), limit) * clamp(up, -limit, limit), elementwise."""
         act = self.clamp(self.silu(gate if self.view_source(gate) == gate else self.cont(gate)), float("-inf"), limit)
         return self.mul(act, self.clamp(up, -limit, limit))
 

@@ -100,6 +100,16 @@ def test_every_architecture_and_drafter(tmp_path):
     assert looked > 50
 
 
+@pytest.mark.parametrize("arch", params(TARGETS, ("step35",)))
+def test_rows_have_no_gaps_where_ggml_cuda_knows_none(tmp_path, arch):
+    """Its kernels for these take as many values as there are, one behind the other: rows of step35's blocks behind the first were clamped elsewhere."""
+    with ps.load(write_tiny(arch, tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64, kernels="ggml") as session:
+        session.runner.prefill([1, 2, 3])
+        for step in session.runner.graphs.steps().values():
+            for node in (lib.ggml_graph_node(step.graph.gf, i) for i in range(step.graph.n_nodes)):
+                assert text(lib.ggml_op_desc(node)) not in ("CLAMP", "SCALE") or lib.ggml_is_contiguous(node.src[0])
+
+
 @pytest.mark.parametrize("arch", params(thorough(), ("gemma4",)))
 def test_every_layer_has_room(tmp_path, arch):
     """Four layers more take no more nodes of any graph than is planned for them: prompts, blocks and single tokens, alone and in two slots."""
