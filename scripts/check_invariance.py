@@ -23,8 +23,8 @@ from pyggml_spec.engine.options import candidate_widths
 
 PROMPT, ROWS, SEQUENCES = 24, 16, 4
 TOGETHER = ((2, 1), (3, 1), (4, 1), (4, 2), (4, 4), (4, 8), (2, 16), (3, 16), (4, 16))  # sequences, rows of each
-# attention that the vector kernel does not take, or an indexer that CUDA devices refuse
-UNCOVERED = ("deepseek2", "glm-dsa", "glm5-next", "minimax-m3", "qwen4exp")
+# attention that the vector kernel does not take (rows of 576 values, keys of 192 with values of 128), or positions that are chosen first
+UNCOVERED = ("deepseek2", "deepseek32", "glm-dsa", "glm5-next", "kimi-k3", "kimi-linear", "mimo2", "minimax-m3", "mistral4")
 
 
 def alone(engine, tokens: list[int]) -> list[np.ndarray]:

@@ -14,7 +14,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,21 +35,38 @@ SINGLE = {"GGML_CUDA_DISABLE_GRAPHS": "1", "GGML_CUDA_PDL": "0"}
 WAYS = {"replayed, overlapping": {}, "replayed": {"GGML_CUDA_PDL": "0"}, "overlapping": {"GGML_CUDA_DISABLE_GRAPHS": "1"}}
 STEPS, PROMPT = 12, 40
 SHAPE = Shape(delta_head=128)  # as published, and as CUDA's kernels for one sequence take it
-# likewise: ggml-cuda's attention takes no other rows of one head, its indexer no other heads
+# likewise: ggml-cuda's attention takes no other rows of one head or of keys longer than values, its indexer no other heads, its scans no other states
 MLA = {"n_latent": 512, "n_rot": 64, "head_size": 192, "head_size_v": 128, "n_lora_q": 256, "index_heads": 32, "index_size": 128}
+LATENT = {
+    "attention.kv_lora_rank": 512, "attention.key_length": 576, "attention.value_length": 512, "attention.key_length_mla": 192,
+    "attention.value_length_mla": 128, "attention.q_lora_rank": 256, "rope.dimension_count": 64,
+}  # fmt: skip
 INDEX = {"attention.indexer.head_count": 32, "attention.indexer.key_length": 128}
-TARGETS = archs.WRITERS | {
-    "deepseek2": lambda path, shape, quant: archs.write_deepseek2(path, replace(shape, **MLA), quant),
-    "deepseek32": lambda path, shape, quant: archs.WRITERS["deepseek32"](path, replace(shape, **MLA), quant),
-    "glm-dsa": lambda path, shape, quant: archs.write_glm_dsa(path, replace(shape, **MLA), quant),
-    "glm5-next": lambda path, shape, quant: archs.WRITERS["glm5-next"](path, shape, quant, keys=INDEX),
-    "qwen4exp": lambda path, shape, quant: archs.WRITERS["qwen4exp"](path, replace(shape, head_size=128), quant, keys=INDEX),
-    # likewise with soft-capped scores: of other head sizes than 128, 256 and 512 its kernel has no code and ends the process
-    "gemma2": lambda path, shape, quant: archs.WRITERS["gemma2"](path, replace(shape, head_size=128), quant),
-    "gemma4, shared K/V": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, n_per_layer=256),
-    "gemma4": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False, n_per_layer=256),
-    "gemma4, routed": lambda path, shape, quant: archs.write_gemma4(path, shape, quant, shared=False, n_per_layer=0, routed=True),
-}
+
+
+def keyed(arch: str, keys: dict[str, int] | None = None, **sizes: int) -> Callable[..., Path]:
+    """A writer of the architecture with other keys and sizes."""
+    more = {"keys": keys} if keys else {}
+    return lambda path, shape, quant, **options: archs.WRITERS[arch](path, replace(shape, **sizes), quant, **more, **options)
+
+
+TARGETS = (
+    archs.WRITERS
+    | {name: keyed(name, **MLA) for name in ("deepseek2", "deepseek32", "glm-dsa", "mistral4")}
+    | {name: keyed(name, {"ssm.state_size": 128}) for name in ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe")}
+    | {
+        "kimi-linear": keyed("kimi-linear", LATENT),
+        "kimi-k3": keyed("kimi-k3", LATENT | {"expert_latent_length": 256}),
+        "glm5-next": keyed("glm5-next", INDEX),
+        "minimax-m3": keyed("minimax-m3", n_head=32, n_head_kv=32),
+        "mimo2": keyed("mimo2", {"attention.value_length": 128}, n_head=32, head_size=192),
+        # likewise with soft-capped scores: of other head sizes than 128, 256 and 512 its kernel has no code and ends the process
+        "gemma2": keyed("gemma2", head_size=128),
+        "gemma4, shared K/V": partial(archs.write_gemma4, n_per_layer=256),
+        "gemma4": partial(archs.write_gemma4, shared=False, n_per_layer=256),
+        "gemma4, routed": partial(archs.write_gemma4, shared=False, n_per_layer=0, routed=True),
+    }
+)
 DRAFTERS = {
     "dflash2": ("qwen35", lambda path, shape, quant: write_dflash2(path, shape, quant, block=16)),
     "dspark": ("qwen3", lambda path, shape, quant: write_dspark(path, shape, quant, block=15, own=("head",), tokens=200)),
