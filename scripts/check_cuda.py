@@ -87,6 +87,8 @@ def checks(tools: Path) -> dict[str, Check]:
             command = [sys.executable, str(SCRIPTS / f"check_{kind}.py"), "--device", "CUDA0", "--only", name]
             found[f"{kind} {name.strip(', ')}"] = Check(command, counted, env)
 
+    reads = [sys.executable, str(SCRIPTS / "check_early_reads.py"), str(tools / "libggml-cuda.so")]
+    found["early reads"] = Check(reads, r"(\d+) kernels")
     for op, parts in LONG.items():
         for part in parts:
             operations(op, part)
@@ -98,8 +100,6 @@ def checks(tools: Path) -> dict[str, Check]:
     operations(others(LONG | SANITIZED), "", "others")
     marked = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     found["tests"] = Check([sys.executable, "-m", "pytest", "-q", "-m", "gpu", *marked], r"^(\d+) passed(?!.*skipped)")
-    reads = [sys.executable, str(SCRIPTS / "check_early_reads.py"), str(tools / "libggml-cuda.so")]
-    found["early reads"] = Check(reads, r"(\d+) kernels")
     for tool in ("memcheck", "racecheck"):
         for op, cases in SANITIZED.items():
             found[f"{tool} {op}"] = Check(

@@ -8,9 +8,13 @@ before that: upstream's attention kernels read queries so. Prints each kernel wi
 there is one. Products of few rows read the tables of IQ types so, which nothing writes.
 """
 
+import os
 import re
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 TABLES = "mul_mat_sb"
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\d\s+)?([A-Z0-9_.]+)")
@@ -29,15 +33,22 @@ def early_reads(sass: str) -> list[str]:
     return found
 
 
+def of_cubin(path: Path) -> tuple[int, list[str]]:
+    sass = subprocess.run(["cuobjdump", "-sass", path], check=True, capture_output=True, text=True).stdout
+    return sass.count("Function : "), early_reads(sass)
+
+
 def main() -> int:
     failed = 0
     for path in sys.argv[1:] or sys.exit(__doc__):
-        sass = subprocess.run(["cuobjdump", "-sass", path], check=True, capture_output=True, text=True).stdout
-        if "Function : " not in sass:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+            subprocess.run(["cuobjdump", "-xelf", "all", Path(path).resolve()], check=True, cwd=folder, stdout=subprocess.DEVNULL)
+            parts = list(pool.map(of_cubin, Path(folder).glob("*.cubin")))  # a library's take minutes one after the other
+        kernels, found = sum(n for n, _ in parts), [name for _, names in parts for name in names]
+        if not kernels:
             sys.exit(f"{path} has no kernels")
-        found = early_reads(sass)
         failed += len(found)
-        print(f"{path}: {sass.count('Function : ')} kernels, {len(found)} of them read early", *found, sep="\n  ", flush=True)
+        print(f"{path}: {kernels} kernels, {len(found)} of them read early", *sorted(found), sep="\n  ", flush=True)
     return 1 if failed else 0
 
 
