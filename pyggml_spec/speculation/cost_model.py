@@ -76,8 +76,10 @@ class CostModel(dict[Hashable, float]):
         if self._relative and n <= WARMUP:
             return
         if key in self._unseen:
-            self._unseen.discard(key)
-            self._set(key, ms)
+            most = ms if key == next(iter(self.measured)) else CLAMP * self[key]
+            if ms <= most:  # a longer one may have stalled: the next step may say so
+                self._unseen.discard(key)
+            self._set(key, min(ms, most))
         elif self._relative and measured is not None and n <= FIRST_STEPS:
             if ms < self[key]:
                 self._set(key, ms)

@@ -88,17 +88,14 @@ def estimate(plans: Iterable[StepPlan], row_cost: float, shares: Mapping[str, fl
 
 
 def with_known(estimates: Mapping[StepPlan, float], known: Mapping[StepPlan, float]) -> dict[StepPlan, float]:
-    """Known costs, and estimates in proportion to the nearest known one; no plan that is known not to pay. Without plain decoding nothing is known."""
+    """Known costs, and estimates in proportion to the nearest known one, as the machine may have been busy: at most CLAMP times the estimate, and more than
+    plain decoding by at least 1 / CLAMP of what is estimated. Without plain decoding nothing is known."""
     if PLAIN_STEP not in known:
         return dict(estimates)
-    out = {plan: ms for plan, ms in known.items() if plan in estimates and (plan == PLAIN_STEP or plan.tokens * known[PLAIN_STEP] > ms)}
+    unit, seen, out = known[PLAIN_STEP], [plan for plan in known if plan in estimates], dict[StepPlan, float]()
     for plan, ms in estimates.items():
-        if plan not in known:
-            near = min(
-                (p for p in known if p in estimates),
-                key=lambda p: (p.method != plan.method, p.method != "", abs(p.verify_len - plan.verify_len)),
-            )
-            out[plan] = ms * known[near] / estimates[near]
+        near = min(seen, key=lambda p: (p != plan, p.method != plan.method, p.method != "", abs(p.verify_len - plan.verify_len)))
+        out[plan] = min(max(ms * known[near] / estimates[near], unit * (1 + (ms - 1) / CLAMP)), unit * ms * CLAMP)
     return out
 
 
@@ -364,7 +361,7 @@ class SpeculationPolicy:
                     self.costs.learn((slots, CATCH_UP), min(max(ms - whole, catch_up), 2 * whole))
                 late = max(self._catch_up_ms(slots), min(catch_up, 2 * whole))
             cost = spent = (self.cost(slots, plan) + late) / plain
-            if alone and self._relative and plain >= LEAST_MS and not self._is_told(plan):  # costs are estimates yet
+            if alone and self._relative and plain >= LEAST_MS and not self.costs.told((1, plan)):  # costs are of no step of this session
                 known = self.cost(slots, plan)
                 cost = (min(max(ms - catch_up, known / CLAMP), CLAMP * known) + late) / plain
                 spent = cost + min(built, known) / plain  # of small models a graph takes many steps to build, but once

@@ -1,5 +1,6 @@
 """The policy's promise, by replay: close to the best fixed plan on average, no text much slower than plain decoding, a useless drafter nearly free."""
 
+import copy
 import itertools
 import random
 import statistics
@@ -17,6 +18,7 @@ from pyggml_spec.engine.sequence import GenerationOptions
 from pyggml_spec.engine.state import StateManager
 from pyggml_spec.ggml.library import ffi, lib
 from pyggml_spec.speculation.confidence import Confidence
+from pyggml_spec.speculation.cost_model import CostModel
 from pyggml_spec.speculation.ngram import NgramMethod
 from pyggml_spec.speculation.plan import Planner
 from pyggml_spec.speculation.policy import (
@@ -166,6 +168,64 @@ def test_costs_of_a_slow_moment_do_not_keep_speculation_away(machine):
     texts = replay.recorded()[::2]
     right = statistics.mean(replay.session(replay.New, replay.Machine(replay.WRONG[machine].costs), texts))
     assert statistics.mean(replay.session(replay.New, replay.WRONG[machine], texts)) > 0.9 * right
+
+
+KEPT = {1: 0.35, 2: 0.65, 4: 0.74, 8: 1.1, 16: 2.0}  # the embedded pair on two cores
+
+
+ESTIMATES = estimate([StepPlan.of(DRAFTER, n) for n in (2, 4, 8, 16)], ROW_COST["cpu"], {DRAFTER: 0.1}, ())
+
+
+def kept(costs, times) -> SpeculationPolicy:
+    """Of a session whose folder has so many ``times`` what steps take, by rows."""
+    known = with_known(ESTIMATES, {plan(n): more * costs[n] for n, more in times.items()})
+    return SpeculationPolicy(known, known, relative=True, told=True)
+
+
+def steps_of(policy, costs, tokens, accept, stalls=lambda n: 0.0) -> tuple[list[StepPlan], float]:
+    """The plans of a text, and its speed in those of plain decoding; ``stalls``: milliseconds that other work adds to a step, by its number."""
+    state, used, done, spent = policy.begin(policy.should_disable(), tokens), [], 0, 0.0
+    while done < tokens:
+        chosen = policy.choose(1, [state])
+        matched = min(accept(chosen.draft_tokens), tokens - 1 - done) if chosen.draft_tokens else 0
+        ms = costs[chosen.tokens] + stalls(len(used))
+        policy.observe(1, chosen, ms, [state], [matched])
+        used, done, spent = [*used, chosen], done + matched + 1, spent + ms
+    return used, tokens * costs[1] / spent
+
+
+@pytest.mark.parametrize("costs", [KEPT, {1: 3.0, 2: 4.7, 4: 6.2, 8: 10.5, 16: 17.5}, {rows: 170 * ms for rows, ms in KEPT.items()}])
+@pytest.mark.parametrize("times", [{1: 1, 2: 2, 4: 2, 8: 2, 16: 2}, {1: 1, 2: 5, 4: 5, 8: 5, 16: 5}, {1: 1, 4: 8}, {1: 0.5, 4: 1, 8: 1}])
+def test_costs_that_a_busy_machine_left_behind_forbid_no_drafts(costs, times):
+    """Blocks seemed not to pay even if all drafts were accepted, so that none was tried in any text of any later session."""
+    policy = kept(costs, times)
+    assert not policy.never_pays
+    used, speed = steps_of(policy, costs, 256, lambda drafts: min(3, drafts))
+    blocks = [i for i, chosen in enumerate(used) if chosen != PLAIN_STEP]
+    assert blocks[0] < 8 and used[16:].count(PLAIN_STEP) < 8 and speed > 1.2
+
+
+@pytest.mark.parametrize("times", [{1: 3, 2: 1, 4: 1, 8: 1, 16: 1}, {1: 1, 2: 0.5, 4: 0.5, 8: 0.5, 16: 0.5}, {1: 3, 4: 1}])
+def test_costs_that_make_blocks_seem_cheap_are_not_believed_either(times):
+    """Blocks of four rows seemed cheaper than a plain step: a drafter that is never right went on, at 0.4 of plain's speed."""
+    policy = kept(KEPT, times)
+    assert steps_of(policy, KEPT, 256, lambda drafts: 0)[1] > 0.85 and steps_of(policy, KEPT, 256, lambda drafts: 0)[1] > 0.95
+
+
+def test_a_first_step_that_stalls_is_not_believed():
+    """Its plan was too dear to be tried again, in this session and in later ones. What further steps repeat is believed."""
+    costs = CostModel({"plain": 1.0, "block": 2.0}, relative=True)
+    for ms in (0.5, 0.5, 0.5):
+        costs.observe("plain", ms)
+    for ms in (1.1, 1.1, 40.0):
+        costs.observe("block", ms)
+    assert costs["block"] == 2.0 and costs["plain"] == 0.5
+    stalled = copy.deepcopy(costs)
+    stalled.observe("block", 1.1)
+    assert stalled["block"] == 1.1
+    for _ in range(5):
+        costs.observe("block", 30.0)
+    assert costs["block"] == 30.0
 
 
 class One:
