@@ -80,20 +80,21 @@ def checks(tools: Path) -> dict[str, Check]:
         command = [*ops, "-o", names, "-p", cases, "-j", "8"]
         found[f"operations {name or names} {cases}".strip(" ,")] = Check(command, passed, quiet)
 
-    def scripts(kind: str, counted: str, env: dict[str, str]) -> None:
-        for name in (*(f"{name}, " for name in TARGETS if name not in HOST), "mtp", *(f"{name} drafter" for name in DRAFTERS)):
-            if kind == "invariance" and name.startswith((*UNCOVERED, "mtp")):  # nothing is promised, or there is no such pair
-                continue
+    def scripts(kind: str, names: Iterable[str], counted: str, env: dict[str, str] = {}) -> None:  # noqa: B006 - read only
+        for name in names:
             command = [sys.executable, str(SCRIPTS / f"check_{kind}.py"), "--device", "CUDA0", "--only", name]
             found[f"{kind} {name.strip(', ')}"] = Check(command, counted, env)
 
+    targets, drafters = [f"{name}, " for name in TARGETS if name not in HOST], [f"{name} drafter" for name in DRAFTERS]
+    promised = [name for name in (*targets, *drafters) if not name.startswith(UNCOVERED)]
     reads = [sys.executable, str(SCRIPTS / "check_early_reads.py"), str(tools / "libggml-cuda.so")]
     found["early reads"] = Check(reads, r"(\d+) kernels")
     for op, parts in LONG.items():
         for part in parts:
             operations(op, part)
-    scripts("replay", r"of (\d+) the same bit", {})
-    scripts("invariance", r"[:,] \d+x\d+ \d+/(\d+)", {"GGML_CUDA_BATCH_INVARIANT": "1"})
+    scripts("logits", targets, r"(\d+) rows")
+    scripts("replay", [*targets, "mtp", *drafters], r"of (\d+) the same bit")
+    scripts("invariance", promised, r"[:,] \d+x\d+ \d+/(\d+)", {"GGML_CUDA_BATCH_INVARIANT": "1"})
     for op in SANITIZED:
         if op not in LONG:
             operations(op, "")
