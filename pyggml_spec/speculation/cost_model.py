@@ -76,7 +76,7 @@ class CostModel(dict[Hashable, float]):
         if self._relative and n <= WARMUP:
             return
         if key in self._unseen:
-            most = ms if key == next(iter(self.measured)) else CLAMP * self[key]
+            most = CLAMP * self[key] if self._relative and key != next(iter(self.measured), None) else ms
             if ms <= most:  # a longer one may have stalled: the next step may say so
                 self._unseen.discard(key)
             self._set(key, min(ms, most))

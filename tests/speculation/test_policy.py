@@ -546,6 +546,8 @@ def test_costs_that_were_learnt_under_another_condition_are_learnt_again(slots):
     steps(CALM, 1)
     assert not control.calibrated(slots) and not control.should_disable()
     assert set(steps(CALM, 20)) == {PLAIN_STEP, *plans} and control.calibrated(slots)
+    # StopIteration ended texts when other processes came: nothing had been measured beforehand.
+    assert len(steps(FEW, 40)) == 40 and control.calibrated(slots)
 
 
 def test_costs_of_what_came_before_end_with_other_work_too():
