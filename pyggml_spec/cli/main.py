@@ -121,18 +121,27 @@ def cli():
 
 def _drop_stdout() -> None:
     """Drops buffered output, so that the interpreter does not write it at exit."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fill_streams() -> None:
+    """/dev/null in place of streams that a daemon starts without: files and connections would get their numbers, and what libraries print there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+    sys.stdout, sys.stderr = (file or open(os.devnull, "w") for file in (sys.stdout, sys.stderr))  # noqa: SIM115
 
 
 def main(args: list[str] | None = None) -> None:
     """Entry point of `pyspec`."""
+    _fill_streams()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # names in files may not fit the locale
     try:
         code = cli.main(args, prog_name="pyspec", standalone_mode=False)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except click.exceptions.Exit as stop:
         code = stop.exit_code
     except click.ClickException as error:

@@ -1,5 +1,6 @@
 """The configuration line printed before a run and the footer printed after it."""
 
+import re
 from collections.abc import Sequence
 
 from ..api import Configuration
@@ -16,6 +17,7 @@ BUSY = (
 )
 LEAST_REPLAY = 0.99
 AGREE = 1.33  # times as long as a plain step of the text, or as short, plain steps may have been measured to take
+SPEEDS = re.compile(r": [^;(]*[^;( ]")  # in a reason
 _BAR = " ▁▂▃▄▅▆▇█"
 
 
@@ -82,7 +84,7 @@ def footer(s: Stats, plain_ms: float | None, busy: bool = False) -> str:
         lines.append(f"forced by the constraint: {s.forced} of the drafts, {s.forced_matched} accepted")
     if s.width_reason and s.widths:
         used = ", ".join(f"{n} at width {w}" if w > 1 else f"{n} plain" for w, n in sorted(s.widths.items()))
-        why = s.width_reason if alone and agrees else s.width_reason.split(":")[0]  # what is expected of steps is no speed of these
+        why = s.width_reason if alone and agrees else SPEEDS.sub("", s.width_reason, 1)  # what is expected of steps is no speed of these
         lines.append(f"steps: {used}; {why}")
     lines += _of_others(s)
     if s.steps and plain_ms and not (alone and agrees):

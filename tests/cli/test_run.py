@@ -57,6 +57,13 @@ def test_cache_types_and_closed_streams(pinned, tmp_path):
     assert done.returncode == 0 and json.loads((tmp_path / "s.json").read_text())["emitted"] == 5
     done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *COMMAND, "run", *map(str, pinned)], capture_output=True, text=True)
     assert done.returncode == 1 and "there is no prompt" in done.stderr and "Traceback" not in done.stderr
+    # The server's log asked a closed stdout whether it was a terminal; number 2 became that of a connection, to which libraries then wrote.
+    line = [*COMMAND, "serve", *map(str, pinned), "--port", "0"]
+    with subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&-', "sh", *line], stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        said = next((line for line in server.stderr if line.startswith(("serving", "Traceback"))), "it ended")
+        server.terminate()
+    assert said.startswith("serving")
 
 
 def test_prompts_of_every_source(pinned, text, tmp_path):
@@ -245,6 +252,20 @@ def test_speeds_that_are_not_claimed():
     for line in (footer(_drafted(), 500.0, True), footer(_drafted(contended_s=0.5), 500.0)):
         assert "plain 2.0" not in line and "speedup" not in line and "expected" not in line
         assert "no speed of plain decoding to compare with: other processes used the CPU" in line
+    # It said "steps: 7 plain; width 4" and not why.
+    for reason, kept in (
+        (
+            "width 4: 9 tok/s expected, plain decoding would give 8; until a block's cost is known, a text has to be longer to try one",
+            "width 4; until a",
+        ),
+        (
+            "plain decoding: 9 tok/s expected, width 4 would give 8 (first draft accepted 30 %)",
+            "plain decoding (first draft accepted 30 %)",
+        ),
+    ):
+        told = _drafted()
+        told.width_reason = reason
+        assert f"; {kept}" in footer(told, 500.0, True) and f"; {reason}" in footer(told, 500.0)
     # It said "plain 0.4 tok/s (measured on a busy processor) | decoded plainly at 109.0 tok/s".
     plainly = _stats()
     for _ in range(40):
