@@ -202,6 +202,16 @@ def test_a_step_that_fails_ends_its_requests_with_the_error(session, error, monk
             fails_with(EngineError, "ended by ZeroDivisionError: a bug", server.submit, PROMPTS[0], 5)
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_bug_that_looks_like_an_end_ends_no_text(session, slots, monkeypatch):
+    """`next` of something empty, in a step: texts were cut, and told of as complete."""
+    with session.concurrent(slots=slots) as server:
+        monkeypatch.setattr(server.engine.planner, "observe", lambda *of: next(iter(())))
+        fails_with(RuntimeError, "a step failed with StopIteration", server.submit(PROMPTS[0], 5).result, WAIT)
+    monkeypatch.setattr(session.engine.planner, "observe", lambda *of: next(iter(())))
+    fails_with(RuntimeError, "a step failed with StopIteration", session.generate, PROMPTS[0], 5)
+
+
 def test_another_one_is_made_while_the_failed_one_still_ends(session, want, monkeypatch):
     """Its readers hear of the error before its thread has ended; who made another one then was told that the session is in use."""
     give_up = ConcurrentSession.fail_all

@@ -93,8 +93,9 @@ class Engine:
             if batch.decoding:
                 self.planner.observe(batch, output)
         except BaseException as error:
-            self._fail_all(error)
-            raise
+            failure = RuntimeError("a step failed with StopIteration") if isinstance(error, StopIteration) else error
+            self._fail_all(failure)
+            raise failure  # readers would take StopIteration for the end of their text
         return True
 
     def _fail_all(self, error: BaseException) -> None:
