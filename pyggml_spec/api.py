@@ -222,8 +222,8 @@ class Session:
         members, row_cost = self.drafter.methods, ROW_COST["cpu" if self.backend.device.kind == "cpu" else "gpu"]
         shares = {member.method: matrices(member.weights) / max(matrices(self.target.weights), 1) for member in members}
         chained = [member.method for member in members if member.one_by_one]
-        known = self._learnt()
-        costs = with_known(estimate(self._plans, row_cost, shares, chained), known)
+        known, told = self._learnt(), self.engine.policy.learnt if self.engine.policy is not None else ()
+        costs = with_known(estimate(self._plans, row_cost, shares, chained), known, told)
         control = SpeculationPolicy(costs, costs, relative=True, told=PLAIN_STEP in known)
         control.condition_changed(self.runner.threads.condition, 0, ())
         for name, prior in self._known_drafts.items():

@@ -20,6 +20,7 @@ from pyggml_spec.errors import ContextError, EngineError
 from pyggml_spec.events import End, StepEvent
 from pyggml_spec.ggml.device import device_feature, pick_device
 from pyggml_spec.sampling.sampler import Sampling
+from pyggml_spec.speculation.policy import SpeculationPolicy
 
 PROMPTS = ["def quicksort(items):\n", "import os\n", "class Queue:\n    ", "x = [", "for i in range(", "# sort\n", "return "]
 WAIT = 120
@@ -107,11 +108,12 @@ def test_nothing_is_computed_after_a_stop_text(session, mode):
 
 
 def test_where_no_block_can_pay_requests_do_not_draft_either(session, monkeypatch):
-    """Each width was tried all the same, by every number of slots."""
+    """Each width was tried all the same, by every number of slots. The session's own steps have told it: costs of earlier ones forbid nothing."""
     monkeypatch.setattr(session, "_plans", session._possible_plans())
     for block_ms, drafts in ((2e-2, False), (1.1e-3, True)):
-        monkeypatch.setattr(session.engine, "policy", None)
-        monkeypatch.setattr(session, "_known_costs", {plan: block_ms if plan.draft_tokens else 1e-3 for plan in session._plans})
+        told = {plan: block_ms if plan.draft_tokens else 1e-3 for plan in session._plans}
+        monkeypatch.setattr(SpeculationPolicy, "learnt", property(lambda policy, told=told: told))
+        monkeypatch.setattr(session.engine, "policy", SpeculationPolicy(told))
         monkeypatch.setattr(session.engine, "policy", session.new_policy())
         text, alone = session.generate(PROMPTS[0], 20)
         assert session.runner.slots[0].drafting == drafts  # whether the drafter's rows were computed

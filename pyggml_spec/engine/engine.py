@@ -92,10 +92,13 @@ class Engine:
             self.scheduler.finish(batch, accepted, output)
             if batch.decoding:
                 self.planner.observe(batch, output)
-        except BaseException as error:
-            failure = RuntimeError("a step failed with StopIteration") if isinstance(error, StopIteration) else error
+        except StopIteration as error:  # readers would take it for the end of their text
+            failure = RuntimeError("a step failed with StopIteration")
             self._fail_all(failure)
-            raise failure  # readers would take StopIteration for the end of their text
+            raise failure from error
+        except BaseException as error:
+            self._fail_all(error)
+            raise
         return True
 
     def _fail_all(self, error: BaseException) -> None:

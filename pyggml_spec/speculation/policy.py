@@ -87,15 +87,22 @@ def estimate(plans: Iterable[StepPlan], row_cost: float, shares: Mapping[str, fl
     return out
 
 
-def with_known(estimates: Mapping[StepPlan, float], known: Mapping[StepPlan, float]) -> dict[StepPlan, float]:
+def with_known(
+    estimates: Mapping[StepPlan, float], known: Mapping[StepPlan, float], told: Container[StepPlan] = ()
+) -> dict[StepPlan, float]:
     """Known costs, and estimates in proportion to the nearest known one, as the machine may have been busy: at most CLAMP times the estimate, and more than
-    plain decoding by at least 1 / CLAMP of what is estimated. Without plain decoding nothing is known."""
+    plain decoding by at least 1 / CLAMP of what is estimated. Those that this session's steps have ``told`` are as they are, and left out where they do
+    not pay. Without plain decoding nothing is known."""
     if PLAIN_STEP not in known:
         return dict(estimates)
     unit, seen, out = known[PLAIN_STEP], [plan for plan in known if plan in estimates], dict[StepPlan, float]()
     for plan, ms in estimates.items():
         near = min(seen, key=lambda p: (p != plan, p.method != plan.method, p.method != "", abs(p.verify_len - plan.verify_len)))
-        out[plan] = min(max(ms * known[near] / estimates[near], unit * (1 + (ms - 1) / CLAMP)), unit * ms * CLAMP)
+        cost = ms * known[near] / estimates[near]
+        if plan not in told:
+            out[plan] = min(max(cost, unit * (1 + (ms - 1) / CLAMP)), unit * ms * CLAMP)
+        elif plan == PLAIN_STEP or plan.tokens * unit > cost:
+            out[plan] = cost
     return out
 
 

@@ -117,6 +117,8 @@ def test_a_plan_that_never_ran_costs_by_blocks_of_its_drafter():
     """By plain decoding, two rows seemed to take 0.5 ms beside four that take 1.0; then their real 0.85 made plain steps seem dearer: 0.73 of plain's speed."""
     known = with_known({PLAIN_STEP: 1.0, plan(2): 1.4, plan(4): 1.8, StepPlan.of(CHAIN, 2): 1.5}, {PLAIN_STEP: 0.35, plan(4): 1.0})
     assert known[plan(2)] == pytest.approx(1.4 / 1.8) and known[StepPlan.of(CHAIN, 2)] == pytest.approx(1.5 * 0.35)
+    told = {PLAIN_STEP: 0.35, plan(2): 0.8, plan(4): 1.3}  # by steps of this session: two rows do not pay
+    assert plan(2) not in (known := with_known(ESTIMATES, told, told)) and known[plan(4)] == 1.3
 
 
 @pytest.mark.parametrize("dearer", [0.6, 1.0, 1.5, 2.2])
