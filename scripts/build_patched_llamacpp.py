@@ -29,6 +29,7 @@ NEW_TESTS = ["test-perf-counters", "test-greedy-rows", "test-layer-features", "t
 OPS = "ARGMAX,CONT,GATED_DELTA_NET,GET_ROWS,REPEAT,SET_ROWS,SSM_CONV"  # what the graphs of the patches are made of
 TEST_RUNS = [
     f"test-backend-ops test -b CPU -o {OPS}",
+    "test-backend-ops test -b CPU -o FLASH_ATTN_EXT -p hsk=64,.*type_K=f16.*columns=",
     "test-llama-archs -o models",
     "test-recurrent-state-rollback --models models -t 1",
     "test-batch-alloc",
