@@ -34,11 +34,16 @@ def padded(n: int) -> int:
     return (n + KV_BUCKET - 1) // KV_BUCKET * KV_BUCKET
 
 
+def bucket_step(n: int, least: int = KV_BUCKET, fine: bool = False) -> int:
+    """What the bucket of ``n`` tokens is a multiple of; not less for more tokens."""
+    return max(least, (1 << (n // 17).bit_length()) // 2 if fine else (1 << (n - 1).bit_length()) // 8)
+
+
 @lru_cache(maxsize=1 << 12)  # called three times per step
 def bucket_for(n: int, least: int = KV_BUCKET, fine: bool = False) -> int:
     """KV bucket of ``n`` tokens: a multiple of ``least``, above 8 times that of an eighth of the next power of two. ``fine``: above 17 times that, of a
     power of two that pads by at most 6 %."""
-    step = max(least, (1 << (n // 17).bit_length()) // 2 if fine else (1 << (n - 1).bit_length()) // 8)
+    step = bucket_step(n, least, fine)
     return (n + step - 1) // step * step
 
 
@@ -286,6 +291,10 @@ class KVCache:
     def bucket(self, n: int, least: int | None = None) -> int:
         """KV bucket of ``n`` tokens; ``least`` defaults to that of generation on this device."""
         return min(bucket_for(n, least or self._least, self.fine), self.live)
+
+    def unsettled(self, bucket: int, rows: int) -> int:
+        """The last rows of a prompt's bucket, a multiple of KV_BUCKET, in front of which all was written before the ``rows`` tokens that it ends with."""
+        return padded(bucket_step(bucket, KV_BUCKET, self.fine) + rows)
 
     def fill(self, value: int) -> None:
         """Sets every byte of every row; tests poison with 0xff (NaN) and 0x3e."""

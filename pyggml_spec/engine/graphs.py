@@ -25,6 +25,7 @@ from ..cache.kv import KV_BUCKET, KVCache, buckets_up_to, padded
 from ..cache.recurrent import RecurrentInputs
 from ..cache.slots import Slot, SlotRange
 from ..drafters.base import ContextInputs, Drafter
+from ..drafters.model import ModelDrafter
 from ..drafters.multi import AnyDrafter
 from ..errors import EngineError
 from ..ggml.graph import Graph
@@ -131,7 +132,9 @@ class GraphBuilder:
         axes = AXES if self.key.pictures and self.target.by_axis else 1
         positions, kv_rows = f.input("positions", "i32", axes * total), f.input("kv_rows", "i64", total)
         q_last = f.input("q_last", "f32", 1, total)
-        mask = g.kv_mask(self.kv.mask_bases[g.segment], q_last, None, bucket, self.count)
+        mask = g.kv_mask(
+            self.kv.mask_bases[g.segment], q_last, None, bucket, self.count, self._columns() if g.backend.narrow_masks else None
+        )
         sliding = self._sliding(kv_rows, q_last) if self.target.window else None
         return {
             "positions": positions,
@@ -144,6 +147,13 @@ class GraphBuilder:
             "pictures": self._pictures() if self.key.pictures else None,
             "q_scale": g.reshape(f.input("q_scale", "f32", total), 1, 1, total) if self.target.temperature[0] else None,
         }
+
+    def _columns(self) -> int | None:
+        """Columns of the mask of a prompt's rows, which all see what is in front of the tokens that its K/V bucket may end with; None for all."""
+        readers = [self.target, *(cast(ModelDrafter, member).model for member in self.resources.members if member.whole_model)]
+        if self.key.kind != "prefill" or not self.alone or not all(reader.narrow for reader in readers):
+            return None
+        return self.kv.unsettled(self.key.kv_bucket, self.key.total)
 
     def _pictures(self) -> PictureInputs:
         """Rows of pictures among the step's rows."""

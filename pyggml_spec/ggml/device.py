@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _KINDS = {getattr(lib, f"GGML_BACKEND_DEVICE_TYPE_{kind.upper()}"): kind for kind in ("cpu", "gpu", "igpu", "accel")}
 SMALL_BATCH, DRAW = "SMALL_BATCH", "DRAW"  # features of ggml-cuda built with patches/0020 and 0038
+NARROW_MASK = "NARROW_MASK"  # with patches/0052, of ggml-cpu too
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,7 @@ class Backend:
         level, level_handle: of the native kernels, and for csrc; None and NULL for ggml's kernels.
         kernels: the native level's name, or "ggml".
         draws: whether drafts can be drawn on this device (``Graph.draw``).
+        narrow_masks: whether attention takes masks of the last columns only (``Graph.kv_mask``).
         default_buffer_type: the buffer type that every op of this device supports.
     """
 
@@ -199,6 +201,7 @@ class Backend:
         self.device = device
         self._dev = device_handle(device)
         self.draws = device.kind == "cpu" or device_feature(device, DRAW) is not None
+        self.narrow_masks = self.level is None and device_feature(device, NARROW_MASK) is not None
         self.workers: tuple[str, ...] = ()  # the endpoint of an rpc device; devices of one worker share a connection
         if device.kind == "rpc":
             from .rpc import workers

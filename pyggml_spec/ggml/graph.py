@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,6 +109,10 @@ def _read(function: Callable[[Any], int]) -> property:
     return property(lambda self: function(self.handle))
 
 
+def _address(x: Tensor) -> int:
+    return int(ffi.cast("uintptr_t", x))
+
+
 class Graph:
     """One graph in its own arena. Add nodes, ``plan()`` once, then compute it any number of times.
 
@@ -131,6 +136,7 @@ class Graph:
         if Graph.debug:
             self.named = {}
         self._activations: dict[tuple[int, ...], Tensor] = {}
+        self._whole: dict[int, Callable[[], Tensor]] = {}
         self._orders: dict[tuple[int, int], Tensor] = {}
 
     # -- operations of models
@@ -180,7 +186,7 @@ class Graph:
         require(weight.ne[0] == x.ne[0] and x.type == F32, "matmul", weight=weight.ne[:2], x=x)
         x = x if x.nb[0] == 4 else self.cont(x)
         level = self.backend.level_handle
-        key = (int(ffi.cast("uintptr_t", x)), lib.pgs_activation_type(level, weight.type))
+        key = (_address(x), lib.pgs_activation_type(level, weight.type))
         before = self._activations.get(key)
         alone = before is None and lib.pgs_rounds_alone(level, weight.type, x)
         if not before:
@@ -198,10 +204,10 @@ class Graph:
     def _native_experts(self, experts: Tensor | Packed, x: Tensor, chosen: Tensor) -> Tensor:
         """By native kernels. All products share the order of the choices; those of the same ``x`` share its quantised activations."""
         level, (n_in, n_out, n_expert) = self.backend.level_handle, experts.ne[0:3]
-        choice = int(ffi.cast("uintptr_t", chosen)), n_expert
+        choice = _address(chosen), n_expert
         if choice not in self._orders:
             self._orders[choice] = lib.pgs_expert_order(self.ctx, chosen, n_expert)
-        order, key = self._orders[choice], (int(ffi.cast("uintptr_t", x)), lib.pgs_activation_type(level, experts.type), *choice)
+        order, key = self._orders[choice], (_address(x), lib.pgs_activation_type(level, experts.type), *choice)
         if key not in self._activations:
             self._activations[key] = lib.pgs_expert_activations(self.ctx, level, experts.type, x, order, chosen, n_expert)
         tensor = experts.tensor if isinstance(experts, Packed) else experts
@@ -678,7 +684,15 @@ class Graph:
         require(fits, "kv_write_rows", cache=cache, rows=rows, index=index)
         lib.pgs_kv_write_rows(self.ctx, self.gf, cache, rows, index)
 
-    def kv_mask(self, mask_base: Tensor, q_last: Tensor, q_first: Tensor | None, kv_bucket: int, slots: int = 1) -> Tensor:
+    def kv_mask(
+        self, mask_base: Tensor, q_last: Tensor, q_first: Tensor | None, kv_bucket: int, slots: int = 1, columns: int | None = None
+    ) -> Tensor:
+        """F16 [kv_bucket, T / slots, 1, slots]. ``columns``: of the last ones only, for one slot whose rows see all cache rows in front of them."""
+        if columns is not None and columns < kv_bucket:
+            require(self.backend.narrow_masks and slots == 1 and q_first is None, "kv_mask", columns=columns, slots=slots)
+            mask = self.kv_mask(self.slice(mask_base, 0, kv_bucket - columns, columns), q_last, None, columns)
+            self._whole[_address(mask)] = cache(lambda: self.kv_mask(mask_base, q_last, None, kv_bucket))
+            return mask
         fits = slots > 0 and (mask_base.ne[1] == 1 or slots <= mask_base.ne[1]) and q_last.ne[1] % slots == 0 and q_last.ne[0] == 1
         require(
             fits and in_range(mask_base, 0, 0, kv_bucket), "kv_mask", mask_base=mask_base, q_last=q_last, kv_bucket=kv_bucket, slots=slots
@@ -688,9 +702,13 @@ class Graph:
     def flash_attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, heads: int, kv_bucket: int, scale: float, sinks: Any = None, cap: float = 0.0
     ) -> Tensor:
-        """q F32 [D, H, T] over the first ``kv_bucket`` rows of the caches k and v, of ``heads`` K/V heads; mask as of ``kv_mask``, sinks F32 [H]."""
+        """q F32 [D, H, T] over the first ``kv_bucket`` rows of the caches k and v, of ``heads`` K/V heads; mask as of ``kv_mask``, sinks F32 [H].
+
+        Attention that takes no narrow mask gets the whole one.
+        """
         fits = heads > 0 and k.ne[0] == q.ne[0] * heads and v.ne[0] % heads == 0 and q.ne[1] % heads == 0
-        fits = fits and in_range(k, 1, 0, kv_bucket) and in_range(v, 1, 0, kv_bucket) and mask.ne[0] == kv_bucket
+        whole = self._whole.get(_address(mask)) if mask.ne[0] < kv_bucket else None
+        fits = fits and in_range(k, 1, 0, kv_bucket) and in_range(v, 1, 0, kv_bucket) and (mask.ne[0] == kv_bucket or whole is not None)
         fits = fits and q.ne[2] % mask.ne[3] == 0 and mask.ne[1] * mask.ne[3] >= q.ne[2] and mask.ne[3] <= k.ne[2] == v.ne[2]
         fits = fits and (sinks is None or (sinks.type == F32 and list(sinks.ne) == [q.ne[1], 1, 1, 1]))
         require(fits, "flash_attention", q=q, k=k, v=v, mask=mask, heads=heads, kv_bucket=kv_bucket, sinks=sinks)
@@ -700,7 +718,12 @@ class Graph:
                 f"{device} cannot cap scores of heads of {q.ne[0]} values in this llama-cpp-python; use another device, the CPU caps any"
             )
         level = self.backend.level_handle
-        return lib.pgs_flash_attention(self.ctx, q, k, v, mask, heads, kv_bucket, scale, cap, sinks or ffi.NULL, level)
+
+        def attention(mask: Tensor) -> Tensor:
+            return lib.pgs_flash_attention(self.ctx, q, k, v, mask, heads, kv_bucket, scale, cap, sinks or ffi.NULL, level)
+
+        out = attention(mask)
+        return out if whole is None or self.backend.supports(self.view_source(out)) else attention(whole())
 
     def host_view(self, node: Tensor) -> np.ndarray:
         """F32 values [rows, n] of a planned node in host memory, without a copy; CPU backends only, see ``keep_output``."""

@@ -117,6 +117,7 @@ class Decoder(Model):
         self.experts: Experts | None = next((part.experts for part in parts if part.experts), None)
         self._owners = [i for i, layer in enumerate(self.layers) if layer.mixer.kv is not None]
         self._recurrent = [i for i, layer in enumerate(self.layers) if layer.mixer.recurrent is not None]
+        self.narrow = all(layer.mixer.narrow for layer in self.layers if layer.mixer.kv is not None and not layer.mixer.sliding)
 
     @property
     def rope(self) -> Rope | None:

@@ -224,6 +224,7 @@ class Part:
     experts: Experts | None = None
     ggml_attention = ""  # reason for ggml's attention where native kernels run
     sliding = False
+    narrow = False  # whether nothing but attention reads its mask, which may be one of the last columns only
     kept_group = ""  # the group whose fused product is the input of the convolution, if any
     reads_extra = False  # the ``extra`` of the previous layer
 
@@ -284,6 +285,7 @@ class Attention(Part):
     other_v: int = 0
     result_scale: float = 0.0
     tempered: bool = True
+    narrow = True
 
     @property
     def kv(self) -> KVShape:  # type: ignore[override]

@@ -36,6 +36,7 @@ class MLA(Part):
     rope: Rope
     scale: float
     rotated: bool = True
+    narrow = True
 
     @property
     def kv(self) -> KVShape:  # type: ignore[override]

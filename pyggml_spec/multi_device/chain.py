@@ -44,7 +44,7 @@ class ChainGraph(Graph):
         self._graphs: list[Graph] = []
         self._hops: list[tuple[int, int, Tensor, Tensor]] = []
         self._brought: dict[tuple[int, int], Tensor] = {}
-        self._activations, self._orders = {}, {}
+        self._activations, self._orders, self._whole = {}, {}, {}
         self.chain: Any = None
         self.part, self.segment = -1, -1
 

@@ -1,5 +1,8 @@
 """K/V rows: zero at creation, one row per position, and rows that do not count go where no query looks."""
 
+from itertools import product
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from random_gguf.model import Shape, write_dflash, write_qwen35
@@ -43,6 +46,18 @@ def rows(cache, first, count, real) -> list[int]:
     out = np.empty(count, np.int64)
     cache.rows_for(first, count, real, out)
     return out.tolist()
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_all_in_front_of_the_unsettled_rows_was_there_before_the_chunk(fine):
+    """Masks of prompts have columns for these alone: a row would see what comes behind it."""
+    for live in (256, 1280, 40960, 132096):
+        cache = SimpleNamespace(live=live, fine=fine, _least=kv.GPU_KV_BUCKET)
+        for rows, n in product((1, 8, 512, 2048), (*range(1, 3000), *range(3000, live, 61), *range(live - 300, live + 2048))):
+            if rows <= n < live + rows:  # a last chunk's padding goes beyond the rows
+                bucket = KVCache.bucket(cache, n, kv.KV_BUCKET)
+                columns = KVCache.unsettled(cache, bucket, rows)
+                assert columns % 256 == 0 and bucket - columns <= n - rows and columns < rows + max(512, bucket / (17 if fine else 4) + 257)
 
 
 def test_spans_pairs_and_types_at_their_limits(tmp_path):

@@ -20,6 +20,8 @@ from pyggml_spec.engine.batch import Draft, Prefill, Verify
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ModelError, PairError
+from pyggml_spec.ggml.device import Backend
+from pyggml_spec.ggml.library import lib, text
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.loading import DEMO_TARGET
 from pyggml_spec.text.tokenizer import Tokenizer
@@ -185,6 +187,18 @@ def test_slots_share_prompts_of_a_recurrent_drafter(files, tmp_path):
             prompt = first + ([40 + i] * i if i < 3 else [50 + i - 3])
             want, alone = session.generate(prompt, 30, ignore_end=True)
             assert text == want and (stats.matched_at, stats.offered_at) == (alone.matched_at, alone.offered_at), i
+
+
+@pytest.mark.parametrize("arch, columns", [("qwen3", 512), ("qwen4exp", 1024)])
+def test_a_small_model_reads_the_prompts_mask_too(files, tmp_path, monkeypatch, arch, columns):
+    """One with an indexer adds the mask to scores of all rows."""
+    monkeypatch.setattr(Backend, "narrow_masks", property(lambda self: True, lambda self, value: None), raising=False)
+    draft = WRITERS[arch](tmp_path / "d.gguf", Shape(), "Q8_0", seed=1)
+    with ps.load(files[0], draft, device="CPU", threads=1, kernels="ggml", n_ctx=1280, chunk=64, draft_width=4) as session:
+        graphs = session.runner.graphs
+        graph = graphs.build(graphs.key("prefill", 64, 1024)).graph
+        nodes = [lib.ggml_graph_node(graph.gf, i) for i in range(graph.n_nodes)]
+        assert {node.src[3].ne[0] for node in nodes if text(lib.ggml_op_desc(node)) == "FLASH_ATTN_EXT"} == {columns}
 
 
 @pytest.mark.slow

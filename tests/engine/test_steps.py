@@ -24,10 +24,10 @@ from pyggml_spec.engine.graph_cache import BY_CALLS, GraphCache, Step
 from pyggml_spec.engine.options import EngineOptions, candidate_widths, check_masks, fine_width, prefill_widths
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import ContextError, DeviceError, EngineError
-from pyggml_spec.ggml.device import Backend, Device, pick_device
+from pyggml_spec.ggml.device import NARROW_MASK, Backend, Device, device_feature, pick_device
 from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.kernels import levels
-from pyggml_spec.ggml.library import ffi, lib
+from pyggml_spec.ggml.library import ffi, lib, text
 from pyggml_spec.ggml.step_io import ReplayCounters, StepFields
 from pyggml_spec.models.base import KVShape
 from pyggml_spec.models.placement import ExpertOptions
@@ -201,6 +201,41 @@ def test_kinds_of_steps_share_a_buffer(session):
     assert exact[1] <= largest[0] or largest[1] <= exact[0]
     owners = {name: role.buffer_bytes for name, role in engine.graphs.roles.items() if role.buffer_bytes}
     assert owners.keys() <= {"prefill", "logits", "capture"} and engine.graphs.compute_bytes == sum(owners.values())
+
+
+def _mask_columns(graph):
+    nodes = [lib.ggml_graph_node(graph.gf, i) for i in range(graph.n_nodes)]
+    return {node.src[3].ne[0] for node in nodes if text(lib.ggml_op_desc(node)) == "FLASH_ATTN_EXT"}
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_one_slots_prompts_have_masks_of_the_last_columns_where_the_device_takes_them(narrow, monkeypatch):
+    """Slots have tokens of their own, and a shorter one's rows must not see what is behind them."""
+    monkeypatch.setattr(Backend, "narrow_masks", property(lambda self: narrow, lambda self, value: None), raising=False)
+    with ps.load(device="CPU", threads=1, kernels="ggml", n_ctx=1280, chunk=64) as session, session.batch(2) as scheduler:
+        graphs, slots = session.runner.graphs, scheduler.runner.graphs
+        assert _mask_columns(graphs.build(graphs.key("prefill", 64, 1024)).graph) == {512 if narrow else 1024}
+        for of, key in [
+            (graphs, graphs.key("logits", 64, 1024)),
+            (graphs, graphs.key("plain", 1, 1024)),
+            (slots, slots.key("prefill", 64, 1024, SlotRange(0, 1))),
+        ]:
+            assert _mask_columns(of.build(key).graph) == {1024}
+
+
+@pytest.mark.skipif(device_feature(pick_device("CPU"), NARROW_MASK) is None, reason="llama-cpp-python without patches/0052")
+def test_masks_of_the_last_columns_have_the_bits_of_whole_ones(monkeypatch):
+    seen = []
+    for narrow in (True, False):
+        monkeypatch.setattr(Backend, "narrow_masks", property(lambda self: narrow, lambda self, value: None), raising=False)
+        with ps.load(device="CPU", threads=1, kernels="ggml", n_ctx=2048, chunk=64) as session:
+            session.runner.read_candidates(None)
+            for n in (300, 700, 900):
+                session.runner.prefill([i * 7919 % 1000 for i in range(n)])
+                seen.append(session.runner.candidates(0)[1].tobytes())
+            columns = [_mask_columns(step.graph) for key, step in session.runner.graphs.steps().items() if key.kind == "prefill"]
+            assert max(map(max, columns)) == (512 if narrow else 2048)
+    assert seen[:3] == seen[3:]
 
 
 def test_a_graph_that_does_not_fit_another_kinds_buffer_gets_its_own(session):

@@ -329,6 +329,25 @@ def test_long_masks_are_computed_piece_by_piece(rows, kv_bucket, slots, window):
     assert np.array_equal(got, want) and need <= 2 * rows * kv_bucket + 3 * (16 << 20) + 4096
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_masks_of_the_last_columns(taken, monkeypatch):
+    """Attention that does not take one has the whole mask: kernels that know none read past its rows."""
+    kv_bucket, columns, rows = 1024, 512, 6
+    near = (0.5 - np.arange(kv_bucket + 16)).astype(np.float32)
+    last = RNG(4).integers(kv_bucket - columns, kv_bucket, (rows, 1)).astype(np.float32)
+    with bench() as (graph, memory):
+        graph.backend.narrow_masks = True
+        monkeypatch.setattr(graph.backend, "supports", lambda node: taken)
+        mask = graph.kv_mask(memory.tensor(near), memory.tensor(last), None, kv_bucket, columns=columns)
+        q, kv = memory.tensor(RNG(5).normal(size=(rows, 2, 64)).astype(np.float32)), memory.tensor(np.zeros((kv_bucket, 64), np.float16))
+        read = [graph.view_source(graph.flash_attention(q, kv, kv, mask, 1, kv_bucket, 0.1)).src[3] for _ in range(2)]
+        assert list(mask.ne) == [columns, rows, 1, 1] and read[0] == read[1] and (read[0] == mask) == taken
+        graph.expand(read[0])
+        got = read_node(graph, read[0], np.float16).reshape(rows, -1)
+    seen = np.where(np.arange(kv_bucket) <= last, 0, -np.inf).astype(np.float16)
+    assert np.array_equal(got, seen[:, -got.shape[1] :]) and got.shape[1] == (columns if taken else kv_bucket)
+
+
 KV_BUCKET, SIZE = 256, 64
 HIDDEN = -np.inf
 

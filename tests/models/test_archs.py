@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import DeviceError, ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import CAPPED
-from pyggml_spec.ggml.library import ffi, lib
+from pyggml_spec.ggml.library import ffi, lib, text
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.models.rope import RopeOptions
@@ -48,6 +49,7 @@ WRITERS = {name: write for name, write in TARGETS.items() if name != "qwen35"}
 THOROUGH = [name for name in thorough() if name != "qwen35"]
 ONE_ROW = having("latent")  # one row: K and V are of one type
 WINDOWED = [arch for arch in having("windowed") if arch != "llama4"]  # whose window is 8192, whatever the file says
+INDEXED = ("deepseek32", "glm-dsa", "glm5-next", "minimax-m3", "qwen4exp")
 STREAMS = ("gemma3n", "glm5-next", "qwen4exp")  # layers' inputs have several rows per token
 RINGS = [arch for arch in WINDOWED if arch in THOROUGH]
 UNLIKE = (*STREAMS, "phi2")  # and phi2's bias of the head is not added for drafters there
@@ -517,6 +519,24 @@ def test_one_row_attention_over_shared_rows_never_directly_follows_its_rotation(
         kernels = [op for op in ops if op not in ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE")]
         before = [kernels[i - 1] for i, op in enumerate(kernels) if op == "FLASH_ATTN_EXT"]
         assert len(before) == 4 and before[2:] == ["CONT", "CONT"] and "ROPE" not in before
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_masks_of_the_last_columns_are_read_by_attention_alone(tmp_path, arch):
+    """Where an indexer reads the mask too, it is the whole one."""
+    with ps.load(write_tiny(arch, tmp_path / "t.gguf"), device="CPU", threads=1, kernels="ggml", n_ctx=1280, chunk=64) as session:
+        session.backend.narrow_masks = True
+        graphs = session.runner.graphs
+        graph = graphs.build(graphs.key("prefill", 64, 1024)).graph
+        readers: dict[Any, set] = {}
+        for node in (lib.ggml_graph_node(graph.gf, i) for i in range(graph.n_nodes)):
+            for i in range(10):
+                if node.src[i] not in (ffi.NULL, node):  # a cast names itself
+                    readers.setdefault(node.src[i], set()).add((text(lib.ggml_op_desc(node)), i))
+        narrow = [of for mask, of in readers.items() if ("FLASH_ATTN_EXT", 3) in of and mask.ne[0] == 512]
+        assert all(of == {("FLASH_ATTN_EXT", 3)} for of in narrow)
+        full = any(not layer.mixer.sliding and layer.mixer.kv is not None for layer in session.target.layers)
+        assert len(narrow) == (session.target.narrow and full) and (session.target.narrow or arch in INDEXED)
 
 
 STRETCHED = {

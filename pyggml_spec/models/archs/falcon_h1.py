@@ -23,6 +23,7 @@ class BothMixers(Part):
 
     attention: Attention
     mamba: Mamba2
+    narrow = True
 
     @property
     def kv(self) -> KVShape:  # type: ignore[override]

@@ -104,6 +104,7 @@ class PooledMLA(MLA):
     pool: int = 0
     full: bool = True
     norm_eps: float = 0.0
+    narrow = False
 
     @property
     def kv(self) -> KVShape:  # type: ignore[override]

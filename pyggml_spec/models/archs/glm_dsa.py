@@ -86,6 +86,7 @@ class IndexedMLA(MLA):
     full: bool = True
     index_rope: Rope | None = None
     norm_eps: float = 0.0
+    narrow = False
 
     @property
     def kv(self) -> KVShape:  # type: ignore[override]

@@ -55,6 +55,7 @@ class BlockAttention(Attention):
     top_k: int = 0
     block: int = 0
     local: int = 0
+    narrow = False
 
     @property
     def kv(self) -> KVShape:  # type: ignore[override]

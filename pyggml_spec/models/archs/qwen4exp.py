@@ -81,6 +81,7 @@ class SparseAttention(Attention):
     index_size: int = 0
     top_k: int = 0
     ratio: int = 0
+    narrow = False
 
     @property
     def kv(self) -> KVShape:  # type: ignore[override]
