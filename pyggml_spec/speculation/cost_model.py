@@ -53,7 +53,8 @@ class CostModel(dict[Hashable, float]):
 
     def learnt(self, slots: int = 1) -> dict[Hashable, float]:
         """Of the keys (slots, other): costs by the other part, where steps have told them."""
-        return {key[1]: ms for key, ms in self.items() if isinstance(key, tuple) and key[0] == slots and self._steps[key] > WARMUP}
+        told = (key for key in self if isinstance(key, tuple) and key[0] == slots and self._steps[key] > WARMUP and key not in self._unseen)
+        return {key[1]: self[key] for key in told}
 
     def guess(self, key: Hashable, ms: float) -> None:
         """A cost until steps with this key say otherwise."""

@@ -184,15 +184,14 @@ def kept(costs, times) -> SpeculationPolicy:
     return SpeculationPolicy(known, known, relative=True, told=True)
 
 
-def steps_of(policy, costs, tokens, accept, stalls=lambda n: 0.0) -> tuple[list[StepPlan], float]:
-    """The plans of a text, and its speed in those of plain decoding; ``stalls``: milliseconds that other work adds to a step, by its number."""
+def steps_of(policy, costs, tokens, accept) -> tuple[list[StepPlan], float]:
+    """The plans of a text, and its speed in those of plain decoding."""
     state, used, done, spent = policy.begin(policy.should_disable(), tokens), [], 0, 0.0
     while done < tokens:
         chosen = policy.choose(1, [state])
         matched = min(accept(chosen.draft_tokens), tokens - 1 - done) if chosen.draft_tokens else 0
-        ms = costs[chosen.tokens] + stalls(len(used))
-        policy.observe(1, chosen, ms, [state], [matched])
-        used, done, spent = [*used, chosen], done + matched + 1, spent + ms
+        policy.observe(1, chosen, costs[chosen.tokens], [state], [matched])
+        used, done, spent = [*used, chosen], done + matched + 1, spent + costs[chosen.tokens]
     return used, tokens * costs[1] / spent
 
 
@@ -216,18 +215,19 @@ def test_costs_that_make_blocks_seem_cheap_are_not_believed_either(times):
 
 def test_a_first_step_that_stalls_is_not_believed():
     """Its plan was too dear to be tried again, in this session and in later ones. What further steps repeat is believed."""
-    costs = CostModel({"plain": 1.0, "block": 2.0}, relative=True)
+    plain, block = (1, "plain"), (1, "block")
+    costs = CostModel({plain: 1.0, block: 2.0}, relative=True)
     for ms in (0.5, 0.5, 0.5):
-        costs.observe("plain", ms)
+        costs.observe(plain, ms)
     for ms in (1.1, 1.1, 40.0):
-        costs.observe("block", ms)
-    assert costs["block"] == 2.0 and costs["plain"] == 0.5
+        costs.observe(block, ms)
+    assert costs[block] == 2.0 and costs[plain] == 0.5 and costs.learnt() == {"plain": 0.5}
     stalled = copy.deepcopy(costs)
-    stalled.observe("block", 1.1)
-    assert stalled["block"] == 1.1
+    stalled.observe(block, 1.1)
+    assert stalled[block] == stalled.learnt()["block"] == 1.1
     for _ in range(5):
-        costs.observe("block", 30.0)
-    assert costs["block"] == 30.0
+        costs.observe(block, 30.0)
+    assert costs[block] == costs.learnt()["block"] == 30.0
 
 
 class One:
