@@ -205,7 +205,7 @@ class SpeculationPolicy:
     def should_disable(self) -> bool:
         """Whether the next sequence is better off without speculation, and without what drafters need of its prompt."""
         self._learn_gain()
-        if len(self.plans) == 1 or 1 not in self._calibrated:
+        if len(self.plans) == 1 or 1 not in self._calibrated or (self._relative and not self.costs.told((1, PLAIN_STEP))):
             return False
         if not self._tried or self._gain / self._tried >= MOST_REGRET or self._waited >= self._wait:
             return False

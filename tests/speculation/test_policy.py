@@ -204,6 +204,20 @@ def test_costs_that_a_busy_machine_left_behind_forbid_no_drafts(costs, times):
     used, speed = steps_of(policy, costs, 256, lambda drafts: min(3, drafts))
     blocks = [i for i, chosen in enumerate(used) if chosen != PLAIN_STEP]
     assert blocks[0] < 8 and used[16:].count(PLAIN_STEP) < 8 and speed > 1.2
+    assert steps_of(policy, costs, 256, lambda drafts: min(3, drafts))[1] > 1.2
+
+
+def test_no_text_is_disabled_before_a_plain_step_was_timed():
+    """Blocks that took half of their kept cost made plain steps seem half as dear too, so that a text without a plain step seemed to have gained nothing."""
+    plans = [StepPlan.of("draft-simple", rows) for rows in (2, 4, 8, 16)]
+    estimates, costs = (
+        estimate(plans, ROW_COST["cpu"], {"draft-simple": 0.4}, {"draft-simple"}),
+        {1: 150.0, 2: 217.0, 4: 300.0, 8: 600.0, 16: 1200.0},
+    )
+    known = with_known(estimates, {p: (1 + (p != PLAIN_STEP)) * costs[p.tokens] for p in estimates})
+    policy = SpeculationPolicy(known, known, relative=True, told=True)
+    for _ in range(3):
+        assert steps_of(policy, costs, 256, lambda drafts: min(3, drafts))[1] > 1.2
 
 
 @pytest.mark.parametrize("times", [{1: 3, 2: 1, 4: 1, 8: 1, 16: 1}, {1: 1, 2: 0.5, 4: 0.5, 8: 0.5, 16: 0.5}, {1: 3, 4: 1}])
