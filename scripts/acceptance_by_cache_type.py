@@ -1,18 +1,26 @@
 #!/usr/bin/env python3
-"""Tokens per step by type of the drafter's K/V cache, greedy, block 16, on the same prompts. Counts only.
+"""Tokens per step by type of the drafter's K/V cache, greedy, on the same prompts. Counts only.
 
-    acceptance_by_cache_type.py [-m target.gguf -md drafter.gguf] [-n 128] [--types f16,q8_0,...]
+    acceptance_by_cache_type.py [-m target.gguf -md drafter.gguf] [-n 128] [--types f16,q8_0,...] [--width 16] [--prompts FILE.jsonl]
 
 The target's rows stay f16, so the text is the same in every run. Last column: change against f16 in standard errors between prompts.
 """
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 
 import pyggml_spec as ps
 from pyggml_spec.loading import DEMO, DEMO_DRAFTER, DEMO_TARGET
+from pyggml_spec.text.template import ChatTemplate
+from pyggml_spec.tools.prompts import Prompt, read_prompts
+
+
+def ids_of(session: ps.Session, prompt: Prompt) -> list[int]:
+    """Tokens of a text as it is, or of messages through the target's template."""
+    if prompt.messages is None:
+        return session.prompt_ids(prompt.text)
+    return ChatTemplate.from_gguf(session.target.file).encode(session.tokenizer, prompt.messages)
 
 
 def main() -> None:
@@ -23,13 +31,17 @@ def main() -> None:
     parser.add_argument("--types", default="f16,bf16,q8_0,q5_0,q4_0")
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--prompts", type=Path, default=DEMO / "prompts.jsonl")
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    prompts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()]
+    prompts = read_prompts(args.prompts)
     base: list | None = None
     for kind in args.types.split(","):
         types = {"draft_cache_type_k": kind, "draft_cache_type_v": kind}
-        with ps.load(args.model, args.model_draft, device=args.device, threads=1, n_ctx=2048, draft_width=16, **types) as session:
-            runs = [session.generate(prompt, args.tokens, ignore_end=True) for prompt in prompts]
+        with ps.load(
+            args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=2048, draft_width=args.width, **types
+        ) as session:
+            runs = [session.generate(ids_of(session, prompt), args.tokens, ignore_end=True) for prompt in prompts]
             draft_kv = session.runner.memory()["draft_kv"]
         per_step = [stats.tokens_per_step for _, stats in runs]
         base = base or [(text, value) for (text, _), value in zip(runs, per_step, strict=True)]

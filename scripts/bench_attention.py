@@ -5,6 +5,8 @@
     bench_attention.py steps -m TARGET [-md DRAFTER] [--depths 131072] [--rows 1,16]   milliseconds per step, and memory, by type of cache;
                        [--window 2048]                             of all layers of a DFlash drafter but the last, whatever its file says
                        [--chunk 256]                               of prompts
+                       [--drafter-only]                            the target's rows stay f16
+                       [--rounds 5]                                sessions of all types at once, which take turns
     bench_attention.py time [--depths 1024,8192,32768,131072] [--rows 1,2,4,8,16,512] [--shapes 4B,8B,27B] [--out FILE.json]
 
 patches/0037 reads q8_0 and q4_0 as they lie; GGML_CUDA_QUANTIZED_KV=0 copies them to f16 first. `time` replays a CUDA graph over 400 MB of caches per case.
@@ -17,6 +19,7 @@ import os
 import statistics
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -151,33 +154,50 @@ def steps(args) -> list[dict]:
     found = []
     if args.window:
         Hparams._windows = staticmethod(lambda file, arch, n_layer: (args.window,) * (n_layer - 1) + (0,))
+    kinds = args.types.split(",")
     for depth in rows_of(args.depths):
-        for kind in args.types.split(","):
-            files, widths = [args.model, *([args.model_draft] if args.model_draft else [])], rows_of(args.rows)
-            cache = dict.fromkeys(("cache_type_k", "cache_type_v", "draft_cache_type_k", "draft_cache_type_v"), kind) | {
-                "chunk": args.chunk
-            }
-            took: dict[int, float] = {}
-            with ps.load(
-                *files, device=args.device, n_ctx=depth + 1024, draft_width=max(widths) if args.model_draft else None, **cache
-            ) as session:
-                runner = session.runner
-                runner.reset(drafting=max(widths) > 1)
-                began = time.perf_counter()
-                runner.prefill((np.arange(depth) % 1000).tolist())
-                filled = time.perf_counter() - began
-                for width in widths:
+        for together in [kinds] if args.rounds > 1 else [[kind] for kind in kinds]:
+            found += steps_at(args, depth, together)
+    return found
+
+
+def steps_at(args, depth: int, kinds: list[str]) -> list[dict]:
+    """Steps of sessions that take turns, one per type of cache."""
+    files, widths = [args.model, *([args.model_draft] if args.model_draft else [])], rows_of(args.rows)
+    rows = ("draft_cache_type_k", "draft_cache_type_v") + (() if args.drafter_only else ("cache_type_k", "cache_type_v"))
+    width = max(widths) if max(widths) > 1 else None
+    with ExitStack() as stack:
+        runners, filled = [], []
+        for kind in kinds:
+            options = dict.fromkeys(rows, kind) | {"chunk": args.chunk, "draft_width": width}
+            runners.append(stack.enter_context(ps.load(*files, device=args.device, n_ctx=depth + 1024, **options)).runner)
+            runners[-1].reset(drafting=max(widths) > 1)
+            began = time.perf_counter()
+            runners[-1].prefill((np.arange(max(depth, 32)) % 1000).tolist())
+            filled.append(time.perf_counter() - began)
+        medians: list[dict[int, list[float]]] = [{width: [] for width in widths} for _ in kinds]
+        for _ in range(args.rounds):
+            for width in widths:
+                for runner, took in zip(runners, medians, strict=True):
                     each = []
-                    for _ in range(40):
+                    for _ in range(args.steps):
                         began = time.perf_counter()
                         result = runner.plain_step() if width == 1 else runner.fused_step(width)
                         runner.accept(1, int(result.ids[0]))
                         each.append(1000 * (time.perf_counter() - began))
-                    took[width] = statistics.median(each[8:])
-                memory = {name: n >> 20 for name, n in runner.memory().items()}
+                    took[width].append(statistics.median(each[8:]))
+        found = []
+        for kind, runner, took, seconds in zip(kinds, runners, medians, filled, strict=True):
+            memory = {name: n >> 20 for name, n in runner.memory().items()}
             cached = sum(n for name, n in memory.items() if "weights" not in name)
-            found.append({"depth": depth, "type": kind, "ms": took, "fill_s": filled, "MiB": memory})
-            print(f"{depth:7} {kind:5} ms per step {took}, filled in {filled:.1f} s, without weights {cached} MiB: {memory}", flush=True)
+            ms = {width: statistics.median(each) for width, each in took.items()}
+            extremes = {width: (min(each), max(each)) for width, each in took.items()} if args.rounds > 1 else {}
+            found.append({"depth": depth, "type": kind, "ms": ms, "extremes": extremes, "fill_s": seconds, "MiB": memory})
+            cells = ", ".join(
+                f"{width}: {value:.3f}" + (" ({:.3f} to {:.3f})".format(*extremes[width]) if extremes else "")
+                for width, value in ms.items()
+            )
+            print(f"{depth:7} {kind:5} ms per step {cells}; filled in {seconds:.2f} s, without weights {cached} MiB: {memory}", flush=True)
     return found
 
 
@@ -193,6 +213,9 @@ def main() -> None:
     parser.add_argument("--types", default=",".join(TYPES))
     parser.add_argument("--window", type=int)
     parser.add_argument("--chunk", type=int)
+    parser.add_argument("--drafter-only", action="store_true")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=40, help="of a round, of which the first eight are left out")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.what == "steps":
