@@ -31,7 +31,8 @@ class LoadOptions:
         draft_width: rows per verified block; None lets the speculation policy choose, from costs and acceptance of the steps so far.
         graphs: False disables CUDA graph replay for the whole process (a control).
         cache_type_k, cache_type_v: types of the target's K and V rows, of ``cache.kv.TYPES``.
-        draft_cache_type_k, draft_cache_type_v: of the drafter's.
+        draft_cache_type_k, draft_cache_type_v: of the drafter's. Without any of them "q8_0" where the device's attention reads such rows as they lie (patches/0037), and "f16"
+            elsewhere; without one of them that one is "f16".
         chunk: widest prefill chunk in tokens; with one slot also the unit in which prompt prefixes are reused. None takes 512, and 2,048 for several slots on a GPU with
             memory for it.
         prefix_cache: folder in which computed prompts outlive the process; made if it does not exist. Without it they are kept in memory.
@@ -66,8 +67,8 @@ class LoadOptions:
     graphs: bool = True
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
-    draft_cache_type_k: str = "f16"
-    draft_cache_type_v: str = "f16"
+    draft_cache_type_k: str | None = None
+    draft_cache_type_v: str | None = None
     chunk: int | None = None
     prefix_cache: str | Path | None = None
     prefix_memory: int | None = None
@@ -122,9 +123,12 @@ class LoadOptions:
         return KVTypes(self.cache_type_k, self.cache_type_v)
 
     @property
-    def draft_kv(self) -> KVTypes:
-        """``draft_cache_type_k`` and ``draft_cache_type_v``."""
-        return KVTypes(self.draft_cache_type_k, self.draft_cache_type_v)
+    def draft_kv(self) -> KVTypes | None:
+        """``draft_cache_type_k`` and ``draft_cache_type_v``; None without any of them."""
+        if self.draft_cache_type_k is None and self.draft_cache_type_v is None:
+            return None
+        k, v = ("f16" if kind is None else kind for kind in (self.draft_cache_type_k, self.draft_cache_type_v))
+        return KVTypes(k, v)
 
     @property
     def methods(self) -> Methods:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .background import Background
-from .cache.kv import KV_BUCKET, MOST_CONTEXT, padded
+from .cache.kv import KV_BUCKET, MOST_CONTEXT, KVTypes, draft_types, padded
 from .checks import path, whole
 from .drafters.base import Drafter
 from .drafters.model import ModelDrafter
@@ -235,12 +235,20 @@ class Loader:
             width=self._width(),
             chunk=wanted.chunk or DEFAULT_CHUNK,
             kv=wanted.kv,
-            draft_kv=wanted.draft_kv,
+            draft_kv=wanted.draft_kv or self._draft_types(),
             given=self.ngram is not None,
             implied=self.default_ngram,
             pictures=self.encoder is not None,
         )
         check_options(self.engine_options, self.target, self.drafter)
+
+    def _draft_types(self) -> KVTypes:
+        """What the drafter's rows are stored as where nobody says."""
+        types = draft_types(self.drafter.kv_shapes() if self.drafter is not None else (), self.backend)
+        if types != KVTypes():
+            why = f"which attention of {self.backend.device.name} reads as they lie, in half the memory"
+            self.notes.append(f"the drafter's K/V are {types}, {why}; `draft_cache_type_k` and `draft_cache_type_v` f16 turn that off")
+        return types
 
     def _requested_context(self) -> int:
         """The requested context; by default the least that ``choose_context`` gives."""

@@ -3,7 +3,7 @@
 
     acceptance_by_cache_type.py [-m target.gguf -md drafter.gguf] [-n 128] [--types f16,q8_0,...] [--width 16] [--prompts FILE.jsonl]
 
-The target's rows stay f16, so the text is the same in every run. Last column: change against f16 in standard errors between prompts.
+Type unrotated: q8_0 as GPUs with the patched kernels store it by default. The target's rows stay f16, so the text is the same in every run. Last column: change against f16 in standard errors between prompts.
 """
 
 import argparse
@@ -11,9 +11,13 @@ import statistics
 from pathlib import Path
 
 import pyggml_spec as ps
+from pyggml_spec import loading
+from pyggml_spec.cache.kv import KVTypes
 from pyggml_spec.loading import DEMO, DEMO_DRAFTER, DEMO_TARGET
 from pyggml_spec.text.template import ChatTemplate
 from pyggml_spec.tools.prompts import Prompt, read_prompts
+
+UNROTATED = "unrotated"
 
 
 def ids_of(session: ps.Session, prompt: Prompt) -> list[int]:
@@ -35,9 +39,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     prompts = read_prompts(args.prompts)
+    loading.draft_types = lambda *_: KVTypes("q8_0", "q8_0", rotated=False)  # on every device
     base: list | None = None
     for kind in args.types.split(","):
-        types = {"draft_cache_type_k": kind, "draft_cache_type_v": kind}
+        types = {} if kind == UNROTATED else {"draft_cache_type_k": kind, "draft_cache_type_v": kind}
         with ps.load(
             args.model, args.model_draft, device=args.device, threads=args.threads, n_ctx=2048, draft_width=args.width, **types
         ) as session:

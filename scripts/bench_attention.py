@@ -5,7 +5,7 @@
     bench_attention.py steps -m TARGET [-md DRAFTER] [--depths 131072] [--rows 1,16]   milliseconds per step, and memory, by type of cache;
                        [--window 2048]                             of all layers of a DFlash drafter but the last, whatever its file says
                        [--chunk 256]                               of prompts
-                       [--drafter-only]                            the target's rows stay f16
+                       [--drafter-only]                            the target's rows stay f16; `--types f16,q8_0,default`: what a drafter has by default
                        [--rounds 5]                                sessions of all types at once, which take turns
     bench_attention.py time [--depths 1024,8192,32768,131072] [--rows 1,2,4,8,16,512] [--shapes 4B,8B,27B] [--out FILE.json]
 
@@ -169,7 +169,7 @@ def steps_at(args, depth: int, kinds: list[str]) -> list[dict]:
     with ExitStack() as stack:
         runners, filled = [], []
         for kind in kinds:
-            options = dict.fromkeys(rows, kind) | {"chunk": args.chunk, "draft_width": width}
+            options = dict.fromkeys(rows if kind != "default" else (), kind) | {"chunk": args.chunk, "draft_width": width}
             runners.append(stack.enter_context(ps.load(*files, device=args.device, n_ctx=depth + 1024, **options)).runner)
             runners[-1].reset(drafting=max(widths) > 1)
             began = time.perf_counter()

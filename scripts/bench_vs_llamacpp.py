@@ -166,7 +166,12 @@ def main() -> None:
     device = args.device
     if args.host_layers:
         device, more["tensor_split"] = f"CPU,{args.device}", [args.host_layers, n_layer - args.host_layers]
-    sizes = {"n_ctx": args.ctx, "draft_width": args.draft_width}
+    sizes = {
+        "n_ctx": args.ctx,
+        "draft_width": args.draft_width,
+        "draft_cache_type_k": "f16",
+        "draft_cache_type_v": "f16",
+    }  # as llama-server's
     session = ps.load(args.model, args.model_draft, device=device, threads=args.threads, **sizes, **more)
     args.method = session.drafter.methods[0].method if session.drafter is not None else "draft-mtp"
     used.append(device_memory_used(args.device))

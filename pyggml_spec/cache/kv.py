@@ -7,7 +7,7 @@ Rows below the cursor are live. Rejected rows are not cleared: the mask hides th
 
 Rows of quantised types are first rotated: every n values of a head are multiplied by an orthonormal Hadamard matrix, which spreads outliers. q is
 rotated like K, and the output of attention is rotated back, so results differ by rounding only. Types, sizes and the order of operations are
-llama.cpp's (src/llama-kv-cache.cpp).
+llama.cpp's (src/llama-kv-cache.cpp); the rows that a drafter has by default are not rotated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceError, ModelError, PyspecError
-from ..ggml.device import Backend, free_bytes
+from ..ggml.device import Backend, free_bytes, reads_quantised
 from ..ggml.library import Context, Tensor, ffi, lib, new_context, text
 from ..models.base import KVLayer, KVShape
 
@@ -70,15 +70,17 @@ TYPES = ("f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 # no f32: llama.cpp rounds such rows to f16 before attention
 _IDS = {text(lib.ggml_type_name(i)): i for i in range(lib.GGML_TYPE_COUNT) if lib.ggml_blck_size(i)}
 MOST_CONTEXT = 1 << 23  # rows: masks compare positions and halves as F32, exact up to here
+READ_SIZES = 128, 256  # values per head of the quantised rows that patches/0037 reads as they lie, for three heads of q and more
 SMALLEST_ROTATION = 64  # values; heads that it does not divide are stored unrotated
 
 
 @dataclass(frozen=True)
 class KVTypes:
-    """ggml's type names of K and V rows, each one of ``TYPES``."""
+    """ggml's type names of K and V rows, each one of ``TYPES``; ``rotated``: whether rows of quantised ones are."""
 
     k: str = "f16"
     v: str = "f16"
+    rotated: bool = True
 
     def __post_init__(self) -> None:
         for name in (self.k, self.v):
@@ -86,7 +88,7 @@ class KVTypes:
                 raise PyspecError(f"K/V cannot be stored as {name!r}; use one of {', '.join(TYPES)}")
 
     def __str__(self) -> str:
-        return self.k if self.k == self.v else f"K {self.k} V {self.v}"
+        return (self.k if self.k == self.v else f"K {self.k} V {self.v}") + " unrotated" * (not self.rotated)
 
     @property
     def ids(self) -> tuple[int, int]:
@@ -108,11 +110,20 @@ class KVTypes:
 
         Latent rows are not rotated, as in llama.cpp.
         """
-        if shape.latent or shape.exact:
+        if shape.latent or shape.exact or not self.rotated:
             return 0, 0
         sizes = zip(self.ids, (shape.size, shape.size_v), strict=True)
         quantised_k, quantised_v = (lib.ggml_is_quantized(kind) and size % SMALLEST_ROTATION == 0 for kind, size in sizes)
         return (shape.size & -shape.size) * quantised_k, SMALLEST_ROTATION * quantised_v
+
+
+def draft_types(shapes: Sequence[KVShape], backend: Backend) -> KVTypes:
+    """Types of a drafter's rows where nobody names them: q8_0 where attention of the device reads those as they lie, f16 elsewhere.
+
+    They are not rotated, unlike llama.cpp's: rotations would take more time than attention saves, and 8 bits hold outliers.
+    """
+    read = all(shape.size == shape.size_v in READ_SIZES and shape.queries > 2 and not shape.index for shape in shapes)
+    return KVTypes("q8_0", "q8_0", rotated=False) if shapes and read and reads_quantised(backend.device) else KVTypes()
 
 
 def hadamard(n: int) -> np.ndarray:

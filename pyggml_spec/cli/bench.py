@@ -72,7 +72,6 @@ def command(
     if not lengths and not tokens:
         raise click.UsageError("there is nothing to measure: give prompt lengths (-p) or tokens to generate (-n)")
     depths = depths or (0,)
-    cache_types = {field.name: getattr(options, field.name) for field in fields(options) if "cache_type" in field.name}
     measured = BenchOptions(lengths, tokens, depths, repetitions or 5, synthetic, options.draft_width, rates)
     if slots is not None and (0 in slots or not slots or not tokens):
         raise click.UsageError("--slots takes numbers from 1 up, and needs tokens to generate (-n)")
@@ -81,6 +80,8 @@ def command(
         session = load(target, draft, options, progress, n_ctx=options.n_ctx or max(need, 512))
     with session:
         say(configuration_line(session.configuration(), None))
+        kv, draft_kv = session.runner.options.kv, session.runner.options.draft_kv
+        cache_types = {"cache_type_k": kv.k, "cache_type_v": kv.v, "draft_cache_type_k": draft_kv.k, "draft_cache_type_v": draft_kv.v}
         with Waiting(session.runner) as waiting:
             rows, interrupted = _measured(session, slots, measured)
         if not rows:

@@ -105,13 +105,14 @@ class TokenLimit(click.IntRange):
 # -- options of loading
 
 
-def _cache_type(names: str, text: str) -> Callable:
-    return option(names, text, type=click.Choice(TYPES), metavar="TYPE", shown="f16")
+def _cache_type(names: str, text: str, shown: str | None = "f16") -> Callable:
+    return option(names, text, type=click.Choice(TYPES), metavar="TYPE", shown=shown)
 
 
 def _draft_cache_type(rows: str) -> Callable:
     names = f"-ct{rows}d --draft-cache-type-{rows} --cache-type-{rows}-draft --spec-draft-type-{rows} draft_cache_type_{rows}"
-    return _cache_type(names, f"The same for the drafter's {rows.upper()} rows.")
+    default = "Default: f16; without -ctkd and -ctvd q8_0, on NVIDIA GPUs whose kernels read that as it lies"
+    return _cache_type(names, f"The same for the drafter's {rows.upper()} rows. {default}.", None)
 
 
 _ROPE = {

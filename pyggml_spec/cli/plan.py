@@ -56,7 +56,11 @@ def _show(one: Plan | NoPlan) -> None:
         return
     click.echo(f"{one.device}, context {one.n_ctx}: {'fits' if one.fits else 'DOES NOT FIT'}, {size(one.total)} of {size(one.free)} free")
     kv, roles = f"{size(one.kv_per_token)} per token, drafter included", one.compute_by_role
-    details = {"kv": kv, "compute": ", ".join(f"{name} {size(nbytes)}" for name, nbytes in roles.items() if nbytes)}
+    details = {
+        "kv": kv,
+        "draft_kv": one.draft_kv_type,
+        "compute": ", ".join(f"{name} {size(nbytes)}" for name, nbytes in roles.items() if nbytes),
+    }
     rows = [(part.layers, part.total, f"of {size(part.free)} free{'' if part.fits else ', WHICH IS TOO MUCH'}") for part in one.split]
     rows += [(name, one.memory[key], details.get(key, "")) for key, name in _PURPOSES.items() if key in one.memory]
     if one.slots_memory:

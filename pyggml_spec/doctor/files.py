@@ -6,7 +6,7 @@ import numpy as np
 
 from ..drafters.model import is_whole_model
 from ..drafters.vocabulary import LEAST_COVERAGE, TOKENS, map_vocabulary
-from ..ggml.device import Device, build_notes
+from ..ggml.device import Device, build_notes, reads_quantised
 from ..ggml.library import FITNESS, GGML_VERSION, lib
 from ..gguf_io import GGUFFile
 from ..gguf_io.reader import StringArray, brief
@@ -121,7 +121,7 @@ def build(device: Device) -> Check:
     if FITNESS.refused and device.kind == "cpu":
         died = "; ".join(f"products in the buffer type {name} {how}, so it is not used" for name, how in FITNESS.refused.items())
         return check(WARN, died, f"build llama-cpp-python again without pip's cache: {pip_command()}")
-    notes = build_notes(device)
+    notes = build_notes(device) + ["attention reads q8_0 K/V as it lies, which drafters get by default"] * reads_quantised(device)
     if any("ggml's own" in note for note in notes):
         return check(WARN, "verification uses ggml's stock kernels on this GPU", "run `pyspec build --cuda`, which builds faster kernels")
     uses = f", with {' '.join(FITNESS.features)}" if FITNESS.features else ""

@@ -205,7 +205,8 @@ class DFlash(Drafter):
         return out
 
     def kv_shapes(self) -> list[KVShape]:
-        return [KVShape(self.hp.n_head_kv, self.hp.head_size, sliding=window > 0) for window in self.hp.window]
+        hp = self.hp
+        return [KVShape(hp.n_head_kv, hp.head_size, sliding=window > 0, queries=hp.n_head // hp.n_head_kv) for window in hp.window]
 
     def check_pair(self, target: Decoder) -> None:
         hp, pair = self.hp, f"{self.file.path.name} cannot draft for {target.file.path.name}"

@@ -100,6 +100,16 @@ def device_feature(device: Device, name: str) -> str | None:
     return text(value) if value != ffi.NULL else None
 
 
+def reads_quantised(device: Device) -> bool:
+    """Whether attention reads rows of q8_0 and q4_0 as they lie: patches/0037, which came before 0038, on the cards that 0020 runs on."""
+    if not device.name.startswith("CUDA") or any(device_feature(device, name) is None for name in (DRAW, SMALL_BATCH)):
+        return False
+    wanted, invariant = (
+        os.environ.get(f"GGML_CUDA_{name}", by_default) for name, by_default in (("QUANTIZED_KV", "1"), ("BATCH_INVARIANT", "0"))
+    )
+    return wanted not in ("", "0") and invariant in ("", "0")  # in invariant steps another kernel attends
+
+
 def build_notes(device: Device) -> list[str]:
     """Notes on the installed build for this device: unused buffer types, the kernels used on NVIDIA GPUs."""
     if device.kind == "cpu":

@@ -289,7 +289,7 @@ class Attention(Part):
 
     @property
     def kv(self) -> KVShape:  # type: ignore[override]
-        return KVShape(self.kv_heads, self.size, self.sliding, other_v=self.other_v)
+        return KVShape(self.kv_heads, self.size, self.sliding, other_v=self.other_v, queries=0 if self.cap else self.heads // self.kv_heads)
 
     @property
     def size_v(self) -> int:

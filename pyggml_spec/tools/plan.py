@@ -57,6 +57,7 @@ class Plan:
         split: the devices that share the layers; empty for one. A device that is named twice is one that has to have room for both.
         copied: bytes of the weights in ``memory`` that are copies of experts or layers in host memory, for prompts (``offload_prompts``): two places
             on the device, and of layers what they are copied from, which the host has in addition to its own.
+        draft_kv_type: types of the drafter's K and V rows.
     """
 
     device: str
@@ -75,6 +76,7 @@ class Plan:
     split: tuple[PlanPart, ...] = ()
     copied: int = 0
     encoder: int = 0
+    draft_kv_type: str = ""
 
     @property
     def total(self) -> int:
@@ -183,6 +185,7 @@ def plan(
             split=parts if len(parts) > 1 else (),
             copied=copied,
             encoder=encoder,
+            draft_kv_type=str(loader.engine_options.draft_kv) if loader.drafter is not None else "",
         )
 
 

@@ -10,12 +10,15 @@ from sessions import fails_with
 
 import pyggml_spec as ps
 from pyggml_spec.cache import kv
-from pyggml_spec.cache.kv import KVCache, KVTypes, bucket_for, buckets_up_to, check_types, hadamard, least_bucket, padded
+from pyggml_spec.cache.kv import KVCache, KVTypes, bucket_for, buckets_up_to, check_types, draft_types, hadamard, least_bucket, padded
+from pyggml_spec.cache.prefix import layout_of
 from pyggml_spec.cache.slots import Cursor
 from pyggml_spec.errors import ContextError, DeviceError, EngineError, ModelError, PyspecError
-from pyggml_spec.ggml.device import Backend, pick_device
-from pyggml_spec.ggml.library import ffi, lib
+from pyggml_spec.ggml import device as devices
+from pyggml_spec.ggml.device import Backend, Device, pick_device
+from pyggml_spec.ggml.library import ffi, lib, versions
 from pyggml_spec.models.base import KVShape
+from pyggml_spec.tools.plan import plan
 
 TRASH = 16
 
@@ -173,6 +176,57 @@ def test_rotations_and_heads_of_quantised_rows(backend):
     with pytest.raises(ModelError, match="the drafter's.*`draft_cache_type_k`"):
         check_types(KVTypes("q4_0", "f16"), [KVShape(2, 64), KVShape(2, 48)], backend, draft=True)
     check_types(KVTypes("bf16", "f16"), [KVShape(2, 80)], backend, draft=False)
+
+
+READ = KVShape(2, 128, queries=3)
+
+
+@pytest.mark.parametrize("shapes, read", [
+    ([READ], True), ([READ, KVShape(1, 256, queries=8, sliding=True)], True), ([], False), ([READ, KVShape(2, 64, queries=4)], False),
+    ([KVShape(4, 128, queries=2)], False), ([KVShape(2, 80, queries=4)], False), ([KVShape(2, 128, queries=4, other_v=64)], False),
+    ([KVShape(2, 128)], False), ([KVShape(1, 256, latent=256)], False),
+])  # fmt: skip
+def test_drafters_rows_are_q8_0_where_the_device_reads_them_as_they_lie(backend, monkeypatch, shapes, read):
+    assert draft_types(shapes, backend) == KVTypes()
+    monkeypatch.setattr(kv, "reads_quantised", lambda device: True)
+    assert draft_types(shapes, backend) == (KVTypes("q8_0", "q8_0", rotated=False) if read else KVTypes())
+
+
+@pytest.mark.parametrize("name, features, switches, reads", [
+    ("CUDA0", {"DRAW": "1", "SMALL_BATCH": "tma"}, {}, True), ("CUDA0", {"SMALL_BATCH": "tma"}, {}, False), ("CUDA0", {"DRAW": "1"}, {}, False),
+    ("CUDA0", {"DRAW": "1", "SMALL_BATCH": "tma"}, {"GGML_CUDA_QUANTIZED_KV": "0"}, False), ("CPU", {"DRAW": "1", "SMALL_BATCH": "x"}, {}, False),
+    ("CUDA0", {"DRAW": "1", "SMALL_BATCH": "tma"}, {"GGML_CUDA_BATCH_INVARIANT": "1"}, False),
+])  # fmt: skip
+def test_which_devices_read_quantised_rows(monkeypatch, name, features, switches, reads):
+    monkeypatch.setattr(devices, "device_feature", lambda device, feature: features.get(feature))
+    for switch in ("GGML_CUDA_QUANTIZED_KV", "GGML_CUDA_BATCH_INVARIANT"):
+        monkeypatch.delenv(switch, raising=False)
+    for switch, value in switches.items():
+        monkeypatch.setenv(switch, value)
+    assert devices.reads_quantised(Device(name, "", "gpu", 0, 0, 0)) == reads
+
+
+def test_named_types_of_a_drafter_win(tmp_path, monkeypatch):
+    """Text is that of f16 rows; files of rotated and unrotated rows are not mixed."""
+    monkeypatch.setattr(kv, "reads_quantised", lambda device: True)
+    shape = Shape(draft_head_size=128, draft_heads=4, draft_heads_kv=1)
+    pair, found = (write_qwen35(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)), {}
+    for named, shown in (
+        ({}, "f16, drafter q8_0 unrotated"),
+        ({"k": "f16"}, "f16"),
+        ({"v": "q8_0"}, "f16, drafter K f16 V q8_0"),
+        ({"k": "q8_0", "v": "q8_0"}, "f16, drafter q8_0"),
+    ):
+        with ps.load(
+            *pair, device="CPU", threads=1, n_ctx=256, **{f"draft_cache_type_{rows}": name for rows, name in named.items()}
+        ) as session:
+            assert session.configuration().kv_type == shown
+            assert any("drafter's K/V are q8_0 unrotated" in note and "`draft_cache_type_k`" in note for note in session.notes) == (
+                not named
+            )
+            found[shown] = session.generate(list(range(40)), 24, ignore_end=True)[0], layout_of(session.runner, versions())
+    assert len({text for text, _ in found.values()}) == 1 and len({layout for _, layout in found.values()}) == 4
+    assert plan(*pair, device="CPU", n_ctx=256).draft_kv_type == "q8_0 unrotated"
 
 
 @pytest.mark.parametrize("name", kv.TYPES)
