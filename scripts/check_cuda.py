@@ -33,7 +33,7 @@ SCRIPTS, TESTS = Path(__file__).parent, Path(__file__).parents[1] / "tests"
 FEW = r"n=(1|2|7|8|9|16|17|64),k="  # rows for which these products have kernels of their own; racecheck takes minutes for more
 SANITIZED = {  # operations with kernels of patches/, and which of their cases
     **dict.fromkeys(("ARGMAX", "DELTA_FRONT", "DELTA_STEP", "GATED_DELTA_NET", "GATE_MUL_MAT", "KV_MASK", "MOE_LAYER", "NORM_MUL_MAT", "QKV_ROWS", "RMS_NORM", "RMS_NORM_MUL_ROPE", "ROPE_SET_ROWS", "SHARED_EXPERT"), ""),
-    "FLASH_ATTN_EXT": r"hsk=(128|256).*nh=(2|3),nr23=\[(4|6|8),(1|3)\],kv=(256|1024|4352|512|1280),.*q(8|4)_0|window=\d+,first=1500|hsk=256.*kv=(512|1792),.*type_K=f16.*columns=",
+    "FLASH_ATTN_EXT": r"hsk=(128|256).*nh=(2|3|4),nr23=\[(4|6|8),(1|3)\],kv=(256|1024|4352|512|1280|16640|8448),.*q(8|4)_0|window=\d+,first=1500|hsk=256.*kv=(512|1792),.*type_K=f16.*columns=",
     "MUL_MAT": rf"type_a=(mxfp4|q4_K|q6_K|q8_0),type_b=f32.*{FEW}",
     "MUL_MAT_EPILOGUE": "",
     "MUL_MAT_ID": rf"type_a=(mxfp4|q4_K),type_b=f32.*{FEW}",
