@@ -141,6 +141,7 @@ SWITCHES = tuple(
         "DELTA_CHUNKS",
         "ROW_BY_MMA",
         "QUANTIZED_KV",
+        "QUANTIZED_HOPPER",
         "BATCH_INVARIANT",
         "PDL",
         "FORCE_CUBLAS",
