@@ -148,7 +148,8 @@ CASES = [
 @pytest.mark.parametrize("method, quant, arch, of_target, of_drafter, prompt, blocks, width", CASES)
 def test_ids_equal_llama_cpp(tmp_path, method, quant, arch, of_target, of_drafter, prompt, blocks, width):
     target, draft = write_files(tmp_path, method, quant, arch, of_target, **of_drafter)
-    ids = np.random.default_rng(3).integers(0, 256, prompt).tolist()
+    # 3: F32 drafts of "simple" within 1e-4 of each other, which processors with and without AVX-512 decide differently
+    ids = np.random.default_rng(8 if method == "simple" else 3).integers(0, 256, prompt).tolist()
     with both(method, target, draft, ids, width=width) as (session, oracle):
         assert disagreement(session, oracle, blocks) is None
 
@@ -176,8 +177,9 @@ def test_ids_of_dflash_equal_llama_cpp(tmp_path, quant, window, prompt):
 )
 def test_ids_past_the_wraps_of_a_drafters_ring_equal_llama_cpp(tmp_path, method, arch):
     """Rings of 256 rows, windows of 12: the prompt wraps twice, in chunks, and blocks with rejected drafts once more. llama.cpp keeps every position,
-    so a window across the wrap is summed in another order there: quantised products of these small models can turn a draft then."""
-    shape = Shape(window=12, embedding_scale=16.0 if arch == "gemma4" else 0.0)
+    so a window across the wrap is summed in another order there: quantised products of these small models can turn a draft then, and so can a router
+    whose next expert is as good: every expert is used."""
+    shape = Shape(window=12, embedding_scale=16.0 if arch == "gemma4" else 0.0, n_expert=3, n_used=3)
     write = (WRITE | {"dflash": write_dflash, "simple": partial(WRITE["simple"], small="gemma3")})[method]
     if method == "mtp":
         target, draft = write_mtp_target(tmp_path / "t.gguf", shape, arch=arch), None
