@@ -50,6 +50,7 @@ def test(tools: Path) -> int:
         with (work / f"{name}.log").open("w") as log:
             started = time.monotonic()
             status = subprocess.run([tools.resolve() / name, *arguments], check=False, cwd=work, stdout=log, stderr=log).returncode
+        status = status or int(" 0/0 tests passed" in Path(log.name).read_text(errors="replace"))  # a filter that chooses no case
         failed += status != 0
         print(
             f"{'passed' if status == 0 else f'FAILED, status {status}, see {log.name}'}: {line} ({time.monotonic() - started:.0f} s)",

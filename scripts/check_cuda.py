@@ -33,7 +33,7 @@ SCRIPTS, TESTS = Path(__file__).parent, Path(__file__).parents[1] / "tests"
 FEW = r"n=(1|2|7|8|9|16|17|64),k="  # rows for which these products have kernels of their own; racecheck takes minutes for more
 SANITIZED = {  # operations with kernels of patches/, and which of their cases
     **dict.fromkeys(("ARGMAX", "DELTA_FRONT", "DELTA_STEP", "GATED_DELTA_NET", "GATE_MUL_MAT", "KV_MASK", "MOE_LAYER", "NORM_MUL_MAT", "QKV_ROWS", "RMS_NORM", "RMS_NORM_MUL_ROPE", "ROPE_SET_ROWS", "SHARED_EXPERT"), ""),
-    "FLASH_ATTN_EXT": r"hsk=(128|256).*nh=(2|3|4),nr23=\[(4|6|8),(1|3)\],kv=(256|1024|4352|512|1280|16640|8448),.*q(8|4)_0|window=\d+,first=1500|hsk=256.*kv=(512|1792),.*type_K=f16.*columns=",
+    "FLASH_ATTN_EXT": r"hsk=(128|256).*nh=(2|3|4),nr23=\[(4|6|8),(1|3)\],kv=(256|1024|4352|512|1280|16640|8448),.*q(8|4)_0|window=\d+,first=1500|shared_mask|hsk=256.*kv=(512|1792),.*type_K=f16.*columns=",
     "MUL_MAT": rf"type_a=(mxfp4|q4_K|q6_K|q8_0),type_b=f32.*{FEW}",
     "MUL_MAT_EPILOGUE": "",
     "MUL_MAT_ID": rf"type_a=(mxfp4|q4_K),type_b=f32.*{FEW}",
@@ -81,9 +81,9 @@ def checks(tools: Path) -> dict[str, Check]:
         command = [*ops, "-o", names, "-p", cases, "-j", "8"]
         found[f"operations {name or names} {cases}".strip(" ,")] = Check(command, passed, quiet)
 
-    def scripts(kind: str, names: Iterable[str], counted: str, env: dict[str, str] = {}) -> None:  # noqa: B006 - read only
+    def scripts(kind: str, names: Iterable[str], counted: str, env: dict[str, str] = {}, *more: str) -> None:  # noqa: B006 - read only
         for name in names:
-            command = [sys.executable, str(SCRIPTS / f"check_{kind}.py"), "--device", "CUDA0", "--only", name]
+            command = [sys.executable, str(SCRIPTS / f"check_{kind}.py"), "--device", "CUDA0", "--only", name, *more]
             found[f"{kind} {name.strip(', ')}"] = Check(command, counted, env)
 
     targets, drafters = [f"{name}, " for name in TARGETS if name not in HOST], [f"{name} drafter" for name in DRAFTERS]
@@ -94,7 +94,7 @@ def checks(tools: Path) -> dict[str, Check]:
         for part in parts:
             operations(op, part)
     scripts("logits", targets, r"(\d+) rows")
-    scripts("replay", [*targets, "mtp", *drafters], r"of (\d+) the same bit")
+    scripts("replay", [*targets, "mtp", *drafters], r"of (\d+) the same bit", {}, "--all")
     scripts("invariance", promised, r"[:,] \d+x\d+ \d+/(\d+)", {"GGML_CUDA_BATCH_INVARIANT": "1"})
     for op in SANITIZED:
         if op not in LONG:

@@ -108,6 +108,8 @@ def measure(args) -> None:
                 loaded = ps.load(target, drafter, device=args.device, threads=args.threads, n_ctx=512, draft_width=width, spec=spec)
             except ps.PyspecError as why:
                 print(f"{name}: {why}", flush=True)
+                if args.all:
+                    sys.exit(f"{name} was refused, so nothing of it was compared")
                 continue
             with loaded as session:
                 engine = session.runner
@@ -205,6 +207,7 @@ def main() -> int:
     parser.add_argument("-md", "--model-draft")
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("--only", default="", metavar="WORD", help="pairs whose names contain it")
+    parser.add_argument("--all", action="store_true", help="a pair that the device refuses fails")
     parser.add_argument("--dump", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.dump:

@@ -146,6 +146,18 @@ def test_models_that_llama_cpp_writes_are_equal_or_refused_for_a_reason(tmp_path
     assert script.compare(tmp_path, archs) == 5
 
 
+def test_a_filter_that_chooses_no_case_fails(tmp_path, monkeypatch):
+    """test-backend-ops ends with 0 then: an operation that is renamed would be tested no longer."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    build, tool = importlib.import_module("build_patched_llamacpp"), tmp_path / "bin" / "test-backend-ops"
+    monkeypatch.setattr(build, "TEST_RUNS", ["test-backend-ops test -b CPU"])
+    tool.parent.mkdir()
+    for passed, failed in ((0, 1), (20, 0)):
+        tool.write_text(f"#!/bin/sh\necho '  {passed}/{passed} tests passed'\n")
+        tool.chmod(0o755)
+        assert build.test(tool.parent) == failed
+
+
 def test_a_copied_tree_keeps_sources_that_are_called_build(tmp_path: Path, monkeypatch):
     """llama.cpp's cmake/build-info.cmake was left out with the folders of builds, and the copy could not be configured."""
     monkeypatch.syspath_prepend(str(SCRIPTS))

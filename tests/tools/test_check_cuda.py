@@ -1,9 +1,11 @@
 """The checks of a card, with other commands: what compares nothing, takes too long or is not run has not passed."""
 
+import argparse
 import re
 import sys
 
 import check_cuda
+import check_replay
 import pytest
 from check_cuda import LONG, SANITIZED, Check, checks, others
 
@@ -53,3 +55,18 @@ def test_every_operation_is_in_a_check(tmp_path):
     assert "(" not in rest and [name for name in names if not re.search(rest, name)] == list(LONG)
     found = checks(tmp_path)
     assert all(f"{tool} {op}" in found for op in SANITIZED for tool in ("memcheck", "racecheck")) and "operations others" in found
+
+
+def test_a_pair_that_a_card_refuses_has_not_passed(monkeypatch, tmp_path):
+    """Of three types two may load: their results were compared, the third was left out, and the check passed."""
+
+    def refuse(*args, **options):
+        raise check_replay.ps.PyspecError("no kernel for it")
+
+    monkeypatch.setattr(check_replay, "pairs", lambda *_: [("llama, Q4_K", None, None, None)])
+    monkeypatch.setattr(check_replay.ps, "load", refuse)
+    args = {"device": "CPU", "threads": 1, "dump": tmp_path / "out.npz"}
+    check_replay.measure(argparse.Namespace(all=False, **args))
+    with pytest.raises(SystemExit, match="llama, Q4_K was refused"):
+        check_replay.measure(argparse.Namespace(all=True, **args))
+    assert all(what.command[-1] == "--all" for name, what in checks(tmp_path).items() if name.startswith("replay "))
