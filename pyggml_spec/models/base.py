@@ -49,9 +49,10 @@ class RecurrentShape:
 class KVShape:
     """K/V rows of an attention layer: ``n_head_kv`` heads of ``size`` values; ``sliding``: limited to the model's window.
 
-    ``latent``: V is the first ``latent`` values of K's row (MLA); 0 for separate rows. ``index``: size of an indexer's row, shared by ``index_heads``
-    heads; 0 without an indexer. ``other_v``: values per head of separate V rows, 0 for ``size``.
-    ``queries``: heads of q for each of them, 0 where nobody asks. ``exact``: F32 rows, which attention does not read. ``pooled``: an indexer's row is a key and a gate of half its size, and pools are scored.
+    ``latent``: V is the first ``latent`` values of K's row (MLA); 0 for separate rows. ``index``: size of an indexer's row, shared by
+    ``index_heads`` heads; 0 without an indexer. ``other_v``: values per head of separate V rows, 0 for ``size``. ``exact``: F32 rows, which
+    attention does not read. ``pooled``: an indexer's row is a key and a gate of half its size, and pools are scored. ``queries``: heads of q
+    for each head, 0 where nobody asks.
     """
 
     n_head_kv: int
