@@ -181,13 +181,17 @@ def _scores(types: KVTypes, s: KVShape, backend: Backend) -> bool:
     """Whether the device supports an indexer's operations."""
     with _shapes() as (ctx, new):
         size, kind = (s.index // 2, lib.GGML_TYPE_F32) if s.pooled else (s.index, types.ids[0])
-        q, k = new(lib.GGML_TYPE_F32, size, s.index_heads, 2), new(kind, size, 1, 4 * 256)
         mask = new(lib.GGML_TYPE_F16, 4 * 256, 2)
-        scores = lib.ggml_lightning_indexer(ctx, q, k, new(lib.GGML_TYPE_F32, s.index_heads, 2), mask)
+        if s.multiplied:
+            keys = lib.ggml_cast(ctx, new(kind, size, 4 * 256), lib.GGML_TYPE_F32)
+            scores = lib.ggml_mul_mat(ctx, keys, new(lib.GGML_TYPE_F32, size, 2))
+        else:
+            q, keys = new(lib.GGML_TYPE_F32, size, s.index_heads, 2), new(kind, size, 1, 4 * 256)
+            scores = lib.ggml_lightning_indexer(ctx, q, keys, new(lib.GGML_TYPE_F32, s.index_heads, 2), mask)
         chosen = lib.ggml_top_k(ctx, scores, 256)
         hidden = lib.ggml_fill(ctx, new(lib.GGML_TYPE_F16, 1, 4 * 256, 2), float("-inf"))
         seen = lib.ggml_set_rows(ctx, hidden, new(lib.GGML_TYPE_F32, 1, 256, 2), chosen)
-        return all(backend.supports(node) for node in (scores, chosen, hidden, seen, lib.ggml_add(ctx, mask, mask)))
+        return all(backend.supports(node) for node in (keys, scores, chosen, hidden, seen, lib.ggml_add(ctx, mask, mask)))
 
 
 def _runs(types: KVTypes, s: KVShape, backend: Backend) -> bool:

@@ -51,8 +51,8 @@ class KVShape:
 
     ``latent``: V is the first ``latent`` values of K's row (MLA); 0 for separate rows. ``index``: size of an indexer's row, shared by
     ``index_heads`` heads; 0 without an indexer. ``other_v``: values per head of separate V rows, 0 for ``size``. ``exact``: F32 rows, which
-    attention does not read. ``pooled``: an indexer's row is a key and a gate of half its size, and pools are scored. ``queries``: heads of q
-    for each head, 0 where nobody asks.
+    attention does not read. ``pooled``: an indexer's row is a key and a gate of half its size, and pools are scored. ``multiplied``: products of
+    matrices are an indexer's scores, not a kernel of its own. ``queries``: heads of q for each head, 0 where nobody asks.
     """
 
     n_head_kv: int
@@ -64,6 +64,7 @@ class KVShape:
     other_v: int = 0
     exact: bool = False
     pooled: bool = False
+    multiplied: bool = False
     queries: int = 0
 
     @property

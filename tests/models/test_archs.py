@@ -36,7 +36,7 @@ from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import DeviceError, ModelError
 from pyggml_spec.ggml.device import Backend, pick_device
-from pyggml_spec.ggml.graph import CAPPED
+from pyggml_spec.ggml.graph import CAPPED, Graph
 from pyggml_spec.ggml.library import ffi, lib, text
 from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.registry import open_target
@@ -380,7 +380,7 @@ def test_yarn_keys_and_layouts(tmp_path):
         ps.load(model.write(tmp_path / "o.gguf"), device="CPU", threads=1, n_ctx=64)
 
 
-def test_blocks_of_inputs_and_indexers_of_devices(tmp_path, monkeypatch):
+def test_blocks_of_inputs_and_heads_of_devices(tmp_path, monkeypatch):
     # Per-layer embeddings of 32 values under AMX: an NMSE of 0.004 at 37 rows, and 0.3, and NaN. llama.cpp has it, too: ours are compared.
     path = write_gemma4(tmp_path / "t.gguf", quant="Q8_0", n_per_layer=32)
 
@@ -390,17 +390,28 @@ def test_blocks_of_inputs_and_indexers_of_devices(tmp_path, monkeypatch):
     monkeypatch.setattr(Backend, "extra_buffer_types", lambda self: [])
     with open_engine(path, 64, 256, "ggml") as engine:
         assert nmse(packed, engine.logits(tokens)) < 1e-4
-    supports = Backend.supports
-
-    def few(self, node):
-        return supports(self, node) and ffi.string(lib.ggml_op_desc(node)) != b"LIGHTNING_INDEXER"
-
-    monkeypatch.setattr(Backend, "supports", few)
-    with pytest.raises(DeviceError, match="CPU cannot score f16 rows of 64 values for 3 heads of an indexer .* use another device"):
-        ps.load(write_glm_dsa(tmp_path / "t.gguf"), device="CPU", threads=1, n_ctx=64)
     monkeypatch.setitem(CAPPED, "CPU", (128,))  # a step of it ended the process on a CUDA device
     with pytest.raises(DeviceError, match="CPU cannot cap scores of heads of 64 values .* use another device"):
         ps.load(WRITERS["gemma2"](tmp_path / "c.gguf", Shape(), "Q8_0"), device="CPU", threads=1, n_ctx=64, kernels="ggml")
+
+
+@pytest.mark.parametrize("arch", INDEXED)
+def test_devices_without_an_indexers_operations(tmp_path, monkeypatch, arch):
+    """ggml-cuda's indexer takes 32 and 64 heads only: models whose scores are products of matrices were refused for it."""
+    path, scored = write_tiny(arch, tmp_path / "t.gguf"), []
+    scores, supports = Graph.index_scores, Backend.supports
+    monkeypatch.setattr(Graph, "index_scores", lambda *args: scored.append(args) or scores(*args))
+    load = partial(ps.load, path, device="CPU", threads=1, n_ctx=512)
+    with load() as session:
+        session.generate([1, 2, 3], 2, ignore_end=True)
+    assert bool(scored) == (arch not in ("minimax-m3", "qwen4exp"))
+    lacking = ["LIGHTNING_INDEXER"]
+    monkeypatch.setattr(Backend, "supports", lambda self, node: supports(self, node) and text(lib.ggml_op_desc(node)) not in lacking)
+    if not scored:
+        load().close()
+        lacking = ["CPY"]  # to F32, which ggml-cuda has not of every type
+    with pytest.raises(DeviceError, match=r"CPU cannot score f16 rows of \d+ values for \d+ heads of an indexer .* use another device"):
+        load()
 
 
 @contextmanager

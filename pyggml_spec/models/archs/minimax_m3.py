@@ -59,7 +59,7 @@ class BlockAttention(Attention):
 
     @property
     def kv(self) -> KVShape:  # type: ignore[override]
-        return replace(super().kv, index=self.index_size, index_heads=self.kv_heads)
+        return replace(super().kv, index=self.index_size, index_heads=self.kv_heads, multiplied=True)
 
     def tensors(self, f: Hparams, prefix: str) -> list[Spec]:
         n, size = f.n_embd, self.index_size

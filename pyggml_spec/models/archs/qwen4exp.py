@@ -85,7 +85,7 @@ class SparseAttention(Attention):
 
     @property
     def kv(self) -> KVShape:  # type: ignore[override]
-        return replace(super().kv, index=self.index_size, index_heads=self.index_heads) if self.ratio else super().kv
+        return replace(super().kv, index=self.index_size, index_heads=self.index_heads, multiplied=True) if self.ratio else super().kv
 
     def _index(self, f: Hparams, prefix: str) -> list[Spec]:
         n, size = f.n_embd, self.index_size
