@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from bench_patches import server_options, server_round
-from bench_vs_llamacpp import device_memory_used
+from bench_vs_llamacpp import DRAFTER_ROWS, device_memory_used
 from llama_server import LlamaServer, ServerEnded
 
 import pyggml_spec as ps
@@ -47,8 +47,7 @@ def main() -> None:
     options = BenchOptions(prompts=(), tokens=args.tokens, repetitions=1, synthetic=args.synthetic_acceptance)
     args.ctx = max(args.ctx, tokens_needed(options))
     results = []
-    rows = {"draft_cache_type_k": "f16", "draft_cache_type_v": "f16"}  # as llama-server's
-    with ps.load(args.model, args.drafter, device=args.device, n_ctx=args.ctx, threads=args.threads or None, **rows) as session:
+    with ps.load(args.model, args.drafter, device=args.device, n_ctx=args.ctx, threads=args.threads or None, **DRAFTER_ROWS) as session:
         for slots in map(int, args.slots.split(",")):
             before = device_memory_used(args.device)
             told = [o for o in server_options(slots, args) if o != "--backend-sampling" or not args.no_backend_sampling]

@@ -32,6 +32,7 @@ from pyggml_spec.models.registry import open_target
 from pyggml_spec.tools.bench import BenchOptions, bench, leg_name
 
 PROMPT = [100 + 7 * i % 200 for i in range(64)]
+DRAFTER_ROWS = {"draft_cache_type_k": "f16", "draft_cache_type_v": "f16"}  # as llama-server has them by default
 
 
 def llama_bench(args, prompts: list[int], tokens: int, more: Sequence[object] = ()) -> dict[str, float]:
@@ -166,13 +167,8 @@ def main() -> None:
     device = args.device
     if args.host_layers:
         device, more["tensor_split"] = f"CPU,{args.device}", [args.host_layers, n_layer - args.host_layers]
-    sizes = {
-        "n_ctx": args.ctx,
-        "draft_width": args.draft_width,
-        "draft_cache_type_k": "f16",
-        "draft_cache_type_v": "f16",
-    }  # as llama-server's
-    session = ps.load(args.model, args.model_draft, device=device, threads=args.threads, **sizes, **more)
+    sizes = {"n_ctx": args.ctx, "draft_width": args.draft_width}
+    session = ps.load(args.model, args.model_draft, device=device, threads=args.threads, **sizes, **DRAFTER_ROWS, **more)
     args.method = session.drafter.methods[0].method if session.drafter is not None else "draft-mtp"
     used.append(device_memory_used(args.device))
     notes, rows = list(session.notes), []
