@@ -25,11 +25,12 @@ def main() -> None:
     parser.add_argument("-n", "--tokens", type=int, default=128)
     parser.add_argument("--prompts", type=Path, default=DEMO / "prompts.jsonl")
     args = parser.parse_args()
-    args.ngl, args.threads, args.ctx, args.synthetic_acceptance = 0, 1, 2048, None
+    args.ngl, args.threads, args.ctx, args.n_cpu_moe, args.method = 0, 1, 2048, 0, "draft-dflash"
+    args.rates, args.synthetic_acceptance = [], None
     prompts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()]
 
     theirs = []
-    with TemporaryDirectory() as folder, LlamaServer(args.tools, Path(folder) / "server.log", *server_options(args)) as server:
+    with TemporaryDirectory() as folder, LlamaServer(args.tools, Path(folder) / "server.log", *server_options(args, 15)) as server:
         server.wait()
         for prompt in prompts:
             reply = server.post("/completion", prompt=prompt, n_predict=args.tokens, temperature=0, ignore_eos=True, cache_prompt=False)
