@@ -573,7 +573,7 @@ def layout_of(
             for what, file in files.items()
         },
         "chunk": chunk,
-        "cache": engine.sequence.describe() + ", rows of the drafter unrotated" * (not engine.options.draft_kv.rotated),
+        "cache": engine.sequence.describe(),
         "device": "; ".join(  # attention on the CPU sums by thread
             f"{b.device.kind} {b.device.description}, {b.threads} threads, {b.kernels} kernels" for b in (s.backend for s in segments)
         ),

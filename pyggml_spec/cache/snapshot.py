@@ -4,7 +4,7 @@ rows    K/V rows of layers that keep every position, target and drafter: row = p
 state   state of the last token only: recurrent states, convolution histories, ring rows within the window, the last hidden state
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -129,6 +129,7 @@ class _Rows:
     def __init__(self, kv: KVCache, layers: int) -> None:
         pairs = [(ring, t) for layer, ring in zip(kv.layers[:layers], kv.in_ring) for t in layer.stored]
         self.full, self.ringed = ([t for ring, t in pairs if ring == wanted] for wanted in (False, True))
+        self.rotated = {t for layer in kv.layers for t, by in ((layer.k, layer.rotation_k), (layer.v, layer.rotation_v)) if by is not None}
         self.ring, self.backends, self._window = kv.ring, kv.backends, kv.window
 
     def visible(self, n: int) -> list[tuple[int, int]]:
@@ -194,17 +195,18 @@ class SequenceMemory:
         return pieces
 
     def describe(self) -> str:
-        """Types, widths and rings as text."""
+        """Types, widths, rotations and rings as text."""
 
-        def kinds(tensors: Sequence[Tensor]) -> str:
-            names = [f"{ffi.string(lib.ggml_type_name(t.type)).decode()}[{t.ne[0]}]" for t in tensors]
+        def kinds(tensors: Sequence[Tensor], rotated: Collection[Tensor] = ()) -> str:
+            names = [f"{ffi.string(lib.ggml_type_name(t.type)).decode()}[{t.ne[0]}]" + " rotated" * (t in rotated) for t in tensors]
             runs = [i for i in range(len(names)) if i == 0 or names[i] != names[i - 1]]
             return " ".join(f"{end - start}x{names[start]}" for start, end in zip(runs, [*runs[1:], len(names)])) or "none"
 
         def all_of(rows: _Rows | None) -> str:
             if rows is None:
                 return "none"
-            return kinds(rows.full) + (f", ring of {rows.ring} rows {kinds(rows.ringed)}" if rows.ringed else "")
+            ring = f", ring of {rows.ring} rows {kinds(rows.ringed, rows.rotated)}" if rows.ringed else ""
+            return kinds(rows.full, rows.rotated) + ring
 
         last_hidden = f" and a hidden state {kinds([self._last_hidden.table])}" if self._last_hidden is not None else ""
         state = f" and recurrent states {self._draft_state.shape}" if self._draft_state is not None else ""
