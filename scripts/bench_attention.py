@@ -27,6 +27,9 @@ from bench_small_batch import Leaves, compute, error, put, rows_of
 
 import pyggml_spec as ps
 from pyggml_spec.drafters.dflash import Hparams
+from pyggml_spec.engine.batch import StepOutput
+from pyggml_spec.engine.options import AtMost
+from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.ggml.device import Backend, pick_device
 from pyggml_spec.ggml.graph import Graph, GraphAllocator
 from pyggml_spec.ggml.library import ffi, lib
@@ -161,11 +164,18 @@ def steps(args) -> list[dict]:
     return found
 
 
+def step(runner: ModelRunner, width: int) -> StepOutput:
+    """Of drafts where there is a drafter, of given tokens elsewhere."""
+    if width == 1:
+        return runner.plain_step()
+    return runner.verify_step(range(width - 1)) if runner.drafter is None else runner.fused_step(width)
+
+
 def steps_at(args, depth: int, kinds: list[str]) -> list[dict]:
     """Steps of sessions that take turns, one per type of cache."""
     files, widths = [args.model, *([args.model_draft] if args.model_draft else [])], rows_of(args.rows)
     rows = ("draft_cache_type_k", "draft_cache_type_v") + (() if args.drafter_only else ("cache_type_k", "cache_type_v"))
-    width = max(widths) if max(widths) > 1 else None
+    width = AtMost(max(widths)) if max(widths) > 1 else None  # which a target alone takes too
     with ExitStack() as stack:
         runners, filled = [], []
         for kind in kinds:
@@ -182,7 +192,7 @@ def steps_at(args, depth: int, kinds: list[str]) -> list[dict]:
                     each = []
                     for _ in range(args.steps):
                         began = time.perf_counter()
-                        result = runner.plain_step() if width == 1 else runner.fused_step(width)
+                        result = step(runner, width)
                         runner.accept(1, int(result.ids[0]))
                         each.append(1000 * (time.perf_counter() - began))
                     took[width].append(statistics.median(each[8:]))
