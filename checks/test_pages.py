@@ -111,6 +111,14 @@ def test_options_and_variables_that_pages_name_exist():
         assert not (unknown := {name for name in variables if name not in code}), (page.name, unknown)
 
 
+def test_the_page_of_the_patches_names_their_switches():
+    """Who looks for what a patch changed has to be able to switch it off."""
+    patches = {path: path.read_text("utf-8") for path in (ROOT / "patches").glob("*.patch")}
+    read = {name for text in patches.values() for name in re.findall(r'^\+.*getenv\("((?:GGML|LLAMA)_\w+)"\)', text, re.MULTILINE)}
+    named = (ROOT / "patches" / "README.md").read_text("utf-8")
+    assert len(read) > 20 and not [name for name in read - {"GGML_CUDA_PDL"} if f"`{name}" not in named]  # ggml's own
+
+
 def test_every_count_is_explained():
     """`waited_s` and `grouped` were written and not documented."""
     slots = (ROOT / "docs" / "slots.md").read_text("utf-8")

@@ -91,6 +91,28 @@ def test_the_series_and_its_switches():
     assert read and all(any(f'getenv("{name}")' in line for line in added) for name in read)
 
 
+def definitions(tree: Path) -> dict[tuple[str, str], str]:
+    """Structs, unions and enums of the public headers, without comments and layout."""
+    found = {}
+    for header in [*tree.glob("include/*.h"), *tree.glob("ggml/include/*.h")]:
+        text = re.sub(r"//[^\n]*|/\*.*?\*/", "", header.read_text(), flags=re.DOTALL)
+        for begin in re.finditer(r"\b(?:struct|union|enum) (\w+)\s*\{", text):
+            depth, end = 1, begin.end()
+            while depth:
+                depth, end = depth + {"{": 1, "}": -1}.get(text[end], 0), end + 1
+            found[header.name, begin[1]] = "".join(text[begin.start() : end].split())
+    return found
+
+
+def test_programs_built_for_the_pinned_libraries_run_on_patched_ones(tree):
+    """The extension and llama-cpp-python are compiled for structs and constants of the pristine headers."""
+    before = definitions(tree)
+    patches.apply(tree)
+    after = definitions(tree)
+    assert len(before) > 30 and ("ggml.h", "ggml_tensor") in before and len(after) > len(before)
+    assert not [name for name, text in before.items() if after.get(name) != text]
+
+
 @pytest.mark.parametrize("patch", SERIES, ids=lambda patch: patch.path.stem)
 def test_headers_say_what_why_and_on_what(patch):
     header = patch.path.read_text().split("diff --git", 1)[0]
