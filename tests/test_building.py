@@ -348,6 +348,14 @@ def test_the_command_writes_a_wheel_and_installs_nothing(cache, tmp_path, nvcc, 
     assert CliRunner().invoke(command, ["--arch", "90"]).exit_code == 2
 
 
+@pytest.mark.parametrize("options, patched", [([], False), (["--cuda"], True), (["--patches"], True), (["--cuda", "--no-patches"], False)])
+def test_patches_are_built_in_where_they_are_asked_for_and_with_cuda(monkeypatch, tmp_path, options, patched):
+    plans = []
+    monkeypatch.setattr(building, "plan", lambda cuda, arch, patched: plans.append((cuda, patched)))
+    CliRunner().invoke(command, [*options, "--out", str(tmp_path)])
+    assert plans == [("--cuda" in options, patched)]
+
+
 @pytest.mark.parametrize("note", [{"cuda": True}, {"cuda": False, "patches": ["0011-amx-tile-config"]}])
 def test_set_up_keeps_an_explicit_build(monkeypatch, note):
     """A patched build for the CPU was taken away by the first `make` after a change of csrc."""
