@@ -16,7 +16,7 @@ from sessions import fails_with
 import pyggml_spec as ps
 from pyggml_spec.errors import DeviceError, LibraryError
 from pyggml_spec.ggml import device, host_memory, library, peer, probe
-from pyggml_spec.ggml.device import Device, cpu_wait_s, open_backends, pick_device, pick_devices
+from pyggml_spec.ggml.device import Device, cpu_wait_s, execution_order, open_backends, pick_device, pick_devices
 from pyggml_spec.pin import installed_libraries
 from pyggml_spec.tools.quants import type_id
 
@@ -162,6 +162,13 @@ def test_a_gpu_is_named_once(monkeypatch):
     gpu = dataclasses.replace(pick_device("CPU"), name="CUDA0", kind="gpu")
     monkeypatch.setattr("pyggml_spec.ggml.device.pick_device", lambda name=None: gpu)
     fails_with(DeviceError, "CUDA0 is named twice", pick_devices, "CUDA0,CUDA0")
+
+
+@pytest.mark.parametrize(
+    "kinds, order", [(["gpu", "cpu", "gpu"], [1, 0, 2]), (["igpu", "rpc", "cpu"], [2, 0, 1]), (["rpc", "cpu", "rpc"], [0, 1, 2])]
+)
+def test_a_cpu_beside_gpus_has_the_first_layers(kinds, order):
+    assert execution_order([dataclasses.replace(pick_device("CPU"), kind=kind) for kind in kinds]) == order
 
 
 def test_every_mention_of_the_cpu_is_a_backend_of_its_own():

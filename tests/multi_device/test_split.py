@@ -3,6 +3,7 @@
 import json
 from contextlib import contextmanager
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from pyggml_spec.gguf_io import GGUFFile
 from pyggml_spec.models.placement import ExpertOptions
 from pyggml_spec.models.registry import open_target
 from pyggml_spec.multi_device.devices import halves
-from pyggml_spec.multi_device.split import cuts_by, segments_of
+from pyggml_spec.multi_device.split import cuts_by, segments_of, split
 from pyggml_spec.tools.plan import check, plan
 
 pytestmark = pytest.mark.slow
@@ -276,6 +277,9 @@ def test_plans_and_drafters_of_split_models(tmp_path):
     draft = write_gemma4_assistant(tmp_path / "d.gguf", Shape())
     with pytest.raises(PairError, match=r"d.gguf drafts as draft-mtp, which needs its target on one device: name one with `device`"):
         ps.load(target, draft, device="CPU,CPU", threads=1, n_ctx=256)
+    target, draft = TARGETS["qwen3"](tmp_path / "t.gguf", Shape()), TARGETS["llama"](tmp_path / "d.gguf", Shape(n_layer=1))
+    with pytest.raises(PairError, match=r"drafts as draft-simple, which needs its target on one device: name one with `device`"):
+        ps.load(target, draft, device="CPU,CPU", threads=1, n_ctx=256)
     target, draft = write_pair(tmp_path, "qwen35")
     options = {"device": "CPU,CPU", "tensor_split": [1, 3], "n_ctx": 256}
     need = plan(target, draft, **options)
@@ -290,6 +294,17 @@ def test_plans_and_drafters_of_split_models(tmp_path):
 ])  # fmt: skip
 def test_where_layers_are_cut(shares, sizes, last, cuts):
     assert cuts_by(shares, sizes, last) == cuts
+
+
+@pytest.mark.parametrize("kinds, free, cuts", [
+    (("gpu", "gpu"), (300, 100), [6]), (("gpu", "gpu"), (3000, 1000), [6]),  # in proportion to what is free, whether that does or not
+    (("cpu", "gpu"), (9000, 1000), [1]), (("cpu", "gpu"), (9000, 444), [4]), (("cpu", "gpu", "gpu"), (9000, 333, 111), [4, 7]),
+])  # fmt: skip
+def test_without_proportions_gpus_have_what_fits_and_a_cpu_the_rest(tmp_path, kinds, free, cuts):
+    mib, backends = 1 << 20, [SimpleNamespace(device=SimpleNamespace(kind=kind)) for kind in kinds]
+    with GGUFFile(TARGETS["qwen3"](tmp_path / "t.gguf", Shape(n_layer=8))) as file:
+        found = split(open_target(file), backends, None, [n * mib for n in free], 0, 100 * mib)
+    assert [segment.first for segment in found[1:]] == cuts
 
 
 @pytest.mark.parametrize("slots", [1, 3])
