@@ -15,11 +15,11 @@ from sessions import fails_with, loaded
 import pyggml_spec as ps
 from pyggml_spec.doctor import trees
 from pyggml_spec.doctor.examine import Effort, Subject, examine, examine_drafter
-from pyggml_spec.doctor.precision import relative_error
+from pyggml_spec.doctor.precision import _verdict, relative_error
 from pyggml_spec.doctor.probe import BEST, Measured, Probe, Reading, _mask, ranks_of, write_passages
-from pyggml_spec.doctor.readings import better, gain
+from pyggml_spec.doctor.readings import better, gain, longer_blocks_pay
 from pyggml_spec.doctor.report import FAIL, FILES, FIT, OK, READING, WARN, Check, causes_only
-from pyggml_spec.doctor.running import loop_acceptance, other_work, pays, repeated_step, replay
+from pyggml_spec.doctor.running import _same, loop_acceptance, other_work, pays, repeated_step, replay
 from pyggml_spec.engine.stats import Stats
 from pyggml_spec.errors import PyspecError
 from pyggml_spec.ggml.cores import ThreadRule
@@ -86,6 +86,26 @@ def test_noise_late_graphs_and_break_even():
     assert even.verdict == WARN and speed.verdict == WARN
     errors = [relative_error(type_id(name)) for name in ("f32", "f16", "q8_0", "q6_K", "q4_K", "q2_K")]
     assert errors == sorted(errors) and errors[0] == 0 and 0.004 < errors[2] < 0.008 and errors[-1] > 0.2
+
+
+def test_what_is_called_better_and_what_is_lost():
+    """The limits that docs/doctor.md names."""
+    base = measured(np.full(30, 3), -2.0)  # 4 tokens per block
+    for matched, likelihood, verdict in ((4, -1.94, True), (4, -1.96, False), (3, -1.94, False), (3, -1.79, True), (2, -1.79, False)):
+        assert better(base, measured(np.full(30, matched), likelihood)) == verdict
+    assert better(base, measured(np.where(np.arange(30) < 21, 3, 2), -1.79))  # less than a tenth fewer tokens
+    long = measured(np.full(100, 9), -2.0)  # 10 tokens per block
+    for more, likelihood, verdict in ((9, -2.0, True), (7, -2.0, False), (-9, -1.0, False)):
+        assert longer_blocks_pay(long, measured(9 + np.sign(more) * (np.arange(100) % 10 < abs(more)), likelihood)) == verdict
+    for right, likelihood, verdict in ((2.52, -2.2, FAIL), (2.58, -2.2, WARN), (2.52, -2.1, WARN), (2.9, -2.2, OK)):
+        noisy = measured(np.where(np.arange(100) < 100 * (right - 2), 3, 2), likelihood)
+        assert _verdict("x", "", measured(np.full(100, 3), -2.0), noisy, "", {}).verdict == verdict
+    usual = Stats(steps=10, drafted=100, matched=50)
+    for matched, drafted, nan, verdict in ((30, 100, 0, OK), (29, 100, 0, FAIL), (50, 100, 1, FAIL), (0, 0, 0, FAIL)):
+        assert _same("x", usual, Stats(steps=10, drafted=drafted, matched=matched, nan_drafts=nan), "", "").verdict == verdict
+    for replayed, verdict in ((90, OK), (89, WARN)):
+        cuda = {"warmup": 4, "captured": 1, "replayed": replayed, "eager": 100 - replayed}
+        assert replay([Stats(computes=100, cuda_graphs=cuda)]).verdict == verdict
 
 
 @pytest.mark.slow
