@@ -12,6 +12,7 @@ import pytest
 from pyggml_spec.cli.foreign import KNOWN
 from pyggml_spec.cli.main import cli
 from pyggml_spec.engine.stats import BatchStats, Stats
+from pyggml_spec.models.registry import TARGETS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -117,6 +118,11 @@ def test_the_page_of_the_patches_names_their_switches():
     read = {name for text in patches.values() for name in re.findall(r'^\+.*getenv\("((?:GGML|LLAMA)_\w+)"\)', text, re.MULTILINE)}
     named = (ROOT / "patches" / "README.md").read_text("utf-8")
     assert len(read) > 20 and not [name for name in read - {"GGML_CUDA_PDL"} if f"`{name}" not in named]  # ggml's own
+
+
+def test_every_architecture_is_said_to_be_supported():
+    named = re.findall(r"[\w-]+", (ROOT / "docs" / "supported.md").read_text("utf-8"))
+    assert not TARGETS.keys() - named
 
 
 def test_every_count_is_explained():

@@ -279,8 +279,9 @@ def test_groups_only_where_they_pay(pair):
     for groups, there in ((1, 0), (2, 2), ("auto", 2)):
         with pair.session.batch(4, groups=groups) as scheduler:
             assert scheduler.runner.devices.groups == there
-    with pair.session.batch(4) as scheduler:
-        assert not scheduler.runner.devices.groups
+    for slots, options in ((4, {}), (1, {"groups": 2})):
+        with pair.session.batch(slots, **options) as scheduler:
+            assert not scheduler.runner.devices.groups
     for groups in (0, 3, "two"):
         fails_with(EngineError, "`groups`, if it is not 'auto',", pair.session.batch, 4, groups=groups)
 

@@ -211,6 +211,8 @@ def test_experts_in_host_memory(tmp_path, residency):
             assert equal(alone, trace(session, (1, 4))), cuts
             counts = session.runner.expert_counts()
             assert (counts["chosen"], counts["hits"]) == (chosen["chosen"], chosen["hits"])
+    with loaded(target, None, (2,), experts=experts) as session, session.batch(4, groups=2) as scheduler:
+        assert not scheduler.runner.devices.groups
 
 
 def test_drafts_and_schedulers_over_devices(tmp_path):
