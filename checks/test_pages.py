@@ -1,9 +1,11 @@
 """The pages tell the truth: commands exist and run, code runs, files and tests that are named are there, generated pages are what the code says."""
 
 import ast
+import json
 import os
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import click
@@ -118,6 +120,25 @@ def test_the_page_of_the_patches_names_their_switches():
     read = {name for text in patches.values() for name in re.findall(r'^\+.*getenv\("((?:GGML|LLAMA)_\w+)"\)', text, re.MULTILINE)}
     named = (ROOT / "patches" / "README.md").read_text("utf-8")
     assert len(read) > 20 and not [name for name in read - {"GGML_CUDA_PDL"} if f"`{name}" not in named]  # ggml's own
+
+
+def _run(name: str, test: str) -> tuple[float, float]:
+    """Medians of llama.cpp and pyspec in a file of docs/benchmarks."""
+    data = json.loads((ROOT / "docs" / "benchmarks" / f"h200-{name}.json").read_text("utf-8"))
+    if "figures" in data:
+        return statistics.median(data["figures"]["llama.cpp"][test]), statistics.median(data["figures"]["pyspec"][test])
+    row = next(row for row in data["rows"] if test in (row.get("work"), str(row.get("slots"))))
+    return statistics.median(row["llama-server" if "slots" in row else "llama.cpp"]), statistics.median(row["pyspec"])
+
+
+def test_each_row_of_the_readme_is_of_one_run():
+    last, few = "gpu-series-0058", ("kernels-4B-Q4_K", "kernels-27B-Q4_K")
+    runs = [(last, "27B pp4096"), (last, "35B-A3B pp4096"), (last, "35B-A3B plain"), (few[0], "tg128"), (few[0], "spec"), (few[1], "spec"),
+            ("kernels-slots-27B-Q4_K", "8")]  # fmt: skip
+    text = (ROOT / "README.md").read_text("utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[2:5]] for line in text[: text.index("![")].splitlines() if line.startswith("| ")][1:]
+    expected = [[f"{theirs:.0f}", f"{ours:.0f}", f"{ours / theirs:.2f}"] for theirs, ours in (_run(*run) for run in runs)]
+    assert rows == expected
 
 
 def test_every_architecture_is_said_to_be_supported():

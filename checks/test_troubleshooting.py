@@ -9,6 +9,8 @@ import pytest
 from pyggml_spec import doctor
 from pyggml_spec.cli.doctor import command
 from pyggml_spec.cli.options import in_options
+from pyggml_spec.doctor import files, precision, readings, running, split, trees
+from pyggml_spec.doctor.examine import Effort
 
 ROOT = Path(__file__).parents[1]
 PAGE = " ".join((ROOT / "docs" / "troubleshooting.md").read_text("utf-8").replace("*", "").split())
@@ -79,6 +81,18 @@ def test_every_remedy_is_on_the_page(remedy):
 @pytest.mark.parametrize("name", names())
 def test_every_check_is_on_the_page(name):
     assert f"**{name}**" in (ROOT / "docs" / "troubleshooting.md").read_text("utf-8").replace("\n", " ")
+
+
+def test_limits_on_the_page_are_the_doctors():
+    page, effort = " ".join((ROOT / "docs" / "doctor.md").read_text("utf-8").split()), Effort()
+    for words in (
+        f"positions of these texts ({effort.prompts * effort.blocks} by default)", f"rises by {readings.MIN_GAIN:g} nats",
+        f"{4 * readings.MIN_GAIN:g} nats suffice", f"up to {files.SCANNED >> 20} and {files.SCANNED_TARGET >> 20} Mi values each",
+        f"acceptance falls by {precision.LOSS_FAIL:.0%}".replace("%", " %"), f"{1 - running.AGREES:.0%} fewer accepted".replace("%", " %"),
+        f"a tree of {trees.ROWS} rows",
+    ):  # fmt: skip
+        assert words in page
+    assert (readings.MIN_Z, running.REPEATS, running.MATTERS, split.DEAR, split.WORTH) == (3, 4, 0.8, 0.1, 0.1)  # in words
 
 
 def test_the_table_of_what_is_measured_has_every_check_and_no_other():
