@@ -74,10 +74,10 @@ def ggml_version(tree: Path) -> str:
     return ".".join(parts) or "of an unknown version"
 
 
-def _git_apply(tree: Path, patch: Patch, *options: str) -> subprocess.CompletedProcess:
+def _git_apply(tree: Path, patches: list[Patch], *options: str) -> subprocess.CompletedProcess:
     if not shutil.which("git"):
         raise PatchError("git is not installed, and it is git that applies the patches; install git")
-    command = ["git", "apply", "--whitespace=nowarn", *options, str(patch.path.resolve())]
+    command = ["git", "apply", "--whitespace=nowarn", *options, *(str(patch.path.resolve()) for patch in patches)]
     # inside another repository git would silently skip all files
     alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.resolve().parent), "LC_ALL": "C"}
     return subprocess.run(command, check=False, cwd=tree, env=alone, capture_output=True, text=True)
@@ -98,16 +98,18 @@ def _scratch(tree: Path, patches: list[Patch]) -> Iterator[Path]:
 def n_applied(tree: Path, patches: list[Patch] | None = None) -> int:
     """Number of patches, from the start of the series, that the tree has."""
     patches = series() if patches is None else patches
-    for n in range(len(patches), 0, -1):
-        with _scratch(tree, patches) as copy:
-            if all(_git_apply(copy, patch, "--reverse").returncode == 0 for patch in reversed(patches[:n])):
-                return n
+    with _scratch(tree, patches) as whole:
+        for n in range(len(patches), 0, -1):
+            if _git_apply(whole, patches[n - 1 : n], "--reverse", "--check").returncode == 0:
+                with _scratch(whole, patches) as copy:
+                    if _git_apply(copy, patches[n - 1 :: -1], "--reverse").returncode == 0:
+                        return n
     return 0
 
 
 def _apply_to(copy: Path, tree: Path, applied: int, left: list[Patch]) -> None:
     for patch in left:
-        done = _git_apply(copy, patch)
+        done = _git_apply(copy, [patch])
         if done.returncode:
             hunks = re.findall(r"^error: patch failed: (\S+:\d+)$", done.stderr, re.MULTILINE)
             said = done.stderr.strip().removeprefix("error: ") or f"git ended with {done.returncode}"

@@ -14,26 +14,31 @@ def sdist() -> Path:
     return patches.fetch_sdist(build_folder())
 
 
-@pytest.fixture(scope="session")
-def pristine(tmp_path_factory) -> Path:
-    """Part of the tree that the patches were made for. Without a network and without a cached sdist this fails, with pip's reason."""
-    needed = {"ggml/CMakeLists.txt", "src/llama-context.cpp"}.union(*(patch.files for patch in patches.series()))
-    return patches.unpack(sdist(), tmp_path_factory.mktemp("pristine"), only=needed.__contains__)
+TOUCHED = {"ggml/CMakeLists.txt", "src/llama-context.cpp"}.union(*(patch.files for patch in patches.series()))
+HEADERS = re.compile(
+    r"(ggml/(include|src(/ggml-cpu(/amx)?)?)|include|src(/models)?|common(/\w+)?|tools/(mtmd|server)|vendor/.*)/[^/]+\.(h|hpp)"
+)
 
 
 @pytest.fixture(scope="session")
-def with_headers(tmp_path_factory) -> Path:
-    """What a compiler needs of the patched tree."""
-    touched = {"ggml/CMakeLists.txt"}.union(*(patch.files for patch in patches.series()))
-    headers = re.compile(
-        r"(ggml/(include|src(/ggml-cpu(/amx)?)?)|include|src(/models)?|common(/\w+)?|tools/(mtmd|server)|vendor/.*)/[^/]+\.(h|hpp)"
-    ).fullmatch
-    tree = patches.unpack(sdist(), tmp_path_factory.mktemp("with_headers"), only=lambda name: name in touched or bool(headers(name)))
-    patches.apply(tree)
+def unpacked(tmp_path_factory) -> Path:
+    """What the patches touch, and what a compiler needs. Without a network and without a cached sdist this fails, with pip's reason."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    return patches.unpack(sdist(), folder, only=lambda name: name in TOUCHED or bool(HEADERS.fullmatch(name)))
+
+
+@pytest.fixture(scope="session")
+def patched(unpacked: Path, tmp_path_factory) -> Path:
+    tree = shutil.copytree(unpacked, tmp_path_factory.mktemp("patched") / "llama.cpp")
+    assert patches.apply(tree) == patches.series()
     return tree
 
 
 @pytest.fixture
-def tree(pristine: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
-    return shutil.copytree(pristine, tmp_path / "llama.cpp")
+def tree(unpacked: Path, tmp_path: Path) -> Path:
+    """A copy of the touched files that a test may change."""
+    for name in TOUCHED:
+        if (unpacked / name).is_file():
+            (tmp_path / "llama.cpp" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(unpacked / name, tmp_path / "llama.cpp" / name)
+    return tmp_path / "llama.cpp"
