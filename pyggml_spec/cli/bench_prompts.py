@@ -60,7 +60,7 @@ def measure(
     if waiting.much:
         say(BUSY)
     if any(row.runs and not row.acceptance for row in rows):
-        why = "because plain decoding was expected to be faster; --draft-width W measures it anyway"
+        why = "because plain decoding was expected to be faster, or texts are too short to try a block; --draft-width W measures it anyway"
         say(f"acceptance is empty where no draft was verified, {why}")
     if interrupt.asked:
         say(f"stopped after {len(rows[0].runs)} of {options.repetitions} runs")

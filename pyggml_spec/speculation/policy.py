@@ -510,18 +510,28 @@ class SpeculationPolicy:
             return NEVER_PAYS
         speeds = {plan: 1000 * speed for plan, speed in self._speeds(1, [state]).items()}
         phase = self._phases.get(1)
-        mine = phase.plan if phase is not None and phase.plan is not None else max(speeds, key=speeds.__getitem__)
+        plain = state.disabled or (phase is not None and (phase.plan is None or phase.plain > 0))  # the last step, but for n-gram drafts
+        mine = PLAIN_STEP if plain else (phase and phase.plan) or max(speeds, key=speeds.__getitem__)
         best = max((plan for plan in speeds if plan != mine), key=speeds.__getitem__)
         out = f"{self._label(mine)}: {speeds[mine]:.0f} tok/s expected, {self._label(best)} would give {speeds[best]:.0f}"
         if mine != PLAIN_STEP:
-            first = min((plan for plan in self.plans if plan.method == mine.method), key=lambda plan: self.cost(1, plan))
-            waits = self._relative and not self._any_told(mine.method) and not self._may_lose([state], first, 0.0)
-            return out + "; until a block's cost is known, a text has to be longer to try one" * waits
+            return out
         tracker = state.acceptance[best.method]
         share = f"{100 * tracker.survival()[0]:.0f} %"
-        return out + (
-            f" (first draft accepted {share})" if tracker.prior.tries[0] else f" (no draft yet, {share} of the first ones assumed right)"
-        )
+        known = f"first draft accepted {share}" if tracker.prior.tries[0] else f"no draft yet, {share} of the first ones assumed right"
+        of_earlier = ", costs are of earlier sessions" * (self._told and not self.costs.told((1, best)))
+        return f"{out} ({known}{of_earlier})" + (self._why_plain(state, best.method) if plain and speeds[best] > speeds[mine] else "")
+
+    def _why_plain(self, state: SpeculationState, method: str) -> str:
+        """Why a lone sequence is decoded plainly although blocks of this method are expected to be faster."""
+        if state.disabled:
+            return "; earlier texts gained too little"
+        if self._phases[1].plan is None:
+            return "; the first steps of a session are plain"
+        first = min((plan for plan in self.plans if plan.method == method), key=lambda plan: self.cost(1, plan))
+        if self._relative and not self._any_told(method) and not self._may_lose([state], first, 0.0):
+            return "; until a block's cost is known, a text has to be longer to try one"
+        return "; a rejected block would cost more than this text may lose"
 
     def _label(self, plan: StepPlan) -> str:
         return f"{plan.label} of {plan.method}" if len(self.methods) > 1 and plan.method else plan.label

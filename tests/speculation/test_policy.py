@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+import re
 import statistics
 import time
 
@@ -225,6 +226,38 @@ def test_costs_that_make_blocks_seem_cheap_are_not_believed_either(times):
     """Blocks of four rows seemed cheaper than a plain step: a drafter that is never right went on, at 0.4 of plain's speed."""
     policy = kept(KEPT, times)
     assert steps_of(policy, KEPT, 256, lambda drafts: 0)[1] > 0.85 and steps_of(policy, KEPT, 256, lambda drafts: 0)[1] > 0.95
+
+
+@pytest.mark.parametrize("tokens", [4, 48, 64, 256])
+@pytest.mark.parametrize("times", [None, {1: 1, 2: 1, 4: 1, 8: 1, 16: 1}, {1: 1, 2: 3, 4: 3, 8: 3, 16: 3}, {1: 3, 2: 1, 4: 1, 8: 1, 16: 1}])
+def test_the_reason_of_a_plain_step_says_why(tokens, times):
+    """It named the speeds of two widths where 47 of 48 steps were plain; and not that costs were of earlier sessions, where no block was tried."""
+    for costs, right in itertools.product((KEPT, SLOW_BLOCKS), (0, 0.3, 0.6, 0.9)):
+        policy = kept(costs, times) if times else SpeculationPolicy(ESTIMATES, ESTIMATES, relative=True)
+        for seed in range(4):
+            disabled = policy.should_disable()
+            state, used, done, accept = policy.begin(disabled, tokens), [], 0, _geometric(right, seed)
+            while done < tokens:
+                used.append(chosen := policy.choose(1, [state]))
+                matched = min(accept(chosen.draft_tokens), tokens - 1 - done) if chosen.draft_tokens else 0
+                policy.observe(1, chosen, costs[chosen.tokens], [state], [matched])
+                done += matched + 1
+            reason = policy.reason(state)
+            if used[-1] == PLAIN_STEP:
+                speeds, _, why = reason.partition("; ")
+                expected, other = map(
+                    int, re.match(r"plain decoding: (\d+) tok/s expected, width \d+ would give (\d+) \(", speeds).groups()
+                )
+                assert why or other <= expected + 1  # rounded
+                assert disabled or why != "earlier texts gained too little"
+                untimed = not any(policy.costs.told((1, plan)) for plan in policy.plans[1:])
+                assert times or ("costs are of earlier sessions" not in reason)
+                assert not times or not untimed or "costs are of earlier sessions" in reason
+            if not times and not seed and tokens == 4:
+                assert why == "the first steps of a session are plain"
+    policy = kept(KEPT, {1: 1, 2: 1, 4: 1, 8: 1, 16: 1})
+    policy.choose(1, [state := policy.begin(tokens=256)])
+    assert policy.reason(state).startswith("width")  # n-gram drafts took its place so far
 
 
 def test_a_first_step_that_stalls_is_not_believed():
