@@ -51,7 +51,7 @@ def _lists_differ(a, b) -> int | None:
     if a is None or len(a) != len(b):
         return 0
     if isinstance(a, StringArray):
-        return next((i for i in range(len(a)) if a.raw(i) != b.raw(i)), None)
+        return None if a.same(b) else next(i for i, (x, y) in enumerate(zip(a.raws(), b.raws())) if x != y)
     return int(np.flatnonzero(a != b)[0]) if (a != b).any() else None
 
 

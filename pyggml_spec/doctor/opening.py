@@ -32,7 +32,7 @@ def mask_candidates(file: GGUFFile, target, limit: int = 8) -> list[int]:
     for one in (target.file, file):
         found += [one.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("mask", "padding", "unknown")]
     tokens = target.file.metadata["tokenizer.ggml.tokens"]
-    found += [i for i in range(len(tokens)) if b"mask" in (raw := tokens.raw(i).lower()) and raw[:1] in b"<[{"]
+    found += [i for i, raw in enumerate(tokens.raws()) if raw[:1] in b"<[{" and b"mask" in raw.lower()]
     found.append(target.n_vocab - 1)
     valid = [i for i in found if type(i) is int and 0 <= i < target.n_vocab]
     return list(dict.fromkeys(valid))[:limit]

@@ -76,10 +76,7 @@ def _rotated_features(model: Model) -> None:
 
 
 BROKEN: dict[str, tuple[str, Callable[[Model], None]]] = {
-    "tokens swapped": ("tokenizer", _swapped_tokens),
     "mask token is another token": ("mask token", _key("tokenizer.ggml.mask_token_id", U32, 4094)),
-    "mask token outside the vocabulary": ("mask token", _key("tokenizer.ggml.mask_token_id", U32, 5000)),
-    "mask embedding is NaN": ("mask embedding", _nan_mask_embedding),
     "block of 4": ("block size", _key("dflash.block_size", U32, 4)),
     "block of 32": ("block size", _key("dflash.block_size", U32, 32)),
     "layer ids + 1": ("target layers", _key("dflash.target_layers", ARR, (I32, [2, 5, 7, 8]))),
@@ -87,18 +84,21 @@ BROKEN: dict[str, tuple[str, Callable[[Model], None]]] = {
     "layer id outside the target": ("target layers", _key("dflash.target_layers", ARR, (I32, [2, 5, 7, 9]))),
     "rope base of another model": ("rope base", _key("dflash.rope.freq_base", F32, 1e6)),
     "half of each head rotated": ("rope sections", _key("dflash.rope.dimension_count", U32, 32)),
-    "rope sections leave pairs out": ("rope sections", _key("dflash.rope.dimension_sections", ARR, (I32, [8, 8, 8, 8]))),
-    "embeddings scaled": ("embedding scale", _key("dflash.embedding_scale", F32, 512**0.5)),
     "attention scale 1": ("attention scale", _key("dflash.attention.scale", F32, 1.0)),
     "another activation": ("activation", _key("dflash.hidden_activation", STR, "gelu")),
-    "tight soft-cap": ("soft-cap", _key("dflash.final_logit_softcapping", F32, 0.25)),
     "sliding window of 16": ("sliding window", lambda m: (_key("dflash.attention.sliding_window", U32, 16)(m),
                                                           _key("dflash.attention.sliding_window_pattern", ARR, (BOOL, [True, True]))(m))),
-    "a norm zeroed": ("drafter weights", _zero_norm),
     "two-bit weights": ("drafter quantisation", _coarse),
     "drafter of another target": ("fit to this target", _rotated_features),
 }  # fmt: skip
 AT_A_GLANCE: dict[str, tuple[str, Callable[[Model], None]]] = {
+    "tokens swapped": ("tokenizer", _swapped_tokens),
+    "mask token outside the vocabulary": ("mask token", _key("tokenizer.ggml.mask_token_id", U32, 5000)),
+    "mask embedding is NaN": ("mask embedding", _nan_mask_embedding),
+    "rope sections leave pairs out": ("rope sections", _key("dflash.rope.dimension_sections", ARR, (I32, [8, 8, 8, 8]))),
+    "embeddings scaled": ("embedding scale", _key("dflash.embedding_scale", F32, 512**0.5)),
+    "tight soft-cap": ("soft-cap", _key("dflash.final_logit_softcapping", F32, 0.25)),
+    "a norm zeroed": ("drafter weights", _zero_norm),
     "merges of another tokenizer": ("tokenizer", _other_merges),
     "a weight is NaN": ("drafter weights", _nan_weight),
     "an activation that nobody has": ("activation", _key("dflash.hidden_activation", STR, "relu")),
@@ -107,7 +107,7 @@ AT_A_GLANCE: dict[str, tuple[str, Callable[[Model], None]]] = {
     "no target layers": ("target layers", lambda m: m.keys.pop("dflash.target_layers")),
     "block of 1": ("block size", _key("dflash.block_size", U32, 1)),
 }
-"""What the files alone give away."""
+"""What the files alone or four blocks give away."""
 
 
 def write_loud_target(path, factor: float) -> None:

@@ -1,7 +1,9 @@
 """Which failure is the cause, and verdicts that no file can provoke."""
 
 import json
+import sys
 from contextlib import closing
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,15 +110,19 @@ def test_what_is_called_better_and_what_is_lost():
         assert replay([Stats(computes=100, cuda_graphs=cuda)]).verdict == verdict
 
 
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}\n{{ m.content }}{% endfor %}{% if enable_thinking %}\n# thinking:\n{% else %}\n{% endif %}"
+)
+
+
 @pytest.mark.slow
-def test_a_whole_examination():
+def test_a_whole_examination(tmp_path):
     """Every check of the list, generations included; on the embedded pair none fails, and the report is plain JSON."""
-    subject = Subject(DEMO_TARGET, device="CPU", threads=1, effort=Effort(prompts=2, prompt_tokens=48, tokens=64, blocks=8, generated=24))
-    said = []
-    try:
+    model, said = Model(DEMO_TARGET), []
+    model.keys["tokenizer.chat_template"] = (STR, TEMPLATE)
+    effort = Effort(prompts=2, prompt_tokens=48, tokens=64, blocks=8, generated=12)
+    with closing(Subject(model.write(tmp_path / "target.gguf"), device="CPU", threads=1, effort=effort)) as subject:
         report = examine_drafter(subject, DEMO_DRAFTER, lambda what, done, total: said.append(what))
-    finally:
-        subject.close()
     names = [check.name for check in report.checks]
     assert names == [
         "build", "tokenizer", "mask embedding", "drafter weights", "target weights", "features", "target layers", "mask token", "block size", "rope base", "rope sections",
@@ -126,6 +132,9 @@ def test_a_whole_examination():
     ]  # fmt: skip
     assert not report.failed, [(c.name, c.found) for c in report.failed]
     assert json.loads(json.dumps(report.as_dict(), allow_nan=False))["passed"] is True and said[-1] == "generations"
+    check = report.check("template and thinking")
+    assert set(check.data["ways"]) == {"raw text", "template, thinking", "template, no thinking"}
+    assert check.verdict in ("ok", "warn") and all(value >= 1 for value in check.data["ways"].values())
 
 
 def test_a_replay_that_computes_something_else_is_noticed(pair, monkeypatch):
@@ -184,7 +193,7 @@ def test_likelihoods_and_captured_layers(session):
         fails_with(ps.EngineError, f"captured layer is {bad}", engine.capture, ids, (bad,))
 
 
-def test_masks_and_second_choices():
+def test_masks_and_second_choices(session):
     anchors = np.array([1, 3])
     seen = np.isfinite(_mask(anchors, 2, 3, 8, 0, False).astype(np.float32))
     assert seen.astype(int).tolist() == [[1, 0, 0, 1, 1, 0, 0, 0]] * 2 + [[1, 1, 1, 0, 0, 1, 1, 0]] * 2
@@ -196,18 +205,18 @@ def test_masks_and_second_choices():
     nothing = Measured(np.array([3]), np.empty(0, np.int32), np.empty((0, 0)), True, np.array([-1]), np.array([-1]))
     assert trees.check(nothing, COSTS).verdict == "n/a"
     assert trees.check(Measured(np.array([3]), np.empty(0, np.int32), np.empty((0, 0)), True), COSTS).verdict == "n/a"  # a chain's
-    with ps.load(DEMO_TARGET, DEMO_DRAFTER, device="CPU", threads=1, n_ctx=512, draft_width=16) as session:
-        ids = session.tokenizer.encode("class Stack:\n    def __init__(self):\n")
-        passage = write_passages(session.runner, [ids], session.drafter.hp.target_layers, 80)[0]
-        with closing(Probe(session.backend, session.target, session.drafter, [passage], blocks=12)) as probe:
-            plain, ranked = (probe.measure(Reading(session.drafter.hp, ranked=ranked)) for ranked in (False, True))
+    ids = session.tokenizer.encode(PROMPT)
+    passage = write_passages(session.runner, [ids], session.drafter.hp.target_layers, 80)[0]
+    with closing(Probe(session.backend, session.target, session.drafter, [passage], blocks=12)) as probe:
+        plain, ranked = (probe.measure(Reading(session.drafter.hp, ranked=ranked)) for ranked in (False, True))
     assert not plain.ranks.size and (ranked.matched == plain.matched).all() and len(ranked.ranks) == len(ranked.matched)
     assert not (ranked.ranks == 1).any()  # the best choice is the draft, and that was wrong
     assert (ranked.ranks >= 2).any()
 
 
 @pytest.mark.slow
-def test_targets_that_draft_and_ways_of_asking(tmp_path):
+def test_targets_that_draft_and_ways_of_asking(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[Subject.__module__], "Subject", partial(Subject, effort=Effort(tokens=32, generated=12)))
     target = write_mtp_target(tmp_path / "t.gguf", Shape())
     report = examine(target, device="CPU", threads=1, n_ctx=256, prompts=["def f(x):\n    return x"])
     names = [check.name for check in report.checks]
@@ -221,23 +230,6 @@ def test_targets_that_draft_and_ways_of_asking(tmp_path):
     check = report.check("pair")
     assert check.verdict == FAIL and "hidden states of 128 values" in check.found
     fails_with(PyspecError, "examines a pair", lambda: examine(write_qwen35(tmp_path / "t.gguf", Shape()), device="CPU"))
-    model = Model(DEMO_TARGET)
-    model.keys["tokenizer.chat_template"] = (STR, TEMPLATE)
-    model.write(tmp_path / "target.gguf")
-    subject = Subject(
-        tmp_path / "target.gguf", device="CPU", threads=1, effort=Effort(prompts=2, prompt_tokens=48, tokens=48, blocks=4, generated=8)
-    )
-    try:
-        check = examine_drafter(subject, DEMO_DRAFTER).check("template and thinking")
-    finally:
-        subject.close()
-    assert set(check.data["ways"]) == {"raw text", "template, thinking", "template, no thinking"}
-    assert check.verdict in ("ok", "warn") and all(value >= 1 for value in check.data["ways"].values())
-
-
-TEMPLATE = (
-    "{% for m in messages %}# {{ m.role }}\n{{ m.content }}{% endfor %}{% if enable_thinking %}\n# thinking:\n{% else %}\n{% endif %}"
-)
 
 
 COSTS = {1: 10.0, 2: 11.0, 4: 12.0, 8: 14.0, 16: 18.0}
