@@ -6,6 +6,7 @@ from itertools import product
 import llama_cpp as L
 import numpy as np
 import pytest
+from sampling.test_sampling import llama_array
 from sessions import fails_with, loaded
 
 from pyggml_spec.errors import SamplingError
@@ -28,7 +29,7 @@ SETTINGS = [
     {"mirostat": 2, "repeat_penalty": 1.5, "logit_bias": {3: 2.0}},
 ]  # fmt: skip
 
-demo = loaded(kernels="ggml", n_ctx=512, draft_width=4)
+demo = loaded(n_ctx=512, draft_width=4)
 
 
 def libllamas(s: Sampling, n: int, vocab: int) -> list:
@@ -83,8 +84,7 @@ def test_libllamas_chain_leaves_the_same_tokens_and_logits(demo):
         for _ in range(20):
             logits = rng.normal(0, 1.5, n).astype(np.float32)
             logits[few] += rng.normal(5, 2, few.size).astype(np.float32)  # of which history is made
-            data = (L.llama_token_data * n).from_buffer_copy(np.array([*zip(range(n), logits, logits * 0)], "i4, f4, f4").tobytes())
-            array = L.llama_token_data_array(data, n, -1, False)
+            array = llama_array(logits)
             for part in theirs:
                 L.llama_sampler_apply(part, array)
             left = np.ctypeslib.as_array(ctypes.cast(array.data, ctypes.POINTER(ctypes.c_float)), (array.size, 3))

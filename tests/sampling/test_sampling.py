@@ -156,7 +156,8 @@ def table():
     return np.random.default_rng(5).normal(0, 1.3, (7, 7)).astype(np.float32)
 
 
-demo = loaded(kernels="ggml", n_ctx=512, draft_width=4)
+demo = loaded(n_ctx=512, draft_width=4)
+llamas = loaded(kernels="ggml", n_ctx=512, draft_width=4)
 
 
 def most_likely(table, history, n):
@@ -354,10 +355,16 @@ def uniform(seed: int, index: int, tokens: np.ndarray) -> np.ndarray:
     return (np.array(c)[tokens % 4, np.arange(tokens.size)] + 0.5) / 2.0**32
 
 
+def llama_array(logits):
+    """All tokens with their logits, as libllama's samplers take them; the array keeps its memory."""
+    data = np.zeros(logits.size, TOKEN_DATA)
+    data["id"], data["logit"] = np.arange(logits.size), logits
+    return L.llama_token_data_array((L.llama_token_data * logits.size).from_buffer(data), logits.size, -1, False)
+
+
 def llama_choice(chain, logits, seed, index):
     """What libllama's chain leaves, and the argmax of log-probability plus Gumbel noise."""
-    data = (L.llama_token_data * logits.size)(*((i, float(x), 0.0) for i, x in enumerate(logits)))
-    array = L.llama_token_data_array(data, logits.size, -1, False)
+    array = llama_array(logits)
     L.llama_sampler_apply(chain, array)
     left = np.ctypeslib.as_array(ctypes.cast(array.data, ctypes.POINTER(ctypes.c_float)), (array.size, 3))
     ids, logits = left.view(np.int32)[:, 0].copy(), left[:, 1].astype(np.float64)
@@ -462,11 +469,11 @@ def test_rows_that_are_asked_for_or_empty():
 
 
 @pytest.mark.slow
-def test_the_same_text_as_llama_cpps_logits_chain_and_the_same_noise(demo):
+def test_the_same_text_as_llama_cpps_logits_chain_and_the_same_noise(demo, llamas):
     """All together: plain decoding here, llama_decode, libllama's chain and numpy's noise there."""
     sampling = Sampling(seed=7, repeat_penalty=1.1)
     ids = demo.tokenizer.encode("class Stack:\n    def ")
-    ours = [t for event in demo.steps(ids, 40, mode="plain", sampling=sampling) for t in event.tokens]
+    ours = [t for event in llamas.steps(ids, 40, mode="plain", sampling=sampling) for t in event.tokens]
     oracle, theirs = LlamaReference(demo.target.file.path, demo.backend.device, 512, 512, 1), []
     chain = llama_chain(sampling, demo.target.n_vocab)
     for token in ids:

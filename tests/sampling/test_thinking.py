@@ -8,7 +8,7 @@ from pyggml_spec.sampling.sampler import Sampler, Sampling
 from pyggml_spec.sampling.thinking import Thinking, ThinkingBudget
 
 END = "\n</think>\n\n"
-demo = loaded(kernels="ggml", n_ctx=512, draft_width=4)
+demo = loaded(n_ctx=512, draft_width=4)
 
 
 def budget(tokens: int | None, inside: bool = True, forced: str = END) -> ThinkingBudget:
