@@ -4,11 +4,12 @@ import json
 import os
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from architectures import having, thorough
+from architectures import FAST, having, thorough
 from cli.process import pyspec
 from gguf import GGUFWriter
 from make_random_gguf import MODELS
@@ -38,9 +39,9 @@ from pyggml_spec.tools.plan import NoPlan, check, plan, plan_everywhere
 pytestmark = pytest.mark.slow
 
 
-def _assert_exact(target, draft, device="CPU", **options):
+def _assert_exact(target, draft, device="CPU", largest=False, **options):
     """Every purpose to the byte: the plan is the engine's own code without memory, so any difference is a drift between the two."""
-    planned = plan(target, draft, device=device, **options)
+    planned = plan(target, draft, device=device, largest=largest, **options)
     with ps.load(target, draft, device=device, **{"threads": 1, **options}) as session:
         loaded = session.runner.memory()
         assert planned.n_ctx == session.runner.options.n_ctx
@@ -53,7 +54,7 @@ def _assert_exact(target, draft, device="CPU", **options):
 
 @pytest.mark.parametrize("n_ctx, width", [(None, None), (256, 4), (2048, 16)])
 def test_embedded_pair(n_ctx, width):
-    planned = _assert_exact(DEMO_TARGET, DEMO_DRAFTER, n_ctx=n_ctx, draft_width=width)
+    planned = _assert_exact(DEMO_TARGET, DEMO_DRAFTER, largest=True, n_ctx=n_ctx, draft_width=width)
     assert planned.fits and planned.largest_context == planned.trained_context == 2048
 
 
@@ -117,7 +118,7 @@ def test_experts_in_host_memory(tmp_path, write, host_layers, residency):
     experts = ExpertOptions(host_layers, residency)
     _assert_exact(*pair, n_ctx=300, experts=experts)
     # as files have them: native kernels pack experts that no option places, in groups of 16 outputs
-    planned, whole = (plan(*pair, device="CPU", n_ctx=300, kernels="ggml", experts=placed) for placed in (experts, None))
+    planned, whole = (plan(*pair, device="CPU", n_ctx=300, kernels="ggml", largest=False, experts=placed) for placed in (experts, None))
     saved = sum(whole.weights_by_type.values()) - sum(planned.weights_by_type.values())
     assert (planned.host_bytes > 0) == (saved > 0) == (residency != 1.0) and saved <= planned.host_bytes
 
@@ -163,14 +164,18 @@ QUANTISED = {"cache_type_k": "q8_0", "cache_type_v": "q4_0", "draft_cache_type_k
 
 
 @pytest.mark.parametrize("arch", thorough())
-def test_every_architecture_with_everything_at_once(tmp_path, arch):
-    """After generating in every mode and with slots: within 1 % of what is allocated, and what is no compute buffer to the byte."""
-    shape = Shape(window=12, head_size=64, n_ctx=1024, n_ff=128, n_ff_expert=64, n_ff_shared=64, draft_ff=128)
+def test_every_architecture_with_everything_at_once(tmp_path, monkeypatch, arch):
+    """After generating in every mode and with slots: within 1 % of what is allocated, and what is no compute buffer to the byte. F16 rows of
+    one sequence for an architecture of each kind, and for experts without an option for them."""
+    monkeypatch.setattr("pyggml_spec.tools.plan.longest", lambda *_: 0)
+    sizes = {"n_embd": 128, "n_ff": 128, "n_ff_expert": 64, "n_ff_shared": 64, "draft_ff": 128}
+    shape = Shape(n_layer=3, every=2, target_layers=(0, 1, 2), window=12, n_ctx=1024, **sizes)
     pair = WRITERS[arch](tmp_path / "t.gguf", shape, "Q8_0"), write_dflash(tmp_path / "d.gguf", shape, "Q8_0")
-    (tmp_path / "t.gguf.experts.json").write_text(Routing("t", 1, {i: np.arange(8) for i in range(4)}).to_json())
+    (tmp_path / "t.gguf.experts.json").write_text(Routing("t", 1, {i: np.arange(8) for i in range(3)}).to_json())
     quantised = QUANTISED | ({"cache_type_v": "q8_0"} if arch in having("latent") else {})  # whose K and V are one row
-    for options in ({"n_ctx": 300}, {"n_ctx": 600, "slots": 3, "experts": EXPERTS.get(arch), **quantised}):
-        found = check(*pair, device="CPU", draft_width=8, **options)
+    everything = {"n_ctx": 600, "slots": 3, "experts": EXPERTS.get(arch), **quantised}
+    for options in ({"n_ctx": 300}, everything) if arch in (*FAST, *EXPERTS) else (everything,):
+        found = check(*pair, device="CPU", draft_width=4, **options)
         assert found.error < 0.01 and found.taken is None
         for planned, allocated in ((found.plan.memory, found.memory), (found.plan.slots_memory, found.slots_memory)):
             assert planned.keys() == allocated.keys()
@@ -188,13 +193,14 @@ def test_long_contexts_take_little_memory_beside_their_rows(pair):
 def test_the_width_of_passes_and_the_threads(tmp_path, write):
     shape = Shape(window=12, n_ctx=1280)
     pair = write(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)
+    counted = partial(plan, *pair, device="CPU", largest=False)
     plans = [_assert_exact(*pair, n_ctx=1100, chunk=chunk) for chunk in (16, 512, 1024)]
     small, usual, large = (p.compute_by_role["prefill"] for p in plans)
-    assert small < usual < large and plans[1].memory == plan(*pair, device="CPU", n_ctx=1100).memory
+    assert small < usual < large and plans[1].memory == counted(n_ctx=1100).memory
     assert (plans[0].memory["kv"] < plans[2].memory["kv"]) == (write is write_gemma4)
     assert plan(*pair, device="CPU", n_ctx=1100, chunk=1024, free=plans[1].total).largest_context < 1100
-    assert _assert_exact(*pair, n_ctx=300, threads=2).memory == plan(*pair, device="CPU", n_ctx=300, threads=1).memory
-    slots = [plan(*pair, device="CPU", n_ctx=700, chunk=chunk, slots=2) for chunk in (64, 512)]
+    assert _assert_exact(*pair, n_ctx=300, threads=2).memory == counted(n_ctx=300, threads=1).memory
+    slots = [counted(n_ctx=700, chunk=chunk, slots=2) for chunk in (64, 512)]
     assert slots[0].slots_memory["compute"] < slots[1].slots_memory["compute"]
     assert check(*pair, device="CPU", n_ctx=300, chunk=64, slots=2).error < 0.01
 
@@ -234,8 +240,9 @@ def test_plan_takes_what_run_is_given_about_memory(capsys):
         assert not stop.value.code and seen["device"] == "CPU"
         return seen["total"]
 
-    assert total("-ub", "64") < total() < total("--prefix-memory", "1") == total() + (1 << 20)
-    assert total("--spec-draft-n-max", "3") == total("--draft-width", "4") < total()
+    usual = total()
+    assert total("-ub", "64") < usual and total("--prefix-memory", "1") == usual + (1 << 20)
+    assert total("--spec-draft-n-max", "3") == total("--draft-width", "4") < usual
 
 
 def test_what_does_not_fit_is_not_loaded(tmp_path):
@@ -262,7 +269,7 @@ def test_the_check_as_a_command(capsys, monkeypatch):
     assert code == 3
 
 
-@pytest.mark.parametrize("slots, n_ctx", [(2, 300), (5, 700), (3, 1000)])
+@pytest.mark.parametrize("slots, n_ctx", [(2, 300), (5, 1000)])
 def test_slots(tmp_path, slots, n_ctx):
     """What Session.concurrent takes on top, to the byte; compute buffers as far as they are reserved at its start."""
     shape = Shape(window=12, n_ctx=1024)
