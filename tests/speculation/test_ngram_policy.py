@@ -37,10 +37,21 @@ def steady():
 PROMPTS = [PROMPT, PROMPT[: len(PROMPT) // 2], "import os\n", PROMPT[30:]]
 
 
+HOT = ps.Sampling(temperature=0.8, seed=5)
+LINES = ps.Sampling(temperature=0, grammar='root ::= ("item " [0-9]+ ": value\\n")+')
+
+
 @pytest.fixture(scope="module")
-def plains():
-    with ps.load(DEMO_TARGET, device="CPU", threads=1, n_ctx=1024) as session:
-        return [session.generate(prompt, N, ignore_end=True)[0] for prompt in PROMPTS]
+def alone():
+    """Without drafts: the texts of PROMPTS, and of the first one by HOT and by LINES."""
+    with ps.load(DEMO_TARGET, device="CPU", threads=1, n_ctx=1024, spec=["none"]) as session:
+        texts = [session.generate(prompt, N, ignore_end=True)[0] for prompt in PROMPTS]
+        return texts, session.generate(PROMPT, 60, sampling=HOT, ignore_end=True)[0], session.generate(PROMPT, 40, sampling=LINES)[0]
+
+
+@pytest.fixture(scope="module")
+def plains(alone):
+    return alone[0]
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +85,10 @@ def test_the_text_is_plain_text_and_repeated_requests_are_copied(session, plain)
     assert json.loads(json.dumps(first.as_dict()))["drafters"][method] == list(first.drafters[method])
 
 
-def test_sampled_text_and_what_is_looked_up(session):
-    sampling = ps.Sampling(temperature=0.8, seed=5)
-    want = session.generate(PROMPT, 60, mode="plain", sampling=sampling, ignore_end=True)[0]
-    text, stats = session.generate(PROMPT, 60, sampling=sampling, ignore_end=True)
-    assert text == want and (stats.drafters or session.lookup.method != "suffix")
-    sampling = ps.Sampling(temperature=0, grammar='root ::= ("item " [0-9]+ ": value\\n")+')
-    want = session.generate(PROMPT, 40, mode="plain", sampling=sampling)[0]
-    assert session.generate(PROMPT, 40, sampling=sampling)[0] == want
+def test_sampled_text_and_what_is_looked_up(session, alone):
+    text, stats = session.generate(PROMPT, 60, sampling=HOT, ignore_end=True)
+    assert text == alone[1] and (stats.drafters or session.lookup.method != "suffix")
+    assert session.generate(PROMPT, 40, sampling=LINES)[0] == alone[2]
     for mode in ("plain", "reference"):
         assert not session.generate(PROMPT, 20, mode=mode, ignore_end=True)[1].drafters
 
@@ -141,11 +148,10 @@ def test_what_is_looked_up_teaches_a_drafter_nothing(session, monkeypatch):
     assert any(was[0] for was, _ in taught) and all(was == untaught for was, untaught in taught)
 
 
-@pytest.mark.parametrize("slots", [2, 4])
-def test_in_slots_each_text_is_its_own(session, plains, slots):
+def test_in_slots_each_text_is_its_own(session, plains):
     for _ in range(2):
-        done = session.generate_all(PROMPTS[:slots], N, slots=slots, ignore_end=True)
-        assert [text for text, _ in done] == plains[:slots]
+        done = session.generate_all(PROMPTS, N, slots=4, ignore_end=True)
+        assert [text for text, _ in done] == plains
     assert any(session.lookup.method in stats.drafters for _, stats in done)
 
 
@@ -158,13 +164,11 @@ def implied():
         yield loaded
 
 
-def test_implied_drafts(implied):
+def test_implied_drafts(implied, plains):
     assert implied.methods == ("suffix",)
     assert "| n-gram drafts (suffix) where the text repeats |" in configuration_line(implied.configuration(), None)
-    prompts = [PROMPT, PROMPT[30:], "import os\n"]
-    plains = [implied.generate(prompt, 60, mode="plain", ignore_end=True)[0] for prompt in prompts]
-    found = implied.generate_all(prompts, 60, slots=3, ignore_end=True)
-    assert [text for text, _ in found] == plains and sum(stats.matched for _, stats in found) > 10
+    found = implied.generate_all(PROMPTS[:3], N, slots=3, ignore_end=True)
+    assert [text for text, _ in found] == plains[:3] and sum(stats.matched for _, stats in found) > 10
     assert implied.batch_invariant and not any("near-tie" in note for note in implied.notes)
     with ps.load(DEMO_TARGET, kernels="ggml", **CPU) as loaded:
         assert not loaded.batch_invariant and any("near-tie" in note for note in loaded.notes)
