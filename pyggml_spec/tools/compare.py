@@ -1,6 +1,6 @@
 """Parity check: the same token ids through this engine and llama.cpp."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,14 +79,36 @@ def compare_logits(
     """Feeds ``tokens`` random ids, or the first ones of ``text``, to both engines with the same batch shapes, then decodes ``greedy``
     tokens on both. ``kernels``, ``rope``: as for ``load``. ggml's kernels give llama.cpp's logits bit for bit; native kernels sum in
     another order. Raises ContextError: more tokens than the context; PyspecError: the file cannot run here."""
-    if tokens < 1:
-        raise ContextError(f"{tokens} tokens cannot be compared; use `tokens` 1 or more")
-    with _both(path, tokens, greedy, device, threads, kernels, KVTypes(cache_type_k, cache_type_v), rope) as (engine, reference):
-        ids = _ids(engine, tokens, seed, text)
-        ours, theirs = engine.logits(ids), reference.logits(ids)
-        agree = _greedy_agreement(engine, reference, int(ours[-1].argmax()), int(theirs[-1].argmax()), greedy)
-        argmax_agree = float((ours.argmax(axis=1) == theirs.argmax(axis=1)).mean())
-        return Comparison(nmse(ours, theirs), float(np.abs(ours - theirs).max()), argmax_agree, agree, len(ids))
+    (found,) = compare_each(path, {tokens: seed}, device, threads, kernels, cache_type_k, cache_type_v, rope, greedy, text)
+    return found
+
+
+def compare_each(
+    path: str | Path,
+    seeds: Mapping[int, int],
+    device: str | None = None,
+    threads: int | None = None,
+    kernels: str | None = None,
+    cache_type_k: str = "f16",
+    cache_type_v: str = "f16",
+    rope: RopeOptions | None = None,
+    greedy: int = 64,
+    text: str | None = None,
+) -> list[Comparison]:
+    """As ``compare_logits`` of each number of tokens in ``seeds``, one after the other in one context."""
+    if min(seeds) < 1:
+        raise ContextError(f"{min(seeds)} tokens cannot be compared; use `tokens` 1 or more")
+    out, kv = [], KVTypes(cache_type_k, cache_type_v)
+    with _both(path, max(seeds), greedy, device, threads, kernels, kv, rope) as (engine, reference):
+        for tokens, seed in seeds.items():
+            engine.reset()
+            reference.reset()
+            ids = _ids(engine, tokens, seed, text)
+            ours, theirs = engine.logits(ids), reference.logits(ids)
+            agree = _greedy_agreement(engine, reference, int(ours[-1].argmax()), int(theirs[-1].argmax()), greedy)
+            argmax_agree = float((ours.argmax(axis=1) == theirs.argmax(axis=1)).mean())
+            out.append(Comparison(nmse(ours, theirs), float(np.abs(ours - theirs).max()), argmax_agree, agree, len(ids)))
+    return out
 
 
 def rounding_of_logits(

@@ -108,6 +108,11 @@ class LlamaReference:
             self.used += len(part)
         return out
 
+    def reset(self) -> None:
+        """The next tokens begin a text."""
+        lib.llama_memory_clear(lib.llama_get_memory(self._ctx), True)
+        self.used = 0
+
     def close(self) -> None:
         if self._ctx:
             lib.llama_batch_free(self._batch)

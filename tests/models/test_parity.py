@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 from architectures import params
+from engine.helpers import oracle, reference, run
+from models.test_archs import assert_equal
 from random_gguf.model import Shape, write_qwen35
 
 import pyggml_spec as ps
@@ -15,24 +17,16 @@ pytestmark = pytest.mark.slow
 QUANTS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K"]
 
 
-def _assert_equal(path, tokens):
-    result = compare_logits(path, tokens, seed=tokens, device="CPU", threads=1, kernels="ggml")
-    assert (result.nmse, result.max_abs) == (0.0, 0.0) and (result.argmax_agree, result.greedy_agree) == (1.0, 1.0)
-
-
 @pytest.mark.parametrize("quant", params(QUANTS, ("F32", "Q4_K")))
 def test_random_qwen35_of_every_type(tmp_path, quant):
-    path = write_qwen35(tmp_path / "t.gguf", Shape(), quant)
-    for tokens in (1, 37, 300):
-        _assert_equal(path, tokens)
+    assert_equal(write_qwen35(tmp_path / "t.gguf", Shape(), quant), 1, 37, 300)
 
 
 def test_texts_and_long_prompts(tmp_path):
     """Real k-quant files store attn_v and ffn_down in another type: groups that cannot be fused take the other path."""
-    _assert_equal(write_qwen35(tmp_path / "t.gguf", Shape(), "Q4_K", mixed=True), 65)
-    _assert_equal(write_qwen35(tmp_path / "t.gguf", Shape(), "F32"), 1100)
-    for tokens in (1, 37, 300):
-        _assert_equal(DEMO_TARGET, tokens)
+    assert_equal(write_qwen35(tmp_path / "t.gguf", Shape(), "Q4_K", mixed=True), 65)
+    assert_equal(write_qwen35(tmp_path / "t.gguf", Shape(), "F32"), 1100)
+    assert_equal(DEMO_TARGET, 1, 37, 300)
 
 
 @pytest.mark.parametrize("shape", [
@@ -41,7 +35,7 @@ def test_texts_and_long_prompts(tmp_path):
     Shape(every=2, n_layer=5, n_ff=768),
 ], ids=["odd heads", "one kv head", "every second layer"])  # fmt: skip
 def test_odd_shapes(tmp_path, shape):
-    _assert_equal(write_qwen35(tmp_path / "t.gguf", shape, "F32"), 40)
+    assert_equal(write_qwen35(tmp_path / "t.gguf", shape, "F32"), 40)
 
 
 FOLDER = Path(os.environ.get("PYSPEC_TEST_MODELS", "~/.cache/real-gguf")).expanduser()
@@ -52,7 +46,7 @@ FILES = sorted(FOLDER.rglob("*.gguf"))
 @pytest.mark.skipif(not FILES, reason="no GGUF in the folder that PYSPEC_TEST_MODELS names: published models are not compared")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_logits_equal_llama_cpp(path):
-    result = compare_logits(path, 37, seed=1, device="CPU", threads=1, kernels="ggml", greedy=8)
+    result = compare_logits(path, 17, seed=1, device="CPU", threads=1, kernels="ggml", greedy=4)
     assert (result.nmse, result.max_abs, result.greedy_agree) == (0.0, 0.0, 1.0)
 
 
@@ -60,8 +54,9 @@ def test_logits_equal_llama_cpp(path):
 @pytest.mark.skipif(not FILES, reason="no GGUF in the folder that PYSPEC_TEST_MODELS names: published models are not compared")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_speculative_text_equals_plain(path):
-    """Of native kernels where the processor has them, whose bits do not depend on a block's rows."""
+    """Of native kernels where the processor has them, whose bits do not depend on a block's rows; some drafts are accepted and some rejected."""
     with ps.load(path, spec=["ngram-simple"], device="CPU", threads=1, n_ctx=256) as session:
-        prompt = "def add(a, b):\n    return a + b\n\n\n" * 4
-        plain, _ = session.generate(prompt, 32, mode="reference")
-        assert session.generate(prompt, 32)[0] == plain
+        prompt = session.tokenizer.encode("def add(a, b):\n    return a + b\n\n\n" * 2)
+        text = reference(session.runner, prompt, 16)
+        tokens, stats = run(session.runner, prompt, 16, drafts=oracle(prompt, text, wrong_at=lambda step: 3 * step))
+        assert tokens == text and len(stats.block_sizes) > 2
