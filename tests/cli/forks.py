@@ -16,14 +16,46 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from typing import IO, Any
 
 AT_START = ("PYTHON", "LC_", "LANG", "LD_", "OMP_", "GOMP_", "GGML_", "LLAMA_")
 """Beginnings of variables that are read before a command is."""
 
 MODULES = [f"cli.{name}" for name in ("run", "chat", "serve", "bench", "doctor", "plan", "inspect", "compare", "convert", "experts", "devices")] + [
-    "cli.options", "cli.worker", "models.registry", "tools.compare", "tools.compare_weights", "tools.experts", "tools.worker",
+    "cli.options", "cli.worker", "models.registry", "server.router", "server.start", "tools.compare", "tools.compare_weights", "tools.experts",
+    "tools.worker",
 ]  # fmt: skip
+
+
+class Fork:
+    """A process that runs beside others, with what `Popen` has of it."""
+
+    def __init__(self, pid: int, ended: socket.socket, stderr: int) -> None:
+        self.pid, self.stderr, self.returncode = pid, open(stderr), None
+        self._ended = ended
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._ended], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("pyspec", timeout)
+            self.returncode = _received(self._ended)
+            self._ended.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class Forks:
@@ -45,6 +77,13 @@ class Forks:
         Raises:
             TimeoutExpired: it took longer than a command may. It has been killed, and what it started too.
         """
+        return self._asking(env, lambda: self._run(stdin, {"args": args, "env": env, **more}))
+
+    def start(self, args: list[str], env: dict[str, str], cwd: str) -> Fork | None:
+        """`pyspec` with these arguments, which goes on beside others, with nothing to read or to write but stderr. None: as of `run`."""
+        return self._asking(env, lambda: self._beside({"args": args, "env": env, "cwd": cwd, "one_core": False}))
+
+    def _asking(self, env: dict[str, str], ask: Callable[[], Any]) -> Any:
         if any(env.get(name) != self._env.get(name) for name in {*env, *self._env} if name.startswith(AT_START)):
             return None
         with self._lock:
@@ -54,7 +93,7 @@ class Forks:
                 if self.process is None or self.process.poll() is not None:
                     self.close()
                     self._start()
-                return self._run(stdin, {"args": args, "env": env, **more})
+                return ask()
             except BaseException:  # what has not been read of it would be taken for the next one's
                 self.close()
                 raise
@@ -96,10 +135,8 @@ class Forks:
                 return [kept.enter_context(open(end, mode, buffering=0)) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True)]
 
             (read, write), (out, out_end), (err, err_end) = pipe(), pipe(), pipe()
-            request = json.dumps(asked).encode()
             with read, out_end, err_end:
-                socket.send_fds(self._asked, [struct.pack("q", len(request))], [file.fileno() for file in (read, out_end, err_end)])
-                self._asked.sendall(request)
+                self._send(asked, read, out_end, err_end)
             deadline = time.monotonic() + self._timeout
             waiting.register(self._asked, selectors.EVENT_READ, "status")
             waiting.register(out, selectors.EVENT_READ, "out")
@@ -113,7 +150,7 @@ class Forks:
                 for key, _ in waiting.select(max(0, deadline - time.monotonic())):
                     ended = True
                     if key.data == "status":
-                        status = self._status()
+                        status = _received(self._asked)
                     elif key.data == "in":
                         with suppress(BrokenPipeError):  # a command need not read what it is given
                             given = given[write.write(given[: select.PIPE_BUF]) or 0 :]
@@ -130,16 +167,59 @@ class Forks:
                     raise subprocess.TimeoutExpired(asked["args"], self._timeout, texts["out"], texts["err"])
         return status, texts["out"], texts["err"]
 
-    def _status(self) -> int:
-        said = self._asked.recv(8, socket.MSG_WAITALL)
-        if len(said) < 8:
-            raise ConnectionError("the process that is forked has ended")
-        return struct.unpack("q", said)[0]
+    def _send(self, asked: dict, *ends: IO | socket.socket) -> None:
+        request = json.dumps(asked).encode()
+        socket.send_fds(self._asked, [struct.pack("q", len(request))], [end.fileno() for end in ends])
+        self._asked.sendall(request)
+
+    def _beside(self, asked: dict) -> Fork:
+        err, err_end = os.pipe()
+        ended, theirs = socket.socketpair()
+        with open(err_end, "wb") as writes, open(os.devnull, "r+b", buffering=0) as nothing, theirs:
+            self._send(asked, nothing, nothing, writes, theirs)
+        return Fork(_received(ended), ended, err)
+
+
+def _received(sock: socket.socket) -> int:
+    said = sock.recv(8, socket.MSG_WAITALL)
+    if len(said) < 8:
+        raise ConnectionError("the process that is forked has ended")
+    return struct.unpack("q", said)[0]
+
+
+def _begin_beside(asked: socket.socket, ends: list[int]) -> int:
+    """0 in a process that goes on beside others; elsewhere the process that waits for it, and tells its number and how it ended."""
+    if waits := os.fork():
+        return waits
+    asked.close()
+    if process := os.fork():
+        for end in ends[:3]:
+            os.close(end)
+        os.write(ends[3], struct.pack("q", process))
+        os.write(ends[3], struct.pack("q", os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])))
+        os._exit(0)
+    os.close(ends.pop())
+    return 0
+
+
+def _begin(request: dict, ends: list[int]) -> list[str]:
+    """Makes this process the one that was asked for; its arguments."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    for standard, end in enumerate(ends):
+        os.dup2(end, standard)
+        os.close(end)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    if request["one_core"]:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    return request["args"]
 
 
 def _serve(asked: socket.socket) -> list[str]:
     """Forks for each request; returns its arguments in the fork. Asked to end, or left alone, it ends what the last command started and itself."""
-    process = 0
+    process, beside = 0, set()
 
     def stop(*_) -> None:
         if process:  # a zombie at least, so that its number is not reused
@@ -148,7 +228,7 @@ def _serve(asked: socket.socket) -> list[str]:
 
     signal.signal(signal.SIGTERM, stop)
     while True:
-        head, ends, *_ = socket.recv_fds(asked, 8, 3)
+        head, ends, *_ = socket.recv_fds(asked, 8, 4)
         if not head:
             stop()
         length = struct.unpack("q", head)[0]
@@ -156,23 +236,21 @@ def _serve(asked: socket.socket) -> list[str]:
         if len(text) < length:
             stop()
         request = json.loads(text)
+        if len(ends) == 4:
+            beside -= {waits for waits in beside if os.waitpid(waits, os.WNOHANG)[0]}
+            if not (waits := _begin_beside(asked, ends)):
+                return _begin(request, ends)
+            beside.add(waits)
+            for end in ends:
+                os.close(end)
+            continue
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         if process:
             os.waitpid(process, 0)
         process = os.fork()
         if process == 0:
             os.setpgid(0, 0)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-            for standard, end in enumerate(ends):
-                os.dup2(end, standard)
-                os.close(end)
-            os.environ.clear()
-            os.environ.update(request["env"])
-            os.chdir(request["cwd"])
-            if request["one_core"]:
-                os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-            return request["args"]
+            return _begin(request, ends)
         with suppress(PermissionError):  # the first of the two; it has a group and runs another program
             os.setpgid(process, process)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

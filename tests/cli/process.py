@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from cli.forks import Forks
+from cli.forks import Fork, Forks
 
 COMMAND = [sys.executable, "-m", "pyggml_spec"]
 
@@ -27,6 +27,11 @@ def start(*args, **more) -> subprocess.Popen:
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()}
     command = [sys.executable] if args[:1] == ("-c",) else COMMAND
     return subprocess.Popen([*command, *map(str, args)], bufsize=0, **{**pipes, **more}, preexec_fn=default_interrupt)
+
+
+def beside(*args) -> Fork | None:
+    """A fork of `pyspec` that goes on, of which stderr is read. None where nothing is forked."""
+    return _forks.start([*map(str, args)], environment(), os.getcwd())
 
 
 def pyspec(

@@ -114,6 +114,21 @@ def test_dead_parents_and_variables(forks):
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
+def test_servers_run_beside_others_and_obey_signals(forks):
+    def start(code: str):
+        started = forks.start(["-c", code], environment(), os.getcwd())
+        return started or pytest.skip("nothing is forked here")
+
+    left, right = (start("import sys, time; print('here', file=sys.stderr, flush=True); time.sleep(60)") for _ in range(2))
+    assert left.stderr.readline() == right.stderr.readline() == "here\n" and run(forks, "print(1)") == (0, b"1\n", b"")
+    with pytest.raises(subprocess.TimeoutExpired):
+        left.wait(0.01)
+    left.send_signal(signal.SIGTERM)
+    assert left.wait(60) == left.poll() == -signal.SIGTERM and right.poll() is None
+    right.kill()
+    assert right.wait(60) == -signal.SIGKILL and start("import sys; sys.exit(7)").wait(60) == 7
+
+
 def test_where_there_is_a_gpu_nothing_is_forked(monkeypatch):
     from pyggml_spec.ggml import device
 

@@ -14,7 +14,7 @@ from typing import Self
 
 import httpx
 import pytest
-from cli.process import environment
+from cli.process import beside, environment
 
 from pyggml_spec.server.http import Request
 
@@ -22,12 +22,16 @@ START_SECONDS = 120
 
 
 class Running:
-    """One server. ``lines``: what it has said on stderr so far; ``before``: Python that its process runs first."""
+    """One server. ``lines``: what it has said on stderr so far; ``before``: Python that its process runs first; ``alone``: that process starts as
+    users' do, and is no fork."""
 
-    def __init__(self, *options: object, before: str = "") -> None:
-        code = ["-c", f"{before}\nfrom pyggml_spec.__main__ import main\nmain()"] if before else ["-m", "pyggml_spec"]
-        command = [sys.executable, *code, "serve", "--device", "CPU", "-t", "1", "--port", "0", *map(str, options)]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment())
+    def __init__(self, *options: object, before: str = "", alone: bool = False) -> None:
+        code = ["-c", f"{before}\nfrom pyggml_spec.__main__ import main\nmain()"] if before else []
+        command = ["serve", "--device", "CPU", "-t", "1", "--port", "0", *map(str, options)]
+        self.process = (None if alone else beside(*code, *command)) or subprocess.Popen(
+            [sys.executable, *(code or ["-m", "pyggml_spec"]), *command],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment(),
+        )  # fmt: skip
         self.lines: list[str] = []
         self._address = ""
         self._found = threading.Event()
@@ -37,9 +41,8 @@ class Running:
             raise AssertionError(f"the server did not start: {self.lines}")
         self.url = self._address
         path = self.url if self.url.startswith("/") else None
-        self.http = httpx.Client(
-            base_url="http://localhost" if path else self.url, transport=httpx.HTTPTransport(uds=path) if path else None, timeout=120
-        )
+        transport = httpx.HTTPTransport(uds=path, verify=False)  # reading certificates takes longer than a request
+        self.http = httpx.Client(base_url="http://localhost" if path else self.url, transport=transport, timeout=120)
 
     def _read(self) -> None:
         for line in self.process.stderr:

@@ -216,7 +216,7 @@ def test_a_server_that_was_told_more_names_and_origins():
 
 @pytest.fixture(scope="module")
 def limited_server():
-    with Running("--slots", 2, "--api-key", "one,two", "--max-body", 8) as running:
+    with Running("--slots", 2, "--api-key", "one,two", "--max-body", 8, alone=True) as running:  # its memory is its own
         running.http.headers["x-api-key"] = "one"
         yield running
 

@@ -278,12 +278,12 @@ def test_a_stream_is_read_again_from_any_byte(server):
 
 def test_readers_come_and_go(server):
     want = server.ok("/completion", **ASKED | {"stream": False})["content"]
-    with httpx.Client(base_url=server.url, timeout=120) as client:
+    with httpx.Client(base_url=server.url, timeout=120, verify=False) as client:
         with client.stream("POST", "/completion", json=ASKED, headers={resumable.HEADER: "left"}) as response:
             next(response.iter_bytes())
     assert text(server.http.get("/v1/stream", params={"conv_id": "left"}).text) == want and server.slots_are_free()
     asked, headers = ASKED | {"n_predict": -1, "ignore_eos": True}, {resumable.HEADER: "ends"}
-    client = httpx.Client(base_url=server.url, timeout=120)
+    client = httpx.Client(base_url=server.url, timeout=120, verify=False)
     with client, client.stream("POST", "/completion", json=asked, headers=headers) as response:
         parts = response.iter_bytes()
         next(parts)

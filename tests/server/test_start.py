@@ -171,7 +171,7 @@ def _watch(running, seen):
 
 def test_what_runs_when_the_server_is_ended_comes_to_its_end():
     """What has no end of its own is ended: a page that was open held up the end for all of `--drain`, and was told of as a reader that was cut off."""
-    with Running("--slots", 2, "--drain", 600) as running:
+    with Running("--slots", 2, "--drain", 600, alone=True) as running:
         seen = []
         watcher = threading.Thread(target=_watch, args=(running, seen))
         watcher.start()
@@ -189,7 +189,7 @@ def test_what_runs_when_the_server_is_ended_comes_to_its_end():
 
 @pytest.mark.parametrize("options, second", [(["--drain", "0.2"], False), ([], True)])
 def test_what_does_not_end_in_time_is_told_so(options, second):
-    running = Running("--slots", 1, *options)
+    running = Running("--slots", 1, *options, alone=True)
     with reading(running, 2000) as got:
         running.process.send_signal(signal.SIGINT)
         if second:
