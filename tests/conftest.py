@@ -70,6 +70,17 @@ def talkers(pair, tmp_path_factory):
     return [with_control_tokens(path, folder / name, end=301) for path, name in zip(pair, ("target.gguf", "drafter.gguf"))]
 
 
+@pytest.fixture(scope="session")
+def templates(tmp_path_factory):
+    """The chat templates of the pinned llama.cpp, from the sdist that pip downloads once into the user's cache; without that and a network this
+    fails, with pip's reason."""
+    from pyggml_spec import patching
+    from pyggml_spec.folders import build_folder
+
+    folder, sdist = "models/templates/", patching.fetch_sdist(build_folder())
+    return patching.unpack(sdist, tmp_path_factory.mktemp("templates"), only=lambda name: name.startswith(folder)) / folder
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     """Of the embedded target."""

@@ -368,6 +368,7 @@ def test_memory_comes_back_after_a_peak(limited_server):
     """What malloc had kept of an 8 MiB body and a million log probabilities stayed with the process."""
     limited_server.ok("/completion", prompt="import os\n", n_predict=50)
     before = limited_server.resident_mib
-    limited_server.ok("/completion", prompt="import os\n", n_predict=1000, temperature=0, ignore_eos=True, n_probs=1000)
+    whole = limited_server.post("/completion", prompt="import os\n", n_predict=1000, temperature=0, ignore_eos=True, n_probs=1000)
+    assert len(whole.content) > 70 << 20  # which nobody need parse
     limited_server.post("/completion", prompt="x", user="y" * (7 << 20))
     wait_for(lambda: limited_server.resident_mib <= before + 24)

@@ -12,7 +12,6 @@ from typing import Self
 import pytest
 import scripted
 from gguf_io.build import I32, Model
-from llama_templates import templates  # noqa: F401  (a fixture)
 from server.formats import FAMILIES, TOOLS, Case, cases, plain, tools_of
 from server.running import Running, events
 
@@ -101,7 +100,7 @@ def test_cases_and_tags():
 
 
 @pytest.mark.parametrize("key", CASES)
-def test_an_answer_is_read_as_llama_server_reads_it(templates, key):  # noqa: F811
+def test_an_answer_is_read_as_llama_server_reads_it(templates, key):
     case = CASES[key]
     ours = plain(parsed(case, (templates / f"{FAMILIES[case.family].template}.jinja").read_text("utf-8")))
     assert (ours == plain(RECORDED[key])) == (not differing(case)), (ours, RECORDED[key])
@@ -110,7 +109,7 @@ def test_an_answer_is_read_as_llama_server_reads_it(templates, key):  # noqa: F8
 
 
 @pytest.mark.parametrize("family", ["Granite 3.3", "Command R+", "Mistral Small 3.2", "functionary 3.1"])
-def test_calls_that_llama_server_does_not_read(templates, family):  # noqa: F811
+def test_calls_that_llama_server_does_not_read(templates, family):
     source, first = (templates / f"{FAMILIES[family].template}.jinja").read_text("utf-8"), ["look_up", {"word": "ab cd", "n": 3}]
     for name, content, calls in (
         ("call", "", [first]),
@@ -185,7 +184,7 @@ def templated(folder: Path, family: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(CALLED))
-def test_a_conversation_with_a_tool(templates, tmp_path, name):  # noqa: F811
+def test_a_conversation_with_a_tool(templates, tmp_path, name):
     """Reasoning and a call from control tokens, whole and streamed; the tool's result; the answer; and another question: no template refuses a turn."""
     family = FAMILIES[name]
     thinking = {"chat_template_kwargs": {"enable_thinking": bool(family.thought or family.open)}}
@@ -221,7 +220,7 @@ WRITTEN = {  # what the model writes, and what clients get
 
 
 @pytest.fixture(scope="module")
-def hermes(templates, tmp_path_factory):  # noqa: F811
+def hermes(templates, tmp_path_factory):
     family = FAMILIES["Hermes"]
     texts = {name: family.call("look_up", {"word": value}) for name, (value, _) in WRITTEN.items()}
     with Scripted(tmp_path_factory.mktemp("hermes") / "model.gguf", texts, templated(templates, "Hermes")) as model:
@@ -256,7 +255,7 @@ def test_a_cut_call_is_told_as_cut(hermes):
 
 
 @pytest.fixture(scope="module")
-def thinking(templates, tmp_path_factory):  # noqa: F811
+def thinking(templates, tmp_path_factory):
     call = "Hm.\n</think>\n\n" + FAMILIES["Qwen 3.5"].call("look_up", {"word": "ab", "n": "3"})
     texts = {"call": call, "goes on": " again there.", "thinks on": " well.\n</think>\n\nHi.", "json": '{"a": 1}'}
     with Scripted(tmp_path_factory.mktemp("thinking") / "model.gguf", texts, templated(templates, "Qwen 3.5")) as model:
@@ -340,7 +339,7 @@ ANSWER = {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "
 
 
 @pytest.mark.parametrize("name", ["Hermes", "Llama 3", "Qwen3-Coder", "Kimi K2"])
-def test_an_answer_of_a_schema_or_a_call(templates, tmp_path, name):  # noqa: F811
+def test_an_answer_of_a_schema_or_a_call(templates, tmp_path, name):
     """As agents ask for it that have tools and an output type."""
     family = FAMILIES[name]
     call = family.calls(family.call("look_up", {"word": '"ab cd"' if family.in_json else "ab cd"}))

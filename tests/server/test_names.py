@@ -226,7 +226,7 @@ FOREIGN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path, body, param, words", [
-    ("responses", {"input": []}, None, ""),
+    ("responses", {"input": [], "max_output_tokens": 1}, None, ""),
     ("responses", {"input": "x", "max_output_tokens": -5}, "max_output_tokens", "max_output_tokens is -5"),
     ("responses", {"input": "x", "max_output_tokens": "a"}, "max_output_tokens", "max_output_tokens is"),
     ("responses", {"input": "x", "text": {"format": {"type": "xml"}}}, None, "text.format.type is"),

@@ -94,7 +94,7 @@ def test_a_client_that_leaves_frees_its_slot(queue_server, stream):
 def test_queued_clients_that_leave_touch_no_others_answer(queue_server):
     before = came(queue_server)
     with standing_still(queue_server):
-        running = [sent(queue_server, ask(1900)) for _ in range(2)]
+        running = [sent(queue_server, ask(700)) for _ in range(2)]
     wait_for(lambda: came(queue_server) >= before + 2)
     with contextlib.ExitStack() as queued:
         with standing_still(queue_server):
@@ -102,7 +102,7 @@ def test_queued_clients_that_leave_touch_no_others_answer(queue_server):
                 queued.enter_context(sent(queue_server, ask(1900)))
         wait_for(lambda: came(queue_server) >= before + 5)
     texts = [answered(sock)["content"] for sock in running]
-    assert len(set(texts)) == 1 and len(texts[0]) > 1900 and queue_server.slots_are_free() and came(queue_server) == before + 5
+    assert len(set(texts)) == 1 and len(texts[0]) > 700 and queue_server.slots_are_free() and came(queue_server) == before + 5
 
 
 def test_a_prompt_is_left_while_it_is_read(queue_server):
@@ -160,7 +160,7 @@ def test_random_disconnects_do_not_change_other_texts(queue_server):
 def test_keys_take_turns_and_folders_need_memory(tmp_path):
     with Running("--slots", 1, "--queue", 40, "--api-key", "one,two") as running:
         running.http.headers["x-api-key"] = "one"  # for the figures
-        socks = {"a0": sent(running, ask(1900), key="one")}  # has the slot until all of them wait
+        socks = {"a0": sent(running, ask(700), key="one")}  # has the slot until all of them wait
         wait_for(lambda: came(running) >= 1)
         with standing_still(running):
             socks |= {f"a{i}": sent(running, ask(40, priority=5 if i == 7 else 0), key="one") for i in range(1, 8)}

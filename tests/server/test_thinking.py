@@ -1,7 +1,6 @@
 """Budgets of thinking over HTTP, by the names of each dialect, on a model that would think for longer."""
 
 import pytest
-from llama_templates import templates  # noqa: F401
 from server.test_formats import Scripted, templated
 
 pytestmark = pytest.mark.slow
@@ -10,7 +9,7 @@ WORDS = "one two three four five six seven eight nine ten"
 TEXTS = {"long": f"{WORDS}</think>The answer."}  # the template opens the reasoning, and its end is one token, which the text goes on after
 
 
-def test_the_limit_is_that_of_the_request_its_effort_or_the_server(templates, tmp_path):  # noqa: F811
+def test_the_limit_is_that_of_the_request_its_effort_or_the_server(templates, tmp_path):
     with Scripted(
         tmp_path / "model.gguf", TEXTS, templated(templates, "GLM"), "--reasoning-budget", 6, control=("<think>", "</think>")
     ) as model:
