@@ -84,7 +84,7 @@ class Forks:
         return self._asking(env, lambda: self._beside({"args": args, "env": env, "cwd": cwd, "one_core": False}))
 
     def _asking(self, env: dict[str, str], ask: Callable[[], Any]) -> Any:
-        if any(env.get(name) != self._env.get(name) for name in {*env, *self._env} if name.startswith(AT_START)):
+        if any(env.get(name) != self._env.get(name) for name in {*env, *self._env} - {"LLAMA_CACHE"} if name.startswith(AT_START)):
             return None
         with self._lock:
             if self._has_driver():

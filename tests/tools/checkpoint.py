@@ -17,11 +17,14 @@ _NAMES = {"<f4": "F32", "<f2": "F16", "<f8": "F64", "<u2": "BF16", "|i1": "I8", 
 
 def safetensors(tensors: dict[str, np.ndarray], **header) -> bytes:
     """A whole file; arrays of u2 are stored as BF16."""
-    entries, data = {"__metadata__": {"format": "pt"}}, b""
+    entries, data = {"__metadata__": {"format": "pt"}}, bytearray()
     for name, array in tensors.items():
-        raw = np.ascontiguousarray(array).tobytes()
-        entries[name] = {"dtype": _NAMES[array.dtype.str], "shape": list(array.shape), "data_offsets": [len(data), len(data) + len(raw)]}
-        data += raw
+        entries[name] = {
+            "dtype": _NAMES[array.dtype.str],
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + array.nbytes],
+        }
+        data += np.ascontiguousarray(array).data
     text = json.dumps({**entries, **header}).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + data
