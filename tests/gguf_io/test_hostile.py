@@ -388,7 +388,7 @@ def test_mutations_are_read_run_or_refused(small, tmp_path):
     rng, path = random.Random(1), tmp_path / "x.gguf"
     originals = [(EVERY_VALUE, [range(len(EVERY_VALUE))])] + [(p.read_bytes(), header_places(p.read_bytes())) for p in small]
     refusals = 0
-    for i in range(4000):
+    for i in range(2000):
         data, places = originals[i % 3]
         path.write_bytes(mutated(data, rng, places))
         try:
@@ -397,10 +397,10 @@ def test_mutations_are_read_run_or_refused(small, tmp_path):
             refusals += 1
         except BaseException as error:
             raise AssertionError(f"mutation {i} raised {error!r}") from error
-    assert 1000 < refusals < 3900  # neither everything nor nothing was hit
+    assert 500 < refusals < 1950  # neither everything nor nothing was hit
     rng, pairs, originals = random.Random(2), [], [p.read_bytes() for p in small]
     places = [header_places(data) for data in originals]
-    for i in range(300):
+    for i in range(120):
         which, path = i % 2, tmp_path / f"{i}.gguf"
         path.write_bytes(mutated(originals[which], rng, places[which]))
         pairs.append((small[0], path) if which else (path, small[1]))
