@@ -7,7 +7,7 @@ PRIOR_DECAY = 0.995  # the same of what all sequences showed, per block
 ASSUMED_ACCEPTANCE = 0.8  # of a draft token before any was verified
 ASSUMED_WEIGHT = 4.0  # blocks that the assumption counts for
 PRIOR_SHARE, PRIOR_WEIGHT = 0.125, 16.0  # share of their blocks that all sequences count for in one, and at most so many
-LEAST_CHANCE = 0.01  # of a draft token: nothing is certain
+LEAST_CHANCE, MOST_CHANCE = 0.01, 0.99  # of a draft token: nothing is certain
 
 
 class Counts:
@@ -60,7 +60,8 @@ class AcceptancePrior(Counts):
             out, chance = [], assumed
             for tries, hits in zip(self.tries, self.hits):
                 chance = (hits + ASSUMED_WEIGHT * chance) / (tries + ASSUMED_WEIGHT)
-                out.append(_odds(chance))
+                bounded = LEAST_CHANCE if chance < LEAST_CHANCE else MOST_CHANCE if chance > MOST_CHANCE else chance
+                out.append(bounded / (1 - bounded))
             self._odds[assumed] = out
         return self._odds[assumed]
 
@@ -89,7 +90,7 @@ class AcceptanceTracker(Counts):
         for tries, hits, odds in zip(self.tries, self.hits, self.prior.odds(self.prior.assumed if assumed is None else assumed)):
             better *= odds
             chance = (fade * hits + weight * better / (1 + better)) / (fade * tries + weight + wrong)
-            bounded = LEAST_CHANCE if chance < LEAST_CHANCE else min(chance, 1 - LEAST_CHANCE)
+            bounded = LEAST_CHANCE if chance < LEAST_CHANCE else MOST_CHANCE if chance > MOST_CHANCE else chance
             better, wrong = bounded / (1 - bounded) / odds, 0.0
             alive *= chance
             out.append(alive)
@@ -100,8 +101,3 @@ class AcceptanceTracker(Counts):
         if self._tokens is None:
             self._tokens = list(accumulate(self.survival(), initial=1.0))
         return self._tokens
-
-
-def _odds(chance: float) -> float:
-    chance = min(max(chance, LEAST_CHANCE), 1 - LEAST_CHANCE)
-    return chance / (1 - chance)
