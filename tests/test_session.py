@@ -245,10 +245,10 @@ def test_a_session_that_has_generated_keeps_nothing_of_it_for_requests(pair):
 
 
 @pytest.mark.slow
-def test_a_text_that_rests_loses_nothing_that_was_computed(monkeypatch):
+def test_a_text_that_rests_loses_nothing_that_was_computed(pair, monkeypatch):
     """Without a drafter's inputs a text has other rows: what its prompt continues after decides, where drafts would not pay anyway."""
     prompt = list(range(40, 240)) * 6
-    with ps.load(device="CPU", threads=1, n_ctx=2048, prefix_memory=1 << 28) as session:
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=2048, prefix_memory=1 << 28) as session:
         monkeypatch.setattr(SpeculationPolicy, "never_pays", property(lambda self: False))
         session.generate(prompt, 4)
         monkeypatch.setattr(SpeculationPolicy, "should_disable", lambda self: True)
@@ -263,11 +263,14 @@ def test_a_text_that_rests_loses_nothing_that_was_computed(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots, rested", [(1, [False, False, True]), (2, [False, False, False])])
-def test_a_text_in_one_slot_rests_as_in_a_session(monkeypatch, slots, rested):
+def test_a_text_in_one_slot_rests_as_in_a_session(pair, monkeypatch, slots, rested):
     """Where drafts would not pay a text gets no drafter's inputs, unless its prompt continues after one that has them. What one slot's blocks cost
     says nothing of several."""
     prompt, said = list(range(40, 240)) * 3, []
-    with ps.load(device="CPU", threads=1, n_ctx=1024, prefix_memory=0) as session, session.batch(slots, prefix_memory=1 << 28) as scheduler:
+    with (
+        ps.load(*pair, device="CPU", threads=1, n_ctx=1024, prefix_memory=0) as session,
+        session.batch(slots, prefix_memory=1 << 28) as scheduler,
+    ):
         monkeypatch.setattr(SpeculationPolicy, "never_pays", property(lambda self: False))
         options = GenerationOptions(4, width=16, ignore_end=True)
         for ids, rests in ((prompt, False), ([*prompt, 41, 42], True), ([7, *prompt], True)):
@@ -280,10 +283,13 @@ def test_a_text_in_one_slot_rests_as_in_a_session(monkeypatch, slots, rested):
     assert said == rested
 
 
-def test_a_waiting_prompt_is_not_looked_up_while_the_slot_is_taken(monkeypatch):
+def test_a_waiting_prompt_is_not_looked_up_while_the_slot_is_taken(pair, monkeypatch):
     """Its prompt was hashed again, and files looked for, whenever anything changed."""
     prompt, asked = list(range(40, 240)), []
-    with ps.load(device="CPU", threads=1, n_ctx=512, prefix_memory=0) as session, session.batch(1, prefix_memory=1 << 26) as scheduler:
+    with (
+        ps.load(*pair, device="CPU", threads=1, n_ctx=512, prefix_memory=0) as session,
+        session.batch(1, prefix_memory=1 << 26) as scheduler,
+    ):
         monkeypatch.setattr(SpeculationPolicy, "never_pays", property(lambda self: False))
         monkeypatch.setattr(SpeculationPolicy, "should_disable", lambda self: True)
         known = scheduler.prefixes.known
