@@ -251,12 +251,14 @@ def test_what_does_not_fit_is_not_loaded(tmp_path):
         check(target, device="CPU", free=1 << 20, n_ctx=1 << 20)
 
 
-def test_the_check_as_a_command(capsys, monkeypatch):
+def test_the_check_as_a_command(pair, capsys, monkeypatch):
     from pyggml_spec.ggml import device
+
+    files = ["-m", str(pair[0]), "-md", str(pair[1])]
 
     def run(*args):
         with pytest.raises(SystemExit) as stop:
-            main(["plan", "--check", "--device", "CPU", "-c", "256", "--draft-width", "4", *args])
+            main(["plan", "--check", *files, "--device", "CPU", "-c", "256", "--draft-width", "4", *args])
         return stop.value.code, capsys.readouterr().out
 
     code, out = run()
