@@ -175,14 +175,14 @@ def test_what_runs_when_the_server_is_ended_comes_to_its_end():
         seen = []
         watcher = threading.Thread(target=_watch, args=(running, seen))
         watcher.start()
-        with reading(running, 1500) as got:
+        with reading(running, 800) as got:
             wait_for(lambda: seen)
             running.process.send_signal(signal.SIGTERM)
             wait_for(lambda: any(line.startswith("ending") for line in running.lines))
             assert running.http.get("/ready").status_code == 503
             refused = running.post("/completion", prompt="x", n_predict=1)
             assert refused.status_code == 503 and refused.headers["retry-after"]
-        assert got[-1]["stop"] and got[-1]["tokens_predicted"] == 1500
+        assert got[-1]["stop"] and got[-1]["tokens_predicted"] == 800
         watcher.join(60)  # before the second signal, which cuts off readers
     assert seen[-1] == "ended" and not any("cut off" in line for line in running.lines), running.lines
 
