@@ -513,7 +513,7 @@ def test_during_decoding(pinned, text, tmp_path):
 def test_during_decoding_by_chains(spec, tmp_path):
     """The embedded target's MTP layer, alone and alongside the block drafter: the text so far is the plain one, and who drafted what is counted."""
     args = ["-p", PROMPT, "--ignore-eos", "-c", 2048, "-t", 1, "--device", "CPU"]
-    plain = start("run", *args, "--spec-type", "none", "-n", 64).communicate(timeout=60)[0].decode()
+    plain = pyspec("run", *args, "--spec-type", "none", "-n", 64).stdout.decode()
     process = start("run", *args, "--spec-type", spec, "--stats", tmp_path / "s.json")
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
