@@ -41,12 +41,13 @@ SCHEMAS = [
 
 def texts(schema, tokenizer, seeds, most=160):
     """Texts of random allowed tokens, whole ones only; the end comes as soon as it may, once in four times."""
+    all_ends = [token for token in range(tokenizer.n_vocab) if tokenizer.is_end(token)]
     for seed in seeds:
         rng, grammar, out = random.Random(seed), Grammar("json_schema", json.dumps(schema), tokenizer), b""
         for _ in range(most):
-            allowed = grammar.mask().nonzero()[0].tolist()
-            ends = [token for token in allowed if tokenizer.is_end(token)]
-            token = rng.choice(ends) if ends and (len(ends) == len(allowed) or rng.random() < 0.25) else rng.choice(allowed)
+            mask = grammar.mask()
+            allowed, ends = mask.nonzero()[0], [token for token in all_ends if mask[token]]
+            token = int(rng.choice(ends if ends and (len(ends) == len(allowed) or rng.random() < 0.25) else allowed))
             grammar.accept(token)
             out += tokenizer.piece(token)
             if grammar.ended:
