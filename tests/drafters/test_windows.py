@@ -90,13 +90,13 @@ def test_drafts_are_those_of_all_rows(session, all_rows, chunk):
     with engine_of(session, chunk=chunk) as engine:
         reads = any(member.whole_model for member in engine.resources.members)  # rows of a chunk see those before it
         assert engine.draft_kv.ring == padded(WINDOW + chunk if reads else max(WINDOW + WIDTH, chunk))
-        before, far, again = (drafted(engine, tokens(seed, count), 25) for seed, count in ((1, 100), (2, 3 * RING - 20), (1, 100)))
+        before, far, again = (drafted(engine, tokens(seed, count), 14) for seed, count in ((1, 100), (2, 3 * RING - 20), (1, 100)))
         assert engine.cursor.committed < RING and before == again
     all_rows()
     with engine_of(session, chunk=chunk) as engine:
         assert not engine.draft_kv.ring
-        assert drafted(engine, tokens(1, 100), 25) == before
-        linear = drafted(engine, tokens(2, 3 * RING - 20), 25)
+        assert drafted(engine, tokens(1, 100), 14) == before
+        linear = drafted(engine, tokens(2, 3 * RING - 20), 14)
         assert engine.cursor.committed > 3 * RING
     assert [block for block, _ in linear] == [block for block, _ in far]
     np.testing.assert_allclose(*(np.concatenate([sums for _, sums in blocks]) for blocks in (linear, far)), rtol=1e-2, atol=1e-2)
