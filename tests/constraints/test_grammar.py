@@ -191,21 +191,28 @@ class Libllama:
         llama_cpp.llama_sampler_accept(self.sampler, token)
 
 
+@pytest.fixture(scope="module")
+def ends(tokenizer):
+    return np.array([tokenizer.is_end(token) for token in range(tokenizer.n_vocab)])
+
+
+@pytest.fixture(scope="module")
+def compared(tokenizer, ends):
+    """Ends, and tokens of whole characters."""
+    pieces = [tokenizer.piece(token).decode("utf-8", "replace") for token in range(tokenizer.n_vocab)]
+    return ends | [whole != "" and not {"\ufffd", "\0"} & set(whole) for whole in pieces]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GRAMMARS)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_same_tokens_are_allowed_as_by_libllama(tokenizer, name, seed):
+def test_the_same_tokens_are_allowed_as_by_libllama(tokenizer, ends, compared, name, seed):
     text, rng, length = GRAMMARS[name], random.Random(seed), 0
     ours, theirs = Grammar("grammar", text, tokenizer), Libllama(text, tokenizer)
-    compared = np.ones(tokenizer.n_vocab, bool)
-    for token in range(tokenizer.n_vocab):
-        whole = tokenizer.piece(token).decode("utf-8", "replace")
-        compared[token] = tokenizer.is_end(token) or (whole != "" and not {"\ufffd", "\0"} & set(whole))
     while length < 40:
         mine, other = ours.mask(), theirs.mask()
         assert (mine == other)[compared].all(), [tokenizer.piece(int(i)) for i in (compared & (mine != other)).nonzero()[0][:9]]
-        allowed = (mine & other).nonzero()[0].tolist()
-        on = [token for token in allowed if not tokenizer.is_end(token)]
+        on = (mine & other & ~ends).nonzero()[0].tolist()
         if not on:
             break
         token = rng.choice(on)
