@@ -59,9 +59,10 @@ def test_costs_of_texts_are_kept_and_a_damaged_entry_is_none(pair, tmp_path, mon
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
         assert session.costs == {}
-        for _ in range(9):  # a first block that a busy machine delays is all that a text of such a small model may lose
+        for _ in range(40):  # a first block that a busy machine delays is all that a text of such a small model may lose
+            if len(costs := session.costs) > 1:
+                break
             session.generate([1, 2, 3], 200, ignore_end=True, synthetic=SyntheticAcceptance(3.0, 15))
-        costs = session.costs
         assert set(costs) > {1} and set(costs) <= {1, 2, 4, 8, 16} and all(ms > 0 for ms in costs.values())
     entry = next(cache_folder().glob("costs-*.json"))
     with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
