@@ -106,10 +106,10 @@ def checks(tools: Path) -> dict[str, Check]:
     found["operations of 0059"] = Check([*ops, "-o", "FLASH_ATTN_EXT", "-p", "type_K=q[48]_0"], passed, hopper)
     # ggml builds a graph anew where updating it is refused, which memcheck would call an error
     for tool, *more in (("memcheck", "--report-api-errors", "no"), ("racecheck",)):
+        sanitizer = ["compute-sanitizer", "--tool", tool, *more, "--error-exitcode", "1", *ops, "-o"]
         for op, cases in SANITIZED.items():
-            command = ["compute-sanitizer", "--tool", tool, *more, "--error-exitcode", "1", *ops, "-o", op, "-p", cases]
-            found[f"{tool} {op}"] = Check(command, passed)
-        found[f"{tool} of 0059"] = Check([*command[:-3], "FLASH_ATTN_EXT", "-p", SANITIZED["FLASH_ATTN_EXT"]], passed, hopper)
+            found[f"{tool} {op}"] = Check([*sanitizer, op, "-p", cases], passed)
+        found[f"{tool} of 0059"] = Check([*sanitizer, "FLASH_ATTN_EXT", "-p", SANITIZED["FLASH_ATTN_EXT"]], passed, hopper)
     return found
 
 

@@ -60,8 +60,7 @@ class AcceptancePrior(Counts):
             out, chance = [], assumed
             for tries, hits in zip(self.tries, self.hits):
                 chance = (hits + ASSUMED_WEIGHT * chance) / (tries + ASSUMED_WEIGHT)
-                bounded = LEAST_CHANCE if chance < LEAST_CHANCE else MOST_CHANCE if chance > MOST_CHANCE else chance  # noqa: FURB136  (in every step)
-                out.append(bounded / (1 - bounded))
+                out.append(_odds(chance))
             self._odds[assumed] = out
         return self._odds[assumed]
 
@@ -90,8 +89,7 @@ class AcceptanceTracker(Counts):
         for tries, hits, odds in zip(self.tries, self.hits, self.prior.odds(self.prior.assumed if assumed is None else assumed)):
             better *= odds
             chance = (fade * hits + weight * better / (1 + better)) / (fade * tries + weight + wrong)
-            bounded = LEAST_CHANCE if chance < LEAST_CHANCE else MOST_CHANCE if chance > MOST_CHANCE else chance  # noqa: FURB136  (in every step)
-            better, wrong = bounded / (1 - bounded) / odds, 0.0
+            better, wrong = _odds(chance) / odds, 0.0
             alive *= chance
             out.append(alive)
         return out
@@ -101,3 +99,8 @@ class AcceptanceTracker(Counts):
         if self._tokens is None:
             self._tokens = list(accumulate(self.survival(), initial=1.0))
         return self._tokens
+
+
+def _odds(chance: float) -> float:
+    bounded = LEAST_CHANCE if chance < LEAST_CHANCE else MOST_CHANCE if chance > MOST_CHANCE else chance  # noqa: FURB136  (in every step)
+    return bounded / (1 - bounded)

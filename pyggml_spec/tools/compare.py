@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -79,27 +80,18 @@ def compare_logits(
     """Feeds ``tokens`` random ids, or the first ones of ``text``, to both engines with the same batch shapes, then decodes ``greedy``
     tokens on both. ``kernels``, ``rope``: as for ``load``. ggml's kernels give llama.cpp's logits bit for bit; native kernels sum in
     another order. Raises ContextError: more tokens than the context; PyspecError: the file cannot run here."""
-    (found,) = compare_each(path, {tokens: seed}, device, threads, kernels, cache_type_k, cache_type_v, rope, greedy, text)
+    kv = KVTypes(cache_type_k, cache_type_v)
+    (found,) = compare_each(path, {tokens: seed}, greedy, text, device=device, threads=threads, kernels=kernels, kv=kv, rope=rope)
     return found
 
 
-def compare_each(
-    path: str | Path,
-    seeds: Mapping[int, int],
-    device: str | None = None,
-    threads: int | None = None,
-    kernels: str | None = None,
-    cache_type_k: str = "f16",
-    cache_type_v: str = "f16",
-    rope: RopeOptions | None = None,
-    greedy: int = 64,
-    text: str | None = None,
-) -> list[Comparison]:
-    """As ``compare_logits`` of each number of tokens in ``seeds``, one after the other in one context."""
+def compare_each(path: str | Path, seeds: Mapping[int, int], greedy: int = 64, text: str | None = None, **options: Any) -> list[Comparison]:
+    """As ``compare_logits`` of each number of tokens in ``seeds``, one after the other in one context. ``options``: device,
+    threads, kernels, rope as there, and ``kv``, the types of both caches."""
     if min(seeds) < 1:
         raise ContextError(f"{min(seeds)} tokens cannot be compared; use `tokens` 1 or more")
-    out, kv = [], KVTypes(cache_type_k, cache_type_v)
-    with _both(path, max(seeds), greedy, device, threads, kernels, kv, rope) as (engine, reference):
+    out = []
+    with _both(path, max(seeds), greedy, **options) as (engine, reference):
         for tokens, seed in seeds.items():
             engine.reset()
             reference.reset()

@@ -8,21 +8,9 @@
 #include "cpu/kernels.h"
 #include "cpu/layout.h"
 #include "ggml.h"
+#include "halves.h"
 
 extern const struct pgs_level LEVEL;
-
-float ggml_fp16_to_fp32(ggml_fp16_t x) {
-    _Float16 h;
-    memcpy(&h, &x, sizeof(h));
-    return (float) h;
-}
-
-ggml_fp16_t ggml_fp32_to_fp16(float x) {
-    const _Float16 h = (_Float16) x;
-    ggml_fp16_t    out;
-    memcpy(&out, &h, sizeof(out));
-    return out;
-}
 
 static uint64_t state = 1;
 

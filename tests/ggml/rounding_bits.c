@@ -2,19 +2,7 @@
 #include <stdio.h>
 
 #include "cpu/activations.h"
-
-float ggml_fp16_to_fp32(ggml_fp16_t x) {
-    _Float16 h;
-    memcpy(&h, &x, sizeof(h));
-    return (float) h;
-}
-
-ggml_fp16_t ggml_fp32_to_fp16(float x) {
-    const _Float16 h = (_Float16) x;
-    ggml_fp16_t    out;
-    memcpy(&out, &h, sizeof(out));
-    return out;
-}
+#include "halves.h"
 
 static uint32_t state = 1;
 

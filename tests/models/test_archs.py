@@ -31,7 +31,7 @@ from random_gguf.model import Shape, write_dflash
 from sessions import fails_with
 
 import pyggml_spec as ps
-from pyggml_spec.cache.kv import KVCache
+from pyggml_spec.cache.kv import KVCache, KVTypes
 from pyggml_spec.engine.options import EngineOptions
 from pyggml_spec.engine.runner import ModelRunner
 from pyggml_spec.errors import DeviceError, ModelError
@@ -65,9 +65,10 @@ def lean(quant):
     return {} if quant == "Q4_K" else LEAN
 
 
-def assert_equal(path, *tokens, **types):
+def assert_equal(path, *tokens, cache_type_k="f16", cache_type_v="f16", rope=None):
     """Of random texts of so many tokens each."""
-    for result in compare_each(path, {n: n for n in tokens}, device="CPU", threads=1, kernels="ggml", greedy=6, **types):
+    kv = KVTypes(cache_type_k, cache_type_v)
+    for result in compare_each(path, {n: n for n in tokens}, 6, device="CPU", threads=1, kernels="ggml", kv=kv, rope=rope):
         assert (result.nmse, result.max_abs) == (0.0, 0.0) and (result.argmax_agree, result.greedy_agree) == (1.0, 1.0), result.tokens
 
 

@@ -138,7 +138,7 @@ def test_every_layer_has_room(tmp_path, arch):
 @pytest.mark.slow
 def test_hundreds_of_layers(tmp_path):
     """Speculation over them, a prefill of several rows, and two sequences at once: the graph of 16,384 nodes had overflowed."""
-    shape = replace(TINY, n_layer=720, target_layers=(1, 719))  # of 23 nodes and more
+    shape = replace(TINY, n_layer=1024, target_layers=(1, 1023))  # as many as there may be
     target, draft = write_qwen3(tmp_path / "t.gguf", shape), write_dflash(tmp_path / "d.gguf", shape)
     with ps.load(target, draft, device="CPU", threads=1, n_ctx=64, draft_width=4, chunk=32) as session:
         text, stats = session.generate([1, 2, 3], 6, ignore_end=True)
