@@ -6,6 +6,7 @@
                        [--window 2048]                             of all layers of a DFlash drafter but the last, whatever its file says
                        [--chunk 256]                               of prompts
                        [--drafter-only]                            the target's rows stay f16; `--types f16,q8_0,default`: what a drafter has by default
+                       [--target-only]                             the drafter's rows are of the type that it has by default
                        [--rounds 5]                                sessions of all types at once, which take turns
     bench_attention.py time [--depths 1024,8192,32768,131072] [--rows 1,2,4,8,16,512] [--shapes 4B,8B,27B] [--out FILE.json]
 
@@ -174,7 +175,8 @@ def step(runner: ModelRunner, width: int) -> StepOutput:
 def steps_at(args, depth: int, kinds: list[str]) -> list[dict]:
     """Steps of sessions that take turns, one per type of cache."""
     files, widths = [args.model, *([args.model_draft] if args.model_draft else [])], rows_of(args.rows)
-    rows = ("draft_cache_type_k", "draft_cache_type_v") + (() if args.drafter_only else ("cache_type_k", "cache_type_v"))
+    rows = () if args.target_only else ("draft_cache_type_k", "draft_cache_type_v")
+    rows += () if args.drafter_only else ("cache_type_k", "cache_type_v")
     width = AtMost(max(widths)) if max(widths) > 1 else None  # which a target alone takes too
     with ExitStack() as stack:
         runners, filled = [], []
@@ -224,6 +226,7 @@ def main() -> None:
     parser.add_argument("--window", type=int)
     parser.add_argument("--chunk", type=int)
     parser.add_argument("--drafter-only", action="store_true")
+    parser.add_argument("--target-only", action="store_true")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40, help="of a round, of which the first eight are left out")
     parser.add_argument("--out", type=Path)

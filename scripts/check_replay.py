@@ -3,6 +3,7 @@
 
     check_replay.py --device CUDA0                                # tiny random models of every architecture, and drafters of every kind
     check_replay.py --device CUDA0 --only drafter                 # those whose names contain a word
+    check_replay.py --device CUDA0 --only "large heads" --cache-type q8_0 --prompt 1900
     check_replay.py --device CUDA0 -m target.gguf -md drafter.gguf
 
 Each variant runs in its own process, because ggml-cuda reads its switches once: logits of plain steps (one and two slots), of blocks of every width, and
@@ -33,7 +34,7 @@ from pyggml_spec.engine.options import candidate_widths
 
 SINGLE = {"GGML_CUDA_DISABLE_GRAPHS": "1", "GGML_CUDA_PDL": "0"}
 WAYS = {"replayed, overlapping": {}, "replayed": {"GGML_CUDA_PDL": "0"}, "overlapping": {"GGML_CUDA_DISABLE_GRAPHS": "1"}}
-STEPS, PROMPT = 12, 40
+STEPS = 12
 SHAPE = Shape(delta_head=128)  # as published, and as CUDA's kernels for one sequence take it
 # likewise: ggml-cuda's attention takes no other rows of one head or of keys longer than values, its indexer no other heads, its scans no other states
 MLA = {"n_latent": 512, "n_rot": 64, "head_size": 192, "head_size_v": 128, "n_lora_q": 256, "index_heads": 32, "index_size": 128}
@@ -58,13 +59,17 @@ TARGETS = (
         "kimi-linear": keyed("kimi-linear", LATENT),
         "kimi-k3": keyed("kimi-k3", LATENT | {"expert_latent_length": 256}),
         "glm5-next": keyed("glm5-next", INDEX),
-        "minimax-m3": keyed("minimax-m3", n_head=32, n_head_kv=32),
         "mimo2": keyed("mimo2", {"attention.value_length": 128}, n_head=32, head_size=192),
         # likewise with soft-capped scores: of other head sizes than 128, 256 and 512 its kernel has no code and ends the process
         "gemma2": keyed("gemma2", head_size=128),
         "gemma4, shared K/V": partial(archs.write_gemma4, n_per_layer=256),
         "gemma4": partial(archs.write_gemma4, shared=False, n_per_layer=256),
         "gemma4, routed": partial(archs.write_gemma4, shared=False, n_per_layer=0, routed=True),
+    }
+    # heads whose quantized rows ggml-cuda reads as they lie, with norms, without, with sinks
+    | {
+        name + ", large heads": keyed(name, n_head=16, head_size=size)
+        for name, size in (("qwen35", 256), ("qwen3", 128), ("llama", 128), ("gpt-oss", 128))
     }
 )
 DRAFTERS = {
@@ -105,7 +110,8 @@ def measure(args) -> None:
         for name, target, drafter, spec in pairs(args, Path(folder)):
             width = 16 if drafter or spec else None
             try:
-                loaded = ps.load(target, drafter, device=args.device, threads=args.threads, n_ctx=512, draft_width=width, spec=spec)
+                rows = {"cache_type_k": args.cache_type, "cache_type_v": args.cache_type, "n_ctx": max(512, 2 * args.prompt + 200)}
+                loaded = ps.load(target, drafter, device=args.device, threads=args.threads, draft_width=width, spec=spec, **rows)
             except ps.PyspecError as why:
                 print(f"{name}: {why}", flush=True)
                 if args.all:
@@ -113,13 +119,13 @@ def measure(args) -> None:
                 continue
             with loaded as session:
                 engine = session.runner
-                tokens = np.random.default_rng(3).integers(0, min(256, session.target.n_vocab), PROMPT + STEPS + 16).tolist()
+                tokens = np.random.default_rng(3).integers(0, min(256, session.target.n_vocab), args.prompt + STEPS + 16).tolist()
                 for width in (1, *(w for w in candidate_widths(engine.options.width) if w > 1)):
-                    out[f"{name}|{width}"] = logits(engine, tokens, width)
-                out[f"{name}|two slots"] = slots(session, tokens)
+                    out[f"{name}|{width}"] = logits(engine, tokens, width, args.prompt)
+                out[f"{name}|two slots"] = slots(session, tokens, args.prompt)
                 if session.drafter is not None:
-                    out[f"{name}|drafts"] = drafts(engine, tokens)
-                    out[f"{name}|drafts, two slots"] = drafts_of_slots(session, tokens)
+                    out[f"{name}|drafts"] = drafts(engine, tokens, args.prompt)
+                    out[f"{name}|drafts, two slots"] = drafts_of_slots(session, tokens, args.prompt)
                 replay = engine.io.replay
                 if replay is not None and replay.ahead and replay.inside:
                     sys.exit(
@@ -128,13 +134,13 @@ def measure(args) -> None:
     np.savez(args.dump, **out)
 
 
-def logits(engine, tokens: list[int], width: int) -> np.ndarray:
+def logits(engine, tokens: list[int], width: int, prompt: int) -> np.ndarray:
     """F32 [STEPS, width, n_vocab] after a fixed text, one accepted token per step."""
     engine.reset()
     engine.read_candidates(None)
-    engine.prefill(tokens[:PROMPT])
+    engine.prefill(tokens[:prompt])
     out = []
-    for at in range(PROMPT, PROMPT + STEPS):
+    for at in range(prompt, prompt + STEPS):
         engine.cursor.advance(0, tokens[at])
         engine.plain_step() if width == 1 else engine.verify_step(tokens[at + 1 : at + width])
         out.append(np.stack([engine.candidates(row)[1] for row in range(width)]))
@@ -143,15 +149,22 @@ def logits(engine, tokens: list[int], width: int) -> np.ndarray:
     return np.stack(out)
 
 
-def slots(session, tokens: list[int]) -> np.ndarray:
+def feed(engine, slots: list[int], tokens: list[int], prompt: int) -> None:
+    """Prompts of all in the same steps."""
+    chunk = engine.options.chunk // len(slots)
+    for at in range(0, prompt, chunk):
+        engine.step({slot: Prefill(tokens[slot : slot + prompt][at : at + chunk]) for slot in slots})
+
+
+def slots(session, tokens: list[int], prompt: int) -> np.ndarray:
     """F32 [STEPS, 2, n_vocab]: plain steps of two slots at once."""
     with session.batch(2) as scheduler:
         engine = scheduler.runner
         both = [engine.admit(drafting=False, candidates=None) for _ in range(2)]
         for slot in both:
-            engine.step({slot: Prefill(tokens[slot:PROMPT])})
+            feed(engine, [slot], tokens, prompt)
         out = []
-        for at in range(PROMPT, PROMPT + STEPS):
+        for at in range(prompt, prompt + STEPS):
             for slot in both:
                 engine.choose(tokens[at + slot], slot)
             engine.step({slot: Verify() for slot in both})
@@ -161,12 +174,12 @@ def slots(session, tokens: list[int]) -> np.ndarray:
     return np.stack(out)
 
 
-def drafts(engine, tokens: list[int]) -> np.ndarray:
+def drafts(engine, tokens: list[int], prompt: int) -> np.ndarray:
     """I32 [STEPS, width]: blocks of the drafters in turn, every other one after a plain token."""
     engine.reset()
-    engine.prefill(tokens[:PROMPT])
+    engine.prefill(tokens[:prompt])
     out = []
-    for at in range(PROMPT, PROMPT + STEPS):
+    for at in range(prompt, prompt + STEPS):
         if len(methods := [member.method for member in engine.drafter.methods]) > 1 and at % 2:
             engine.plain_step()
             engine.accept(1, tokens[at])
@@ -175,14 +188,14 @@ def drafts(engine, tokens: list[int]) -> np.ndarray:
     return np.stack(out)
 
 
-def drafts_of_slots(session, tokens: list[int]) -> np.ndarray:
+def drafts_of_slots(session, tokens: list[int], prompt: int) -> np.ndarray:
     """I32 [STEPS, 2, width]: blocks of two slots at once."""
     with session.batch(2) as scheduler:
         engine = scheduler.runner
         both = [engine.admit() for _ in range(2)]
-        engine.step({slot: Prefill(tokens[slot : slot + 30]) for slot in both})
+        feed(engine, both, tokens, prompt)
         out = []
-        for at in range(PROMPT, PROMPT + STEPS):
+        for at in range(prompt, prompt + STEPS):
             method = engine.drafter.methods[at // 2 % len(engine.drafter.methods)].method
             done = engine.step({slot: Draft(engine.options.width, drafter=method) for slot in both})
             out.append(np.stack([done[slot].tokens for slot in both]))
@@ -208,6 +221,8 @@ def main() -> int:
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("--only", default="", metavar="WORD", help="pairs whose names contain it")
     parser.add_argument("--all", action="store_true", help="a pair that the device refuses fails")
+    parser.add_argument("--cache-type", default="f16", help="of K and V rows")
+    parser.add_argument("--prompt", type=int, default=40, help="tokens before the steps")
     parser.add_argument("--dump", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.dump:

@@ -65,7 +65,7 @@ def test_a_pair_that_a_card_refuses_has_not_passed(monkeypatch, tmp_path):
 
     monkeypatch.setattr(check_replay, "pairs", lambda *_: [("llama, Q4_K", None, None, None)])
     monkeypatch.setattr(check_replay.ps, "load", refuse)
-    args = {"device": "CPU", "threads": 1, "dump": tmp_path / "out.npz"}
+    args = {"device": "CPU", "threads": 1, "cache_type": "f16", "prompt": 40, "dump": tmp_path / "out.npz"}
     check_replay.measure(argparse.Namespace(all=False, **args))
     with pytest.raises(SystemExit, match="llama, Q4_K was refused"):
         check_replay.measure(argparse.Namespace(all=True, **args))
