@@ -54,8 +54,9 @@ def keyed(arch: str, keys: dict[str, int] | None = None, **sizes: int) -> Callab
 TARGETS = (
     archs.WRITERS
     | {name: keyed(name, **MLA) for name in ("deepseek2", "deepseek32", "glm-dsa", "mistral4")}
-    | {name: keyed(name, {"ssm.state_size": 128}) for name in ("falcon-h1", "granitehybrid", "nemotron_h", "nemotron_h_moe")}
+    | {name: keyed(name, {"ssm.state_size": 128}) for name in ("falcon-h1", "granitehybrid", "nemotron_h")}
     | {
+        "nemotron_h_moe": keyed("nemotron_h_moe", {"ssm.state_size": 128, "moe_latent_size": 256}, n_ff=768),
         "kimi-linear": keyed("kimi-linear", LATENT),
         "kimi-k3": keyed("kimi-k3", LATENT | {"expert_latent_length": 256}),
         "glm5-next": keyed("glm5-next", INDEX),
