@@ -79,7 +79,7 @@ def test_the_series_and_its_switches():
     # A prompt kept on disk was taken for that of other kernels: of the patches' switches only those of small batches were looked at.
     same_numbers = {"GGML_CUDA_PREFETCH", "GGML_CUDA_CAPTURE_AHEAD", "GGML_CUDA_SHARED_BESIDE"}
     same_numbers |= {"GGML_CUDA_DELTA_STEP", "GGML_CUDA_MOE_ROUTE", "GGML_CUDA_ATTENTION_ROWS"}
-    same_numbers |= {"GGML_CUDA_ROPE_ROWS", "GGML_CUDA_KV_MASK", "GGML_CUDA_NARROW_MASK"}
+    same_numbers |= {"GGML_CUDA_ROPE_ROWS", "GGML_CUDA_KV_MASK", "GGML_CUDA_NARROW_MASK", "GGML_CUDA_ROTATED_ROWS"}
     read = {name for patch in SERIES for name in re.findall(r'^\+.*getenv\("(GGML_CUDA_\w+)"\)', patch.path.read_text(), re.MULTILINE)}
     assert len(read) > 8 and read - same_numbers <= set(SWITCHES)
     # Another name would be found nowhere, and no step would say so: nothing was captured ahead, no worker was asked what it computes.
