@@ -1,6 +1,7 @@
 """Memory that a process can still use: what Linux reports as available, limited by its control groups (containers)."""
 
-from functools import cache
+import os
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 
 FILE_NAMES = {  # by version of control groups: limit, usage, and the reclaimable page cache within it
@@ -32,7 +33,7 @@ def _of_groups() -> int:
 def meminfo(name: str, unknown: int) -> int:
     """Bytes that Linux reports; ``unknown`` elsewhere."""
     try:
-        return _number(Path("/proc/meminfo"), f"{name}:") * 1024
+        return _number(_text(Path("/proc/meminfo")), f"{name}:") * 1024
     except (OSError, ValueError, IndexError, StopIteration):
         return unknown
 
@@ -62,13 +63,24 @@ def _room(group: Path, version: int) -> int:
     limit_name, used, files = FILE_NAMES[version]
     limit = _NO_LIMIT
     try:
-        limit = int((group / limit_name).read_text())  # "max" raises ValueError
-        room = limit - int((group / used).read_text()) + sum(_number(group / "memory.stat", name) for name in files)
+        limit = min(limit, int(_text(group / limit_name)))  # "max" raises ValueError
+        if limit == _NO_LIMIT:
+            return limit
+        taken, stat = int(_text(group / used)), _text(group / "memory.stat")
+        return max(0, limit - taken + sum(_number(stat, name) for name in files))
     except (OSError, ValueError, IndexError, StopIteration):
         return limit
-    return max(0, room) if limit < _NO_LIMIT else _NO_LIMIT
 
 
-def _number(path: Path, name: str) -> int:
-    """The value of ``name`` in a file of names and numbers."""
-    return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(f"{name} "))
+def _text(path: Path) -> str:
+    """Of a file that is read before every allocation: a third of what opening it as text takes."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return b"".join(iter(partial(os.read, file, 1 << 16), b"")).decode()
+    finally:
+        os.close(file)
+
+
+def _number(table: str, name: str) -> int:
+    """The value of ``name`` in lines of names and numbers."""
+    return next(int(line.split()[1]) for line in table.splitlines() if line.startswith(f"{name} "))
