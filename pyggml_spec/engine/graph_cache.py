@@ -166,6 +166,7 @@ class GraphCache:
         self.devices, self.backend, self.io = devices, devices.segments[-1].backend, io
         self.buckets, self.slots, self.every = buckets, slots, SlotRange(0, most)
         self._widths, self._widest, self._nodes = widths, widest, nodes
+        self._ahead = slots == 1 and any(segment.backend.device.kind != "cpu" for segment in devices.segments)  # see graph_prebuilder.py
         self.roles: dict[str, GraphAllocator] = {}
         self._shared: GraphAllocator | None = None  # the last of those whose buffers others may use: one device computes one step at a time
         self.closed, self.changes, self.built_as_announced, self.waited_us = False, 0, 0, 0
@@ -248,8 +249,9 @@ class GraphCache:
         """Plans the largest graphs of the key's role and sampling, unless that was done; returns whether it did.
 
         The largest graph does not need the largest buffer: the allocator packs 16 rows over 256 worse than over 2,048. So the largest width is
-        measured at up to MEASURED_BUCKETS buckets, and what needs most is planned first so that no later graph makes the buffer grow. For one slot
-        each width's widest graph is kept too. Other candidates of several slots reserve between two steps, so two buckets have to do then.
+        measured at up to MEASURED_BUCKETS buckets (4 rows may need more than 5, too: widths above half of it are measured at the last one), and what
+        needs most is planned first so that no later graph makes the buffer grow. On a GPU one slot keeps each width's longest graph. Other candidates of
+        several slots reserve between two steps, so two buckets have to do then.
         """
         role = self.role(key)
         wanted = role, key.candidates, key.masked
@@ -257,25 +259,27 @@ class GraphCache:
             return False
         again = self.slots > 1 and any(reserved == role for reserved, *_ in self._reserved)
         few, live = len(self.buckets) if again else max(1, len(self.buckets) // MEASURED_BUCKETS), self.buckets[-1]
-        one = SlotRange(0, 1)
+        one, widest = SlotRange(0, 1), self._widths[role][-1]
+        widths = [width for width in self._widths[role] if self._ahead or 2 * width > widest]
         ranges = {"prefill": [one], "plain": list(dict.fromkeys((self.every, one)))}.get(key.kind, [self.every])
         shapes = [
             more
-            for width, bucket, slots in product(self._widths[role], dict.fromkeys((*self.buckets[::few], live)), ranges)
-            if bucket == live or width == self._widths[role][-1]
+            for width, bucket, slots in product(widths, dict.fromkeys((*self.buckets[::few], live)), ranges)
+            if bucket == live or width == widest
             for more in self.variants(GraphKey(key.kind, width, bucket, slots, key.method, candidates=key.candidates, masked=key.masked))
         ]
         kept: dict[GraphKey, Step] = {}
         sizes: dict[GraphKey, list[int]] = {}  # of each part, in bytes
+        largest: list[GraphKey] = []  # of each part
         try:
             for alike in self._by_bucket(shapes):
                 self.measure(alike, kept, sizes)
-                for shape in alike:
-                    if shape in kept and (self.slots > 1 or shape.kv_bucket != live):
-                        kept.pop(shape).graph.close()
-            count = len(next(iter(sizes.values())))
-            for largest in dict.fromkeys(max(sizes, key=lambda shape: (sizes[shape][i], shape in kept)) for i in range(count)):
-                self._keep(largest, kept.pop(largest) if largest in kept else self._make(largest))
+                parts = range(len(sizes[alike[0]]))
+                largest = list(dict.fromkeys(max(sizes, key=lambda shape: (sizes[shape][i], shape in kept)) for i in parts))
+                for shape in [shape for shape in kept if (self.slots > 1 or shape.kv_bucket != live) and shape not in largest]:
+                    kept.pop(shape).graph.close()
+            for shape in largest:
+                self._keep(shape, kept.pop(shape) if shape in kept else self._make(shape))
             for shape in list(kept):
                 self._keep(shape, kept.pop(shape))
             self._reserved.add(wanted)
