@@ -16,12 +16,12 @@ from .device import Backend
 from .graph import Graph, require
 from .library import Tensor, check, check_present, ffi, lib, new_err, raise_error, text
 
-_TYPES = {
-    "i32": (lib.GGML_TYPE_I32, np.int32, "int32_t *"),
-    "i64": (lib.GGML_TYPE_I64, np.int64, "int64_t *"),
-    "f16": (lib.GGML_TYPE_F16, np.float16, "uint16_t *"),
-    "f32": (lib.GGML_TYPE_F32, np.float32, "float *"),
-    "u8": (lib.GGML_TYPE_I8, np.uint8, "uint8_t *"),
+_TYPES: dict[str, tuple[int, Any, Any]] = {  # ggml's type, NumPy's, and that of a pointer in C
+    "i32": (lib.GGML_TYPE_I32, np.dtype(np.int32), ffi.typeof("int32_t *")),
+    "i64": (lib.GGML_TYPE_I64, np.dtype(np.int64), ffi.typeof("int64_t *")),
+    "f16": (lib.GGML_TYPE_F16, np.dtype(np.float16), ffi.typeof("uint16_t *")),
+    "f32": (lib.GGML_TYPE_F32, np.dtype(np.float32), ffi.typeof("float *")),
+    "u8": (lib.GGML_TYPE_I8, np.dtype(np.uint8), ffi.typeof("uint8_t *")),
 }
 _SIGNS = next((i for i in range(lib.GGML_TYPE_COUNT) if lib.ggml_type_name(i) != ffi.NULL and text(lib.ggml_type_name(i)) == "q1_0"), -1)
 _BITS, _ONE = 128, np.frombuffer(np.float16(1).tobytes(), np.uint8)  # bits per q1_0 block, and its scale
@@ -170,7 +170,7 @@ class StepFields:
             )
         _, dtype, pointer = _TYPES[kind]
         start = (self._end + _ALIGN - 1) // _ALIGN * _ALIGN
-        self._end = start + count * np.dtype(dtype).itemsize
+        self._end = start + count * dtype.itemsize
         if self._end > self.io.capacity:
             raise EngineError(f"the step's field {name!r} ends at byte {self._end}, but the step buffer has {self.io.capacity}")
         self._offsets[name] = start

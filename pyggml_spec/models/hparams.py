@@ -1,7 +1,7 @@
 """Hyper-parameters of a model's file, read and checked on access: ggml aborts on bad shapes."""
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from .rope import KINDS, Rope, RopeOptions
 OF_SLIDING = ("attention.key_length_swa", "attention.value_length_swa")  # head sizes of sliding layers
 
 
+@cache
 def inverse_root(n: int) -> float:
     """1 / sqrt(n) in single precision, as llama.cpp rounds it."""
     return float(np.float32(1) / np.sqrt(np.float32(n)))

@@ -6,7 +6,7 @@ a shared expert, which precedes the routed ones.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -39,7 +39,7 @@ def head_product(g: Graph, matrix: Matrix, x: Tensor, tokens: int = 0) -> Tensor
         return product(g, matrix, x)
     count = g.aligned_outputs(matrix.weight, tokens)
     scale, bias = (v if v is None or v.ne[0] == 1 else g.slice(v, 0, 0, count) for v in (matrix.scale, matrix.bias))
-    out = product(g, replace(matrix, weight=g.first_outputs(matrix.weight, count), scale=scale, bias=bias, deltas=()), x)
+    out = product(g, matrix._replace(weight=g.first_outputs(matrix.weight, count), scale=scale, bias=bias, deltas=()), x)
     return out if count == tokens else g.cont(g.slice(out, 0, 0, tokens))
 
 
@@ -69,7 +69,7 @@ def project(g: Graph, group: Group, x: Tensor) -> list[Tensor]:
     """x F32 [n_in, T] times each matrix of the group; F32 [rows_i, T], as views of one product where matrices are fused."""
     out: list[Tensor] = []
     for matrix, rows, deltas in group.runs:
-        joined = product(g, matrix if not any(deltas) else replace(matrix, bias=None), x)
+        joined = product(g, matrix if not any(deltas) else matrix._replace(bias=None), x)
         if any(deltas):
             parts = [with_deltas(g, part, of, x) for part, of in zip(_parts(g, joined, rows), deltas, strict=True)]
             joined = g.concat(parts)  # recurrent layers keep a fused product whole

@@ -9,7 +9,7 @@ Experts may be in host memory (``placement``), as pages of the file. On the CPU 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -55,8 +55,7 @@ class Spec:
     layer: int = -1
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A matrix with its scale and bias; ``blocks.product`` applies them.
 
     Attributes:
@@ -598,8 +597,8 @@ class Weights:
 
     def companions(self, name: str) -> tuple[Tensor | None, Tensor | None]:
         """Scale and bias of products of ``name``: F32 [1] and [n_out], or F32 [n_expert] and [n_out, n_expert] for a matrix of experts; None without."""
-        own = self._companions.get(name, {})
-        return self.get(own.get("scale", "")), self.get(own.get("bias", ""))
+        own = self._companions.get(name)
+        return (self.get(own.get("scale", "")), self.get(own.get("bias", ""))) if own else (None, None)
 
     def group(self, name: str) -> Group:
         group = self._groups[name]
@@ -607,7 +606,7 @@ class Weights:
             return group
         deltas = [tuple(self._deltas(member) for member in run) for run in self._members[name]]
         runs = [
-            run._replace(deltas=of) if len(of) > 1 else run._replace(matrix=replace(run.matrix, deltas=of[0]))
+            run._replace(deltas=of) if len(of) > 1 else run._replace(matrix=run.matrix._replace(deltas=of[0]))
             for run, of in zip(group.runs, deltas, strict=True)
         ]
         return Group(tuple(runs), group.parts)
