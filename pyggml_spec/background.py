@@ -67,7 +67,7 @@ class Background(Generic[T]):
 
 
 def in_threads(call: Callable[[Item], object], items: Iterable[Item], threads: int) -> None:
-    """Calls ``call`` with each of ``items``, in so many threads. However this ends, no call goes on: after Ctrl-C its memory is freed."""
+    """Calls ``call`` with each of ``items``, in so many threads; in this one, if that is one. However this ends, no call goes on: after Ctrl-C its memory is freed."""
     todo = deque(items)
 
     def work() -> None:
@@ -78,6 +78,8 @@ def in_threads(call: Callable[[Item], object], items: Iterable[Item], threads: i
                 return
             call(item)
 
+    if threads == 1 or len(todo) == 1:
+        return work()
     workers = [Background(work) for _ in range(min(threads, len(todo)))]
     with ExitStack() as stack:
         for worker in workers:

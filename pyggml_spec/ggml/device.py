@@ -10,12 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 from ..checks import whole
 from ..errors import DeviceError
-from ..pin import installed_libraries
 from ..suggest import meant
 from . import host_memory
 from .cores import CORE_MONITOR, ThreadRule, default_threads
 from .kernels import pick_level
-from .library import FITNESS, Buffer, BufferType, CData, Context, DeviceHandle, LevelHandle, Tensor, check_present, ffi, lib, text
+from .library import (
+    FITNESS,
+    LIBRARIES,
+    Buffer,
+    BufferType,
+    CData,
+    Context,
+    DeviceHandle,
+    LevelHandle,
+    Tensor,
+    check_present,
+    ffi,
+    lib,
+    text,
+)
 from .workers import is_worker
 
 if TYPE_CHECKING:
@@ -153,9 +166,7 @@ def kernels_in_use() -> tuple:
     """The build note and ggml-cuda's switches: all that selects kernels within one version."""
     from ..building import build_note
 
-    libraries = installed_libraries()
-    note = build_note(libraries) if libraries is not None else {}
-    return sorted(note.items(), key=repr), [os.environ.get(name) for name in SWITCHES]
+    return sorted(build_note(LIBRARIES).items(), key=repr), [os.environ.get(name) for name in SWITCHES]
 
 
 def free_bytes(device: Device) -> int:

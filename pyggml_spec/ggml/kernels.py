@@ -133,7 +133,4 @@ def pack(packed: Packed, data: CData, first: int, rows: int, threads: int) -> No
         lib.pgs_pack_rows(packed.type, base + row * size, n_in, n_out, first + row, n, packed.tensor.data)
 
     starts = (0, *range(PACK_ROWS - first % PACK_ROWS, rows, PACK_ROWS))
-    if threads == 1 or len(starts) == 1:
-        list(map(part, starts))
-    else:
-        in_threads(part, starts, threads)
+    in_threads(part, starts, threads)

@@ -87,11 +87,12 @@ def load_libllama(folder: Path) -> None:
 
 
 check_distribution(installed_version())
-_libraries = probe.libraries()
-if _libraries is None:
+_found = probe.libraries()
+if _found is None:
     raise LibraryError(f"llama-cpp-python is installed without its libraries; {REMEDY}")
-FITNESS = probe.settled(_libraries)  # before any of its code runs here
-load_libllama(_libraries)
+LIBRARIES: Path = _found  # the folder
+FITNESS = probe.settled(LIBRARIES)  # before any of its code runs here
+load_libllama(LIBRARIES)
 
 from .. import _native
 
@@ -128,14 +129,14 @@ if sys.platform == "linux":
 
 lib.quiet_log()
 if not lib.ggml_backend_reg_count():  # a portable build: the best of its libraries for this processor, and of its GPUs
-    lib.ggml_backend_load_all_from_path(os.fsencode(_libraries))
+    lib.ggml_backend_load_all_from_path(os.fsencode(LIBRARIES))
 lib.llama_backend_init()
 lib.init_extra_bufts()  # on first use ggml writes to stderr if the kernel refuses AMX
 
 
 def unloaded_gpu_library() -> str | None:
     """Why a library for GPUs that lies beside those for the CPU was not loaded, in one sentence; None if none lies there, or if it was."""
-    path = Path(_libraries or ".") / "libggml-cuda.so"
+    path = LIBRARIES / "libggml-cuda.so"
     if not path.is_file():
         return None
     try:

@@ -5,12 +5,14 @@ ggml aborts on an inconsistent file, so everything that it asserts is checked he
 """
 
 import copy
+import hashlib
 import itertools
 import math
 import mmap
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -274,6 +276,12 @@ class GGUFFile(MappedFile):
         return total // block * lib.ggml_type_size(kind)
 
     # -- access
+
+    @cached_property
+    def beginning(self) -> tuple[int, str]:
+        """Size and hash of the first MiB, of what is open: another file may have its name by now."""
+        data = self._parts[0]._map if self._parts else self._map
+        return len(data), hashlib.sha256(data[: 1 << 20]).hexdigest()
 
     def under_other_names(self, metadata: dict, tensors: dict[str, TensorInfo]) -> "GGUFFile":
         """A view of this file with other metadata and tensor names. Borrows the memory: only this file has to be closed."""

@@ -456,7 +456,7 @@ def test_a_missing_system_library_is_named_with_its_package(tmp_path, monkeypatc
         ("libx.so", "pip install"),
     ):
         assert words in library.load_remedy(f"{name}: cannot open shared object file: No such file or directory")
-    monkeypatch.setattr(library, "_libraries", tmp_path)
+    monkeypatch.setattr(library, "LIBRARIES", tmp_path)
     assert library.unloaded_gpu_library() is None
     (tmp_path / "libggml-cuda.so").write_bytes(b"no library")
     assert (library.unloaded_gpu_library() or "").startswith("libggml-cuda.so cannot be loaded: ")
