@@ -79,7 +79,8 @@ def in_threads(call: Callable[[Item], object], items: Iterable[Item], threads: i
             call(item)
 
     if threads == 1 or len(todo) == 1:
-        return work()
+        work()
+        return
     workers = [Background(work) for _ in range(min(threads, len(todo)))]
     with ExitStack() as stack:
         for worker in workers:
