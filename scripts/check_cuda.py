@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from check_invariance import UNCOVERED
-from check_replay import DRAFTERS, TARGETS
+from check_replay import DRAFTERS, LARGE, TARGETS
 
 SCRIPTS, TESTS = Path(__file__).parent, Path(__file__).parents[1] / "tests"
 FEW = r"n=(1|2|7|8|9|16|17|64),k="  # rows for which these products have kernels of their own; racecheck takes minutes for more
@@ -54,7 +54,6 @@ LONG = {  # operations that take long, in parts that together are all of their c
     "MUL_MAT_ID": ["type_a=[qm]", "type_a=[^qm]"],
     "CPY": [""],
 }
-LARGE = ", large heads"  # models for quantized K/V
 HOST = ("qwen4exp",)  # architectures that CPUs alone compute: it hashes n-grams
 
 
@@ -87,7 +86,7 @@ def checks(tools: Path) -> dict[str, Check]:
             command = [sys.executable, str(SCRIPTS / f"check_{kind}.py"), "--device", "CUDA0", "--only", name, *more]
             found[f"{kind} {name.strip(', ')}"] = Check(command, counted, env)
 
-    targets = [f"{name}, " for name in TARGETS if name not in HOST and not name.endswith(LARGE)]
+    targets = [f"{name}, " for name in TARGETS if name not in (*HOST, *LARGE)]
     drafters = [f"{name} drafter" for name in DRAFTERS]
     promised = [name for name in (*targets, *drafters) if not name.startswith(UNCOVERED)]
     reads = [sys.executable, str(SCRIPTS / "check_early_reads.py"), str(tools / "libggml-cuda.so")]
@@ -98,7 +97,7 @@ def checks(tools: Path) -> dict[str, Check]:
     scripts("logits", targets, r"(\d+) rows")
     scripts("replay", [*targets, "mtp", *drafters], r"of (\d+) the same bit", {}, "--all")
     hopper = {"GGML_CUDA_QUANTIZED_HOPPER": "1"}  # patch 0059, off by default until it has passed these
-    for name in (name for name in TARGETS if name.endswith(LARGE)):
+    for name in LARGE:
         for kind, env in (("q8_0", {}), ("q8_0", hopper), ("q4_0", hopper)):
             options = ["--only", name, "--cache-type", kind, "--prompt", "1900", "--all"]
             command = [sys.executable, str(SCRIPTS / "check_replay.py"), "--device", "CUDA0", *options]

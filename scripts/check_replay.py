@@ -51,6 +51,10 @@ def keyed(arch: str, keys: dict[str, int] | None = None, **sizes: int) -> Callab
     return lambda path, shape, quant, **options: archs.WRITERS[arch](path, replace(shape, **sizes), quant, **more, **options)
 
 
+LARGE = {  # heads whose quantized rows ggml-cuda reads as they lie, with norms, without, with sinks
+    f"{name}, large heads": keyed(name, n_head=16, head_size=size)
+    for name, size in (("qwen35", 256), ("qwen3", 128), ("llama", 128), ("gpt-oss", 128))
+}
 TARGETS = (
     archs.WRITERS
     | {name: keyed(name, **MLA) for name in ("deepseek2", "deepseek32", "glm-dsa", "mistral4")}
@@ -67,11 +71,7 @@ TARGETS = (
         "gemma4": partial(archs.write_gemma4, shared=False, n_per_layer=256),
         "gemma4, routed": partial(archs.write_gemma4, shared=False, n_per_layer=0, routed=True),
     }
-    # heads whose quantized rows ggml-cuda reads as they lie, with norms, without, with sinks
-    | {
-        name + ", large heads": keyed(name, n_head=16, head_size=size)
-        for name, size in (("qwen35", 256), ("qwen3", 128), ("llama", 128), ("gpt-oss", 128))
-    }
+    | LARGE
 )
 DRAFTERS = {
     "dflash2": ("qwen35", lambda path, shape, quant: write_dflash2(path, shape, quant, block=16)),
@@ -150,11 +150,11 @@ def logits(engine, tokens: list[int], width: int, prompt: int) -> np.ndarray:
     return np.stack(out)
 
 
-def feed(engine, slots: list[int], tokens: list[int], prompt: int) -> None:
-    """Prompts of all in the same steps."""
-    chunk = engine.options.chunk // len(slots)
-    for at in range(0, prompt, chunk):
-        engine.step({slot: Prefill(tokens[slot : slot + prompt][at : at + chunk]) for slot in slots})
+def feed(engine, prompts: dict[int, list[int]]) -> None:
+    """Prompts of slots, as long as each other, in the same steps."""
+    chunk = engine.options.chunk // len(prompts)
+    for at in range(0, len(next(iter(prompts.values()))), chunk):
+        engine.step({slot: Prefill(tokens[at : at + chunk]) for slot, tokens in prompts.items()})
 
 
 def slots(session, tokens: list[int], prompt: int) -> np.ndarray:
@@ -163,7 +163,7 @@ def slots(session, tokens: list[int], prompt: int) -> np.ndarray:
         engine = scheduler.runner
         both = [engine.admit(drafting=False, candidates=None) for _ in range(2)]
         for slot in both:
-            feed(engine, [slot], tokens, prompt)
+            feed(engine, {slot: tokens[slot:prompt]})  # the second is shorter
         out = []
         for at in range(prompt, prompt + STEPS):
             for slot in both:
@@ -194,7 +194,7 @@ def drafts_of_slots(session, tokens: list[int], prompt: int) -> np.ndarray:
     with session.batch(2) as scheduler:
         engine = scheduler.runner
         both = [engine.admit() for _ in range(2)]
-        feed(engine, both, tokens, prompt)
+        feed(engine, {slot: tokens[slot : slot + prompt - 10] for slot in both})
         out = []
         for at in range(prompt, prompt + STEPS):
             method = engine.drafter.methods[at // 2 % len(engine.drafter.methods)].method

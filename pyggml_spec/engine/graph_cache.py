@@ -166,7 +166,7 @@ class GraphCache:
         self.devices, self.backend, self.io = devices, devices.segments[-1].backend, io
         self.buckets, self.slots, self.every = buckets, slots, SlotRange(0, most)
         self._widths, self._widest, self._nodes = widths, widest, nodes
-        self._ahead = slots == 1 and any(segment.backend.device.kind != "cpu" for segment in devices.segments)  # see graph_prebuilder.py
+        self._on_cpus = all(segment.backend.device.kind == "cpu" for segment in devices.segments)
         self.roles: dict[str, GraphAllocator] = {}
         self._shared: GraphAllocator | None = None  # the last of those whose buffers others may use: one device computes one step at a time
         self.closed, self.changes, self.built_as_announced, self.waited_us = False, 0, 0, 0
@@ -260,7 +260,8 @@ class GraphCache:
         again = self.slots > 1 and any(reserved == role for reserved, *_ in self._reserved)
         few, live = len(self.buckets) if again else max(1, len(self.buckets) // MEASURED_BUCKETS), self.buckets[-1]
         one, widest = SlotRange(0, 1), self._widths[role][-1]
-        widths = [width for width in self._widths[role] if self._ahead or 2 * width > widest]
+        keep_all = self.slots == 1 and not self._on_cpus  # see graph_prebuilder.py
+        widths = [width for width in self._widths[role] if keep_all or 2 * width > widest]
         ranges = {"prefill": [one], "plain": list(dict.fromkeys((self.every, one)))}.get(key.kind, [self.every])
         shapes = [
             more

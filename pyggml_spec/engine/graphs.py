@@ -517,9 +517,8 @@ class StepGraphs(GraphCache):
         widest = max(BATCH, *(width for of_role in widths.values() for width in of_role))
         slots, nodes = len(r.slots), most_nodes(r.target, r.drafter)
         super().__init__(r.devices, io or r.io, widths, buckets_up_to(r.kv.live, r.kv.fine), slots, most or slots, widest, nodes)
-        self._padded = any(segment.backend.device.kind != "cpu" for segment in r.devices.segments)  # a graph costs more than padding
         # ggml's kernels round by the rows of a step, so prompts and plain steps have llama.cpp's shapes
-        self._as_llama = all(s.backend.device.kind == "cpu" and s.backend.level is None for s in r.devices.segments)
+        self._as_llama = self._on_cpus and all(s.backend.level is None for s in r.devices.segments)
 
     def _role_of(self, kind: str, method: str) -> str:
         """The first drafter's graphs have the name of their kind."""
@@ -582,7 +581,7 @@ class StepGraphs(GraphCache):
         if self._as_llama:
             return rows
         planned = next(w for w in self._widths["prefill"] if rows <= w)
-        return planned if self._padded else min(planned, fine_width(rows))
+        return min(planned, fine_width(rows)) if self._on_cpus else planned  # elsewhere a graph costs more than padding
 
     def streams(self, rows: int) -> bool:
         """Whether chunks of so many rows compute with streamed copies of weights in host memory."""

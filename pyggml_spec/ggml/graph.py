@@ -569,7 +569,7 @@ class Graph:
     def slice(self, x: Tensor, dim: int, first: int, count: int) -> Tensor:
         """Elements [first, first + count) of dimension ``dim`` of a tensor with up to 3 dimensions, as a view."""
         ne, nb = list(x.ne), x.nb
-        fits = 0 <= dim < 3 and 0 <= first < first + count <= ne[dim] and ne[3] == 1 and (dim > 0 or lib.ggml_blck_size(x.type) == 1)
+        fits = 0 <= dim < 3 and in_range(x, dim, first, count) and ne[3] == 1 and (dim > 0 or lib.ggml_blck_size(x.type) == 1)
         require(fits, "slice", x=x, dim=dim, first=first, count=count)
         ne[dim] = count
         if dim < 2 and ne[2] == 1:
