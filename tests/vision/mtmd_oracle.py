@@ -8,20 +8,13 @@ from llama_cpp import mtmd_cpp as M
 from llama_oracle import _context, _decode, _model
 
 from pyggml_spec.cache.kv import KVTypes
+from pyggml_spec.gguf_io import GGUFFile
+from pyggml_spec.vision.encoder import BREAK, repair_breaks
 
 MARKER = "<__media__>"
 
 
-def after_pictures(*args, **options):
-    """As ``_after_pictures``, again where rows are NaN: pixtral's graph reads memory that nothing has written."""
-    for _ in range(8):
-        found = _after_pictures(*args, **options)
-        if all(np.isfinite(rows).all() for rows in found[2]) and np.isfinite(found[0]).all():
-            break
-    return found
-
-
-def _after_pictures(target, mmproj, text, files, greedy=8, n_ctx=2048, n_batch=512, gpu=False, kv="f16", threads=1):
+def after_pictures(target, mmproj, text, files, greedy=8, n_ctx=2048, n_batch=512, gpu=False, kv="f16", threads=1):
     """Logits after a text with a MARKER for each of ``files``, F32 [n_vocab], so many greedy tokens, and the rows of each picture or part, F32 [n, n_embd]."""
     model = _model(target, gpu)
     ctx = _context(model, n_ctx, n_batch, threads, KVTypes(kv, kv))
@@ -36,15 +29,23 @@ def _after_pictures(target, mmproj, text, files, greedy=8, n_ctx=2048, n_batch=5
     raw = text.encode()
     said = M.mtmd_input_text(text=raw, text_len=len(raw), add_special=True, parse_special=True)
     assert M.mtmd_tokenize(mtmd, chunks, ctypes.byref(said), (ctypes.c_void_p * len(bitmaps))(*bitmaps), len(bitmaps)) == 0
-    rows = []
+    rows, n_past = [], L.llama_pos(0)
     for i in range(M.mtmd_input_chunks_size(chunks)):
         chunk = M.mtmd_input_chunks_get(chunks, i)
-        if M.mtmd_input_chunk_get_type(chunk) != M.MTMD_INPUT_CHUNK_TYPE_TEXT:
-            assert M.mtmd_encode_chunk(mtmd, chunk) == 0
-            shape = M.mtmd_input_chunk_get_n_tokens(chunk), L.llama_model_n_embd_inp(model)
-            rows.append(np.ctypeslib.as_array(M.mtmd_get_output_embd(mtmd), shape).copy())
-    n_past = L.llama_pos(0)
-    assert M.mtmd_helper_eval_chunks(mtmd, ctx, chunks, 0, 0, n_batch, True, ctypes.byref(n_past)) == 0
+        if M.mtmd_input_chunk_get_type(chunk) == M.MTMD_INPUT_CHUNK_TYPE_TEXT:
+            assert M.mtmd_helper_eval_chunk_single(mtmd, ctx, chunk, n_past, 0, n_batch, True, ctypes.byref(n_past)) == 0
+            continue
+        assert M.mtmd_encode_chunk(mtmd, chunk) == 0
+        shape = M.mtmd_input_chunk_get_n_tokens(chunk), L.llama_model_n_embd_inp(model)
+        rows.append(np.ctypeslib.as_array(M.mtmd_get_output_embd(mtmd), shape).copy())
+        with GGUFFile(mmproj) as file:
+            if BREAK in file.tensors:  # pixtral's graph reads memory there that nothing has written
+                repair_breaks(rows[-1], file)
+        values = rows[-1].ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        decoded = M.mtmd_helper_decode_image_chunk(
+            mtmd, ctx, chunk, values, n_past, 0, n_batch, ctypes.byref(n_past), M.mtmd_helper_post_decode_callback(), None
+        )
+        assert decoded == 0
     n_vocab, batch, position = L.llama_vocab_n_tokens(L.llama_model_get_vocab(model)), L.llama_batch_init(1, 0, 1), n_past.value
     first = logits = np.ctypeslib.as_array(L.llama_get_logits_ith(ctx, -1), (n_vocab,)).copy()
     ids = []
