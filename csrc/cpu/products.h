@@ -65,10 +65,10 @@
     }
 #endif
 
-// `size` bytes of records `ahead` of where they are multiplied, into the first-level cache. How far ahead, or not at all, is measured (prefetch_tune.c).
-INLINE void prefetch_matrix(const char * w, size_t size) {
-    for (size_t k = 0; k < size; k += 64) {
-        prefetch(w + k);
+// `size` bytes of records `ahead` of where they are multiplied, into the first-level cache. How far ahead, or not at all (0), is measured (prefetch_tune.c).
+INLINE void prefetch_matrix(const char * w, size_t ahead, size_t size) {
+    for (size_t k = 0; k < size && ahead > 0; k += 64) {
+        prefetch(w + ahead + k);
     }
 }
 
@@ -108,7 +108,7 @@ INLINE void q8_0_rows(ARGUMENTS, const int R, const int G, const int N) {
     vf             acc[4][ROWS];
     SUMS_COME(acc)
     for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
-        prefetch_matrix(w + ahead, G * size);
+        prefetch_matrix(w, ahead, G * size);
         EACH_FEW {
             vi s[2][ROWS];
             EACH_VEC EACH_ROW s[v][r] = bias_start(x->by_128 + row + r);
@@ -162,7 +162,7 @@ INLINE void small_rows(ARGUMENTS, const int R, const int G, const int N, const i
     vf             acc[4][ROWS];
     SUMS_COME(acc)
     for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
-        prefetch_matrix(w + ahead, G * size);
+        prefetch_matrix(w, ahead, G * size);
         EACH_FEW {
             vi s[2][ROWS];
             EACH_VEC EACH_ROW s[v][r] = vi_set(start_of_32(x->by_8[row + r], kind));
@@ -188,7 +188,7 @@ INLINE void iq4_nl_rows(ARGUMENTS, const int R, const int G, const int N) {
     vf             acc[4][ROWS];
     SUMS_COME(acc)
     for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
-        prefetch_matrix(w + ahead, G * size);
+        prefetch_matrix(w, ahead, G * size);
         EACH_FEW {
             vi s[2][ROWS];
             EACH_VEC EACH_ROW s[v][r] = bias_start(x->by_128 + row + r);
@@ -237,7 +237,7 @@ INLINE void nvfp4_rows(ARGUMENTS, const int R, const int G, const int N) {
     vf             acc[4][ROWS];
     SUMS_COME(acc)
     for (int64_t b = 0; b < blocks; b++, w += G * size) {
-        prefetch_matrix(w + ahead, G * size);
+        prefetch_matrix(w, ahead, G * size);
         for (int half = 0; half < 2; half++, x++) {
             EACH_FEW {
                 _Pragma("GCC unroll 2") for (int j = 0; j < 2; j++) {
@@ -468,7 +468,7 @@ INLINE void k_rows(ARGUMENTS, const int R, const int G, const int N, const int f
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++) {
                 if (at == 0) {
-                    prefetch_matrix(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
+                    prefetch_matrix(w + (size_t) i * (G * size / 4), ahead, G * size / 4);
                 }
                 if (i == 2 && !five && !WHOLE_SCALES) {
                     EACH_VEC EACH_ROW {
@@ -536,7 +536,7 @@ INLINE void signed_k_rows(ARGUMENTS, const int R, const int G, const int N, cons
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++) {
                 if (at == 0) {
-                    prefetch_matrix(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
+                    prefetch_matrix(w + (size_t) i * (G * size / 4), ahead, G * size / 4);
                 }
                 _Pragma("GCC unroll 4") for (int u = 0; u < 4; u++) {
                     const int j = 4 * i + u;
@@ -574,7 +574,7 @@ INLINE void q2_k_rows(ARGUMENTS, const int R, const int G, const int N) {
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++) {
                 if (at == 0) {
-                    prefetch_matrix(w + ahead + (size_t) i * (G * size / 4), G * size / 4);
+                    prefetch_matrix(w + (size_t) i * (G * size / 4), ahead, G * size / 4);
                 }
                 vw both[2][4];
                 EACH_VEC {
@@ -618,7 +618,7 @@ INLINE void iq4_xs_rows(ARGUMENTS, const int R, const int G, const int N) {
 #pragma GCC unroll 1
             for (int j = 0; j < 8; j++) {
                 if (at == 0) {
-                    prefetch_matrix(w + ahead + (size_t) j * (G * size / 8), G * size / 8);
+                    prefetch_matrix(w + (size_t) j * (G * size / 8), ahead, G * size / 8);
                 }
                 vi s[2][ROWS];
                 EACH_ROW {
@@ -655,7 +655,7 @@ INLINE void float_rows(ARGUMENTS, const int R, const int G, const int N, const i
     const size_t    size = type == F32 ? sizeof(rec_f32) : sizeof(rec_f16);
     const act_f32 * x    = (const act_f32 *) tile;
     for (int64_t b = 0; b < blocks; b++, w += G * size, x++) {
-        prefetch_matrix(w + ahead, G * size);
+        prefetch_matrix(w, ahead, G * size);
         EACH_FEW {
             vf even[2][ROWS], odd[2][ROWS];
             EACH_VEC EACH_ROW even[v][r] = odd[v][r] = vf_zero();
@@ -703,7 +703,8 @@ INLINE void float_rows(ARGUMENTS, const int R, const int G, const int N, const i
         static const one of_rows[2][most] = { { LIST_##most(name, 1) }, { LIST_##most(name, 2) } };                                  \
         for (int row = 0; row < rows; row += most) {                                                                                 \
             const int now = rows - row < most ? rows - row : most;                                                                   \
-            of_rows[groups - 1][now - 1](records, blocks, tiles + row / TILE * step, row % TILE, sums + SUMS_STEP * row, ahead);     \
+            of_rows[groups - 1][now - 1](records, blocks, tiles + row / TILE * step, row % TILE, sums + SUMS_STEP * row,             \
+                                      row == 0 ? ahead : 0); /* once for all rows */                                                 \
         }                                                                                                                            \
     }
 
@@ -714,7 +715,7 @@ PRODUCT(GRID_32, , , GRID_SHAPE, grid_rows, 32)
 static void grid_product(TAKES, size_t size, void (*unpack)(const char *, rec_grid *), bool of_16) {
     _Alignas(64) rec_grid room[2];
     for (int64_t b = 0; b < blocks; b++, records += (size_t) groups * size, tiles += sizeof(act_256)) {
-        prefetch_matrix(records + ahead, (size_t) groups * size);
+        prefetch_matrix(records, ahead, (size_t) groups * size);
         for (int g = 0; g < groups; g++) {
             unpack(records + (size_t) g * size, &room[g]);
         }
