@@ -19,8 +19,8 @@ typedef struct pgs_kernel {  // products with one type of weight
     // Rounds `n` values of one row to what products read: `blocks` blocks of row `row` of a tile, zero-padded.
     void (*activations)(const float * x, int64_t n, char * tile, int row);
     // sums[r * SUMS_STEP + i] += the products of the outputs i of a pair of groups, or of one, with the rows r of tiles, over `blocks` blocks: their records
-    // lie as layout.h says, tiles `step` bytes apart. `ahead`: prefetch distance of weights in bytes. A row's bits depend neither on the other rows nor on
-    // the other group.
+    // lie as layout.h says, tiles `step` bytes apart. `ahead`: prefetch distance of weights in bytes, 0: none. A row's bits depend neither on the other rows
+    // nor on the other group.
     void (*product)(const char * records, int groups, int64_t blocks, const char * tiles, size_t step, int rows, float * sums, size_t ahead);
 } pgs_kernel;
 
