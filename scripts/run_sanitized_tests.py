@@ -4,8 +4,9 @@
     run_sanitized_tests.py [pytest's arguments]
     run_sanitized_tests.py --proof
 
-A finding ends its process and test. ``--proof`` builds a copy with a write past an allocation, and fails unless it is found. The build stays in
-build/sanitized. Without arguments, all tests of the C extension; ggml itself is not rebuilt.
+A finding ends its process and test. New memory is full of NaN, so that a result that depends on it differs. ``--proof`` builds a copy with a write past an
+allocation, and fails unless it is found and new memory is full of NaN. The build stays in build/sanitized. Without arguments, all tests of the C
+extension; ggml itself is not rebuilt.
 """
 
 import os
@@ -16,8 +17,17 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ["tests/ggml", "tests/cache/test_recurrent.py", "tests/cache/test_kv.py", "tests/engine", "tests/multi_device/test_pipeline.py"]
+TESTS = [
+    "tests/ggml",
+    "tests/cache/test_recurrent.py",
+    "tests/cache/test_kv.py",
+    "tests/engine",
+    "tests/multi_device/test_pipeline.py",
+    "tests/vision",
+]
+ADDRESS = "detect_leaks=0:halt_on_error=1:malloc_fill_byte=255:max_malloc_fill_size=67108864"  # Python does not free at exit
 QUICK = ["tests/cache/test_recurrent.py", "-x", "-k", "replay_of_the_first_rows"]
+FILLED = "import numpy; assert numpy.isnan(numpy.empty(99999)).all()"
 WITHOUT_KERNELS = [f"-DPGS_COMPILES_{level}=OFF" for level in ("avx2", "avx512vnni", "neondot")]  # what takes long to build
 INJECTED = (
     "csrc/step_graph.c",
@@ -69,7 +79,7 @@ def environment(extension: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts" / "sanitized"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         "LD_LIBRARY_PATH": str(Path(llama_cpp.__file__).parent / "lib"),
         "LD_PRELOAD": " ".join(map(runtime, ("libasan.so", "libubsan.so"))),
-        "ASAN_OPTIONS": f"detect_leaks=0:halt_on_error=1:log_path={extension.parent / 'reports' / 'address'}",  # Python does not free at exit
+        "ASAN_OPTIONS": f"{ADDRESS}:log_path={extension.parent / 'reports' / 'address'}",
         "UBSAN_OPTIONS": f"halt_on_error=1:print_stacktrace=1:log_path={extension.parent / 'reports' / 'undefined'}",
         "XDG_CACHE_HOME": str(cache),
         "PYTHONMALLOC": "malloc",  # so that what is Python's has borders, too
@@ -86,7 +96,7 @@ def run(extension: Path, tests: list[str]) -> tuple[int, str]:
 
 
 def prove() -> int:
-    """0 if a write past an allocation is found."""
+    """0 if new memory is full of NaN, and a write past an allocation is found."""
     name, before, after = INJECTED
     with tempfile.TemporaryDirectory(prefix="sanitized-") as folder:
         copy = Path(folder) / "source"
@@ -97,7 +107,9 @@ def prove() -> int:
         text = (copy / name).read_text()
         assert text.count(before) == 1
         (copy / name).write_text(text.replace(before, after))
-        status, found = run(build(copy, Path(folder) / "build", "-DPGS_SANITIZE_LEVEL=-O0", *WITHOUT_KERNELS), QUICK)
+        extension = build(copy, Path(folder) / "build", "-DPGS_SANITIZE_LEVEL=-O0", *WITHOUT_KERNELS)
+        subprocess.run([sys.executable, "-c", FILLED], check=True, env=environment(extension))
+        status, found = run(extension, QUICK)
     shown = next((line for line in found.splitlines() if "heap-buffer-overflow" in line), "")
     print(shown or "a write past an allocation was not found")
     return 0 if status and shown else 1

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -216,7 +216,7 @@ def test_no_buffer_grows_under_a_step(pair):
 
 def larger_than(allocator, nodes=1):
     """A graph that needs a larger buffer than the allocator has."""
-    graph, size = Graph(allocator), lib.pgs_allocator_buffer_size(allocator.handle) // 4 + 1024
+    graph, size = Graph(allocator), lib.pgs_allocator_buffer_size(allocator.handle) // 8 + 1024  # of x, and of a sum
     x = lib.ggml_new_tensor(graph.ctx, lib.GGML_TYPE_F32, 1, (size,))
     for _ in range(nodes):
         x = graph.add(x, x)
@@ -233,10 +233,15 @@ def test_no_step_begins_in_a_buffer_that_is_being_exchanged():
     ):
         one.plan()
 
+        refused = []
+
         def plan():
             for _ in range(300):
-                with closing(larger_than(allocator, 1000)) as graph, suppress(EngineError):  # one that would move a held buffer is refused
-                    graph.plan()
+                with closing(larger_than(allocator, 1000)) as graph:
+                    try:
+                        graph.plan()
+                    except EngineError as error:  # it would move a held buffer
+                        refused.append(str(error))
 
         with ThreadPoolExecutor(1) as pool:
             planning, moved = pool.submit(plan), 0
@@ -246,7 +251,7 @@ def test_no_step_begins_in_a_buffer_that_is_being_exchanged():
                 moved += any(allocator.buffer_bytes != held for _ in range(20))
                 lib.pgs_graph_hold(one.handle, False)
             planning.result()
-        assert moved == 0 and allocator.buffer_bytes > 4096
+        assert moved == 0 and 0 < len(refused) < 300 and all("land it first" in error for error in refused)
 
 
 @pytest.mark.parametrize("n_slots", [2, 3, 5, 8, 13, 64])
