@@ -69,7 +69,9 @@ def _positions(file: GGUFFile, prefix: str) -> int:
 
 def repair_breaks(values: np.ndarray, file: GGUFFile) -> None:
     """Pixtral's graph makes the rows between lines of a picture of memory that nothing has written, times 0, plus a tensor of the file: NaN where that
-    memory was. F32 [rows, n]; rows that have other values than that tensor's, and pictures that are mostly NaN, stay."""
+    memory was. F32 [rows, n]; rows that have other values than that tensor's, and pictures that are mostly NaN, stay, as do those of files without it."""
+    if BREAK not in file.tensors or file.tensors[BREAK].type_name != "f32":
+        return
     bad = ~np.isfinite(values)
     (rows,) = np.nonzero(bad.any(1))
     with file.read(BREAK) as data:
@@ -234,8 +236,7 @@ class Encoder:
         values = (
             np.frombuffer(their.buffer(mtmd.mtmd_get_output_embd(self._context), 4 * rows * size), np.float32).reshape(rows, size).copy()
         )
-        if BREAK in self.file.tensors and self.file.tensors[BREAK].type_name == "f32":
-            repair_breaks(values, self.file)
+        repair_breaks(values, self.file)
         if not np.isfinite(values).all():
             raise PictureError(
                 f"{self.file.path.name} made NaN or Inf of a picture or sound: its weights are damaged, or overflow on this device"

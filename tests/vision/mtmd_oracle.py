@@ -9,7 +9,7 @@ from llama_oracle import _context, _decode, _model
 
 from pyggml_spec.cache.kv import KVTypes
 from pyggml_spec.gguf_io import GGUFFile
-from pyggml_spec.vision.encoder import BREAK, repair_breaks
+from pyggml_spec.vision.encoder import repair_breaks
 
 MARKER = "<__media__>"
 
@@ -39,8 +39,7 @@ def after_pictures(target, mmproj, text, files, greedy=8, n_ctx=2048, n_batch=51
         shape = M.mtmd_input_chunk_get_n_tokens(chunk), L.llama_model_n_embd_inp(model)
         rows.append(np.ctypeslib.as_array(M.mtmd_get_output_embd(mtmd), shape).copy())
         with GGUFFile(mmproj) as file:
-            if BREAK in file.tensors:  # pixtral's graph reads memory there that nothing has written
-                repair_breaks(rows[-1], file)
+            repair_breaks(rows[-1], file)  # theirs are NaN at times
         values = rows[-1].ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         decoded = M.mtmd_helper_decode_image_chunk(
             mtmd, ctx, chunk, values, n_past, 0, n_batch, ctypes.byref(n_past), M.mtmd_helper_post_decode_callback(), None
