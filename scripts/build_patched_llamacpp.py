@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Builds llama.cpp with the patch set.
 
-    build_patched_llamacpp.py --out DIR [--tree LLAMA_CPP | --sdist FILE] [--cuda [--cuda-arch 90]] [--unpatched] [--jobs N] [TARGET ...]
+    build_patched_llamacpp.py --out DIR [--tree LLAMA_CPP | --sdist FILE] [--cuda [--cuda-arch 90] [--sanitizers]] [--unpatched] [--jobs N] [TARGET ...]
     build_patched_llamacpp.py --out DIR --test
 
 The tree comes from the llama-cpp-python sdist (downloaded into DIR), or is a copy of --tree; tools land in DIR/build/bin. `pyspec build --patches`
-builds llama-cpp-python on it. --unpatched builds the original tree. --test runs the tree's tests of patched code and exits with the number of
+builds llama-cpp-python on it. --sanitizers: for check_cuda.py, without what memcheck and racecheck take for errors. --unpatched builds the original tree. --test runs the tree's tests of patched code and exits with the number of
 failures. CMake and Ninja are those of this Python (`pip install cmake ninja`) or on PATH.
 """
 
@@ -98,6 +98,8 @@ def cmake_options(args) -> list[str]:
     options.append("-DGGML_CCACHE=OFF")  # finds one that is not on PATH, and then calls it by name; ours is below
     if args.cuda and args.cuda_arch:
         options.append(f"-DCMAKE_CUDA_ARCHITECTURES={args.cuda_arch}")
+    if args.sanitizers:  # a pool that does not grow by mapping more memory behind it; a stage that every lane gives back
+        options += ["-DGGML_CUDA_NO_VMM=ON", "-DCMAKE_CUDA_FLAGS=-DGGML_CUDA_RACECHECK"]
     if shutil.which("ccache"):
         languages = ("C", "CXX", "CUDA") if args.cuda else ("C", "CXX")
         options += [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in languages]
@@ -111,6 +113,7 @@ def main() -> None:
     parser.add_argument("--sdist", type=Path, help=f"{patches.SDIST}, if it is here already")
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--cuda-arch", default="", help="for example 90 for H100 and H200; by default CMake's choice")
+    parser.add_argument("--sanitizers", action="store_true", help="with --cuda: without what compute-sanitizer takes for errors")
     parser.add_argument("--unpatched", action="store_true")
     parser.add_argument("--test", action="store_true", help="run the tests after the build")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())

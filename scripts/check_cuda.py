@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
 """Everything that has to hold on NVIDIA GPUs before a patch lands, as one command.
 
-    check_cuda.py --tools build/patched/build/bin [--devices 0,1,2,3] [--jobs 16] [--limit 300] [--budget 3600] [--only replay memcheck ...]
+    check_cuda.py --tools build/patched/build/bin --sanitized build/sanitized/build/bin [--devices 0,1,2,3] [--jobs 16] [--limit 300] [--budget 3600]
+                  [--only replay memcheck ...]
 
---tools: llama.cpp with patches/, built by build_patched_llamacpp.py with --cuda and the target test-backend-ops; its libraries are used by all checks.
-cuobjdump and compute-sanitizer of the CUDA toolkit are on PATH. Each check sees one of the cards, which take turns. A check fails too if it compares nothing or is not through within --limit seconds; behind --budget seconds none is started any more, and those are
-named. Exit code: 0 only if all were run and passed.
-Two failures are the sanitizer's own (docs/benchmarks/reports/2026-11-27-sanitizer.md): memcheck of what makes ggml's pool grow by a mapping, unless the
-build has GGML_CUDA_NO_VMM, and racecheck of products of few rows, whose logs must name nothing but copies into a stage (UBLKCP). racecheck warns of ggml's
-vector kernel of attention with heads of 256 values, behind QKV_ROWS.
+--tools: llama.cpp with patches/, built by build_patched_llamacpp.py with --cuda and the target test-backend-ops; its libraries are used by all checks but
+memcheck and racecheck, which take those of --sanitized, built with --sanitizers too. cuobjdump and compute-sanitizer of the CUDA toolkit are on PATH. Each
+check sees one of the cards, which take turns. A check fails too if it compares nothing or is not through within --limit seconds; behind --budget seconds none
+is started any more, and those are named. Exit code: 0 only if all were run and passed.
 """
 
 import argparse
@@ -31,19 +30,24 @@ from check_replay import DRAFTERS, LARGE, TARGETS
 
 SCRIPTS, TESTS = Path(__file__).parent, Path(__file__).parents[1] / "tests"
 FEW = r"n=(1|2|7|8|9|16|17|64),k="  # rows for which these products have kernels of their own; racecheck takes minutes for more
-SANITIZED = {  # operations with kernels of patches/, and which of their cases
-    **dict.fromkeys(("ARGMAX", "DELTA_FRONT", "DELTA_STEP", "GATED_DELTA_NET", "GATE_MUL_MAT", "KV_MASK", "MOE_LAYER", "NORM_MUL_MAT", "QKV_ROWS", "RMS_NORM", "RMS_NORM_MUL_ROPE", "ROPE_SET_ROWS", "SHARED_EXPERT"), ""),
-    "FLASH_ATTN_EXT": r"hsk=(128|256).*nh=(2|3|4),nr23=\[(4|6|8),(1|3)\],kv=(256|1024|4352|512|1280|16640|8448),.*q(8|4)_0|window=\d+,first=1500|shared_mask|hsk=256.*kv=(512|1792),.*type_K=f16.*columns=",
-    "MUL_MAT": rf"type_a=(mxfp4|q4_K|q6_K|q8_0),type_b=f32.*{FEW}",
-    "MUL_MAT_EPILOGUE": "",
-    "MUL_MAT_ID": rf"type_a=(mxfp4|q4_K),type_b=f32.*{FEW}",
-    "MUL_MAT_VEC_FUSION": "type=mxfp4",
-    "ROPE": r"ne_a=\[\d+,\d+,(65|67|100|131),",
-    "SET_ROWS": "type_dst=(q8_0|q4_0|f16)",
+EXPERTS = ["n_expert=16,", "n_expert=(?!16,).*close=0", "n_expert=(?!16,).*close=1"]
+SANITIZED = {  # operations with kernels of patches/, and which of their cases, in parts
+    **{op: [""] for op in ("ARGMAX", "DELTA_FRONT", "DELTA_STEP", "GATED_DELTA_NET", "GATE_MUL_MAT", "KV_MASK", "NORM_MUL_MAT", "QKV_ROWS", "RMS_NORM", "RMS_NORM_MUL_ROPE", "ROPE_SET_ROWS", "SHARED_EXPERT")},
+    "FLASH_ATTN_EXT": [
+        *(rf"hsk={size}.*nh=(2|3|4),nr23=\[{heads},.*kv=(256|1024|4352|512|1280|16640|8448),.*{kind}" for size in (128, 256) for heads in (4, 6, 8) for kind in ("q8_0", "q4_0")),
+        r"window=\d+,first=1500|shared_mask|hsk=256.*kv=(512|1792),.*type_K=f16.*columns=",
+    ],
+    "MOE_LAYER": EXPERTS,
+    "MUL_MAT": [rf"type_a=(mxfp4|q4_K|q6_K|q8_0),type_b=f32.*{FEW}"],
+    "MUL_MAT_EPILOGUE": [""],
+    "MUL_MAT_ID": [rf"type_a=(mxfp4|q4_K),type_b=f32.*{FEW}"],
+    "MUL_MAT_VEC_FUSION": ["type=mxfp4"],
+    "ROPE": [r"ne_a=\[\d+,\d+,(65|67|100|131),"],
+    "SET_ROWS": ["type_dst=(q8_0|q4_0|f16)"],
 }  # fmt: skip
 SIZES = "72|80|128|192|256"
 LONG = {  # operations that take long, in parts that together are all of their cases
-    "MOE_LAYER": ["n_expert=16,", "n_expert=(?!16,).*close=0", "n_expert=(?!16,).*close=1"],
+    "MOE_LAYER": EXPERTS,
     "FLASH_ATTN_EXT": [
         "hsk=64,.*,nb=[13],",
         "hsk=64,.*,nb=(?![13],)",
@@ -60,6 +64,7 @@ HOST = ("qwen4exp",)  # architectures that CPUs alone compute: it hashes n-grams
 class Check(NamedTuple):
     command: list[str]
     counted: str  # what tells in its output how much it compared
+    tools: Path  # whose libraries it runs on
     env: dict[str, str] = {}  # noqa: RUF012 - read only
 
 
@@ -71,7 +76,7 @@ def others(names: Iterable[str]) -> str:
     return "|".join(parts + [f"^{start}$" for start in following if start not in (*names, "")])
 
 
-def checks(tools: Path) -> dict[str, Check]:
+def checks(tools: Path, sanitized: Path) -> dict[str, Check]:
     """By name, in the order in which they are started."""
     found: dict[str, Check] = {}
     ops, passed = [str(tools / "test-backend-ops"), "test", "-b", "CUDA0"], r"\d+/(\d+) tests passed"
@@ -79,49 +84,51 @@ def checks(tools: Path) -> dict[str, Check]:
     def operations(names: str, cases: str, name: str = "") -> None:
         quiet = {"OMP_WAIT_POLICY": "passive"}  # many threads of many processes
         command = [*ops, "-o", names, "-p", cases, "-j", "8"]
-        found[f"operations {name or names} {cases}".strip(" ,")] = Check(command, passed, quiet)
+        found[f"operations {name or names} {cases}".strip(" ,")] = Check(command, passed, tools, quiet)
 
     def scripts(kind: str, names: Iterable[str], counted: str, env: dict[str, str] = {}, *more: str) -> None:  # noqa: B006 - read only
         for name in names:
             command = [sys.executable, str(SCRIPTS / f"check_{kind}.py"), "--device", "CUDA0", "--only", name, *more]
-            found[f"{kind} {name.strip(', ')}"] = Check(command, counted, env)
+            found[f"{kind} {name.strip(', ')}"] = Check(command, counted, tools, env)
 
     targets = [f"{name}, " for name in TARGETS if name not in (*HOST, *LARGE)]
     drafters = [f"{name} drafter" for name in DRAFTERS]
     promised = [name for name in (*targets, *drafters) if not name.startswith(UNCOVERED)]
     reads = [sys.executable, str(SCRIPTS / "check_early_reads.py"), str(tools / "libggml-cuda.so")]
-    found["early reads"] = Check(reads, r"(\d+) kernels")
+    found["early reads"] = Check(reads, r"(\d+) kernels", tools)
     for op, parts in LONG.items():
         for part in parts:
             operations(op, part)
     scripts("logits", targets, r"(\d+) rows")
     scripts("replay", [*targets, "mtp", *drafters], r"of (\d+) the same bit", {}, "--all")
-    hopper = {"GGML_CUDA_QUANTIZED_HOPPER": "1"}  # patch 0059, off by default until it has passed these
     for name in LARGE:
-        for kind, env in (("q8_0", {}), ("q8_0", hopper), ("q4_0", hopper)):
+        for kind in ("q8_0", "q4_0"):
             options = ["--only", name, "--cache-type", kind, "--prompt", "1900", "--all"]
             command = [sys.executable, str(SCRIPTS / "check_replay.py"), "--device", "CUDA0", *options]
-            found[f"replay {name}, {kind}{' of 0059' * bool(env)}"] = Check(command, r"of (\d+) the same bit", env)
+            found[f"replay {name}, {kind}"] = Check(command, r"of (\d+) the same bit", tools)
     scripts("invariance", promised, r"[:,] \d+x\d+ \d+/(\d+)", {"GGML_CUDA_BATCH_INVARIANT": "1"})
     for op in SANITIZED:
         if op not in LONG:
             operations(op, "")
     operations(others(LONG | SANITIZED), "", "others")
     marked = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "mark.gpu" in path.read_text()]
-    found["tests"] = Check([sys.executable, "-m", "pytest", "-q", "-m", "gpu", *marked], r"^(\d+) passed(?!.*skipped)")
-    found["operations of 0059"] = Check([*ops, "-o", "FLASH_ATTN_EXT", "-p", "type_K=q[48]_0"], passed, hopper)
-    # ggml builds a graph anew where updating it is refused, which memcheck would call an error
-    for tool, *more in (("memcheck", "--report-api-errors", "no"), ("racecheck",)):
-        sanitizer = ["compute-sanitizer", "--tool", tool, *more, "--error-exitcode", "1", *ops, "-o"]
-        for op, cases in SANITIZED.items():
-            found[f"{tool} {op}"] = Check([*sanitizer, op, "-p", cases], passed)
-        found[f"{tool} of 0059"] = Check([*sanitizer, "FLASH_ATTN_EXT", "-p", SANITIZED["FLASH_ATTN_EXT"]], passed, hopper)
+    found["tests"] = Check([sys.executable, "-m", "pytest", "-q", "-m", "gpu", *marked], r"^(\d+) passed(?!.*skipped)", tools)
+    # memcheck would call it an error that ggml builds a graph anew where updating it is refused. racecheck warns of ggml's vector kernel of attention, whose
+    # warps write where their lanes have read or written, without a barrier between
+    racecheck = ("racecheck", "--kernel-name-exclude", "kernel_substring=flash_attn_ext_vec")
+    operation = [str(sanitized / "test-backend-ops"), *ops[1:], "-o"]
+    for tool, *more in (("memcheck", "--report-api-errors", "no"), racecheck):
+        sanitizer = ["compute-sanitizer", "--tool", tool, *more, "--error-exitcode", "1", *operation]
+        for op, parts in SANITIZED.items():
+            for cases in parts:
+                found[f"{tool} {op} {cases}".strip(" ,")] = Check([*sanitizer, op, "-p", cases], passed, sanitized)
     return found
 
 
-def run(check: Check, log: Path, tools: Path, card: str, limit: float) -> tuple[int, str]:
+def run(check: Check, log: Path, card: str, limit: float) -> tuple[int, str]:
     """How much was compared, and what is wrong."""
-    libraries = {"LLAMA_CPP_LIB_PATH": str(tools), "LD_LIBRARY_PATH": os.pathsep.join([str(tools), os.environ.get("LD_LIBRARY_PATH", "")])}
+    path = os.pathsep.join([str(check.tools), os.environ.get("LD_LIBRARY_PATH", "")])
+    libraries = {"LLAMA_CPP_LIB_PATH": str(check.tools), "LD_LIBRARY_PATH": path}
     env, status = os.environ | libraries | check.env | {"CUDA_VISIBLE_DEVICES": card}, None
     with log.open("w") as output:
         process = subprocess.Popen(check.command, stdout=output, stderr=output, env=env, start_new_session=True)
@@ -139,6 +146,7 @@ def run(check: Check, log: Path, tools: Path, card: str, limit: float) -> tuple[
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", type=Path, required=True)
+    parser.add_argument("--sanitized", type=Path, default=Path("build/sanitized/build/bin"))
     parser.add_argument("--devices", default=os.environ.get("CUDA_VISIBLE_DEVICES") or "0", help="as CUDA_VISIBLE_DEVICES names them")
     parser.add_argument("--jobs", type=int, default=0, help="checks at a time; default: six per card")
     parser.add_argument("--limit", type=float, default=600, help="seconds for a check")
@@ -146,13 +154,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="checks whose names contain one of them")
     parser.add_argument("--logs", type=Path, default=Path("build/check-cuda"))
     args = parser.parse_args()
-    tools, began, cards = args.tools.resolve(), time.monotonic(), args.devices.split(",")
-    chosen = {name: what for name, what in checks(tools).items() if any(word in name for word in args.only)}
+    began, cards = time.monotonic(), args.devices.split(",")
+    found = checks(args.tools.resolve(), args.sanitized.resolve())
+    chosen = {name: what for name, what in found.items() if any(word in name for word in args.only)}
     if not chosen:
         sys.exit(f"no check's name contains {' or '.join(args.only)}")
-    needed = {check.command[0] for check in chosen.values()} | {str(tools / "test-backend-ops")}
+    folders = sorted({check.tools for check in chosen.values()})
+    needed = {check.command[0] for check in chosen.values()} | {str(tools / "test-backend-ops") for tools in folders}
     missing = [tool for tool in sorted(needed | ({"cuobjdump"} if "early reads" in chosen else set())) if shutil.which(tool) is None]
-    missing += [] if (tools / "libggml-cuda.so").exists() else [f"{tools}/libggml-cuda.so"]
+    missing += [f"{tools}/libggml-cuda.so" for tools in folders if not (tools / "libggml-cuda.so").exists()]
     missing += ["pytest"] if "tests" in chosen and find_spec("pytest") is None else []
     if missing:
         sys.exit(f"{', '.join(missing)}: not found, and needed by the checks; nothing was started")
@@ -166,7 +176,7 @@ def main() -> int:
             skipped.append(name)
             return
         card, start, log = free.get(), time.monotonic(), args.logs / f"{number:03}-{re.sub('[^A-Za-z0-9_]+', '-', name)}.log"
-        compared, wrong = run(chosen[name], log, tools, card, args.limit)
+        compared, wrong = run(chosen[name], log, card, args.limit)
         free.put(card)
         passed.extend([] if wrong else [name])
         result = f"FAILED ({wrong}), see {log}" if wrong else "passed"

@@ -14,8 +14,8 @@ def run(monkeypatch, capsys, tmp_path, commands: dict[str, str], *options: str) 
     """Exit code and lines of the checks with these shell commands, one at a time."""
     (tmp_path / "test-backend-ops").touch(mode=0o755)
     (tmp_path / "libggml-cuda.so").touch()
-    made = {name: Check(["/bin/sh", "-c", command], r"\d+/(\d+) tests passed") for name, command in commands.items()}
-    monkeypatch.setattr(check_cuda, "checks", lambda _: made)
+    made = {name: Check(["/bin/sh", "-c", command], r"\d+/(\d+) tests passed", tmp_path) for name, command in commands.items()}
+    monkeypatch.setattr(check_cuda, "checks", lambda *_: made)
     monkeypatch.setattr(sys, "argv", ["check_cuda.py", "--tools", str(tmp_path), "--logs", str(tmp_path / "logs"), "--jobs", "1", *options])
     return check_cuda.main(), capsys.readouterr().out.splitlines()
 
@@ -45,16 +45,18 @@ def test_what_is_not_run_is_named_and_has_not_passed(monkeypatch, capsys, tmp_pa
 def test_nothing_starts_without_its_tools(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "argv", ["check_cuda.py", "--tools", str(tmp_path), "--only", "memcheck KV_MASK", "early"])
-    with pytest.raises(SystemExit, match="test-backend-ops, compute-sanitizer, cuobjdump, .*libggml-cuda.so: not found"):
+    with pytest.raises(SystemExit, match="test-backend-ops, compute-sanitizer, cuobjdump, .*libggml-cuda.so: not found") as refusal:
         check_cuda.main()
+    assert "build/sanitized/build/bin/libggml-cuda.so" in str(refusal.value)
 
 
 def test_every_operation_is_in_a_check(tmp_path):
     names = [*(LONG | SANITIZED), "ADD", "MUL", "MUL_MAT_ID_FUSION", "MUL_MAT_HADAMARD", "M", "FLASH_ATTN", "CONV_2D", "MOE_LAYERS"]
     rest = others(LONG)
     assert "(" not in rest and [name for name in names if not re.search(rest, name)] == list(LONG)
-    found = checks(tmp_path)
-    assert all(f"{tool} {op}" in found for op in SANITIZED for tool in ("memcheck", "racecheck")) and "operations others" in found
+    found = checks(tmp_path, tmp_path / "sanitized")
+    sanitized = [f"{op} {cases}".strip(" ,") for op, parts in SANITIZED.items() for cases in parts]
+    assert all(f"{tool} {what}" in found for what in sanitized for tool in ("memcheck", "racecheck")) and "operations others" in found
 
 
 def test_a_pair_that_a_card_refuses_has_not_passed(monkeypatch, tmp_path):
@@ -69,4 +71,4 @@ def test_a_pair_that_a_card_refuses_has_not_passed(monkeypatch, tmp_path):
     check_replay.measure(argparse.Namespace(all=False, **args))
     with pytest.raises(SystemExit, match="llama, Q4_K was refused"):
         check_replay.measure(argparse.Namespace(all=True, **args))
-    assert all(what.command[-1] == "--all" for name, what in checks(tmp_path).items() if name.startswith("replay "))
+    assert all(what.command[-1] == "--all" for name, what in checks(tmp_path, tmp_path).items() if name.startswith("replay "))
