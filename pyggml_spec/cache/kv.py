@@ -120,7 +120,7 @@ class KVTypes:
 def draft_types(shapes: Sequence[KVShape], backend: Backend) -> KVTypes:
     """Types of a drafter's rows where nobody names them: q8_0 where attention of the device reads those as they lie, f16 elsewhere.
 
-    They are not rotated, unlike llama.cpp's: rotations would take more time than attention saves, and 8 bits hold outliers.
+    They are not rotated, unlike llama.cpp's: rotations take time, and 8 bits hold outliers.
     """
     read = all(shape.size == shape.size_v in READ_SIZES and shape.queries > 2 and not shape.index for shape in shapes)
     return KVTypes("q8_0", "q8_0", rotated=False) if shapes and read and reads_quantised(backend.device) else KVTypes()
