@@ -6,6 +6,7 @@ import platform
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import llama_cpp
 import numpy as np
@@ -175,6 +176,16 @@ def test_a_filter_that_chooses_no_case_fails(tmp_path, monkeypatch):
         tool.write_text(f"#!/bin/sh\necho '  {passed}/{passed} tests passed'\n")
         tool.chmod(0o755)
         assert build.test(tool.parent) == failed
+
+
+def test_the_build_for_sanitizers_sets_what_sources_read(patched, monkeypatch):
+    """It would be the ordinary one if a name were another, and memcheck or racecheck would report what is no error."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    options = importlib.import_module("build_patched_llamacpp").cmake_options
+    ordinary, sanitized = (set(options(SimpleNamespace(cuda=True, cuda_arch="", sanitizers=wanted))) for wanted in (False, True))
+    names = re.findall(r"GGML_\w+", " ".join(sanitized - ordinary))
+    sources = "".join(path.read_text("utf-8") for path in (patched / "ggml" / "src" / "ggml-cuda").glob("*.cuh"))
+    assert len(names) == 2 and all(re.search(rf"#if.*\b{name}\b", sources) for name in names)
 
 
 def test_a_copied_tree_keeps_sources_that_are_called_build(tmp_path: Path, monkeypatch):
