@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -106,7 +106,9 @@ def plain_cost(engine: Engine, most: int, depth: int = 0, take: Callable[[list[i
         runner.reset()
     tokens = max(min(depth, room), min(len(START), runner.options.n_ctx - 1), 1)
     options = GenerationOptions(WARMUP + most + 1, PLAIN, runner.options.width, ignore_end=True, reuse=False)
-    with closing(engine.submit([0] * tokens, options, slot=0)) as stream:
+    # these steps are warm: beside them the blocks of a text, which begins cold, would look too dear
+    apart = engine.policy.not_learning() if engine.policy is not None else nullcontext()
+    with apart, closing(engine.submit([0] * tokens, options, slot=0)) as stream:
         next(stream)  # the token after the prompt
         started = last = time.perf_counter()
         for block in stream:

@@ -5,7 +5,9 @@ budget goes, which bounds the regret against plain decoding: each sequence has o
 rejected need no budget. Where sequences gain too little, speculation is disabled for the next ones, with longer waits between tries.
 """
 
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -385,6 +387,15 @@ class SpeculationPolicy:
             if best != phase.plan and (best == PLAIN_STEP or not learning) and speeds[best] > self._margin * speeds[phase.plan]:
                 self.changes += 1
                 phase.plan = best
+
+    @contextmanager
+    def not_learning(self) -> Iterator[None]:
+        """Steps in this ``with`` block are no text's: costs are what they were before."""
+        kept = copy.deepcopy(self.costs), dict(self.undisturbed)
+        try:
+            yield
+        finally:
+            self.costs, self.undisturbed = kept
 
     # -- n-gram drafts
 

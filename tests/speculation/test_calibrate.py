@@ -145,6 +145,16 @@ def test_the_plain_speed_is_what_texts_get(pair, monkeypatch):
         assert session.engine.stats.steps - before <= 12 + calibrate.WARMUP + 1  # as it says: it took 36
 
 
+def test_measuring_plain_steps_teaches_the_policy_nothing(pair):
+    """`pyspec run` measures them behind each text: compared with those, cold blocks looked so dear that the second run of the embedded pair drafted nothing."""
+    with ps.load(*pair, device="CPU", threads=1, n_ctx=256) as session:
+        session.generate([1, 2, 3], 100, ignore_end=True)
+        policy = session.engine.policy
+        before, undisturbed = dict(policy.costs), dict(policy.undisturbed)
+        session.calibrate_plain()
+        assert dict(policy.costs) == before and policy.undisturbed == undisturbed and policy.costs.told((1, PLAIN_STEP))
+
+
 def test_plain_steps_are_measured_at_the_length_of_the_text(pair, monkeypatch):
     """They had eight tokens behind them, where attention reads next to nothing: a text of 256 tokens seemed to lose 5 %."""
     monkeypatch.setattr(calibrate, "FILL_S", 60)  # on slow machines there are fewer
