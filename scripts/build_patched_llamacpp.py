@@ -5,8 +5,9 @@
     build_patched_llamacpp.py --out DIR --test
 
 The tree comes from the llama-cpp-python sdist (downloaded into DIR), or is a copy of --tree; tools land in DIR/build/bin. `pyspec build --patches`
-builds llama-cpp-python on it. --sanitizers: for check_cuda.py, without what memcheck and racecheck take for errors. --unpatched builds the original tree. --test runs the tree's tests of patched code and exits with the number of
-failures. CMake and Ninja are those of this Python (`pip install cmake ninja`) or on PATH.
+builds llama-cpp-python on it. --sanitizers: for check_cuda.py, without what memcheck and racecheck take for errors. --unpatched builds the original
+tree. --test runs the tree's tests of patched code and exits with the number of failures. CMake and Ninja are those of this Python (`pip install cmake
+ninja`) or on PATH.
 """
 
 import argparse
@@ -119,6 +120,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("targets", nargs="*", help=f"by default {' '.join(TARGETS)} and the tests that the patches touch")
     args = parser.parse_args()
+    if args.sanitizers and not args.cuda:
+        parser.error("--sanitizers is of the CUDA build; add --cuda")
 
     find_tools()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ def test_nothing_starts_without_its_tools(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["check_cuda.py", "--tools", str(tmp_path), "--only", "memcheck KV_MASK", "early"])
     with pytest.raises(SystemExit, match="test-backend-ops, compute-sanitizer, cuobjdump, .*libggml-cuda.so: not found") as refusal:
         check_cuda.main()
-    assert "build/sanitized/build/bin/libggml-cuda.so" in str(refusal.value)
+    assert "build/patched-sanitized/build/bin/libggml-cuda.so" in str(refusal.value)
 
 
 def test_every_operation_is_in_a_check(tmp_path):
@@ -57,6 +57,8 @@ def test_every_operation_is_in_a_check(tmp_path):
     found = checks(tmp_path, tmp_path / "sanitized")
     sanitized = [f"{op} {cases}".strip(" ,") for op, parts in SANITIZED.items() for cases in parts]
     assert all(f"{tool} {what}" in found for what in sanitized for tool in ("memcheck", "racecheck")) and "operations others" in found
+    apart = [name for name, check in found.items() if "flash_attn_ext_vec" in " ".join(check.command)]
+    assert len(apart) == 2 and all(name.startswith("racecheck ") for name in apart)
 
 
 def test_a_pair_that_a_card_refuses_has_not_passed(monkeypatch, tmp_path):
